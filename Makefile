@@ -1,0 +1,32 @@
+# Two commands: `make up` serves real requests, `make test` runs everything CI runs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A folder named like an installed library (kernels/) must never shadow it.
+export PYTHONSAFEPATH := 1
+
+.PHONY: up test check clean
+.DELETE_ON_ERROR:
+
+up: $(VENV)/.installed
+	$(BIN)/kvist up $(ARGS)
+
+test: check
+	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for another.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
