@@ -1,0 +1,38 @@
+"""The contract between engines, publishers and routers: event types, hashing, dialects and transports.
+
+An engine speaks its own dialect (`dialects`), which becomes engine events (`engine`). A publisher keeps one window
+group, hashes it (`hashing`) and sends canonical batches (`types`, `codec`) over a transport (`transports`).
+"""
+
+from kvist.events.engine import (
+    EngineCleared,
+    EngineCreated,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    EventSink,
+)
+from kvist.events.types import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events.windows import FULL, UNKNOWN, Window
+
+__all__ = [
+    "FULL",
+    "UNKNOWN",
+    "Batch",
+    "Cleared",
+    "EngineCleared",
+    "EngineCreated",
+    "EngineEvent",
+    "EngineHash",
+    "EngineRemoved",
+    "EngineStored",
+    "Event",
+    "EventSink",
+    "Heartbeat",
+    "Removed",
+    "Stored",
+    "Tier",
+    "Window",
+    "WorkerRank",
+]

@@ -1,0 +1,109 @@
+"""Engine events: what an engine says happened in its cache, before filtering and hashing.
+
+Dialects make these from an engine's bytes; the bundled engine calls an `EventSink` directly. Hashes are the engine's
+own: opaque, and unique only within a rank and group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from kvist.events.types import Tier
+from kvist.events.windows import UNKNOWN, Window
+
+EngineHash: TypeAlias = int | bytes
+
+
+class EngineCreated(msgspec.Struct, frozen=True, gc=False):
+    """A layer group with this window exists; engines that send this send one a group at start-up."""
+
+    window: Window
+    group: int | None = None
+    rank: int = 0
+
+
+class EngineStored(msgspec.Struct, frozen=True, gc=False):
+    """A chain of blocks was stored, parent first.
+
+    `token_ids` are the tokens of all blocks, back to back. `block_lengths` counts the tokens of each block; None means
+    that each has `block_size`. A None hash is a hole: nothing behind it belongs to the chain. `mm_hashes` has, per
+    block, the hashes of the multimodal items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1).
+    """
+
+    block_hashes: Sequence[EngineHash | None]
+    token_ids: Sequence[int]
+    block_size: int
+    parent_block_hash: EngineHash | None = None
+    block_lengths: Sequence[int] | None = None
+    window: Window = UNKNOWN
+    group: int | None = None
+    rank: int = 0
+    tier: Tier = Tier.GPU
+    lora_id: int | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    mm_hashes: Sequence[Sequence[int]] | None = None
+    is_eagle: bool = False
+
+
+class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
+    """Blocks left this tier."""
+
+    block_hashes: Sequence[EngineHash]
+    window: Window = UNKNOWN
+    group: int | None = None
+    rank: int = 0
+    tier: Tier = Tier.GPU
+
+
+class EngineCleared(msgspec.Struct, frozen=True, gc=False):
+    """The rank dropped its whole cache."""
+
+    rank: int = 0
+
+
+EngineEvent: TypeAlias = EngineCreated | EngineStored | EngineRemoved | EngineCleared
+
+
+class EventSink(Protocol):
+    """Where an engine reports its cache: never blocks, never raises for what was reported, keeps the caller's order.
+
+    Callable from one engine thread at a time. Arguments are as in the Engine* event of the same name.
+    """
+
+    def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
+        """Report a layer group, before anything is stored."""
+
+    def stored(
+        self,
+        block_hashes: Sequence[EngineHash | None],
+        token_ids: Sequence[int],
+        *,
+        parent_block_hash: EngineHash | None = None,
+        block_lengths: Sequence[int] | None = None,
+        window: Window = UNKNOWN,
+        group: int | None = None,
+        rank: int = 0,
+        tier: Tier = Tier.GPU,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        mm_hashes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Report a chain of blocks, parent first."""
+
+    def removed(
+        self,
+        block_hashes: Sequence[EngineHash],
+        *,
+        window: Window = UNKNOWN,
+        group: int | None = None,
+        rank: int = 0,
+        tier: Tier = Tier.GPU,
+    ) -> None:
+        """Report blocks whose slots were reused."""
+
+    def cleared(self, *, rank: int = 0) -> None:
+        """Report that the rank's whole cache is gone."""

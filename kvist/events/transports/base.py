@@ -1,0 +1,64 @@
+"""The transport contract: how batches travel from one publisher to its subscribers.
+
+Delivery contract, the same for every transport
+- A message is (sequence, payload) on a topic. Messages of one topic arrive in the order they were sent, or not at all:
+  a transport may lose, and may deliver twice after a reconnect; it never reorders and never alters.
+- Nothing is acknowledged. Order and gaps are judged by the subscriber from the batch's epoch and sequence; what is
+  missing is asked for again with `Subscription.replay`.
+- `Publication.send` never waits for a subscriber. With nobody listening the message is gone, but for the replay.
+- Connecting, reconnecting and resubscribing are the transport's own work: a peer that is away is not an error.
+- Closing drains: what was sent before `close` is delivered to whoever is connected, within `timeout_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
+
+
+class Message(NamedTuple):
+    """One message as it travels. `sequence` is the batch's, repeated outside the payload for engines' own streams."""
+
+    topic: bytes
+    sequence: int
+    payload: bytes
+
+
+class ReplaySource(Protocol):
+    """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe."""
+
+    def replay(self, topic: bytes, start_sequence: int) -> Iterator[Message]:
+        """Yield what is still kept of the topic (all topics if empty) from `start_sequence` on, in order."""
+
+
+class Publication(Protocol):
+    """The publisher's end. Safe to use from one thread at a time."""
+
+    @property
+    def endpoint(self) -> str:
+        """The URL a subscriber connects to, with real port numbers."""
+
+    def send(self, message: Message) -> None:
+        """Hand the message to the transport without waiting; raises OSError when the transport is broken."""
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Drain and release everything; idempotent."""
+
+
+class Subscription(Protocol):
+    """A subscriber's end, for asyncio."""
+
+    async def __aenter__(self) -> Self:
+        """Connect in the background; returns at once, whether or not the peer is there."""
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release everything."""
+
+    async def receive(self) -> list[Message]:
+        """Wait for at least one message and return all that are here, oldest first, at most `max_drain`."""
+
+    async def replay(self, topic: bytes, start_sequence: int, timeout_s: float) -> list[Message] | None:
+        """Return what the publisher still keeps from `start_sequence` on; None when it cannot be asked or is silent."""

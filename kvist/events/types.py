@@ -1,0 +1,83 @@
+"""Canonical events: what publishers stream and routers index.
+
+A batch is one message: everything one rank did within a few milliseconds, in order. Blocks are named by their canonical
+sequence hash (`kvist.events.hashing`), packed as little-endian u64, so that applying an event is close to a memcpy.
+The bytes are specified in docs/wire-format.md.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+
+class Tier(IntEnum):
+    """Where a block lives, fastest first; the numbers are part of the wire format."""
+
+    GPU = 0
+    HOST = 1
+    DISK = 2
+    EXTERNAL = 3
+
+
+class WorkerRank(NamedTuple):
+    """One data-parallel rank of one worker: the unit that holds blocks, numbers its events and restarts."""
+
+    worker: str
+    rank: int
+
+
+class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True, gc=False):
+    """A chain of blocks, parent first, is now held. `parent` is the block before the first one, None at the root."""
+
+    hashes: bytes
+    parent: int | None = None
+    tier: Tier = Tier.GPU
+
+
+class Removed(msgspec.Struct, tag="removed", array_like=True, frozen=True, gc=False):
+    """These blocks are no longer held in this tier, in whatever order they left."""
+
+    hashes: bytes
+    tier: Tier = Tier.GPU
+
+
+class Cleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True, gc=False):
+    """The rank holds nothing any more, in any tier."""
+
+
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, gc=False):
+    """What the rank holds after everything numbered so far: how many (block, tier) pairs, and their digest.
+
+    Its batch takes no sequence number: it repeats the next one to be used, so a subscriber that expects less has lost
+    something, even if nothing follows.
+    """
+
+    num_blocks: int
+    digest: int
+
+
+Event: TypeAlias = Stored | Removed | Cleared | Heartbeat
+
+
+class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False):
+    """One message of one rank. Order and gaps are judged by `(epoch, sequence)`, never by the transport.
+
+    `epoch` changes with each start of the publisher; `sequence` counts that epoch's batches from 0.
+    `timestamp_s` is Unix time when the batch was closed; `block_size` is in tokens.
+    """
+
+    worker: str
+    rank: int
+    epoch: int
+    sequence: int
+    block_size: int
+    timestamp_s: float
+    events: tuple[Event, ...]
+
+    @property
+    def source(self) -> WorkerRank:
+        """Return the rank whose blocks this batch is about."""
+        return WorkerRank(self.worker, self.rank)
