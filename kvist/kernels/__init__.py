@@ -1,0 +1,20 @@
+"""Attention over a paged KV cache: one op a module, each a Triton kernel, its launcher and a torch reference.
+
+`write_kv` stores keys and values into their slots, `paged_decode` attends with one query token a sequence,
+`paged_prefill` with a ragged batch of them. CUDA tensors run the kernel, CPU tensors the reference (no Triton needed).
+A layer's cache is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys before values. Positions, lengths and the
+columns of a block table are absolute; entries that no visible key needs (evicted, absent) are never dereferenced.
+"""
+
+from kvist.kernels.paged_decode import paged_decode, paged_decode_reference
+from kvist.kernels.paged_prefill import paged_prefill, paged_prefill_reference
+from kvist.kernels.write_kv import write_kv, write_kv_reference
+
+__all__ = [
+    "paged_decode",
+    "paged_decode_reference",
+    "paged_prefill",
+    "paged_prefill_reference",
+    "write_kv",
+    "write_kv_reference",
+]

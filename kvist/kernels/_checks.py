@@ -1,0 +1,72 @@
+"""Arguments that pass these checks are safe to launch on; what does not is named, with its value and what was expected.
+
+Contents of tensors are not looked at: that would synchronise with the device on every call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], like: torch.Tensor
+) -> None:
+    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and lies beside `like`."""
+    sizes = tuple(tensor.shape)
+    if len(sizes) != len(shape) or any(want not in (None, size) for size, want in zip(sizes, shape, strict=True)):
+        expected = ", ".join("any" if want is None else str(want) for want in shape)
+        raise ValueError(f"{name} has shape {list(sizes)}; expected [{expected}]")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless each row (all dimensions but the first) is contiguous; rows may lie apart."""
+    if tensor.shape[0] and not tensor[0].is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; expected each row to be contiguous")
+
+
+def check_kv_cache(kv_cache: torch.Tensor) -> None:
+    """Raise ValueError unless it is `[num_blocks, 2, num_kv_heads, block_size, head_dim]` in contiguous blocks."""
+    check_tensor("kv_cache", kv_cache, (None, 2, None, None, None), CACHE_DTYPES, kv_cache)
+    check_rows("kv_cache", kv_cache)
+    block_size, head_dim = kv_cache.shape[3:]
+    if block_size & (block_size - 1) or not block_size:
+        raise ValueError(f"kv_cache has block_size {block_size}; expected a power of two")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"kv_cache has head_dim {head_dim}; expected 1 to {MAX_HEAD_DIM}")
+
+
+def check_attention(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    window: int | None,
+    soft_cap: float | None,
+    out: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless what every attention op takes is in order."""
+    check_kv_cache(kv_cache)
+    num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
+    check_tensor("query", query, (None, None, head_dim), (kv_cache.dtype,), kv_cache)
+    check_rows("query", query)
+    if query.shape[1] % num_kv_heads or not query.shape[1]:
+        raise ValueError(f"query has {query.shape[1]} heads; expected a multiple of the cache's {num_kv_heads}")
+    check_tensor("seq_lens", seq_lens, (None,), (torch.int32,), kv_cache)
+    check_rows("seq_lens", seq_lens)
+    check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), (torch.int32,), kv_cache)
+    check_rows("block_tables", block_tables)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; expected at least 1 token, or None for full attention")
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap is {soft_cap}; expected a positive number, or None")
+    if out is not None:
+        check_tensor("out", out, tuple(query.shape), (query.dtype,), query)
+        if not out.is_contiguous():
+            raise ValueError(f"out has strides {list(out.stride())}; expected a contiguous tensor")
