@@ -1,0 +1,28 @@
+"""Refusals in OpenAI's error shape."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+
+from kvist.errors import KvistError
+
+
+class RequestError(KvistError):
+    """A request that will not be served, with the HTTP status and the field (`param`) the client must change."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+def error_body(error: RequestError) -> bytes:
+    """Return the JSON body that OpenAI clients understand: `{"error": {message, type, param, code}}`."""
+    kind = "server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
+    )

@@ -1,0 +1,152 @@
+"""Request bodies. What a request asks is decoded apart from how to sample it: the router reads only the first.
+
+Fields that nobody here reads are left alone, since other engines take more than this one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+
+from kvist.openai.errors import RequestError
+
+Message: TypeAlias = dict[str, Any]
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
+Prompt: TypeAlias = str | list[int]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream carries beside the text."""
+
+    include_usage: bool = False
+
+
+class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /v1/chat/completions` asks; the template fields are named as in vLLM."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    cache_salt: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /v1/completions` asks; `prompt` is text or token ids, one or a batch (see `prompts`)."""
+
+    prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1)]
+    model: str | None = None
+    add_special_tokens: bool = True
+    cache_salt: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Return the batch, a single prompt being a batch of one; raises RequestError for a mixed list."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        token_ids = [item for item in self.prompt if isinstance(item, int)]
+        if len(token_ids) == len(self.prompt):
+            return [token_ids]
+        texts: list[Prompt] = [item for item in self.prompt if isinstance(item, str)]
+        lists: list[Prompt] = [item for item in self.prompt if isinstance(item, list)]
+        for batch in (texts, lists):
+            if len(batch) == len(self.prompt):
+                return batch
+        raise RequestError(
+            400, "prompt: expected all strings, all token ids, or all lists of token ids", param="prompt"
+        )
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample, for chat and text completions alike; names and ranges are vLLM's.
+
+    `top_k` counts tokens, 0 or -1 meaning all. `logprobs` is a bool in chat (with `top_logprobs` alternatives) and a
+    number of alternatives in text completions: `num_logprobs` reads both.
+    """
+
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    min_tokens: Annotated[int, msgspec.Meta(ge=0)] = 0
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] = 1
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=2)] = 1.0
+    seed: int | None = None
+    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    echo: bool = False
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Return the texts that end the output; empty ones end nothing and are dropped."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(stop for stop in stops if stop)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Return how many alternatives to report a token (0: only the token's own), None for no log probabilities."""
+        if self.logprobs is None or self.logprobs is False:
+            return None
+        return self.top_logprobs or 0 if self.logprobs is True else self.logprobs
+
+    @property
+    def token_limit(self) -> int | None:
+        """Return the most tokens to generate, None for as many as fit."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, SamplingParams)
+
+_chat_decoder = msgspec.json.Decoder(ChatCompletionRequest)
+_completion_decoder = msgspec.json.Decoder(CompletionRequest)
+_sampling_decoder = msgspec.json.Decoder(SamplingParams)
+
+
+def decode_chat_request(body: bytes) -> ChatCompletionRequest:
+    """Return the request in the body; raises RequestError (400) that names the field."""
+    return _decode(_chat_decoder, body)
+
+
+def decode_completion_request(body: bytes) -> CompletionRequest:
+    """Return the request in the body; raises RequestError (400) that names the field."""
+    return _decode(_completion_decoder, body)
+
+
+def decode_sampling_params(body: bytes) -> SamplingParams:
+    """Return how the same body wants to be sampled; raises RequestError (400) that names the field."""
+    params = _decode(_sampling_decoder, body)
+    limit = params.token_limit
+    if limit is not None and params.min_tokens > limit:
+        raise RequestError(
+            400, f"min_tokens: got {params.min_tokens}, expected at most max_tokens={limit}", param="min_tokens"
+        )
+    if params.top_logprobs and params.logprobs is not True:
+        raise RequestError(400, "top_logprobs: expected only together with logprobs=true", param="top_logprobs")
+    return params
+
+
+def _decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        param = path.removesuffix("`").lstrip(".") or None
+        raise RequestError(400, f"{param}: {reason}" if param else reason, param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(400, f"body: not valid JSON ({error})") from None

@@ -1,0 +1,157 @@
+"""Response bodies: completions, chat completions, their chunks, models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """How many of the prompt's tokens came from the prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of one request, all its choices together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+        """Return the counts with their total."""
+        return cls(
+            prompt_tokens,
+            completion_tokens,
+            prompt_tokens + completion_tokens,
+            PromptTokensDetails(cached_tokens),
+        )
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One token, its natural log probability and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct, frozen=True):
+    """A chosen token and the most likely ones in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of a message, a token each."""
+
+    content: list[ChatTokenLogprob]
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The assistant's answer."""
+
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One answer of `n`."""
+
+    index: int
+    message: ChatMessage
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole answer to a chat request."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a chunk adds to the message."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """One answer's part of a chunk."""
+
+    index: int
+    delta: ChatDelta
+    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a chat stream; the last may carry only `usage`."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    object: str = "chat.completion.chunk"
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of a text, in four parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One text; in a stream, what an event adds to it."""
+
+    index: int
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: CompletionLogprobs | None = None
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer to a text completion, or one event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    object: str = "text_completion"
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """A served model; `max_model_len` as vLLM reports it, in tokens."""
+
+    id: str
+    created: int
+    owned_by: str = "kvist"
+    max_model_len: int | None = None
+    object: str = "model"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """The answer to `GET /v1/models`."""
+
+    data: list[Model]
+    object: str = "list"
