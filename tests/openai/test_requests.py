@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.openai.errors import RequestError, error_body
+from kvist.openai.requests import (
+    CompletionRequest,
+    decode_chat_request,
+    decode_completion_request,
+    decode_sampling_params,
+)
+from kvist.openai.sse import DONE, encode_event, last_event_data
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2, 3], [[1, 2, 3]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
+)
+def test_a_prompt_is_text_or_token_ids_one_or_a_batch(prompt: Any, prompts: Any) -> None:
+    assert decode_completion_request(json.dumps({"prompt": prompt}).encode()).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], [[1], "a"]])
+def test_a_mixed_batch_is_refused(prompt: Any) -> None:
+    request = decode_completion_request(json.dumps({"prompt": prompt}).encode())
+    with pytest.raises(RequestError, match="prompt: expected all strings"):
+        _ = request.prompts
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [1]}, "messages[0]"),
+        ({}, None),
+    ],
+)
+def test_a_bad_chat_names_the_field(body: Any, param: str | None) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_chat_request(json.dumps(body).encode())
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", "hot"),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 2),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("presence_penalty", 3),
+        ("stop_token_ids", [-1]),
+        ("logprobs", 21),
+        ("top_logprobs", 5),
+        ("seed", 1.5),
+    ],
+)
+def test_an_invalid_sampling_value_names_its_field(field: str, value: Any) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_sampling_params(json.dumps({field: value}).encode())
+    assert caught.value.status == 400
+    assert field in caught.value.message
+
+
+def test_more_tokens_at_least_than_at_most_is_refused() -> None:
+    with pytest.raises(RequestError, match="min_tokens: got 5"):
+        decode_sampling_params(b'{"min_tokens": 5, "max_completion_tokens": 4}')
+
+
+def test_logprobs_are_read_in_chats_and_completions_alike() -> None:
+    def count(body: str) -> int | None:
+        return decode_sampling_params(body.encode()).num_logprobs
+
+    assert count("{}") is None
+    assert count('{"logprobs": false}') is None
+    assert count('{"logprobs": true}') == 0
+    assert count('{"logprobs": true, "top_logprobs": 3}') == 3
+    assert count('{"logprobs": 2}') == 2
+    assert count('{"logprobs": 0}') == 0
+
+
+@given(
+    st.binary(max_size=200)
+    | st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists).map(
+        lambda value: json.dumps({"messages": value, "prompt": value, "n": value}).encode()
+    )
+)
+def test_no_body_raises_anything_but_a_request_error(body: bytes) -> None:
+    for decode in (decode_chat_request, decode_completion_request, decode_sampling_params):
+        with suppress(RequestError):
+            request = decode(body)
+            if isinstance(request, CompletionRequest):
+                assert request.prompts
+
+
+def test_a_refusal_has_the_shape_that_openai_clients_read() -> None:
+    body = json.loads(error_body(RequestError(400, "n: too many", param="n")))
+    assert body == {"error": {"message": "n: too many", "type": "invalid_request_error", "param": "n", "code": None}}
+    assert json.loads(error_body(RequestError(503, "away")))["error"]["type"] == "server_error"
+
+
+def test_the_last_event_of_a_stream_is_found_in_its_tail() -> None:
+    stream = encode_event({"a": 1}) + encode_event({"usage": 2}) + DONE
+    assert last_event_data(stream) == b'{"usage":2}'
+    assert last_event_data(stream[30:]) is None or json.loads(last_event_data(stream[30:]) or b"") == {"usage": 2}
+    assert last_event_data(DONE) is None
