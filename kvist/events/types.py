@@ -8,9 +8,14 @@ The bytes are specified in docs/wire-format.md.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
+
+# Decoding checks these; msgpack itself carries no integer above 2**64 - 1.
+NonNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
+NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class Tier(IntEnum):
@@ -33,7 +38,7 @@ class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True, gc=Fals
     """A chain of blocks, parent first, is now held. `parent` is the block before the first one, None at the root."""
 
     hashes: bytes
-    parent: int | None = None
+    parent: NonNegative | None = None
     tier: Tier = Tier.GPU
 
 
@@ -55,8 +60,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, g
     something, even if nothing follows.
     """
 
-    num_blocks: int
-    digest: int
+    num_blocks: NonNegative
+    digest: NonNegative
 
 
 Event: TypeAlias = Stored | Removed | Cleared | Heartbeat
@@ -69,11 +74,11 @@ class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False
     `timestamp_s` is Unix time when the batch was closed; `block_size` is in tokens.
     """
 
-    worker: str
-    rank: int
-    epoch: int
-    sequence: int
-    block_size: int
+    worker: NonEmpty
+    rank: NonNegative
+    epoch: NonNegative
+    sequence: NonNegative
+    block_size: Positive
     timestamp_s: float
     events: tuple[Event, ...]
 
