@@ -1,0 +1,197 @@
+"""The router's one configuration: frozen, checked where it is built, the same keys in TOML, argv and code.
+
+Each field's annotation is its type, its allowed range and its help text, so the command line, the file and the check
+cannot disagree.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_type_hints
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from kvist.errors import InvalidValueError
+from kvist.router.policy import (
+    DEFAULT_TIER_CREDITS,
+    KvPolicy,
+    LeastLoadedPolicy,
+    Policy,
+    PowerOfTwoPolicy,
+    RandomPolicy,
+    RoundRobinPolicy,
+)
+
+PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
+POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Everything the router can be told. Raises InvalidValueError that names the field."""
+
+    worker_urls: Annotated[tuple[str, ...], Meta(description="workers to route to, as http://host:port")] = ()
+    kv_event_sources: Annotated[
+        dict[str, str],
+        Meta(description="where a worker streams its KV events, as URL=ENDPOINT; wins over what the worker announces"),
+    ] = field(default_factory=dict)
+    allowed_event_networks: Annotated[
+        tuple[str, ...],
+        Meta(description="networks (CIDR) where announced event endpoints may be, beside the worker's own host"),
+    ] = ()
+    policy: Annotated[PolicyName, Meta(description="how a worker is chosen")] = "kv"
+    block_size: Annotated[
+        Annotated[int, Meta(ge=1, le=65536)] | None,
+        Meta(description="tokens per KV block, equal to the engines'; without it, what the first worker announces"),
+    ] = None
+    model_path: Annotated[
+        str | None,
+        Meta(description="directory of the tokenizer and chat template; without it, only token ids are matched"),
+    ] = None
+    host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
+    api_key: Annotated[
+        Annotated[str, Meta(min_length=1)] | None, Meta(description="bearer key that clients must send")
+    ] = None
+    admin_key: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="bearer key for administration; without it only loopback clients may administer"),
+    ] = None
+    max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
+    max_attempts: Annotated[
+        int, Meta(ge=1, le=100, description="workers tried for one request while none has answered")
+    ] = 3
+
+    prefill_scale: Annotated[float, Meta(ge=0, description="kv: weight of prefill blocks against decode blocks")] = 1.0
+    overlap_credit: Annotated[float, Meta(ge=0, description="kv: prefill blocks spared by one cached block")] = 1.0
+    tier_credits: Annotated[
+        tuple[float, ...],
+        Meta(min_length=1, max_length=4, description="kv: credit of a block on GPU, host, disk, external storage"),
+    ] = DEFAULT_TIER_CREDITS
+    recent_scale: Annotated[float, Meta(ge=0, description="kv: weight of recently dispatched prefill blocks")] = 0.1
+    recent_half_life_s: Annotated[float, Meta(gt=0, description="time in which recent prefill halves")] = 60.0
+    temperature: Annotated[float, Meta(ge=0, description="kv: 0 takes the lowest cost, above it draws")] = 0.0
+    min_match_blocks: Annotated[int, Meta(ge=1, description="kv: shorter overlaps count as none")] = 1
+    imbalance_abs: Annotated[
+        int, Meta(ge=0, description="kv: route by load when running requests differ by more than this …")
+    ] = 64
+    imbalance_rel: Annotated[float, Meta(ge=1, description="… and by more than this factor")] = 1.5
+
+    health_interval_s: Annotated[float, Meta(gt=0, description="time between health checks of a worker")] = 10.0
+    health_timeout_s: Annotated[float, Meta(gt=0, description="time a health check may take")] = 5.0
+    health_failures: Annotated[int, Meta(ge=1, description="failed checks in a row that make a worker unhealthy")] = 3
+    health_successes: Annotated[int, Meta(ge=1, description="passed checks in a row that make it healthy again")] = 2
+    breaker_failures: Annotated[int, Meta(ge=1, description="failed requests in a row that open a circuit")] = 5
+    breaker_cooldown_s: Annotated[float, Meta(gt=0, description="time an open circuit waits for its next try")] = 10.0
+    drain_timeout_s: Annotated[float, Meta(gt=0, description="time a removed worker's requests may go on")] = 300.0
+
+    def __post_init__(self) -> None:
+        for name, annotation in _annotations().items():
+            _checked(name, getattr(self, name), annotation, strict=True)
+        self._check_workers()
+        self._check_lists()
+
+    def _check_workers(self) -> None:
+        for url in self.worker_urls:
+            check_worker_url("worker_urls", url)
+        for url in self.kv_event_sources:
+            if url not in self.worker_urls:
+                raise InvalidValueError("kv_event_sources", url, f"one of worker_urls {list(self.worker_urls)}")
+        if len(set(self.worker_urls)) != len(self.worker_urls):
+            raise InvalidValueError("worker_urls", list(self.worker_urls), "each worker once")
+        if self.kv_event_sources and self.block_size is None:
+            raise InvalidValueError("block_size", None, "the engines' block size, since kv_event_sources are given")
+
+    def _check_lists(self) -> None:
+        for network in self.allowed_event_networks:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise InvalidValueError("allowed_event_networks", network, f"a network as CIDR ({error})") from None
+        if min(self.tier_credits) < 0:
+            raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, strict: bool = True) -> Self:
+        """Return the configuration of these keys; with `strict` false, numbers may be given as text."""
+        annotations = _annotations()
+        for name in values:
+            if name not in annotations:
+                close = difflib.get_close_matches(name, annotations, n=1)
+                raise InvalidValueError(name, values[name], f"a known key{f', such as {close[0]}' if close else ''}")
+        return cls(**{name: _checked(name, value, annotations[name], strict) for name, value in values.items()})
+
+    def make_policy(self) -> Policy:
+        """Return the chosen policy with its knobs."""
+        match self.policy:
+            case "kv":
+                return KvPolicy(
+                    prefill_scale=self.prefill_scale,
+                    overlap_credit=self.overlap_credit,
+                    tier_credits=self.tier_credits,
+                    recent_scale=self.recent_scale,
+                    temperature=self.temperature,
+                    min_match_blocks=self.min_match_blocks,
+                    imbalance_abs=self.imbalance_abs,
+                    imbalance_rel=self.imbalance_rel,
+                )
+            case "least-loaded":
+                return LeastLoadedPolicy()
+            case "power-of-two":
+                return PowerOfTwoPolicy()
+            case "round-robin":
+                return RoundRobinPolicy()
+            case "random":
+                return RandomPolicy()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the keys of a TOML file; raises InvalidValueError that names the file."""
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise InvalidValueError("config", str(path), f"a readable file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidValueError("config", str(path), f"valid TOML ({error})") from None
+
+
+def check_worker_url(name: str, url: str) -> None:
+    """Raise InvalidValueError unless the URL is http://host[:port] and nothing else."""
+    try:
+        parts = urlsplit(url)
+        is_allowed = parts.scheme == "http" and parts.hostname is not None and parts.port != 0
+    except ValueError:
+        is_allowed = False
+    if not is_allowed or url != f"http://{parts.netloc}" or parts.username is not None:
+        raise InvalidValueError(name, url, "http://host:port")
+
+
+def option_help() -> dict[str, str]:
+    """Return what each key means, by name, in order."""
+    return {name: _description(annotation) for name, annotation in _annotations().items()}
+
+
+def _annotations() -> dict[str, Any]:
+    hints = get_type_hints(RouterConfig, include_extras=True)
+    return {each.name: hints[each.name] for each in fields(RouterConfig)}
+
+
+def _description(annotation: Any) -> str:
+    return next(meta.description for meta in annotation.__metadata__ if isinstance(meta, Meta) and meta.description)
+
+
+def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
+    try:
+        return msgspec.convert(value, annotation, strict=strict)
+    except msgspec.ValidationError as error:
+        reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
+        if name == "policy":
+            reason = f"one of {', '.join(POLICY_NAMES)}"
+        raise InvalidValueError(name, value, reason) from None

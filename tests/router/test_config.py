@@ -1,0 +1,103 @@
+"""A configuration is right or refused with the field, the value and what was expected."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.router.config import POLICY_NAMES, RouterConfig, option_help, read_toml
+
+WORKER = "http://127.0.0.1:8001"
+
+
+def test_defaults_bind_loopback_and_route_by_prefix() -> None:
+    config = RouterConfig()
+    assert (config.host, config.port, config.policy) == ("127.0.0.1", 30000, "kv")
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "expected"),
+    [
+        ({"port": 99999}, "port", "int <= 65535"),
+        ({"port": "30000"}, "port", "int, got str"),
+        ({"temprature": 1}, "temprature", "such as temperature"),
+        ({"zzz": 1}, "zzz", "a known key"),
+        ({"policy": "prefix"}, "policy", "one of kv, least-loaded, power-of-two, round-robin, random"),
+        ({"block_size": 0}, "block_size", "int >= 1"),
+        ({"temperature": float("nan")}, "temperature", "float >= 0"),
+        ({"worker_urls": WORKER}, "worker_urls", "array, got str"),
+        ({"worker_urls": [WORKER + "/"]}, "worker_urls", "http://host:port"),
+        ({"worker_urls": ["https://w:1"]}, "worker_urls", "http://host:port"),
+        ({"worker_urls": ["http://user@w:1"]}, "worker_urls", "http://host:port"),
+        ({"worker_urls": ["http://w:99999"]}, "worker_urls", "http://host:port"),
+        ({"worker_urls": [WORKER, WORKER]}, "worker_urls", "each worker once"),
+        ({"kv_event_sources": {WORKER: "tcp://h:1"}, "block_size": 16}, "kv_event_sources", "one of worker_urls"),
+        (
+            {"worker_urls": [WORKER], "kv_event_sources": {WORKER: "tcp://h:1"}},
+            "block_size",
+            "since kv_event_sources are given",
+        ),
+        ({"allowed_event_networks": ["10.0.0.0/33"]}, "allowed_event_networks", "a network as CIDR"),
+        ({"tier_credits": [1.0, -0.5]}, "tier_credits", "numbers >= 0"),
+        ({"tier_credits": []}, "tier_credits", "array of length >= 1"),
+        ({"admin_key": ""}, "admin_key", "str of length >= 1"),
+        ({"max_attempts": 0}, "max_attempts", "int >= 1"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], field: str, expected: str) -> None:
+    with pytest.raises(InvalidValueError) as refusal:
+        RouterConfig.from_mapping(values)
+    assert refusal.value.field == field
+    assert expected in str(refusal.value)
+
+
+def test_values_given_in_code_are_checked_too() -> None:
+    with pytest.raises(InvalidValueError, match="drain_timeout_s"):
+        RouterConfig(drain_timeout_s=0)
+
+
+def test_numbers_given_as_text_are_read_only_where_asked() -> None:
+    config = RouterConfig.from_mapping({"port": "0", "temperature": "0.5", "block_size": "16"}, strict=False)
+    assert (config.port, config.temperature, config.block_size) == (0, 0.5, 16)
+
+
+@pytest.mark.parametrize("name", POLICY_NAMES)
+def test_each_policy_name_makes_the_policy_of_that_name(name: Any) -> None:
+    assert RouterConfig(policy=name).make_policy().name == name
+
+
+def test_the_kv_policy_gets_its_knobs() -> None:
+    values = {
+        "prefill_scale": 2.0,
+        "tier_credits": [1.0, 0.5],
+        "temperature": 0.3,
+        "imbalance_abs": 8,
+        "recent_scale": 0,
+    }
+    policy = RouterConfig.from_mapping(values).make_policy()
+    assert {name: getattr(policy, name) for name in values} == values | {"tier_credits": (1.0, 0.5)}
+
+
+def test_every_key_is_documented() -> None:
+    assert set(option_help()) == set(RouterConfig.__dataclass_fields__)
+
+
+def test_a_toml_file_has_the_same_keys(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(
+        f'port = 0\nblock_size = 16\nworker_urls = ["{WORKER}"]\n[kv_event_sources]\n"{WORKER}" = "tcp://h:5557"\n'
+    )
+    config = RouterConfig.from_mapping(read_toml(path))
+    assert config.kv_event_sources == {WORKER: "tcp://h:5557"}
+
+
+def test_a_broken_or_missing_toml_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    with pytest.raises(InvalidValueError, match="a readable file"):
+        read_toml(path)
+    path.write_text("port = = 1")
+    with pytest.raises(InvalidValueError, match=r"router\.toml.*valid TOML"):
+        read_toml(path)

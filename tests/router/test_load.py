@@ -1,0 +1,99 @@
+"""Load is given back on every way out, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvist.events import WorkerRank
+from kvist.router.load import LoadTracker
+from kvist.router.policy import Load, Prompt
+
+RANK = WorkerRank("http://w", 0)
+OTHER_RANK = WorkerRank("http://w", 1)
+PROMPT = Prompt(num_tokens=100, block_size=16)
+
+
+def test_a_request_counts_from_dispatch_to_its_end() -> None:
+    tracker = LoadTracker()
+    request = tracker.begin(RANK, PROMPT, overlap_tokens=64, now_s=0.0)
+    assert tracker.load(RANK, 0.0) == Load(1, 36, 7, 36.0)
+    request.chunk()
+    assert tracker.load(RANK, 0.0) == Load(1, 0, 7, 36.0)
+    request.finish()
+    assert tracker.load(RANK, 0.0) == Load(0, 0, 0, 36.0)
+
+
+def test_every_block_size_chunks_add_a_decode_block() -> None:
+    tracker = LoadTracker()
+    request = tracker.begin(RANK, PROMPT, 0, 0.0)
+    for _ in range(33):
+        request.chunk()
+    assert tracker.load(RANK, 0.0).decode_blocks == 7 + 2
+    request.finish()
+    assert tracker.load(RANK, 0.0).decode_blocks == 0
+
+
+def test_a_request_that_fails_before_its_first_byte_gives_back_its_prefill() -> None:
+    tracker = LoadTracker()
+    with pytest.raises(ConnectionError), tracker.begin(RANK, PROMPT, 0, 0.0):
+        raise ConnectionError
+    load = tracker.load(RANK, 0.0)
+    assert (load.running_requests, load.prefill_tokens, load.decode_blocks) == (0, 0, 0)
+
+
+def test_finishing_twice_and_chunks_after_the_end_change_nothing() -> None:
+    tracker = LoadTracker()
+    first, second = tracker.begin(RANK, PROMPT, 0, 0.0), tracker.begin(RANK, PROMPT, 0, 0.0)
+    first.finish()
+    first.finish()
+    first.chunk()
+    assert tracker.load(RANK, 0.0) == Load(1, 100, 7, 200.0)
+    assert tracker.running_requests("http://w") == 1
+    second.finish()
+    assert tracker.running_requests("http://w") == 0
+
+
+def test_ranks_are_counted_apart_and_their_worker_together() -> None:
+    tracker = LoadTracker()
+    tracker.begin(RANK, PROMPT, 0, 0.0)
+    tracker.begin(OTHER_RANK, PROMPT, 0, 0.0)
+    assert tracker.load(RANK, 0.0).running_requests == 1
+    assert tracker.load(OTHER_RANK, 0.0).running_requests == 1
+    assert tracker.running_requests("http://w") == 2
+
+
+def test_recent_prefill_outlives_the_request_and_halves_each_half_life() -> None:
+    tracker = LoadTracker(recent_half_life_s=10.0)
+    tracker.begin(RANK, PROMPT, 0, now_s=0.0).finish()
+    assert tracker.load(RANK, 10.0).recent_prefill_tokens == pytest.approx(50)
+    tracker.begin(RANK, PROMPT, 0, now_s=10.0).finish()
+    assert tracker.load(RANK, 20.0).recent_prefill_tokens == pytest.approx(75)
+
+
+def test_a_rank_never_seen_has_no_load() -> None:
+    assert LoadTracker().load(RANK, 5.0) == Load()
+
+
+def test_forgetting_a_worker_drops_its_history_but_not_the_bookkeeping_of_running_requests() -> None:
+    tracker = LoadTracker()
+    request = tracker.begin(RANK, PROMPT, 0, 0.0)
+    tracker.forget("http://w")
+    assert tracker.load(RANK, 0.0) == Load()
+    request.finish()
+    assert tracker.load(RANK, 0.0) == Load()
+    assert tracker.running_requests("http://w") == 0
+
+
+async def test_waiting_for_idle_ends_with_the_last_request() -> None:
+    tracker = LoadTracker()
+    first, second = tracker.begin(RANK, PROMPT, 0, 0.0), tracker.begin(OTHER_RANK, PROMPT, 0, 0.0)
+    waiting = asyncio.create_task(tracker.wait_idle("http://w"))
+    await asyncio.sleep(0)
+    first.finish()
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    second.finish()
+    await asyncio.wait_for(waiting, 1)
+    await tracker.wait_idle("http://never-seen")
