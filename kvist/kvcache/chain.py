@@ -1,0 +1,49 @@
+"""The identity of a block in the prefix cache: everything that was computed up to its end."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+_LOW_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+
+
+def root_digest(lora_name: str | None, cache_salt: str | None) -> bytes:
+    """Return the digest that first blocks chain from: equal only for equal adapters and salts."""
+    hasher = hashlib.sha256(b"kvist block chain")
+    for part in (lora_name, cache_salt):
+        encoded = b"" if part is None else part.encode()
+        hasher.update(struct.pack("<?Q", part is not None, len(encoded)) + encoded)
+    return hasher.digest()
+
+
+def event_hash(digest: bytes) -> int:
+    """Return the low 64 bits of a digest: what events call a block."""
+    return int.from_bytes(digest, "big") & _LOW_64_BITS
+
+
+class BlockHashChain:
+    """The SHA-256 chain over a token sequence's full blocks; each block is hashed once.
+
+    A digest covers its parent's digest and its tokens as little-endian u32. At 256 bits, equal digests mean equal
+    content also for prompts that somebody crafts: one user never reads another's cache by a collision.
+    """
+
+    __slots__ = ("block_size", "cache_salt", "digests", "lora_name", "root")
+
+    def __init__(self, block_size: int, lora_name: str | None = None, cache_salt: str | None = None) -> None:
+        self.block_size = block_size
+        self.lora_name = lora_name
+        self.cache_salt = cache_salt
+        self.root = root_digest(lora_name, cache_salt)
+        self.digests: list[bytes] = []
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Hash the full blocks of `token_ids`, the whole sequence so far, that are not hashed yet."""
+        size = self.block_size
+        pack = struct.Struct(f"<{size}I").pack
+        digest = self.digests[-1] if self.digests else self.root
+        for start in range(len(self.digests) * size, len(token_ids) - size + 1, size):
+            digest = hashlib.sha256(digest + pack(*token_ids[start : start + size])).digest()
+            self.digests.append(digest)

@@ -1,0 +1,161 @@
+"""One group's blocks: free ones in LRU order, and the prefix cache that lives in them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvist.events.engine import EventSink
+from kvist.events.windows import Window
+from kvist.kvcache.chain import BlockHashChain, event_hash
+from kvist.kvcache.groups import KvGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStatistics:
+    """A pool at one moment: `num_used` blocks are held by sequences, `num_cached` have a digest, held or not."""
+
+    group_id: int
+    window: Window
+    num_blocks: int
+    num_used: int
+    num_cached: int
+
+
+class BlockPool:
+    """The blocks of one group; a digest names at most one of them.
+
+    A block is used while references to it are held, else free. A free block with a digest can be found and taken again
+    until its slot is needed for something else: least recently freed first, and blocks without a digest before all.
+    Only then is it reported as removed. All operations are O(1) a block.
+    """
+
+    def __init__(self, group: KvGroup, num_blocks: int, sink: EventSink | None = None) -> None:
+        self.group = group
+        self.num_blocks = num_blocks
+        self._sink = sink
+        self._num_references = array("q", bytes(8 * num_blocks))
+        self._free = OrderedDict.fromkeys(range(num_blocks))
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._cached: dict[bytes, int] = {}
+        if sink is not None:
+            sink.created(window=group.window, group=group.group_id)
+
+    @property
+    def num_free(self) -> int:
+        """Return how many blocks `allocate` can give, cached ones included."""
+        return len(self._free)
+
+    def statistics(self) -> PoolStatistics:
+        """Return the pool's counts."""
+        used = self.num_blocks - len(self._free)
+        return PoolStatistics(self.group.group_id, self.group.window, self.num_blocks, used, len(self._cached))
+
+    def cached_hashes(self) -> set[int]:
+        """Return the event hashes of all cached blocks: what a follower of the events holds too. O(cached)."""
+        return {event_hash(digest) for digest in self._cached}
+
+    def __contains__(self, digest: bytes) -> bool:
+        """Return whether a block with this digest is cached; its place in the LRU order stays."""
+        return digest in self._cached
+
+    def find_all(self, digests: Sequence[bytes]) -> list[int]:
+        """Return the blocks with these digests, all of which are cached."""
+        return [self._cached[digest] for digest in digests]
+
+    def is_free(self, block_id: int) -> bool:
+        """Return whether no sequence holds the block."""
+        return self._num_references[block_id] == 0
+
+    def allocate(self, count: int) -> list[int]:
+        """Return `count` blocks with one reference each; their old content is forgotten and reported removed.
+
+        The caller checks `num_free` first: running out in here is a bug.
+        """
+        assert count <= len(self._free), "allocate more blocks than are free"
+        block_ids = [self._free.popitem(last=False)[0] for _ in range(count)]
+        self._forget(block_ids)
+        for block_id in block_ids:
+            self._num_references[block_id] = 1
+        return block_ids
+
+    def acquire(self, block_ids: Sequence[int]) -> None:
+        """Take one more reference to each block; a free one leaves the LRU order."""
+        for block_id in block_ids:
+            if self._num_references[block_id] == 0:
+                del self._free[block_id]
+            self._num_references[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference to each block; those without any become free in this order, the first reused first."""
+        for block_id in block_ids:
+            assert self._num_references[block_id] > 0, "release of a block that nobody holds"
+            self._num_references[block_id] -= 1
+            if self._num_references[block_id] == 0:
+                self._free[block_id] = None
+                if self._digests[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def commit(self, table: array[int], start: int, end: int, chain: BlockHashChain, token_ids: Sequence[int]) -> None:
+        """Put the blocks at ordinals [start, end) of a held table into the cache.
+
+        Where the cache already has a block's content, the table takes the cached block and gives up its own: so a
+        cached block's parents stay cached as long as it does (in a full group), and equal content costs one block.
+        """
+        run = start
+        for ordinal in range(start, end):
+            digest = chain.digests[ordinal]
+            cached = self._cached.get(digest)
+            if cached is None:
+                self._cached[digest] = table[ordinal]
+                self._digests[table[ordinal]] = digest
+                continue
+            self._report_stored(chain, token_ids, run, ordinal)
+            run = ordinal + 1
+            self.acquire((cached,))
+            self.release((table[ordinal],))
+            table[ordinal] = cached
+        self._report_stored(chain, token_ids, run, end)
+
+    def forget_free(self) -> None:
+        """Drop every cached block that no sequence holds, and report them removed. O(free)."""
+        self._forget(list(self._free))
+
+    def forget_all_unreported(self) -> None:
+        """Drop every cached block without an event: for a caller that reports the whole cache cleared. O(free)."""
+        assert len(self._free) == self.num_blocks, "blocks are in use"
+        self._cached.clear()
+        self._digests = [None] * self.num_blocks
+
+    def check_invariants(self, num_references: Sequence[int]) -> None:
+        """Assert that the pool agrees with itself and with what sequences hold. O(blocks)."""
+        assert list(self._num_references) == list(num_references), "reference counts differ from the tables"
+        assert set(self._free) == {i for i, count in enumerate(num_references) if count == 0}, "free list is wrong"
+        named = {digest: i for i, digest in enumerate(self._digests) if digest is not None}
+        assert named == self._cached, "a digest and its block disagree"
+
+    def _forget(self, block_ids: Sequence[int]) -> None:
+        removed: list[int] = []
+        for block_id in block_ids:
+            digest = self._digests[block_id]
+            if digest is not None:
+                self._digests[block_id] = None
+                del self._cached[digest]
+                removed.append(event_hash(digest))
+        if removed and self._sink is not None:
+            self._sink.removed(removed, window=self.group.window, group=self.group.group_id)
+
+    def _report_stored(self, chain: BlockHashChain, token_ids: Sequence[int], start: int, end: int) -> None:
+        if start == end or self._sink is None:
+            return
+        self._sink.stored(
+            [event_hash(digest) for digest in chain.digests[start:end]],
+            token_ids[start * chain.block_size : end * chain.block_size],
+            parent_block_hash=event_hash(chain.digests[start - 1]) if start else None,
+            window=self.group.window,
+            group=self.group.group_id,
+            lora_name=chain.lora_name,
+            cache_salt=chain.cache_salt,
+        )

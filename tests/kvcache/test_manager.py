@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kvist.events import FULL
+from kvist.kvcache import BlockHashChain, KvCacheManager
+
+
+def test_a_second_request_reuses_all_full_blocks_but_never_the_last_token(make_groups, run_sequence) -> None:
+    manager = KvCacheManager(make_groups(FULL), [16], 4)
+    tokens = list(range(12))
+    assert run_sequence(manager, tokens) == 0
+    assert run_sequence(manager, tokens) == 8
+    assert run_sequence(manager, [*tokens, 99]) == 12
+
+
+def test_adapters_and_salts_do_not_share_blocks(make_groups) -> None:
+    manager = KvCacheManager(make_groups(FULL), [16], 4)
+    tokens = list(range(9))
+    chain = BlockHashChain(4, cache_salt="mine")
+    sequence = manager.open(manager.match(chain, tokens), 9)
+    assert sequence is not None
+    manager.commit(sequence, chain, tokens, 9)
+    assert manager.match(BlockHashChain(4, cache_salt="mine"), tokens).num_tokens == 8
+    assert manager.match(BlockHashChain(4), tokens).num_tokens == 0
+    assert manager.match(BlockHashChain(4, lora_name="mine"), tokens).num_tokens == 0
+
+
+@pytest.mark.parametrize(("block_size", "prompt_len", "chunk"), [(4, 64, 1000), (4, 67, 16), (8, 64, 24), (16, 79, 7)])
+def test_a_prompt_stays_reusable_after_a_decode_slid_past_it(
+    make_groups, run_sequence, block_size: int, prompt_len: int, chunk: int
+) -> None:
+    window = 16
+    manager = KvCacheManager(make_groups(FULL, window), [64, 64], block_size)
+    system = list(range(1000, 1000 + prompt_len))
+    first = system + list(range(2 * window))
+    assert run_sequence(manager, first, num_decodes=2 * window, chunk=chunk) == 0
+    cached = run_sequence(manager, [*system, 7, 8, 9])
+    assert cached is not None
+    assert cached >= prompt_len - 2 * block_size
+
+
+def test_a_stale_block_is_reported_removed_only_when_its_slot_is_reused(make_groups, run_sequence, follower) -> None:
+    manager = KvCacheManager(make_groups(4), [8], 4, follower)
+    run_sequence(manager, list(range(24)), num_decodes=20)
+    assert follower.removed_hashes == []
+    assert manager.statistics().pools[0].num_cached == 6
+    run_sequence(manager, list(range(100, 120)), num_decodes=16)
+    assert len(follower.removed_hashes) == 3
+    follower.assert_equals(manager)
+
+
+def test_opening_is_all_or_nothing_over_the_groups(make_groups) -> None:
+    manager = KvCacheManager(make_groups(FULL, 100), [8, 2], 4)
+    hit = manager.match(BlockHashChain(4), list(range(12)))
+    assert manager.open(hit, 12) is None
+    assert [pool.num_free for pool in manager.pools] == [8, 2]
+    sequence = manager.open(hit, 8)
+    assert sequence is not None
+    assert not manager.grow(sequence, 9)
+    assert [pool.num_free for pool in manager.pools] == [6, 0]
+    manager.check_invariants([sequence])
+
+
+def test_a_hit_on_free_blocks_counts_against_the_free_blocks(make_groups, run_sequence) -> None:
+    manager = KvCacheManager(make_groups(FULL), [4], 4)
+    run_sequence(manager, list(range(8)))
+    hit = manager.match(BlockHashChain(4), list(range(20)))
+    assert hit.num_tokens == 8
+    assert manager.open(hit, 20) is None
+    assert manager.open(hit, 16) is not None
+
+
+def test_equal_content_computed_twice_ends_up_in_one_block(make_groups, follower) -> None:
+    manager = KvCacheManager(make_groups(FULL, 8), [16, 16], 4, follower)
+    tokens = list(range(10))
+    chains = [BlockHashChain(4), BlockHashChain(4)]
+    hits = [manager.match(chain, tokens) for chain in chains]
+    sequences = [manager.open(hit, 10) for hit in hits]
+    for sequence, chain in zip(sequences, chains, strict=True):
+        assert sequence is not None
+        manager.commit(sequence, chain, tokens, 10)
+    tables = [[list(table.block_ids[:2]) for table in sequence.tables] for sequence in sequences if sequence]
+    assert tables[0] == tables[1]
+    assert manager.statistics().pools[0].num_used == 4
+    manager.check_invariants(s for s in sequences if s)
+    follower.assert_equals(manager)
+
+
+def test_leaf_blocks_go_before_their_parents(make_groups, run_sequence) -> None:
+    manager = KvCacheManager(make_groups(FULL), [6], 4)
+    run_sequence(manager, list(range(17)))
+    run_sequence(manager, list(range(100, 112)))
+    assert manager.match(BlockHashChain(4), list(range(17))).num_tokens == 12
+
+
+def test_flush_clears_everything_at_rest_and_only_free_blocks_otherwise(make_groups, run_sequence, follower) -> None:
+    manager = KvCacheManager(make_groups(FULL, 8), [16, 16], 4, follower)
+    run_sequence(manager, list(range(20)))
+    manager.flush()
+    assert follower.num_clears == 1
+    follower.assert_equals(manager)
+    chain = BlockHashChain(4)
+    sequence = manager.open(manager.match(chain, list(range(8))), 8)
+    assert sequence is not None
+    manager.commit(sequence, chain, list(range(8)), 8)
+    run_sequence_elsewhere = list(range(50, 70))
+    other = BlockHashChain(4)
+    second = manager.open(manager.match(other, run_sequence_elsewhere), 20)
+    assert second is not None
+    manager.commit(second, other, run_sequence_elsewhere, 20)
+    manager.close(second)
+    manager.flush()
+    assert follower.num_clears == 1
+    assert [len(pool.cached_hashes()) for pool in manager.pools] == [2, 2]
+    follower.assert_equals(manager)
+
+
+def test_without_a_prefix_cache_nothing_is_found_or_reported(make_groups, run_sequence, follower) -> None:
+    manager = KvCacheManager(make_groups(FULL), [16], 4, follower, has_prefix_cache=False)
+    assert run_sequence(manager, list(range(12))) == 0
+    assert run_sequence(manager, list(range(12))) == 0
+    assert not follower.held
+
+
+def test_statistics_count_admitted_and_served_tokens(make_groups, run_sequence) -> None:
+    manager = KvCacheManager(make_groups(FULL), [16], 4)
+    for _ in itertools.repeat(None, 2):
+        run_sequence(manager, list(range(10)))
+    statistics = manager.statistics()
+    assert (statistics.num_queried_tokens, statistics.num_hit_tokens) == (20, 8)
