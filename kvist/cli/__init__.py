@@ -1,6 +1,72 @@
-"""The kvist command."""
+"""The `kvist` command: one small module a subcommand, imported only when it is called.
+
+A module has `HELP` (a line), `add_arguments(parser)` and `run(args) -> exit code`, and imports what is heavy inside
+`run`. This is the only place where control plane and engine meet, and where argv and the environment are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from kvist import __version__
+from kvist.errors import InvalidValueError, KvistError, MissingExtraError
+
+COMMANDS = ("up", "route", "serve", "publish")
+
+# What each optional dependency comes with, for a command whose import failed.
+_EXTRA_OF_MODULE = {
+    "numba": "router",
+    "httptools": "router",
+    "starlette": "router",
+    "uvicorn": "router",
+    "tokenizers": "router",
+    "jinja2": "router",
+    "prometheus_client": "router",
+    "rich": "router",
+    "torch": "engine",
+    "safetensors": "engine",
+    "triton": "gpu",
+}
 
 
-def main() -> int:
-    """Return the exit code."""
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 the arguments are wrong or an extra is missing."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog="kvist", description="Prefix-aware routing for fleets of LLM engines.")
+    parser.add_argument("--version", action="version", version=f"kvist {__version__}")
+    parser.add_argument(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what goes to stderr"
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    named = [word for word in argv if word in COMMANDS][:1]
+    for name in named or COMMANDS:  # the named command alone is imported; all of them only to list them
+        module = importlib.import_module(f"kvist.cli.{name}")
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(subparser)
+        subparser.set_defaults(run=module.run)
+    args = parser.parse_args(argv)
+    logging.basicConfig(
+        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        return int(args.run(args))
+    except ModuleNotFoundError as error:
+        extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return _failure(args.command, MissingExtraError(extra, str(error.name)), code=2)
+    except InvalidValueError as error:
+        return _failure(args.command, error, code=2)
+    except (KvistError, OSError) as error:
+        return _failure(args.command, error, code=1)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _failure(command: str, error: Exception, code: int) -> int:
+    print(f"kvist {command}: error: {error}", file=sys.stderr)
+    return code

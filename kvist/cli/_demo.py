@@ -1,0 +1,187 @@
+"""The demo of `kvist up`: the same conversations through two routers, and where each request went.
+
+Both routers stand in front of the same workers; one routes by prefix, the other round robin. Each run starts on flushed
+caches and the order alternates, so that neither policy profits from the other's blocks or from a warm machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvist.cli._conversations import CONVERSATIONS, Conversation
+
+_NUM_ROUNDS = 2
+_MAX_CONCURRENCY = 4
+_MAX_TOKENS = 24
+_REQUEST_TIMEOUT_S = 120.0
+_SETTLE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One request as its client saw it; `error` tells why it did not complete."""
+
+    question: str
+    worker: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+    answer: str = ""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """Everything both policies served, in the order in which requests ended."""
+
+    routed: list[Served]
+    baseline: list[Served]
+
+
+async def run_demo(
+    router_url: str, baseline_url: str, worker_urls: list[str], model: str, progress: Callable[[Served], None]
+) -> DemoResult:
+    """Send every conversation through both routers, `_NUM_ROUNDS` times each; `progress` hears of each request."""
+    result = DemoResult([], [])
+    runs = [(router_url, result.routed), (baseline_url, result.baseline)]
+    for round_idx in range(_NUM_ROUNDS):
+        for url, served in runs if round_idx % 2 == 0 else reversed(runs):
+            await _flush(worker_urls, router_url)
+            limit = asyncio.Semaphore(_MAX_CONCURRENCY)
+            async with asyncio.TaskGroup() as group:
+                for conversation in CONVERSATIONS:
+                    group.create_task(_converse(url, model, conversation, limit, served, progress))
+    return result
+
+
+def summary(result: DemoResult, events_filtered: int) -> dict[str, Any]:
+    """Return the facts of the demo under the names that `--json` prints."""
+    completed = [served for served in result.routed if served.error is None]
+    baseline = [served for served in result.baseline if served.error is None]
+    return {
+        "requests": len(result.routed),
+        "completed": len(completed),
+        "prompt_tokens": sum(served.prompt_tokens for served in completed),
+        "cached_tokens": sum(served.cached_tokens for served in completed),
+        "baseline_requests": len(result.baseline),
+        "baseline_completed": len(baseline),
+        "baseline_prompt_tokens": sum(served.prompt_tokens for served in baseline),
+        "baseline_cached_tokens": sum(served.cached_tokens for served in baseline),
+        "ttft_ms_p50": _median_ms(completed),
+        "baseline_ttft_ms_p50": _median_ms(baseline),
+        "events_filtered": events_filtered,
+    }
+
+
+def _median_ms(served: Iterable[Served]) -> float | None:
+    times = [one.ttft_s for one in served]
+    return round(statistics.median(times) * 1000, 2) if times else None
+
+
+async def _converse(
+    url: str,
+    model: str,
+    conversation: Conversation,
+    limit: asyncio.Semaphore,
+    served: list[Served],
+    progress: Callable[[Served], None],
+) -> None:
+    """Ask turn after turn; the history holds the answers that were really given."""
+    messages = [{"role": "system", "content": conversation.system_prompt}]
+    for question in conversation.questions:
+        messages.append({"role": "user", "content": question})
+        async with limit:
+            one = await asyncio.to_thread(_ask, url, model, question, messages)
+        served.append(one)
+        progress(one)
+        messages.append({"role": "assistant", "content": one.answer})
+
+
+def _ask(url: str, model: str, question: str, messages: list[dict[str, str]]) -> Served:
+    """Stream one answer, greedily, so that both policies see the same history."""
+    body = {
+        "model": model,
+        "messages": messages,
+        "max_tokens": _MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_REQUEST_TIMEOUT_S)
+    start = time.perf_counter()
+    try:
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        if response.status != http.client.OK:
+            return Served(question, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")
+        return _read_stream(question, response, start)
+    except (OSError, http.client.HTTPException, ValueError) as error:
+        return Served(question, error=f"{type(error).__name__}: {error}")
+    finally:
+        connection.close()
+
+
+def _read_stream(question: str, response: http.client.HTTPResponse, start: float) -> Served:
+    ttft_s = 0.0
+    usage: dict[str, Any] = {}
+    answer: list[str] = []
+    for line in response:
+        if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            continue
+        chunk = json.loads(line[6:])
+        usage = chunk.get("usage") or usage
+        text = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+        if text and not ttft_s:
+            ttft_s = time.perf_counter() - start
+        answer.append(text)
+    if not usage:
+        return Served(question, error="the stream ended early")
+    return Served(
+        question,
+        worker=response.headers.get("x-kvist-worker", ""),
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        ttft_s=ttft_s,
+        answer="".join(answer),
+    )
+
+
+async def _flush(worker_urls: list[str], router_url: str) -> None:
+    """Empty every worker's cache, and wait until the router's index has heard of it."""
+    for url in worker_urls:
+        await asyncio.to_thread(fetch, url, "/flush_cache", method="POST")
+    await asyncio.to_thread(_wait_for_empty_index, router_url)
+
+
+def _wait_for_empty_index(router_url: str) -> None:
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while metric(router_url, "kvist_index_blocks") and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def fetch(url: str, path: str, *, method: str = "GET") -> bytes:
+    """Return the body of an answer; raises OSError when the server refuses."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        body = response.read()
+        if response.status >= http.client.BAD_REQUEST:
+            raise ConnectionRefusedError(f"{method} {url}{path}: HTTP {response.status}")
+        return body
+    finally:
+        connection.close()
+
+
+def metric(url: str, name: str) -> float:
+    """Return a metric's sum over its labels, 0 when the server does not have it."""
+    lines = fetch(url, "/metrics").decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition(" ")[0].partition("{")[0] == name)

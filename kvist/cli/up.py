@@ -1,0 +1,152 @@
+"""`kvist up`: a router and bundled workers from one command, with real requests and where each went.
+
+Router and workers are the ordinary `kvist route` and `kvist serve` commands, run as child processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from kvist.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvist.cli._demo import DemoResult, Served
+    from kvist.cli._processes import ProcessGroup
+
+HELP = "start a router and bundled workers, send real conversations through them, and keep serving"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
+    parser.add_argument("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
+    parser.add_argument("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
+    parser.add_argument("--no-demo", action="store_true", help="serve at once, without the demo's requests")
+    parser.add_argument("--exit", action="store_true", help="end after the demo instead of serving on")
+    parser.add_argument("--json", action="store_true", help="print the demo's facts as one line of JSON, last")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run until the demo ends (`--exit`) or a signal comes."""
+    if args.workers < 1:
+        raise InvalidValueError("--workers", args.workers, "at least 1")
+    if args.no_demo and (args.exit or args.json):
+        raise InvalidValueError("--no-demo", True, "no --exit or --json, which are about the demo")
+    try:
+        return asyncio.run(_up(args))
+    except asyncio.CancelledError:  # Ctrl-C or SIGTERM: the children are gone by now
+        return 0
+
+
+async def _up(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from kvist.cli._processes import ProcessGroup
+
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    console = Console(stderr=args.json)
+    async with ProcessGroup() as group:
+        worker_urls, router_url = await _start(args, group, console)
+        exit_code = 0
+        if not args.no_demo:
+            exit_code = await _demo(args, group, console, worker_urls, router_url)
+        if args.exit:
+            return exit_code
+        console.print(f"\nServing on [bold]{router_url}[/bold] (OpenAI API; metrics at /metrics). Ctrl-C stops it.")
+        await asyncio.Event().wait()
+    return exit_code
+
+
+async def _start(args: argparse.Namespace, group: ProcessGroup, console: Console) -> tuple[list[str], str]:
+    """Start the workers side by side, then the router in front of them."""
+    model = _model(args)
+    console.print(f"Starting {args.workers} workers with {model} …")
+    workers = await asyncio.gather(
+        *(group.start(f"worker {index}", "serve", "--model", model, "--port", "0") for index in range(args.workers))
+    )
+    for worker in workers:
+        console.print(f"  {worker.name}: {worker.url}")
+    worker_urls = [worker.url for worker in workers]
+    router = await group.start("router", *_route(args, worker_urls, "kv", args.host, str(args.port)))
+    console.print(f"  {router.name}: {router.url}")
+    return worker_urls, router.url
+
+
+def _model(args: argparse.Namespace) -> str:
+    from kvist.engine import bundled_model_path
+
+    return args.model or str(bundled_model_path())
+
+
+def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:
+    return [
+        *("route", "--worker-urls", *worker_urls, "--model-path", _model(args)),
+        *("--policy", policy, "--host", host, "--port", port),
+    ]
+
+
+async def _demo(
+    args: argparse.Namespace, group: ProcessGroup, console: Console, worker_urls: list[str], router_url: str
+) -> int:
+    """Run the demo and show it; the exit code tells whether every request completed."""
+    from kvist.cli._demo import fetch, metric, run_demo, summary
+
+    baseline = await group.start("baseline", *_route(args, worker_urls, "round-robin", "127.0.0.1", "0"))
+    model = json.loads(fetch(router_url, "/v1/models"))["data"][0]["id"]
+    with console.status("Sending conversations …") as status:
+        num_served = 0
+
+        def progress(served: Served) -> None:
+            nonlocal num_served
+            num_served += 1
+            status.update(f"{num_served} requests served; last: {served.question}")
+
+        result = await run_demo(router_url, baseline.url, worker_urls, model, progress)
+    events_filtered = sum(int(metric(url, "kvist_publisher_events_filtered_total")) for url in worker_urls)
+    facts = summary(result, events_filtered)
+    _show(console, result, facts)
+    for served in [*result.routed, *result.baseline]:
+        if served.error:
+            print(f"kvist up: {served.question}: {served.error}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(facts), flush=True)
+    completed = facts["completed"] + facts["baseline_completed"]
+    return 0 if completed == facts["requests"] + facts["baseline_requests"] else 1
+
+
+def _show(console: Console, result: DemoResult, facts: dict[str, float]) -> None:
+    from rich.table import Table
+
+    table = Table("request", "worker", title="Routed by prefix")
+    for column in ("prompt tokens", "cached tokens", "TTFT ms"):
+        table.add_column(column, justify="right")
+    for one in result.routed:
+        cells = (f"{one.prompt_tokens:,}", f"{one.cached_tokens:,}", f"{one.ttft_s * 1000:.1f}")
+        table.add_row(one.question, one.worker, *cells)
+    console.print(table)
+    comparison = Table("policy", title="The same requests, each policy on flushed caches")
+    for column in ("completed", "prompt tokens", "cached tokens", "cached", "TTFT ms p50"):
+        comparison.add_column(column, justify="right")
+    for policy, prefix in (("kv", ""), ("round-robin", "baseline_")):
+        prompt, cached = facts[f"{prefix}prompt_tokens"], facts[f"{prefix}cached_tokens"]
+        comparison.add_row(
+            policy,
+            f"{facts[f'{prefix}completed']}/{facts[f'{prefix}requests']}",
+            f"{prompt:,}",
+            f"{cached:,}",
+            f"{cached / prompt:.0%}" if prompt else "–",
+            f"{facts[f'{prefix}ttft_ms_p50']}",
+        )
+    console.print(comparison)
+    console.print(f"Events of the sliding-window groups filtered by the publishers: {facts['events_filtered']:,}")
