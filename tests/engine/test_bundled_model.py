@@ -119,7 +119,7 @@ def test_two_thousand_tokens_of_context_do_not_derail_the_model(
     assert mean_loss(model, context + ids, len(ids) - 1) < 4.5
 
 
-@pytest.mark.parametrize("question", ["What does os.path.join do?", "Explain threading.Lock.", "Who wrote this book?"])
+@pytest.mark.parametrize("question", ["What does os.path.join do?", "Explain threading.Thread.", "Who wrote this book?"])
 def test_a_greedy_answer_is_made_of_words(
     question: str, model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerBase
 ) -> None:
