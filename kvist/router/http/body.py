@@ -1,0 +1,152 @@
+"""A message body ends exactly where its framing says: payload out, every byte behind it kept as `excess`.
+
+Three framings with one shape: `feed(data)` returns the payload in `data`; after `is_complete`, `excess` holds what
+followed. Chunk boundaries are not payload and are not kept; extensions and trailers are checked, bounded and dropped.
+"""
+
+import re
+from typing import Protocol
+
+from kvist.router.http.errors import MalformedHttpError
+from kvist.router.http.fields import parse_fields
+
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16}+)((?:;[\t\x20-\x7e\x80-\xff]*+)?)\r\n")
+MAX_CHUNK_LINE_BYTES = 256
+MAX_EXTENSION_BYTES = 4096
+"""All chunk extensions of one body: nobody here reads them, so they only serve to waste work."""
+MAX_TRAILER_BYTES = 8192
+
+
+class Body(Protocol):
+    """The rest of a message whose head has been read."""
+
+    is_complete: bool
+    excess: bytes
+
+    def feed(self, data: bytes) -> bytes:
+        """The payload in `data`; raises MalformedHttpError. Not called again once complete."""
+
+
+class LengthBody:
+    """A body of `content-length` bytes."""
+
+    __slots__ = ("_num_missing", "excess", "is_complete")
+
+    def __init__(self, length: int) -> None:
+        self._num_missing = length
+        self.is_complete = length == 0
+        self.excess = b""
+
+    def feed(self, data: bytes) -> bytes:
+        if len(data) < self._num_missing:
+            self._num_missing -= len(data)
+            return data
+        payload, self.excess = data[: self._num_missing], data[self._num_missing :]
+        self._num_missing = 0
+        self.is_complete = True
+        return payload
+
+
+class UntilCloseBody:
+    """A response body that ends with the connection: whoever sees the end of the stream sets `is_complete`."""
+
+    __slots__ = ("excess", "is_complete")
+
+    def __init__(self) -> None:
+        self.is_complete = False
+        self.excess = b""
+
+    def feed(self, data: bytes) -> bytes:
+        return data
+
+
+class ChunkedBody:
+    """A chunked body: sizes in plain hex, CRLF exact, extensions and trailers bounded."""
+
+    __slots__ = (
+        "_is_chunk_open",
+        "_is_in_trailer",
+        "_num_extension_bytes",
+        "_num_missing",
+        "_tail",
+        "excess",
+        "is_complete",
+    )
+
+    def __init__(self) -> None:
+        self._tail = b""  # an unfinished framing line: bounded, never payload
+        self._num_missing = 0
+        self._is_chunk_open = False  # within a chunk: its payload or the CRLF behind it is still to come
+        self._is_in_trailer = False
+        self._num_extension_bytes = 0
+        self.is_complete = False
+        self.excess = b""
+
+    def feed(self, data: bytes) -> bytes:
+        if self._tail:
+            data, self._tail = self._tail + data, b""
+        pieces: list[bytes] = []
+        pos = 0
+        while not self._is_in_trailer:
+            if self._is_chunk_open:
+                piece = data[pos : pos + self._num_missing]
+                pieces.append(piece)
+                pos += len(piece)
+                self._num_missing -= len(piece)
+                if not self._ends_chunk(data, pos):
+                    break
+                pos += 2
+            end = self._open_chunk(data, pos)
+            if end is None:
+                break
+            pos = end
+        if self._is_in_trailer:
+            self._read_trailer(data, pos)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _ends_chunk(self, data: bytes, pos: int) -> bool:
+        """Whether the chunk's closing CRLF stands at `pos`; False while bytes are missing."""
+        if self._num_missing:
+            return False
+        ending = data[pos : pos + 2]
+        if ending == b"\r\n":
+            self._is_chunk_open = False
+            return True
+        if ending not in (b"", b"\r"):
+            raise MalformedHttpError("a chunk is longer than its size says")
+        self._tail = ending
+        return False
+
+    def _open_chunk(self, data: bytes, pos: int) -> int | None:
+        """Reads the size line at `pos` and returns its end, or None while the line is not whole."""
+        match = _CHUNK_LINE.match(data, pos, pos + MAX_CHUNK_LINE_BYTES)
+        if match is None:
+            line = data[pos : pos + MAX_CHUNK_LINE_BYTES]
+            if b"\n" in line or len(line) == MAX_CHUNK_LINE_BYTES:
+                raise MalformedHttpError("a chunk size is not plain hex ended by CRLF, or its line is too long")
+            self._tail = line
+            return None
+        size, extension = match.groups()
+        self._num_extension_bytes += len(extension)
+        if self._num_extension_bytes > MAX_EXTENSION_BYTES:
+            raise MalformedHttpError(f"chunk extensions exceed {MAX_EXTENSION_BYTES} bytes")
+        self._num_missing = int(size, 16)
+        self._is_chunk_open = self._num_missing > 0
+        self._is_in_trailer = not self._is_chunk_open
+        return match.end()
+
+    def _read_trailer(self, data: bytes, pos: int) -> None:
+        """Ends the body at the empty line behind the last chunk; the fields before it are checked and dropped."""
+        if data.startswith(b"\r\n", pos):
+            end = pos
+        else:
+            blank = data.find(b"\r\n\r\n", pos, pos + MAX_TRAILER_BYTES)
+            if blank < 0:
+                if len(data) - pos >= MAX_TRAILER_BYTES:
+                    raise MalformedHttpError(f"trailers exceed {MAX_TRAILER_BYTES} bytes")
+                self._tail = data[pos:]
+                return
+            end = blank + 2
+            parse_fields(data[pos:end])
+        self.excess = data[end + 2 :]
+        self.is_complete = True

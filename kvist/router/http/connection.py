@@ -1,0 +1,266 @@
+"""One client connection: requests are handled one after the other, and a client that is slow or gone costs little.
+
+The protocol is a small state machine on callbacks: bytes go to the parser; a whole request starts the handler's task;
+the task's end starts the next request. Only the handler's task ever waits.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from kvist.router.http.deadline import Deadline
+from kvist.router.http.errors import ClientDisconnectedError, RequestRefusedError
+from kvist.router.http.fields import render_head, status_line
+from kvist.router.http.limits import HttpLimits
+from kvist.router.http.request import Request, RequestParser
+from kvist.router.http.responder import Responder
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Request, Responder], Coroutine[Any, Any, None]]
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the connections of one server share: who is open, what is counted, whether the end has begun."""
+
+    handler: Handler
+    limits: HttpLimits
+    connections: "set[ServerConnection]" = field(default_factory=set)
+    is_closing: bool = False
+    num_requests: int = 0
+    num_refused: int = 0
+    num_timeouts: int = 0
+    num_disconnects: int = 0
+    num_handler_failures: int = 0
+    num_body_bytes_held: int = 0
+
+
+class ServerConnection(asyncio.Protocol):
+    """Serves one client until it leaves, misbehaves, is too slow, or the server closes."""
+
+    def __init__(self, state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+        self._state = state
+        self._limits = state.limits
+        self._loop = loop
+        self._deadline = Deadline(loop, self._expired)
+        self._task: asyncio.Task[None] | None = None
+        self._responder: Responder | None = None
+        self._drain_waiters: list[asyncio.Future[None]] = []
+        self._num_body_bytes_held = 0
+        self._is_write_paused = False
+        self._is_discarding = False
+        self.lost = loop.create_future()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        peer = transport.get_extra_info("peername")
+        self._parser = RequestParser(self._limits, peer[:2] if isinstance(peer, tuple) else None)
+        num_open = len(self._state.connections)
+        self._state.connections.add(self)
+        if self._state.is_closing or num_open >= 2 * self._limits.max_connections:
+            self._transport.abort()
+        elif num_open >= self._limits.max_connections:
+            self._refuse(RequestRefusedError(503, "overloaded", "too many connections; try again"))
+        else:
+            self._deadline.set("idle", self._limits.idle_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
+        self._parser.feed(data)
+        if self._task is None:
+            self._advance()
+        elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """A client that closes its sending side is taken for gone, as nginx does; the transport closes itself."""
+        self._cancel_handler()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._deadline.close()
+        self._state.connections.discard(self)
+        self._release_body()
+        self._cancel_handler()
+        self.resume_writing()
+        self.lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._is_write_paused = True
+        self._deadline.set("write", self._limits.write_timeout_s)
+
+    def resume_writing(self) -> None:
+        self._is_write_paused = False
+        if self._deadline.phase == "write":
+            self._deadline.clear()
+        waiters, self._drain_waiters = self._drain_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    # What the responder calls.
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    def send(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    async def drained(self) -> None:
+        """Returns at once while the write buffer is under its high-water mark."""
+        while self._is_write_paused:
+            waiter = self._loop.create_future()
+            self._drain_waiters.append(waiter)
+            await waiter
+        if self._transport.is_closing():
+            raise ClientDisconnectedError("the client closed the connection")
+
+    # What the server calls.
+
+    def close_when_idle(self) -> None:
+        """Closes now, or when the running request has been answered."""
+        if self._task is None and not self._is_discarding:
+            self._close()
+
+    def abort(self) -> None:
+        """Closes at once; a running handler is cancelled."""
+        self._transport.abort()
+
+    @property
+    def task(self) -> "asyncio.Task[None] | None":
+        return self._task
+
+    # From request to request.
+
+    def _advance(self) -> None:
+        """Starts the next request if it is whole, else waits for what is missing."""
+        try:
+            request = self._parser.next_request()
+            self._hold_body(self._parser.num_body_bytes if request is None else len(request.body))
+        except RequestRefusedError as refusal:
+            self._refuse(refusal)
+            return
+        if request is None:
+            self._await_bytes()
+            return
+        self._deadline.clear()
+        self._state.num_requests += 1
+        keep_alive = request.is_keep_alive and not self._state.is_closing
+        self._responder = Responder(self, request, self._loop, keep_alive=keep_alive)
+        self._task = self._loop.create_task(self._state.handler(request, self._responder), name="kvist-http-request")
+        self._task.add_done_callback(self._handler_done)
+
+    def _await_bytes(self) -> None:
+        phase = self._parser.phase
+        if self._parser.take_continue():
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if phase != self._deadline.phase:
+            limits = self._limits
+            timeout_s = {
+                "idle": limits.idle_timeout_s,
+                "header": limits.header_timeout_s,
+                "body": limits.body_timeout_s,
+            }
+            self._deadline.set(phase, timeout_s[phase])
+
+    def _handler_done(self, task: asyncio.Task[None]) -> None:
+        responder, self._task, self._responder = self._responder, None, None
+        self._release_body()
+        assert responder is not None
+        if self._transport.is_closing():
+            if not task.cancelled() and (error := task.exception()) is not None:
+                self._log_failure(error)
+        elif task.cancelled():
+            self._transport.abort()
+        elif (error := task.exception()) is not None or not responder.is_finished:
+            self._log_failure(error)
+            self._fail(responder)
+        elif responder.keep_alive and not self._state.is_closing:
+            self._transport.resume_reading()
+            self._advance()
+        elif self._parser.num_buffered_bytes:
+            self._linger()
+        else:
+            self._close()
+
+    def _log_failure(self, error: BaseException | None) -> None:
+        if isinstance(error, ClientDisconnectedError):
+            return
+        self._state.num_handler_failures += 1
+        logger.error("request handler failed reason=%s", error or "response not finished", exc_info=error)
+
+    def _fail(self, responder: Responder) -> None:
+        """A response cut short ends the connection without its last chunk, so that the client notices."""
+        if responder.has_started:
+            self._transport.abort()
+        else:
+            self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
+
+    def _cancel_handler(self) -> None:
+        if self._task is not None and not self._task.done() and not self._task.cancelling():
+            self._state.num_disconnects += 1
+            self._task.cancel()
+
+    # The end of a connection.
+
+    def _refuse(self, refusal: RequestRefusedError) -> None:
+        self._state.num_refused += 1
+        self._release_body()
+        self._answer_and_close(refusal)
+
+    def _answer_and_close(self, refusal: RequestRefusedError) -> None:
+        body = refusal.body()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        self._transport.write(render_head(status_line(refusal.status), headers) + body)
+        self._linger()
+
+    def _linger(self) -> None:
+        """Ends our side, and discards input for a moment: closing on unread input would reset the answer away."""
+        self._is_discarding = True
+        if not self._transport.can_write_eof():
+            self._close()
+            return
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._bound_close()
+
+    def _close(self) -> None:
+        """Closes once what is written has left; a client that does not read it is cut off."""
+        self._transport.close()
+        self._bound_close()
+
+    def _bound_close(self) -> None:
+        has_unsent = self._transport.get_write_buffer_size() > 0
+        self._deadline.set("close", self._limits.write_timeout_s if has_unsent else self._limits.linger_timeout_s)
+
+    def _expired(self, phase: str) -> None:
+        self._state.num_timeouts += 1
+        if phase == "idle":
+            self._close()
+        elif phase in ("header", "body"):
+            self._refuse(RequestRefusedError(408, f"{phase}_timeout", f"the request's {phase} came too slowly"))
+        else:
+            self._transport.abort()
+
+    # Memory held by request bodies, over all connections.
+
+    def _hold_body(self, num_bytes: int) -> None:
+        self._state.num_body_bytes_held += num_bytes - self._num_body_bytes_held
+        self._num_body_bytes_held = num_bytes
+        if num_bytes and self._state.num_body_bytes_held > self._limits.max_buffered_body_bytes:
+            raise RequestRefusedError(503, "overloaded", "too many request bodies are held; try again")
+
+    def _release_body(self) -> None:
+        self._state.num_body_bytes_held -= self._num_body_bytes_held
+        self._num_body_bytes_held = 0

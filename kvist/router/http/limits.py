@@ -1,0 +1,72 @@
+"""Every wait, buffer and count of the HTTP data path has one named bound, checked when the limits are built."""
+
+from dataclasses import dataclass, fields
+
+from kvist.errors import InvalidValueError
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+def _require_positive(limits: object) -> None:
+    """Refuses a limit that is not above zero, naming the field and the value."""
+    for field in fields(limits):  # type: ignore[arg-type]
+        value = getattr(limits, field.name)
+        if not value > 0:
+            raise InvalidValueError(f"{type(limits).__name__}.{field.name}", value, "a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What one client, and all clients together, may cost the server."""
+
+    max_connections: int = 4096
+    """Above it a connection is answered 503; above twice the number it is dropped unanswered."""
+    max_request_line_bytes: int = 8 * KIB
+    max_header_bytes: int = 32 * KIB
+    max_headers: int = 100
+    max_body_bytes: int = 32 * MIB
+    max_buffered_body_bytes: int = 1024 * MIB
+    """All request bodies held at one time, over all connections; above it a request is answered 503."""
+    max_pipelined_bytes: int = 64 * KIB
+    """Bytes behind the current request before reading pauses; one read (256 KiB) may overshoot it."""
+    write_buffer_bytes: int = 64 * KIB
+    """Unsent response bytes above which `Responder.write` waits for the client."""
+    idle_timeout_s: float = 75.0
+    """From a connection's start, or a response's end, to the first byte of the next request."""
+    header_timeout_s: float = 10.0
+    """From the first byte of a request to the end of its head, however the bytes trickle in."""
+    body_timeout_s: float = 60.0
+    """From the end of the head to the end of the body."""
+    write_timeout_s: float = 60.0
+    """How long a client may leave the write buffer above its high-water mark."""
+    linger_timeout_s: float = 1.0
+    """How long unread input is discarded after a refusal, so that the client can read why."""
+    close_timeout_s: float = 10.0
+    """How long running requests may go on once the server is closing."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamLimits:
+    """What one worker may cost the router."""
+
+    max_idle_connections: int = 256
+    """Pooled connections kept for each worker; a further one is closed when its response ends."""
+    max_header_bytes: int = 64 * KIB
+    max_headers: int = 200
+    max_informational_responses: int = 8
+    read_buffer_bytes: int = 64 * KIB
+    """Unread response bytes above which reading from the worker pauses; one read (256 KiB) may overshoot it."""
+    connect_timeout_s: float = 3.0
+    first_byte_timeout_s: float = 600.0
+    """From the request to the end of the response head: a long prompt waits in the worker's queue."""
+    idle_timeout_s: float = 300.0
+    """Between two pieces of a response body, counted only while the client keeps up."""
+    pooled_timeout_s: float = 4.0
+    """How long an unused connection is kept: below the 5 s after which uvicorn closes it."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self)

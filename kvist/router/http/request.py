@@ -1,0 +1,242 @@
+"""Client bytes become a request only if RFC 9112 allows exactly one reading of them; otherwise they are refused.
+
+No I/O here: `RequestParser` is fed bytes and yields whole requests one after the other, or raises
+`RequestRefusedError`, after which the connection cannot be trusted and must be closed.
+"""
+
+import re
+from collections import defaultdict
+from typing import Literal
+
+import msgspec
+
+from kvist.router.http.body import Body, ChunkedBody, LengthBody
+from kvist.router.http.errors import MalformedHttpError, RequestRefusedError
+from kvist.router.http.fields import TOKEN, Headers, content_length, list_members, parse_fields
+from kvist.router.http.limits import HttpLimits
+
+Phase = Literal["idle", "header", "body"]
+_Control = defaultdict[bytes, list[bytes]]
+
+_PCT = rb"%[0-9A-Fa-f]{2}"
+_REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"++) ([\x21-\x7e]++) HTTP/([0-9]\.[0-9])")
+_ORIGIN_FORM = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|" + _PCT + rb")*+")
+_ABSOLUTE_FORM = re.compile(rb"(?i:https?)://([^/?@]++)(.*+)")
+_HOST = re.compile(rb"(?:(?:[A-Za-z0-9\-._~!$&'()*+,;=]|" + _PCT + rb")++|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5}+)?")
+_HOPELESS_HEAD = re.compile(rb"\0|\r[^\n]|(?<!\r)\n|\A\r\n")
+"""What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A whole request. `target` is in origin form (or `*`), ASCII, still percent-encoded."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+    client: tuple[str, int] | None
+    http_version: Literal["1.0", "1.1"] = "1.1"
+    is_keep_alive: bool = True
+    """Whether the client will read another response on this connection."""
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+    @property
+    def query(self) -> str:
+        return self.target.partition("?")[2]
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of the lower-case `name`."""
+        return next((value for field, value in self.headers if field == name), None)
+
+
+_CONTROL_FIELDS = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"},
+)
+"""The fields that decide about the message itself."""
+
+
+class RequestParser:
+    """Yields only requests that have one reading; holds the current request and the bytes read ahead of it."""
+
+    __slots__ = ("_awaits_continue", "_body", "_buffer", "_client", "_head", "_limits", "_payload", "_scanned")
+
+    def __init__(self, limits: HttpLimits, client: tuple[str, int] | None) -> None:
+        self._limits = limits
+        self._client = client
+        self._buffer = b""
+        self._scanned = 0
+        self._head: Request | None = None
+        self._body: Body | None = None
+        self._payload = bytearray()
+        self._awaits_continue = False
+
+    @property
+    def phase(self) -> Phase:
+        """What the next byte belongs to."""
+        if self._body is not None:
+            return "body"
+        return "header" if self._buffer else "idle"
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes read but not yet looked at as part of a request."""
+        return len(self._buffer)
+
+    @property
+    def num_body_bytes(self) -> int:
+        """Payload held for the unfinished request."""
+        return len(self._payload)
+
+    def take_continue(self) -> bool:
+        """Whether the client waits for `100 Continue` before sending its body; True once a request."""
+        awaits, self._awaits_continue = self._awaits_continue, False
+        return awaits
+
+    def feed(self, data: bytes) -> None:
+        """Adds what the client sent; nothing is examined yet."""
+        self._buffer = self._buffer + data if self._buffer else data
+
+    def next_request(self) -> Request | None:
+        """The next whole request, or None until more bytes come; raises RequestRefusedError."""
+        try:
+            if self._head is None and not self._read_head():
+                return None
+            return self._read_body()
+        except MalformedHttpError as error:
+            raise RequestRefusedError(400, "malformed_request", str(error)) from error
+
+    def _read_head(self) -> bool:
+        buffer, limits = self._buffer, self._limits
+        end = buffer.find(b"\r\n\r\n", max(0, self._scanned - 3))
+        line_end = buffer.find(b"\r\n", 0, limits.max_request_line_bytes + 2)
+        if line_end < 0 and len(buffer) > limits.max_request_line_bytes:
+            reason = f"the request line exceeds {limits.max_request_line_bytes} bytes"
+            raise RequestRefusedError(414, "uri_too_long", reason)
+        if line_end >= 0 and (end if end >= 0 else len(buffer)) - line_end > limits.max_header_bytes:
+            raise RequestRefusedError(431, "headers_too_large", f"the headers exceed {limits.max_header_bytes} bytes")
+        if end < 0:
+            if _HOPELESS_HEAD.search(buffer, max(0, self._scanned - 1)):
+                raise MalformedHttpError("the head holds NUL, a bare CR or a bare LF, or starts with an empty line")
+            self._scanned = len(buffer)
+            return False
+        self._scanned = 0
+        self._buffer = buffer[end + 4 :]
+        self._accept_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
+        return True
+
+    def _accept_head(self, request_line: bytes, block: bytes) -> None:
+        match = _REQUEST_LINE.fullmatch(request_line)
+        if match is None:
+            raise MalformedHttpError("the request line is not 'METHOD target HTTP/1.1'")
+        method, target, version = match.groups()
+        _require_http1(version)
+        if method == b"CONNECT":
+            raise RequestRefusedError(501, "not_implemented", "CONNECT is not implemented")
+        if block.count(b"\n") > self._limits.max_headers:
+            raise RequestRefusedError(431, "too_many_headers", f"more than {self._limits.max_headers} header lines")
+        headers = parse_fields(block)
+        control: _Control = defaultdict(list)
+        for name, value in headers:
+            if name in _CONTROL_FIELDS:
+                control[name].append(value)
+        is_http11 = version == b"1.1"
+        target = _origin_form(method, target, _single_host(control[b"host"], is_http11))
+        options = list_members(control[b"connection"])
+        _refuse_upgrade(control[b"upgrade"])
+        self._body = self._framing(control, is_http11)
+        self._awaits_continue = (
+            is_http11 and bool(control[b"expect"]) and not self._body.is_complete and not self._buffer
+        )
+        self._head = Request(
+            method=method.decode(),
+            target=target.decode(),
+            headers=headers,
+            body=b"",
+            client=self._client,
+            http_version="1.1" if is_http11 else "1.0",
+            is_keep_alive=b"close" not in options and (is_http11 or b"keep-alive" in options),
+        )
+
+    def _framing(self, control: _Control, is_http11: bool) -> Body:
+        for value in control[b"expect"]:
+            if value.lower() != b"100-continue":
+                raise RequestRefusedError(417, "expectation_failed", "the only expectation met is 100-continue")
+        if control[b"transfer-encoding"]:
+            if control[b"content-length"]:
+                raise MalformedHttpError("both content-length and transfer-encoding")
+            if not is_http11:
+                raise MalformedHttpError("transfer-encoding in an HTTP/1.0 request")
+            if len(control[b"transfer-encoding"]) > 1 or control[b"transfer-encoding"][0].lower() != b"chunked":
+                raise RequestRefusedError(501, "not_implemented", "the only transfer coding implemented is chunked")
+            return ChunkedBody()
+        if len(control[b"content-length"]) > 1:
+            raise MalformedHttpError("more than one content-length")
+        length = content_length(control[b"content-length"][0]) if control[b"content-length"] else 0
+        self._check_size(length)
+        return LengthBody(length)
+
+    def _read_body(self) -> Request | None:
+        head, body = self._head, self._body
+        assert head is not None
+        assert body is not None
+        if not body.is_complete:
+            piece, self._buffer = body.feed(self._buffer), b""
+            self._check_size(len(self._payload) + len(piece))
+            if not body.is_complete:
+                self._payload += piece
+                return None
+            self._buffer = body.excess
+            whole = bytes(self._payload + piece) if self._payload else piece
+            head = msgspec.structs.replace(head, body=whole)
+        self._head = self._body = None
+        self._payload = bytearray()
+        self._awaits_continue = False
+        return head
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes > self._limits.max_body_bytes:
+            raise RequestRefusedError(413, "body_too_large", f"the body exceeds {self._limits.max_body_bytes} bytes")
+
+
+def _require_http1(version: bytes) -> None:
+    if version in (b"1.1", b"1.0"):
+        return
+    if version == b"2.0":
+        raise RequestRefusedError(501, "not_implemented", "HTTP/2 is not implemented; use HTTP/1.1")
+    raise RequestRefusedError(505, "http_version_not_supported", "the HTTP versions supported are 1.1 and 1.0")
+
+
+def _single_host(hosts: list[bytes], is_http11: bool) -> bytes | None:
+    """The one Host; only HTTP/1.0 may leave it out, as load balancers' health checks do."""
+    if not hosts and not is_http11:
+        return None
+    if len(hosts) != 1:
+        raise MalformedHttpError(f"{len(hosts)} host headers where one is required")
+    if not _HOST.fullmatch(hosts[0]):
+        raise MalformedHttpError("the host header is not a host with an optional port")
+    return hosts[0]
+
+
+def _origin_form(method: bytes, target: bytes, host: bytes | None) -> bytes:
+    """`target` as path and query; an absolute one must name the host the Host header names."""
+    if absolute := _ABSOLUTE_FORM.fullmatch(target):
+        authority, target = absolute.groups()
+        if host is None or authority.lower() != host.lower():
+            raise MalformedHttpError("the authority of the target differs from the host header")
+        if not target.startswith(b"/"):
+            target = b"/" + target
+    elif target == b"*" and method == b"OPTIONS":
+        return target
+    if not _ORIGIN_FORM.fullmatch(target):
+        raise MalformedHttpError("the target is not an absolute path with an optional query")
+    return target
+
+
+def _refuse_upgrade(values: list[bytes]) -> None:
+    """WebSocket and HTTP/2 are answered, not ignored: their clients would wait for a switch that never comes."""
+    for protocol in list_members(values):
+        if protocol in (b"websocket", b"h2c"):
+            raise RequestRefusedError(501, "not_implemented", f"upgrading to {protocol.decode()} is not implemented")

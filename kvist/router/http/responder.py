@@ -1,0 +1,162 @@
+"""One request gets one response, framed by us: what the handler gives as body is what the client reads as body.
+
+Framing follows the request, not the handler: a `content-length` the handler states is kept and enforced, else chunked
+for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, have no body, whatever is written.
+"""
+
+import asyncio
+from http import HTTPStatus
+from typing import Literal, Protocol
+
+from kvist.router.http.errors import ClientDisconnectedError
+from kvist.router.http.fields import Headers, content_length, render_head, status_line
+from kvist.router.http.request import Request
+
+_CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade"})
+
+Framing = Literal["length", "chunked", "until_close", "none"]
+
+
+class ClientConnection(Protocol):
+    """What a response needs of the connection it goes out on."""
+
+    @property
+    def is_open(self) -> bool: ...
+
+    def send(self, data: bytes) -> None: ...
+
+    async def drained(self) -> None: ...
+
+
+class Responder:
+    """Sends exactly one response; until `has_started` is True the client has seen nothing, and another may be begun."""
+
+    __slots__ = (
+        "_connection",
+        "_framing",
+        "_head",
+        "_loop",
+        "_num_missing",
+        "_request",
+        "has_started",
+        "is_finished",
+        "keep_alive",
+        "status",
+    )
+
+    def __init__(
+        self,
+        connection: ClientConnection,
+        request: Request,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        keep_alive: bool,
+    ) -> None:
+        self._connection = connection
+        self._request = request
+        self._loop = loop
+        self._framing: Framing = "none"
+        self._head: bytes | None = None  # rendered, to go out with the first piece of the body
+        self._num_missing = 0
+        self.keep_alive = keep_alive
+        self.has_started = False
+        self.is_finished = False
+        self.status: int | None = None
+
+    async def send_response(self, status: int, headers: Headers, body: bytes = b"") -> None:
+        """A whole response at once, with its length; waits while the client's buffer is full."""
+        others = [field for field in headers if field[0] != b"content-length"]
+        self.start(status, [*others, (b"content-length", b"%d" % len(body))])
+        await self.write(body)
+        await self.finish()
+
+    def start(self, status: int, headers: Headers) -> None:
+        """Begins the response; names must be lower-case. The head leaves with the first piece or in the next loop turn.
+
+        Raises ValueError for a header that frames or keeps the connection (those are ours) or that holds CR, LF or NUL.
+        """
+        if self.has_started:
+            raise RuntimeError("the response has already started")
+        self._head = self._render(status, headers)
+        self.has_started = True
+        self.status = status
+        self._loop.call_soon(self._flush_head)
+
+    async def write(self, chunk: bytes) -> None:
+        """Sends a piece of the body, then waits while the client's buffer is over its high-water mark.
+
+        Raises ClientDisconnectedError once the client is gone, ValueError for more bytes than the stated length.
+        """
+        if not self.has_started or self.is_finished:
+            raise RuntimeError("write() belongs between start() and finish()")
+        if chunk and self._framing != "none":
+            if self._framing == "chunked":
+                chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+            elif self._framing == "length":
+                if len(chunk) > self._num_missing:
+                    raise ValueError(f"{len(chunk)} bytes where content-length leaves {self._num_missing}")
+                self._num_missing -= len(chunk)
+            self._send(chunk)
+        await self._connection.drained()
+
+    async def finish(self) -> None:
+        """Ends the response; raises ValueError if the body is shorter than the stated length."""
+        if not self.has_started or self.is_finished:
+            raise RuntimeError("finish() belongs once behind start()")
+        if self._num_missing:
+            raise ValueError(f"the body ended {self._num_missing} bytes short of its content-length")
+        self.is_finished = True
+        if self._framing == "chunked":
+            self._send(b"0\r\n\r\n")
+        else:
+            self._flush_head()
+        await self._connection.drained()
+
+    def _render(self, status: int, headers: Headers) -> bytes:
+        """Chooses the framing and renders the head."""
+        fields: Headers = []
+        length: int | None = None
+        for name, value in headers:
+            if name == b"content-length":
+                length = content_length(value)
+                continue
+            if name in _CONNECTION_FIELDS:
+                raise ValueError(f"{name.decode()} is the server's to set")
+            fields.append((name, value))
+        self._choose_framing(status, length)
+        if length is not None and status != HTTPStatus.NO_CONTENT:
+            fields.append((b"content-length", b"%d" % length))
+        if self._framing == "chunked":
+            fields.append((b"transfer-encoding", b"chunked"))
+        if not self.keep_alive:
+            fields.append((b"connection", b"close"))
+        elif self._request.http_version == "1.0":
+            fields.append((b"connection", b"keep-alive"))
+        return render_head(status_line(status), fields)
+
+    def _choose_framing(self, status: int, length: int | None) -> None:
+        if not 200 <= status <= 599:
+            raise ValueError(f"status is {status}; a final response has 200 to 599")
+        if self._request.method == "HEAD" or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+            self._framing = "none"
+        elif length is not None:
+            self._framing = "length"
+            self._num_missing = length
+        elif self._request.http_version == "1.1":
+            self._framing = "chunked"
+        else:
+            self._framing = "until_close"
+            self.keep_alive = False
+
+    def _send(self, data: bytes) -> None:
+        if not self._connection.is_open:
+            raise ClientDisconnectedError("the client closed the connection")
+        if self._head is not None:
+            data, self._head = self._head + data, None
+        self._connection.send(data)
+
+    def _flush_head(self) -> None:
+        """Sends the head if no piece of the body took it along."""
+        if self._head is not None:
+            head, self._head = self._head, None
+            self._connection.send(head)

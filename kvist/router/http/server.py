@@ -1,0 +1,101 @@
+"""The listening side: `async with HttpServer(handler, ...)` serves until the block ends, then lets requests finish."""
+
+import asyncio
+import ssl
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvist.router.http.connection import Handler, ServerConnection, ServerState
+from kvist.router.http.limits import HttpLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """Counts since the server started, but for the two that say what is now."""
+
+    num_connections: int
+    """Open now."""
+    num_body_bytes_held: int
+    """Request bodies in memory now."""
+    num_requests: int
+    num_refused: int
+    """Answered by the server itself: malformed, over a limit, too slow, overloaded."""
+    num_timeouts: int
+    num_disconnects: int
+    """Clients that left before their response ended."""
+    num_handler_failures: int
+
+
+class HttpServer:
+    """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client goes away.
+
+    A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
+    """
+
+    def __init__(
+        self,
+        handler: Handler,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        limits: HttpLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._limits = limits or HttpLimits()
+        self._state = ServerState(handler, self._limits)
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound port, also where 0 was asked for."""
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    def statistics(self) -> ServerStatistics:
+        state = self._state
+        return ServerStatistics(
+            num_connections=len(state.connections),
+            num_body_bytes_held=state.num_body_bytes_held,
+            num_requests=state.num_requests,
+            num_refused=state.num_refused,
+            num_timeouts=state.num_timeouts,
+            num_disconnects=state.num_disconnects,
+            num_handler_failures=state.num_handler_failures,
+        )
+
+    async def __aenter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            lambda: ServerConnection(self._state, loop),
+            self._host,
+            self._port,
+            ssl=self._tls,
+            backlog=1024,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stops listening, lets running requests end within `close_timeout_s`, then cuts them off."""
+        assert self._server is not None
+        self._server.close()
+        self._state.is_closing = True
+        connections = list(self._state.connections)
+        for connection in connections:
+            connection.close_when_idle()
+        try:
+            if connections:
+                await asyncio.wait([c.lost for c in connections], timeout=self._limits.close_timeout_s)
+        finally:
+            tasks = [c.task for c in connections if c.task is not None]
+            for connection in connections:
+                connection.abort()
+            await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
