@@ -1,5 +1,14 @@
-"""Transports behind one Protocol; `base` holds the delivery contract."""
+"""Transports behind one Protocol; `base` holds the delivery contract, `endpoint` the URLs that choose a transport."""
 
 from kvist.events.transports.base import Message, Publication, ReplaySource, Subscription
+from kvist.events.transports.endpoint import Endpoint, open_publication, open_subscription
 
-__all__ = ["Message", "Publication", "ReplaySource", "Subscription"]
+__all__ = [
+    "Endpoint",
+    "Message",
+    "Publication",
+    "ReplaySource",
+    "Subscription",
+    "open_publication",
+    "open_subscription",
+]

@@ -5,14 +5,15 @@ Delivery contract, the same for every transport
   a transport may lose, and may deliver twice after a reconnect; it never reorders and never alters.
 - Nothing is acknowledged. Order and gaps are judged by the subscriber from the batch's epoch and sequence; what is
   missing is asked for again with `Subscription.replay`.
-- `Publication.send` never waits for a subscriber. With nobody listening the message is gone, but for the replay.
+- `Publication.send` never waits for a subscriber. With nobody listening the message is gone, but for the replay; a
+  subscriber that reads too slowly loses messages of its own and delays nobody.
 - Connecting, reconnecting and resubscribing are the transport's own work: a peer that is away is not an error.
 - Closing drains: what was sent before `close` is delivered to whoever is connected, within `timeout_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -28,8 +29,8 @@ class Message(NamedTuple):
 class ReplaySource(Protocol):
     """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe."""
 
-    def replay(self, topic: bytes, start_sequence: int) -> Iterator[Message]:
-        """Yield what is still kept of the topic (all topics if empty) from `start_sequence` on, in order."""
+    def replay(self, topic: bytes, start_sequence: int) -> Iterable[Message]:
+        """Return what is still kept of the topic (all topics if empty) from `start_sequence` on, each in order."""
 
 
 class Publication(Protocol):
@@ -39,8 +40,15 @@ class Publication(Protocol):
     def endpoint(self) -> str:
         """The URL a subscriber connects to, with real port numbers."""
 
+    def serve_replay(self, source: ReplaySource) -> None:
+        """Answer replay requests from `source` from now on; called at most once."""
+
     def send(self, message: Message) -> None:
-        """Hand the message to the transport without waiting; raises OSError when the transport is broken."""
+        """Hand the message to the transport without waiting.
+
+        Raises BlockingIOError when it can take no more right now (the caller keeps the message and tries again), any
+        other OSError when the transport is broken for good.
+        """
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Drain and release everything; idempotent."""
@@ -48,6 +56,17 @@ class Publication(Protocol):
 
 class Subscription(Protocol):
     """A subscriber's end, for asyncio."""
+
+    @property
+    def num_connects(self) -> int:
+        """How often the peer was connected so far; never lower than the truth for a message already received.
+
+        A stream without epochs is in doubt after each reconnect: another process may have taken the endpoint.
+        """
+
+    @property
+    def num_malformed(self) -> int:
+        """How many messages were skipped because their frames are not the transport's."""
 
     async def __aenter__(self) -> Self:
         """Connect in the background; returns at once, whether or not the peer is there."""
@@ -58,7 +77,18 @@ class Subscription(Protocol):
         """Release everything."""
 
     async def receive(self) -> list[Message]:
-        """Wait for at least one message and return all that are here, oldest first, at most `max_drain`."""
+        """Wait for at least one message and return all that are here, oldest first, at most `MAX_DRAIN`.
 
-    async def replay(self, topic: bytes, start_sequence: int, timeout_s: float) -> list[Message] | None:
-        """Return what the publisher still keeps from `start_sequence` on; None when it cannot be asked or is silent."""
+        Cancelling loses no message.
+        """
+
+    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
+        """Return what the publisher still keeps of the topic from `start_sequence` on, oldest first.
+
+        Topic None asks in the words every engine understands: for all there is. None is returned when the publisher
+        cannot be asked, or says nothing for `timeout_s`.
+        """
+
+
+MAX_DRAIN = 1024
+"""Messages one `receive` returns at most, so that a busy source leaves the loop to others."""

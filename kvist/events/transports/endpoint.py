@@ -1,0 +1,108 @@
+"""Endpoint URLs: one string that says where a stream is, and who speaks there.
+
+tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publisher take a free one
+?replay_port=N       where replay requests go: by default the port after the stream's (vLLM's 5557 and 5558) or,
+                     for ipc, the path with `.replay` appended; `none` when the engine serves no replay
+?engine=vllm|sglang  the dialect of an engine's own stream; Kvist's batches are recognised without it
+?bind=1              the subscriber binds, for engines whose side connects
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports.base import Publication, Subscription
+
+_ENGINES = ("vllm", "sglang")
+_OPTIONS = ("replay_port", "engine", "bind")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A parsed endpoint URL. `replay_address` None means that nobody can be asked."""
+
+    address: str
+    replay_address: str | None
+    engine: str = "vllm"
+    is_bound: bool = False
+
+    @classmethod
+    def parse(cls, url: str) -> Endpoint:
+        """Parse and check a URL; raises InvalidValueError naming what is wrong with it."""
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        for name in options:
+            if name not in _OPTIONS:
+                raise InvalidValueError("endpoint", url, f"only the options {', '.join(_OPTIONS)}, not {name}")
+        engine = options.get("engine", "vllm")
+        if engine not in _ENGINES:
+            raise InvalidValueError("endpoint", url, f"engine to be one of {', '.join(_ENGINES)}")
+        bind = options.get("bind", "0")
+        if bind not in ("0", "1"):
+            raise InvalidValueError("endpoint", url, "bind to be 0 or 1")
+        address = url.partition("?")[0]
+        replay = _replay_address(url, address, options.get("replay_port"))
+        return cls(address, replay, engine, bind == "1")
+
+    @property
+    def scheme(self) -> str:
+        """Return what stands before `://`."""
+        return self.address.partition("://")[0]
+
+    @property
+    def url(self) -> str:
+        """Return the URL that parses to this endpoint's addresses; engine and bind are the subscriber's to add."""
+        if self.scheme != "tcp":
+            return self.address
+        replay_port = "none" if self.replay_address is None else self.replay_address.rpartition(":")[2]
+        return f"{self.address}?replay_port={replay_port}"
+
+
+def _replay_address(url: str, address: str, replay_port: str | None) -> str | None:
+    scheme, _, rest = address.partition("://")
+    if replay_port is not None and scheme != "tcp":
+        raise InvalidValueError("endpoint", url, f"no replay_port with {scheme}://")
+    if scheme == "memory" and rest:
+        return address
+    if scheme == "ipc" and rest:
+        return f"{address}.replay"
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or "/" in rest:
+        raise InvalidValueError("endpoint", url, "tcp://host:port, ipc:///path or memory://name")
+    port_number = _port(url, "port", port)
+    if replay_port == "none":
+        return None
+    default = "0" if port_number == 0 else str(port_number + 1)
+    replay_number = _port(url, "replay_port", default if replay_port is None else replay_port)
+    return f"tcp://{host}:{replay_number}"
+
+
+def _port(url: str, name: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or int(text) > 65535:
+        raise InvalidValueError("endpoint", url, f"{name} from 0 to 65535")
+    return int(text)
+
+
+def open_publication(url: str) -> Publication:
+    """Bind a publication at the URL; raises InvalidValueError when the URL is wrong or its address is taken."""
+    endpoint = Endpoint.parse(url)
+    if endpoint.scheme == "memory":
+        from kvist.events.transports.memory import MemoryPublication
+
+        return MemoryPublication(endpoint)
+    from kvist.events.transports.zmq import ZmqPublication
+
+    return ZmqPublication(endpoint)
+
+
+def open_subscription(endpoint: Endpoint) -> Subscription:
+    """Return a subscription to all topics of the endpoint; entering it connects."""
+    if endpoint.scheme == "memory":
+        from kvist.events.transports.memory import MemorySubscription
+
+        return MemorySubscription(endpoint)
+    from kvist.events.transports.zmq import ZmqSubscription
+
+    return ZmqSubscription(endpoint)

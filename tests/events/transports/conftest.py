@@ -1,0 +1,66 @@
+"""What every transport is held to: one `Kit` a transport, over which the same suite runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+
+from kvist.events.transports import Endpoint, Message, Publication, Subscription, open_publication, open_subscription
+
+_names = count()
+
+
+class KeptMessages:
+    """A replay source that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def replay(self, topic: bytes, start_sequence: int) -> list[Message]:
+        return [m for m in self.messages if topic in (b"", m.topic) and m.sequence >= start_sequence]
+
+
+class Kit:
+    """One address on one transport, with everything opened on it closed at the end."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._publications: list[Publication] = []
+
+    def publish(self, source: KeptMessages | None = None) -> Publication:
+        """Open a publication, always at the same address."""
+        publication = open_publication(self.url)
+        self._publications.append(publication)
+        if source is not None:
+            publication.serve_replay(source)
+        return publication
+
+    def subscribe(self) -> Subscription:
+        """Return a subscription that is not entered yet."""
+        return open_subscription(Endpoint.parse(self.url))
+
+    def close(self) -> None:
+        """Close all publications."""
+        for publication in self._publications:
+            publication.close(timeout_s=1)
+
+
+@pytest.fixture
+def kept() -> KeptMessages:
+    return KeptMessages()
+
+
+@pytest.fixture(params=["memory", "tcp", "ipc"])
+def kit(
+    request: pytest.FixtureRequest, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Kit]:
+    urls = {
+        "memory": lambda: f"memory://suite-{next(_names)}",
+        "tcp": lambda: f"tcp://127.0.0.1:{free_port()}",
+        "ipc": lambda: f"ipc://{tmp_path_factory.mktemp('s')}/k",
+    }
+    kit = Kit(urls[request.param]())
+    yield kit
+    kit.close()

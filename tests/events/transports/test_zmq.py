@@ -1,0 +1,169 @@
+"""What is ZeroMQ's alone: the frames on the wire, which engines and their subscribers share, and hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import zmq
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint, Message, open_publication
+from kvist.events.transports.zmq import ZmqSubscription
+
+END = b"\xff" * 8
+
+
+def be64(number: int) -> bytes:
+    return number.to_bytes(8, "big")
+
+
+@pytest.fixture
+def open_socket():
+    """Return a function that opens a socket of ZeroMQ's own, to stand in for a peer that is not ours."""
+    context = zmq.Context()
+    sockets = []
+
+    def open_one(kind):
+        sockets.append(context.socket(kind))
+        sockets[-1].setsockopt(zmq.RCVTIMEO, 10_000)
+        return sockets[-1]
+
+    yield open_one
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def dealer(open_socket):
+    return open_socket(zmq.DEALER)
+
+
+@pytest.fixture
+def publication(kept):
+    kept.messages = [Message(b"kv/w/0", sequence, b"%d" % sequence) for sequence in range(3)]
+    publication = open_publication("tcp://127.0.0.1:0")
+    publication.serve_replay(kept)
+    yield publication
+    publication.close()
+
+
+def test_a_message_is_topic_sequence_and_payload(open_socket, publication, until_true):
+    subscriber = open_socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"kv/")
+    subscriber.connect(Endpoint.parse(publication.endpoint).address)
+
+    def has_arrived():
+        publication.send(Message(b"kv/w/0", 258, b"payload"))
+        return subscriber.poll(5)
+
+    until_true(has_arrived)
+    assert subscriber.recv_multipart() == [b"kv/w/0", b"\0\0\0\0\0\0\1\2", b"payload"]
+
+
+def test_a_request_without_a_topic_gets_the_older_replies(dealer, publication):
+    dealer.connect(Endpoint.parse(publication.endpoint).replay_address)
+    dealer.send_multipart([b"", be64(1)])
+    replies = [dealer.recv_multipart() for _ in range(3)]
+    assert replies == [[b"", be64(1), b"1"], [b"", be64(2), b"2"], [b"", END, b""]]
+
+
+def test_a_request_with_a_topic_gets_the_topic_in_the_replies(dealer, publication):
+    dealer.connect(Endpoint.parse(publication.endpoint).replay_address)
+    dealer.send_multipart([b"", be64(2), b"kv/w/0"])
+    replies = [dealer.recv_multipart() for _ in range(2)]
+    assert replies == [[b"", b"kv/w/0", be64(2), b"2"], [b"", b"", END, b""]]
+
+
+def test_a_malformed_request_is_ignored_and_the_next_one_answered(dealer, publication):
+    dealer.connect(Endpoint.parse(publication.endpoint).replay_address)
+    for request in ([b""], [b"", b"short"], [b"", be64(0), b"a", b"b", b"c"]):
+        dealer.send_multipart(request)
+    dealer.send_multipart([b"", be64(2)])
+    assert dealer.recv_multipart() == [b"", be64(2), b"2"]
+
+
+def test_a_client_that_takes_nothing_does_not_keep_the_others_waiting_for_ever(open_socket, dealer, kept, monkeypatch):
+    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_HWM", 2)
+    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 0.05)
+    kept.messages = [Message(b"t", sequence, bytes(1 << 20)) for sequence in range(64)]
+    publication = open_publication("tcp://127.0.0.1:0")
+    publication.serve_replay(kept)
+    replay_address = Endpoint.parse(publication.endpoint).replay_address
+    stuck = open_socket(zmq.DEALER)
+    stuck.setsockopt(zmq.RCVHWM, 1)
+    stuck.connect(replay_address)
+    stuck.send_multipart([b"", be64(0)])
+    dealer.connect(replay_address)
+    dealer.send_multipart([b"", be64(63)])
+    assert dealer.recv_multipart()[1] == be64(63)
+    publication.close()
+
+
+def test_closing_ends_the_replay_thread(publication):
+    publication.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "kvist-replay"]
+
+
+@pytest.mark.parametrize("replies_have_topics", [False, True])
+async def test_the_client_understands_old_and_new_replies(open_socket, replies_have_topics):
+    router = open_socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    requests = []
+
+    def serve_one():
+        client, *request = router.recv_multipart()
+        requests.append(request)
+        topic = [b"kv-events"] if replies_have_topics else []
+        for sequence, payload in ((be64(4), b"four"), (be64(5), b"five"), (END, b"")):
+            router.send_multipart([client, b"", *topic, sequence, payload])
+
+    server = threading.Thread(target=serve_one)
+    server.start()
+    endpoint = Endpoint("tcp://127.0.0.1:1", f"tcp://127.0.0.1:{port}")
+    async with ZmqSubscription(endpoint) as subscription:
+        replayed = await subscription.replay(None, 4, 10)
+    server.join()
+    assert requests == [[b"", be64(4)]]
+    assert [(message.sequence, message.payload) for message in replayed] == [(4, b"four"), (5, b"five")]
+    assert {message.topic for message in replayed} == {b"kv-events" if replies_have_topics else b""}
+
+
+async def test_frames_of_another_shape_are_counted_and_skipped(open_socket):
+    publisher = open_socket(zmq.PUB)
+    port = publisher.bind_to_random_port("tcp://127.0.0.1")
+    async with ZmqSubscription(Endpoint(f"tcp://127.0.0.1:{port}", None)) as subscription:
+        receiving = asyncio.create_task(subscription.receive())
+        while not receiving.done():
+            publisher.send_multipart([b"only a topic"])
+            publisher.send_multipart([b"t", b"short", b"x"])
+            publisher.send_multipart([b"t", be64(9), b"good"])
+            await asyncio.wait([receiving], timeout=0.02)
+        assert receiving.result()[0] == Message(b"t", 9, b"good")
+        assert subscription.num_malformed >= 2
+
+
+async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, free_port):
+    port = free_port()
+    async with ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:{port}?bind=1")) as subscription:
+        publisher = open_socket(zmq.PUB)
+        publisher.connect(f"tcp://127.0.0.1:{port}")
+        receiving = asyncio.create_task(subscription.receive())
+        while not receiving.done():
+            publisher.send_multipart([b"t", be64(0), b"x"])
+            await asyncio.wait([receiving], timeout=0.02)
+        assert receiving.result()[0] == Message(b"t", 0, b"x")
+
+
+def test_port_zero_takes_free_ports_and_the_endpoint_names_both():
+    publication = open_publication("tcp://127.0.0.1:0")
+    endpoint = Endpoint.parse(publication.endpoint)
+    publication.close()
+    assert not endpoint.address.endswith(":0")
+    assert endpoint.replay_address is not None
+    assert not endpoint.replay_address.endswith(":0")
+
+
+def test_an_interface_this_machine_does_not_have_is_an_error_that_names_it():
+    with pytest.raises(InvalidValueError, match=r"no-such-interface"):
+        open_publication("tcp://no-such-interface:5557")
