@@ -110,10 +110,14 @@ def _chain(parent: int, local: int) -> int:
 def _scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
     seed = HASH_SEED
     if lora_name:
-        seed += xxh3_64_intdigest(lora_name.encode(), 0)
+        seed += xxh3_64_intdigest(_utf8(lora_name), 0)
     if cache_salt:
-        seed += xxh3_64_intdigest(cache_salt.encode(), 1)
+        seed += xxh3_64_intdigest(_utf8(cache_salt), 1)
     return seed & _U64_MAX
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def _pack_tokens(token_ids: TokenIds) -> bytes:

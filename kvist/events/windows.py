@@ -21,9 +21,10 @@ class UnsizedWindow(Enum):
 FULL: Final = UnsizedWindow.FULL
 UNKNOWN: Final = UnsizedWindow.UNKNOWN
 
-Window: TypeAlias = int | Literal[UnsizedWindow.FULL, UnsizedWindow.UNKNOWN]
+KnownWindow: TypeAlias = int | Literal[UnsizedWindow.FULL]
+Window: TypeAlias = KnownWindow | Literal[UnsizedWindow.UNKNOWN]
 
 
-def window_size(window: int | Literal[UnsizedWindow.FULL]) -> float:
+def window_size(window: KnownWindow) -> float:
     """Return a number that orders known windows: tokens, or infinity for FULL."""
     return math.inf if window is FULL else window

@@ -1,0 +1,209 @@
+"""The window filter: of all the layer groups an engine reports, exactly one is published.
+
+Prefix routing needs one coherent chain of blocks, that of the group with the largest attention window: a smaller
+window's blocks leave the cache long before the prefix does. An engine whose every layer slides still publishes its
+largest window, whose early blocks are given up while later ones are kept: there, a router's scores are upper bounds.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kvist.errors import InvalidValueError
+from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.windows import UNKNOWN, KnownWindow, Window, window_size
+
+_logger = logging.getLogger(__name__)
+
+PassedEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared
+
+
+@dataclass(frozen=True, slots=True)
+class FilterStatistics:
+    """What one rank's filter did since it was made."""
+
+    window: KnownWindow | None
+    group: int | None
+    num_passed: int
+    num_filtered: int
+    num_late_created: int
+    num_window_grew: int
+    num_ambiguous_removals: int
+    num_undecidable: int
+
+
+class WindowFilter:
+    """Passes the events of one rank's largest-window group and drops all others; O(1) time and memory.
+
+    The window is known in one of three ways: from the `created` events that precede everything else; else from
+    `configured_window`; else it is learnt as the largest seen, and when a larger one turns up the rank is cleared
+    first. Of two groups with the largest window, the first one named is published. A group whose window is UNKNOWN
+    passes only while the rank has shown one group. A removal that does not say its group, on a rank with several, is
+    taken to be the published group's and counted as ambiguous: at worst a block is forgotten that is still there.
+    """
+
+    def __init__(self, rank: int = 0, configured_window: KnownWindow | None = None) -> None:
+        if isinstance(configured_window, int) and configured_window <= 0:
+            raise InvalidValueError("configured_window", configured_window, "a positive number of tokens, FULL or None")
+        self._rank = rank
+        self._configured_window = configured_window
+        self._is_created_phase = True
+        # The published group. `_group` stays None until an event names it together with the window.
+        self._window: KnownWindow | None = None
+        self._group: int | None = None
+        self._is_learning = False
+        # Only whether there is more than one matters, so it never holds more than two.
+        self._shown_groups: set[int | Window] = set()
+        self._has_published = False
+        self._has_published_unknown = False
+        self._has_warned_of_larger = False
+        self._num_passed = 0
+        self._num_filtered = 0
+        self._num_late_created = 0
+        self._num_window_grew = 0
+        self._num_ambiguous_removals = 0
+        self._num_undecidable = 0
+
+    def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
+        """Return what is to be published for this event: nothing, the event, or a clearing of the rank before it."""
+        if isinstance(event, EngineCreated):
+            self._created(event)
+            return ()
+        if self._is_created_phase:
+            self._end_created_phase()
+        if isinstance(event, EngineCleared):
+            self._has_published = self._has_published_unknown = False
+            self._num_passed += 1
+            return (event,)
+        self._show(event.group, event.window)
+        must_clear = self._learn(event) | self._is_unknown_ambiguous_now()
+        passes = self._is_undeclared(event) if event.window is UNKNOWN else self._is_largest(event)
+        if not passes:
+            self._num_filtered += 1
+            return (EngineCleared(rank=event.rank),) if must_clear else ()
+        self._num_passed += 1
+        if isinstance(event, EngineStored):
+            self._has_published = True
+            self._has_published_unknown |= event.window is UNKNOWN
+        return (EngineCleared(rank=event.rank), event) if must_clear else (event,)
+
+    def statistics(self) -> FilterStatistics:
+        """Return the counters as they are now."""
+        return FilterStatistics(
+            window=self._window,
+            group=self._group,
+            num_passed=self._num_passed,
+            num_filtered=self._num_filtered,
+            num_late_created=self._num_late_created,
+            num_window_grew=self._num_window_grew,
+            num_ambiguous_removals=self._num_ambiguous_removals,
+            num_undecidable=self._num_undecidable,
+        )
+
+    def _created(self, event: EngineCreated) -> None:
+        if not self._is_created_phase:
+            self._num_late_created += 1
+            if self._num_late_created == 1:
+                _logger.warning(
+                    "created event ignored: the published window is fixed once blocks are reported "
+                    "rank=%d window=%s published_window=%s",
+                    self._rank,
+                    event.window,
+                    self._window,
+                )
+            return
+        self._show(event.group, event.window)
+        if event.window is UNKNOWN:
+            return
+        if self._window is None or _is_larger(event.window, self._window):
+            self._window, self._group = event.window, event.group
+
+    def _end_created_phase(self) -> None:
+        self._is_created_phase = False
+        if self._window is None:
+            self._window = self._configured_window
+        self._is_learning = self._window is None
+
+    def _show(self, group: int | None, window: Window) -> None:
+        identity = window if group is None else group
+        if identity is not UNKNOWN and len(self._shown_groups) < 2:
+            self._shown_groups.add(identity)
+
+    @property
+    def _has_several_groups(self) -> bool:
+        return len(self._shown_groups) > 1
+
+    def _learn(self, event: EngineStored | EngineRemoved) -> bool:
+        """Take a larger window as the one to publish; return whether what was published must be cleared."""
+        if event.window is UNKNOWN or (self._window is not None and not _is_larger(event.window, self._window)):
+            return False
+        if not self._is_learning:
+            self._warn_of_larger(event.window)
+            return False
+        old_window, self._window, self._group = self._window, event.window, None
+        # With one group shown, what was published before its window was known is its own.
+        must_clear = self._has_published and (old_window is not None or self._has_several_groups)
+        if must_clear:
+            self._num_window_grew += 1
+            self._has_published = self._has_published_unknown = False
+            if self._num_window_grew == 1:
+                _logger.warning(
+                    "a larger window appeared: the rank is cleared and the larger group published; "
+                    "configure the window to avoid this rank=%d window=%s old_window=%s",
+                    self._rank,
+                    self._window,
+                    old_window,
+                )
+        return must_clear
+
+    def _warn_of_larger(self, window: Window) -> None:
+        if not self._has_warned_of_larger:
+            self._has_warned_of_larger = True
+            _logger.warning(
+                "the engine has a larger window than the published one, and its events are dropped "
+                "rank=%d window=%s published_window=%s",
+                self._rank,
+                window,
+                self._window,
+            )
+
+    def _is_unknown_ambiguous_now(self) -> bool:
+        """Return True once, when a second group shows that published blocks of unknown window may be either's."""
+        if not (self._has_published_unknown and self._has_several_groups):
+            return False
+        self._has_published = self._has_published_unknown = False
+        _logger.warning(
+            "several groups, and the engine does not say their windows: the rank is cleared "
+            "rank=%d published_window=%s",
+            self._rank,
+            self._window,
+        )
+        return True
+
+    def _is_largest(self, event: EngineStored | EngineRemoved) -> bool:
+        """Judge an event that says its window; the first one with the largest window names the group."""
+        if event.window != self._window:
+            return False
+        if self._group is None:
+            self._group = event.group
+            self._has_published_unknown &= self._has_several_groups
+        return event.group is None or event.group == self._group
+
+    def _is_undeclared(self, event: EngineStored | EngineRemoved) -> bool:
+        """Judge an event that does not say its window."""
+        if not self._has_several_groups or (event.group is not None and event.group == self._group):
+            return True
+        is_other_group = event.group is not None and self._group is not None
+        if is_other_group:
+            return False
+        if isinstance(event, EngineStored) or self._window is None:
+            self._num_undecidable += 1
+            return False
+        self._num_ambiguous_removals += 1
+        return True
+
+
+def _is_larger(window: KnownWindow, other: KnownWindow) -> bool:
+    return window_size(window) > window_size(other)
