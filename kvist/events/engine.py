@@ -28,7 +28,8 @@ class EngineCreated(msgspec.Struct, frozen=True, gc=False):
 class EngineStored(msgspec.Struct, frozen=True, gc=False):
     """A chain of blocks was stored, parent first.
 
-    `token_ids` are the tokens of all blocks, back to back. `block_lengths` counts the tokens of each block; None means
+    `token_ids` are the tokens of all blocks, back to back; none at all means that these blocks, which another tier holds,
+    are now also in this one. `block_lengths` counts the tokens of each block; None means
     that each has `block_size`. A None hash is a hole: nothing behind it belongs to the chain. `mm_hashes` has, per
     block, the hashes of the multimodal items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1).
     """
@@ -50,13 +51,13 @@ class EngineStored(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineRemoved(msgspec.Struct, frozen=True, gc=False):
-    """Blocks left this tier."""
+    """Blocks left this tier, or with None every tier."""
 
     block_hashes: Sequence[EngineHash]
     window: Window = UNKNOWN
     group: int | None = None
     rank: int = 0
-    tier: Tier = Tier.GPU
+    tier: Tier | None = Tier.GPU
 
 
 class EngineCleared(msgspec.Struct, frozen=True, gc=False):

@@ -77,7 +77,7 @@ class Normaliser:
         self._max_partial_blocks = max_partial_blocks
         self._residency = Residency()
         # Blocks reported before they were full, oldest first: never published, so their removal is not either.
-        self._partial_blocks: dict[tuple[EngineHash, Tier], None] = {}
+        self._partial_blocks: dict[EngineHash, None] = {}
         self._num_stored_blocks = 0
         self._num_removed_blocks = 0
         self._num_by_status: Counter[Status] = Counter()
@@ -130,7 +130,7 @@ class Normaliser:
             return self._leave_out(Status.INVALID_TOKENS)
         if self._partial_blocks:
             for engine_hash in engine_hashes:
-                self._partial_blocks.pop((engine_hash, event.tier), None)
+                self._partial_blocks.pop(engine_hash, None)
         return self._hold(engine_hashes, block_hashes, parent, event.tier, scope)
 
     def _hold(
@@ -172,17 +172,20 @@ class Normaliser:
         return tuple(events)
 
     def _removed(self, event: EngineRemoved) -> tuple[Event, ...]:
-        removed, not_found = self._residency.release(event.block_hashes, event.tier)
-        for engine_hash in not_found:
-            partial = (engine_hash, event.tier)
-            if partial in self._partial_blocks:
-                del self._partial_blocks[partial]
+        events: list[Event] = []
+        missing = set(event.block_hashes)
+        for tier in Tier if event.tier is None else (event.tier,):
+            removed, not_found = self._residency.release(event.block_hashes, tier)
+            missing.intersection_update(not_found)
+            if removed:
+                self._num_removed_blocks += len(removed)
+                events.append(Removed(_pack(removed), tier))
+        for engine_hash in missing:
+            if engine_hash in self._partial_blocks:
+                del self._partial_blocks[engine_hash]
             else:
                 self._num_by_status[Status.BLOCK_NOT_FOUND] += 1
-        if not removed:
-            return ()
-        self._num_removed_blocks += len(removed)
-        return (Removed(_pack(removed), event.tier),)
+        return tuple(events)
 
     def _leading_full_blocks(self, event: EngineStored) -> list[EngineHash]:
         """Return the hashes up to the first block that is a hole, partial, too long or a repetition."""
@@ -199,7 +202,7 @@ class Normaliser:
             if engine_hash is None:
                 break
             if length != self._block_size:
-                self._end_chain_at(engine_hash, length, event.tier)
+                self._end_chain_at(engine_hash, length)
                 break
             if engine_hash in seen:
                 self._num_by_status[Status.INVALID_BLOCK_SEQUENCE] += 1
@@ -208,14 +211,14 @@ class Normaliser:
             leading.append(engine_hash)
         return leading
 
-    def _end_chain_at(self, engine_hash: EngineHash, length: int, tier: Tier) -> None:
+    def _end_chain_at(self, engine_hash: EngineHash, length: int) -> None:
         if length > self._block_size:
             self._num_by_status[Status.OVERSIZE_BLOCK] += 1
             _logger.debug(
                 "block dropped: too long rank=%d length=%d block_size=%d", self._rank, length, self._block_size
             )
             return
-        self._partial_blocks[engine_hash, tier] = None
+        self._partial_blocks[engine_hash] = None
         if len(self._partial_blocks) > self._max_partial_blocks:
             del self._partial_blocks[next(iter(self._partial_blocks))]
             self._num_by_status[Status.PARTIAL_BLOCK_FORGOTTEN] += 1

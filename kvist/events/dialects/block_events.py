@@ -1,0 +1,215 @@
+"""The batch that vLLM introduced and others adopted: `[timestamp, [event, ...], rank?]` in msgpack.
+
+Events are maps tagged "type", or in engines before mid-2026 arrays with the tag first, whose field order is the
+engine's own. Read from vLLM 0.33.0 `distributed/kv_events.py` and SGLang 0.5.23 `disaggregation/kv_events.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, TypeAlias
+
+import msgspec
+
+from kvist.errors import MalformedMessageError
+from kvist.events.codec import DECODE_ERRORS
+from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
+from kvist.events.dialects.extra_keys import read_extra_keys
+from kvist.events.engine import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvist.events.types import NonNegative, Tier
+from kvist.events.windows import FULL, UNKNOWN, Window
+
+# An engine's positional form: for each tag, what its fields are called.
+FieldOrder: TypeAlias = Mapping[str, Sequence[str]]
+
+_TIER_OF_MEDIUM = {
+    "GPU": Tier.GPU,
+    "CPU": Tier.HOST,
+    "CPU_PINNED": Tier.HOST,
+    "DISK": Tier.DISK,
+    "STORAGE": Tier.DISK,
+    "EXTERNAL": Tier.EXTERNAL,
+}
+_FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
+# State or encoder output rather than keys and values of a prefix.
+_NEVER_INDEXED_KINDS = {"mamba", "encoder_only_attention", "cross_attention"}
+
+
+class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False):
+    block_hashes: list[EngineHash | None]
+    token_ids: list[int | tuple[int, int]]
+    block_size: NonNegative
+    parent_block_hash: EngineHash | None = None
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: NonNegative | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+
+
+class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False):
+    block_hashes: list[EngineHash]
+    medium: str | None = None
+    group_idx: NonNegative | None = None
+    locality: str | None = None
+
+
+class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared", frozen=True, gc=False):
+    pass
+
+
+_RawEvent: TypeAlias = _BlockStored | _BlockRemoved | _AllBlocksCleared
+_KNOWN_TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
+class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    timestamp_s: float
+    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    rank: NonNegative | None = None
+
+
+class _UnreadBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    timestamp_s: float
+    events: list[msgspec.Raw]
+    rank: NonNegative | None = None
+
+
+class _Unusable(Enum):
+    """Why an event was left out: of no use to an index, or broken."""
+
+    IGNORED = "ignored"
+    MALFORMED = "malformed"
+
+
+_batch_decoder = msgspec.msgpack.Decoder(_Batch)
+_unread_batch_decoder = msgspec.msgpack.Decoder(_UnreadBatch)
+_event_decoder: msgspec.msgpack.Decoder[_RawEvent] = msgspec.msgpack.Decoder(_RawEvent)
+_any_decoder = msgspec.msgpack.Decoder()
+
+
+def decode_block_events(payload: bytes, source: str, field_order: FieldOrder) -> DecodedEngineBatch:
+    """Return the batch's events in order; raises MalformedMessageError when it is no batch at all."""
+    try:
+        batch: _Batch | _UnreadBatch = _batch_decoder.decode(payload)
+    except DECODE_ERRORS:
+        batch = _read_envelope(payload, source)
+    if not math.isfinite(batch.timestamp_s):
+        raise MalformedMessageError(source, f"timestamp is {batch.timestamp_s}, expected a finite number")
+    rank = batch.rank or 0
+    events: list[EngineEvent] = []
+    num_ignored = num_malformed = num_unhashable = 0
+    for raw in batch.events:
+        read = _read_event(raw, field_order) if isinstance(raw, msgspec.Raw) else raw
+        event = read if isinstance(read, _Unusable) else _engine_event(read, rank)
+        if event is _Unusable.IGNORED:
+            num_ignored += 1
+        elif event is _Unusable.MALFORMED:
+            num_malformed += 1
+        else:
+            events.append(event)
+            num_unhashable += event.block_hashes.count(None) if isinstance(event, EngineStored) else 0
+    return DecodedEngineBatch(batch.timestamp_s, batch.rank, tuple(events), num_ignored, num_malformed, num_unhashable)
+
+
+def _read_envelope(payload: bytes, source: str) -> _UnreadBatch:
+    try:
+        return _unread_batch_decoder.decode(payload)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(source, f"not a batch of block events: {error}") from error
+
+
+def _read_event(raw: msgspec.Raw, field_order: FieldOrder) -> _RawEvent | _Unusable:
+    """Read one event of a batch that has positional, unknown or broken ones."""
+    try:
+        return _event_decoder.decode(raw)
+    except DECODE_ERRORS:
+        pass
+    try:
+        fields: Any = _any_decoder.decode(raw)
+        if isinstance(fields, list) and fields and isinstance(fields[0], str):
+            names = field_order.get(fields[0], ())
+            fields = {"type": fields[0], **dict(zip(names, fields[1:], strict=False))}
+        if not isinstance(fields, dict) or not isinstance(fields.get("type"), str):
+            return _Unusable.MALFORMED
+        if fields["type"] not in _KNOWN_TYPES:
+            return _Unusable.IGNORED
+        event: _RawEvent = msgspec.convert(fields, _RawEvent)
+        return event
+    except DECODE_ERRORS:
+        return _Unusable.MALFORMED
+
+
+def _engine_event(raw: _RawEvent, rank: int) -> EngineEvent | _Unusable:
+    if isinstance(raw, _AllBlocksCleared):
+        return EngineCleared(rank=rank)
+    tier = _tier(raw.medium, raw.locality)
+    if tier is None:
+        return _Unusable.IGNORED
+    if isinstance(raw, _BlockStored):
+        return _stored(raw, rank, tier)
+    return EngineRemoved([fold_hash(h) for h in raw.block_hashes], UNKNOWN, raw.group_idx, rank, tier)
+
+
+def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusable:
+    if raw.kv_cache_spec_kind in _NEVER_INDEXED_KINDS:
+        return _Unusable.IGNORED
+    block_hashes = [None if h is None else fold_hash(h) for h in raw.block_hashes]
+    cache_salt, mm_hashes = raw.cache_salt, None
+    if raw.extra_keys and any(raw.extra_keys):
+        if len(raw.extra_keys) != len(block_hashes):
+            return _Unusable.MALFORMED
+        num_hashable, cache_salt, mm_hashes = read_extra_keys(
+            raw.extra_keys,
+            lora_name=raw.lora_name,
+            cache_salt=raw.cache_salt,
+            is_root=raw.parent_block_hash is None,
+        )
+        block_hashes[num_hashable:] = [None] * (len(block_hashes) - num_hashable)
+    is_eagle = len(raw.token_ids) > 0 and isinstance(raw.token_ids[0], tuple)
+    token_ids: Any = _tokens_of_pairs(raw.token_ids) if is_eagle else raw.token_ids
+    if token_ids is None:
+        return _Unusable.MALFORMED
+    return EngineStored(
+        block_hashes=block_hashes,
+        token_ids=token_ids,
+        block_size=raw.block_size,
+        parent_block_hash=None if raw.parent_block_hash is None else fold_hash(raw.parent_block_hash),
+        window=_window(raw.kv_cache_spec_kind, raw.kv_cache_spec_sliding_window),
+        group=raw.group_idx,
+        rank=rank,
+        tier=tier,
+        lora_id=raw.lora_id,
+        lora_name=raw.lora_name,
+        cache_salt=cache_salt,
+        mm_hashes=mm_hashes,
+        is_eagle=is_eagle,
+    )
+
+
+def _tier(medium: str | None, locality: str | None) -> Tier | None:
+    """Return the tier of a medium, GPU where none is named, or None for one that is not known."""
+    if locality == "REMOTE":
+        return Tier.EXTERNAL
+    return Tier.GPU if medium is None else _TIER_OF_MEDIUM.get(medium.upper())
+
+
+def _window(kind: str | None, sliding_window: int | None) -> Window:
+    """Return the window of a cache group; without a kind, that no window is named says nothing."""
+    if kind in _FULL_KINDS:
+        return FULL
+    return sliding_window if sliding_window is not None and sliding_window > 0 else UNKNOWN
+
+
+def _tokens_of_pairs(pairs: Sequence[Any]) -> list[int] | None:
+    """Return the tokens of EAGLE's overlapping pairs (t0, t1), (t1, t2), ...; None when they do not overlap."""
+    try:
+        firsts, seconds = zip(*pairs, strict=True)
+    except TypeError:
+        return None
+    return [*firsts, seconds[-1]] if firsts[1:] == seconds[:-1] else None

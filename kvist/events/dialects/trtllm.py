@@ -1,0 +1,204 @@
+"""TensorRT-LLM's polled events: dicts from `llm.get_kv_cache_events()`, numbered by the engine.
+
+Hashes are integers, or hex digests in the second version of its cache manager. A block that moves between cache levels
+is reported as `updated`, which is not published: a router counts it where it was stored. The streaming publisher of
+TensorRT-LLM speaks vLLM's dialect instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+
+from kvist.events.codec import DECODE_ERRORS
+from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
+from kvist.events.engine import EngineCreated, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.types import NonNegative, Tier
+from kvist.events.windows import UNKNOWN, Window
+
+_logger = logging.getLogger(__name__)
+
+_TrtHash: TypeAlias = int | str
+
+_TIER_OF_LEVEL = {0: Tier.GPU, 1: Tier.HOST, 2: Tier.DISK}
+_MM_HASH_LENGTH = 16
+
+
+class _Token(msgspec.Struct, frozen=True, gc=False):
+    token_id: int
+    token_extra_id: int = 0
+
+
+class _MmKey(msgspec.Struct, frozen=True, gc=False):
+    hash: str
+
+
+class _Block(msgspec.Struct, frozen=True, gc=False):
+    block_hash: _TrtHash | None
+    tokens: list[_Token]
+    cache_level: int = 0
+    mm_keys: list[_MmKey] | None = None
+    cache_salt: str | None = None
+    lora_id: int | None = None
+
+
+class _Created(msgspec.Struct, tag="created", tag_field="type", frozen=True, gc=False):
+    pass
+
+
+class _Stored(msgspec.Struct, tag="stored", tag_field="type", frozen=True, gc=False):
+    blocks: list[_Block]
+    parent_hash: _TrtHash | None = None
+    lora_name: str | None = None
+
+
+class _Removed(msgspec.Struct, tag="removed", tag_field="type", frozen=True, gc=False):
+    block_hashes: list[_TrtHash]
+
+
+class _Updated(msgspec.Struct, tag="updated", tag_field="type", frozen=True, gc=False):
+    pass
+
+
+class _Event(msgspec.Struct, frozen=True, gc=False):
+    data: _Created | _Stored | _Removed | _Updated
+    window_size: int | None = None
+    layer_group_id: NonNegative | None = None
+    attention_dp_rank: NonNegative | None = None
+
+    @property
+    def window(self) -> Window:
+        return self.window_size if self.window_size is not None and self.window_size > 0 else UNKNOWN
+
+
+_KNOWN_TYPES = {"created", "stored", "removed", "updated"}
+
+
+class EventIdGap(NamedTuple):
+    """Two event ids that do not follow each other: events were lost, repeated or reordered between them."""
+
+    last_event_id: int
+    event_id: int
+
+
+class EventIdTracker:
+    """Checks that each rank's event ids count up by one, before anything is filtered out."""
+
+    def __init__(self) -> None:
+        self._last_event_id_by_rank: dict[int, int] = {}
+        self._num_gaps = 0
+
+    @property
+    def num_gaps(self) -> int:
+        """Return how many ids did not follow the one before them."""
+        return self._num_gaps
+
+    def observe(self, event_id: int, rank: int = 0) -> EventIdGap | None:
+        """Return the gap that this id opens, which is also counted and logged."""
+        last_event_id = self._last_event_id_by_rank.get(rank)
+        self._last_event_id_by_rank[rank] = event_id
+        if last_event_id is None or event_id == last_event_id + 1:
+            return None
+        self._num_gaps += 1
+        _logger.warning(
+            "engine events are not consecutive rank=%d last_event_id=%d event_id=%d", rank, last_event_id, event_id
+        )
+        return EventIdGap(last_event_id, event_id)
+
+
+def decode(
+    events: Iterable[Mapping[str, Any]], block_size: int, tracker: EventIdTracker | None = None
+) -> DecodedEngineBatch:
+    """Return polled events as engine events, in order; their ids go to `tracker`. Never raises for their content."""
+    decoded: list[EngineEvent] = []
+    num_ignored = num_malformed = num_unhashable = 0
+    for raw in events:
+        if tracker is not None:
+            _observe_id(raw, tracker)
+        try:
+            event = msgspec.convert(raw, _Event)
+            engine_events = _engine_events(event, block_size)
+        except DECODE_ERRORS:
+            if _is_unknown_type(raw):
+                num_ignored += 1
+            else:
+                num_malformed += 1
+            continue
+        num_ignored += isinstance(event.data, _Updated)
+        num_unhashable += sum(e.block_hashes.count(None) for e in engine_events if isinstance(e, EngineStored))
+        decoded += engine_events
+    return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed, num_unhashable)
+
+
+def _observe_id(raw: object, tracker: EventIdTracker) -> None:
+    if isinstance(raw, Mapping) and isinstance(raw.get("event_id"), int):
+        rank = raw.get("attention_dp_rank")
+        tracker.observe(raw["event_id"], rank if isinstance(rank, int) else 0)
+
+
+def _is_unknown_type(raw: object) -> bool:
+    data = raw.get("data") if isinstance(raw, Mapping) else None
+    name = data.get("type") if isinstance(data, Mapping) else None
+    return isinstance(name, str) and name not in _KNOWN_TYPES
+
+
+def _engine_events(event: _Event, block_size: int) -> list[EngineEvent]:
+    data, rank = event.data, event.attention_dp_rank or 0
+    if isinstance(data, _Created):
+        return [EngineCreated(event.window, event.layer_group_id, rank)]
+    if isinstance(data, _Stored):
+        return list(_stored(event, data, block_size))
+    if isinstance(data, _Removed):
+        return [EngineRemoved([_fold(h) for h in data.block_hashes], event.window, event.layer_group_id, rank, None)]
+    return []
+
+
+def _stored(event: _Event, data: _Stored, block_size: int) -> Iterator[EngineStored]:
+    """Yield one event for each run of blocks in one cache level, chained by the parent hash."""
+    parent = None if data.parent_hash is None else _fold(data.parent_hash)
+    for level, run in groupby(data.blocks, key=lambda block: block.cache_level):
+        blocks = list(run)
+        block_hashes = [_hash_or_hole(block) for block in blocks]
+        if level in _TIER_OF_LEVEL:
+            yield EngineStored(
+                block_hashes=block_hashes,
+                token_ids=[token.token_id for block in blocks for token in block.tokens],
+                block_size=block_size,
+                parent_block_hash=parent,
+                block_lengths=[len(block.tokens) for block in blocks],
+                window=event.window,
+                group=event.layer_group_id,
+                rank=event.attention_dp_rank or 0,
+                tier=_TIER_OF_LEVEL[level],
+                lora_id=blocks[0].lora_id,
+                lora_name=data.lora_name,
+                cache_salt=blocks[0].cache_salt,
+                mm_hashes=[_mm_hashes(block) or () for block in blocks],
+            )
+        parent = block_hashes[-1]
+        if parent is None:
+            return
+
+
+def _fold(trt_hash: _TrtHash) -> int:
+    return fold_hash(int(trt_hash, 16) if isinstance(trt_hash, str) else trt_hash)
+
+
+def _hash_or_hole(block: _Block) -> int | None:
+    """Return the engine's hash of a block, None where it has none or its canonical hash cannot be derived."""
+    return None if block.block_hash is None or _mm_hashes(block) is None else _fold(block.block_hash)
+
+
+def _mm_hashes(block: _Block) -> list[int] | None:
+    """Return the numbers of a block's multimodal items; None when it has extra ids that no item explains."""
+    if not block.mm_keys:
+        return None if any(token.token_extra_id for token in block.tokens) else []
+    digests = [key.hash[:_MM_HASH_LENGTH] for key in block.mm_keys]
+    try:
+        return [int(digest, 16) for digest in digests]
+    except ValueError:
+        return None
