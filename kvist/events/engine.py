@@ -28,10 +28,10 @@ class EngineCreated(msgspec.Struct, frozen=True, gc=False):
 class EngineStored(msgspec.Struct, frozen=True, gc=False):
     """A chain of blocks was stored, parent first.
 
-    `token_ids` are the tokens of all blocks, back to back; none at all means that these blocks, which another tier holds,
-    are now also in this one. `block_lengths` counts the tokens of each block; None means
-    that each has `block_size`. A None hash is a hole: nothing behind it belongs to the chain. `mm_hashes` has, per
-    block, the hashes of the multimodal items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1).
+    `token_ids` are the tokens of all blocks, back to back; none at all means that blocks which another tier holds are
+    now in this one too. `block_lengths` counts the tokens of each block; None means that each has `block_size`. A None
+    hash is a hole: nothing behind it belongs to the chain. `mm_hashes` has, per block, the hashes of the multimodal
+    items in it. With `is_eagle`, block i covers tokens [i*B, i*B + B + 1).
     """
 
     block_hashes: Sequence[EngineHash | None]
