@@ -1,0 +1,37 @@
+"""What one step hands the model: every sequence's new tokens, and where each group keeps their keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMetadata:
+    """One KV group's view of the step.
+
+    `block_tables`: int32 `[num_sequences, max_blocks]` by absolute ordinal, negative where absent;
+    `slot_mapping`: int64 `[num_tokens]`, block * block_size + offset.
+    """
+
+    block_tables: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """Sequences with one new token (decodes) first, then the ragged rest (prefills); rows are tokens in that order.
+
+    `input_ids`, `positions`: int64 `[num_tokens]`, positions absolute; `seq_lens`: int32 `[num_sequences]`, this step's
+    tokens included; `prefill_start_loc`: int32 `[num_prefills + 1]`, counted from the first prefill row;
+    `logit_rows`: int64, the rows whose logits are wanted. `groups` is indexed by group id.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    seq_lens: torch.Tensor
+    num_decodes: int
+    prefill_start_loc: torch.Tensor
+    logit_rows: torch.Tensor
+    groups: tuple[GroupMetadata, ...]

@@ -1,0 +1,179 @@
+"""The decoder layer's vocabulary: norm, packed projections, attention over the paged cache, gated MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from kvist.engine.batch import ForwardBatch, GroupMetadata
+from kvist.engine.models.config import Activation, ModelConfig
+from kvist.engine.models.rope import apply_rotary
+from kvist.kernels import paged_decode, paged_prefill, write_kv
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in float32 and cast back; the family's offset is in the weight already."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32), requires_grad=False)
+        self.offset = offset
+        self._eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x normed over its last dimension."""
+        return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+
+
+class Linear(nn.Module):
+    """x @ weight.T + bias, with parameters left uninitialised for the checkpoint to fill."""
+
+    def __init__(self, in_features: int, out_features: int, has_bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if has_bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., out_features]`."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """A row of the weight a token id, uninitialised as in `Linear`."""
+
+    def __init__(self, vocab_size: int, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`."""
+        return functional.embedding(token_ids, self.weight)
+
+
+class PackedLinear(Linear):
+    """Projections of one input as one matmul; `rows` says which output rows each had in the checkpoint."""
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], has_bias: bool) -> None:
+        super().__init__(in_features, sum(parts.values()), has_bias)
+        self.rows: dict[str, slice] = {}
+        start = 0
+        for name, size in parts.items():
+            self.rows[name] = slice(start, start + size)
+            start += size
+
+
+class Attention(nn.Module):
+    """Grouped-query attention of one layer, through the block tables of its group."""
+
+    def __init__(self, config: ModelConfig, group_id: int, window: int | None) -> None:
+        super().__init__()
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._scale, self._soft_cap = config.attention_scale, config.attention_soft_cap
+        self._group_id, self._window = group_id, window
+        size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        parts = {"q_proj": size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = PackedLinear(config.hidden_size, parts, config.has_attention_bias)
+        self.o_proj = Linear(size, config.hidden_size, config.has_attention_bias)
+        if config.has_qk_norm:
+            self.q_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
+            self.k_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: ForwardBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `kv_cache` first."""
+        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_dim)
+        query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+        query = apply_rotary(self.q_norm(query), *rotary)
+        key = apply_rotary(self.k_norm(key), *rotary)
+        group = batch.groups[self._group_id]
+        write_kv(key, value, kv_cache, group.slot_mapping)
+        attended: torch.Tensor = self.o_proj(self._attend(query, kv_cache, batch, group).flatten(1))
+        return attended
+
+    def _attend(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch, group: GroupMetadata
+    ) -> torch.Tensor:
+        decodes, prefills = slice(batch.num_decodes), slice(batch.num_decodes, None)
+        out = torch.empty_like(query)
+        if batch.num_decodes:
+            paged_decode(
+                query[decodes],
+                kv_cache,
+                group.block_tables[decodes],
+                batch.seq_lens[decodes],
+                scale=self._scale,
+                window=self._window,
+                soft_cap=self._soft_cap,
+                out=out[decodes],
+            )
+        if batch.num_decodes < batch.seq_lens.shape[0]:
+            paged_prefill(
+                query[prefills],
+                kv_cache,
+                group.block_tables[prefills],
+                batch.prefill_start_loc,
+                batch.seq_lens[prefills],
+                scale=self._scale,
+                window=self._window,
+                soft_cap=self._soft_cap,
+                out=out[prefills],
+            )
+        return out
+
+
+class GatedMlp(nn.Module):
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.gate_up_proj = PackedLinear(config.hidden_size, parts, config.has_mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.has_mlp_bias)
+        self._activation = config.activation
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        is_silu = self._activation is Activation.SILU
+        gate = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
+        projected: torch.Tensor = self.down_proj(gate * up)
+        return projected
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the MLP; each sees a normed input and is added to the residual, normed first if so configured."""
+
+    def __init__(self, config: ModelConfig, group_id: int, window: int | None) -> None:
+        super().__init__()
+        self.attn_norm = _norm(config)
+        self.self_attn = Attention(config, group_id, window)
+        self.attn_out_norm = _norm(config) if config.has_output_norms else nn.Identity()
+        self.mlp_norm = _norm(config)
+        self.mlp = GatedMlp(config)
+        self.mlp_out_norm = _norm(config) if config.has_output_norms else nn.Identity()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: ForwardBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        kv_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the residual stream `[num_tokens, hidden_size]` after this layer."""
+        hidden = hidden + self.attn_out_norm(self.self_attn(self.attn_norm(hidden), batch, rotary, kv_cache))
+        after: torch.Tensor = hidden + self.mlp_out_norm(self.mlp(self.mlp_norm(hidden)))
+        return after
+
+
+def _norm(config: ModelConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)

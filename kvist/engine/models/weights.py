@@ -1,0 +1,117 @@
+"""Weights from safetensors: one file, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kvist.engine.models.config import ModelConfig
+from kvist.engine.models.layers import PackedLinear, RMSNorm
+from kvist.engine.models.transformer import CausalLM
+from kvist.errors import InvalidValueError
+from kvist.kvcache.groups import KvGroup
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_NUM_NAMED = 5  # of the offending weights, in an error
+
+
+def load_model(
+    model_dir: Path,
+    config: ModelConfig,
+    groups: Sequence[KvGroup],
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> CausalLM:
+    """Return the model with every parameter filled from the checkpoint: norms in float32, all else in `dtype`.
+
+    Raises InvalidValueError when there are no weights, when some are missing or unknown, or when a shape differs.
+    """
+    files = weight_files(model_dir)
+    with _default_dtype(dtype), device:
+        model = CausalLM(config, groups, max_model_len)
+    targets = checkpoint_targets(model)
+    missing = set(targets)
+    unknown = []
+    for name, tensor in _read(files):
+        target = targets.get(name)
+        if target is None:
+            unknown.append(name)
+            continue
+        if target.shape != tensor.shape:
+            raise InvalidValueError(f"shape of {name}", list(tensor.shape), f"{list(target.shape)} by config.json")
+        target.copy_(tensor)
+        missing.discard(name)
+    if missing:
+        raise InvalidValueError(f"weights in {model_dir}", f"none for {_some(missing)}", "every parameter of the model")
+    unknown = [name for name in unknown if not _is_redundant(name, config)]
+    if unknown:
+        raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.add_(module.offset)
+    return model
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Return the safetensors files of a checkpoint; raises InvalidValueError when one is not there."""
+    if (model_dir / _INDEX).is_file():
+        shards = sorted(set(json.loads((model_dir / _INDEX).read_text())["weight_map"].values()))
+        files = [model_dir / shard for shard in shards]
+    else:
+        files = [model_dir / _SINGLE]
+    for path in files:
+        if not path.is_file():
+            raise InvalidValueError("model path", str(model_dir), f"a directory with {path.name}")
+    return files
+
+
+def checkpoint_targets(model: CausalLM) -> dict[str, torch.Tensor]:
+    """Return where each weight of the checkpoint goes: a parameter, or the rows of a packed one."""
+    targets: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        parent, _, own = path.rpartition(".")
+        theirs = model.config.renamed_weights.get(own, own)
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, PackedLinear):
+                for part, rows in module.rows.items():
+                    targets[f"{parent}.{part}.{name}"] = parameter.data[rows]
+            else:
+                targets[f"{parent}.{theirs}.{name}".lstrip(".")] = parameter.data
+    return targets
+
+
+def _read(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a mapping
+                    yield name, file.get_tensor(name)
+        except SafetensorError as error:
+            raise InvalidValueError("weights", str(path), f"a safetensors file ({error})") from None
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Return whether some exporters store this although the configuration implies it."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.has_tied_embeddings)
+
+
+def _some(names: Sequence[str] | set[str]) -> str:
+    listed = sorted(names)
+    rest = len(listed) - _NUM_NAMED
+    return ", ".join(listed[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

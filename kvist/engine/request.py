@@ -1,0 +1,82 @@
+"""A request inside the engine, and what a step says about it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvist.engine.text import TextStream
+from kvist.kvcache import BlockHashChain, SequenceBlocks
+from kvist.openai.requests import SamplingParams
+from kvist.openai.responses import FinishReason
+
+
+class LogprobEntry(NamedTuple):
+    """A token and its natural log probability before any sampling parameter."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(NamedTuple):
+    """The sampled token and the most likely ones, most likely first."""
+
+    sampled: LogprobEntry
+    top: tuple[LogprobEntry, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step added to a request. The last output of a request has a `finish_reason` or an `error`."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether nothing follows."""
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence to generate (a choice, when a client asks for `n`). The scheduler owns it until it is finished.
+
+    `token_ids` is the prompt, then the output. The first `num_computed_tokens` of them are in `blocks`; the last token
+    has never been computed when it was just sampled. `num_cached_tokens` is what the prefix cache served at first
+    admission; after a preemption the request starts over, keeping its tokens and its random state.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    chain: BlockHashChain
+    text: TextStream
+    random: random.Random
+    end_token_ids: frozenset[int] = frozenset()
+    token_ids: list[int] = field(init=False)
+    blocks: SequenceBlocks | None = None
+    num_computed_tokens: int = 0
+    num_cached_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        """Start with the prompt alone."""
+        self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return how many tokens were generated."""
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Return the generated tokens."""
+        return self.token_ids[len(self.prompt_token_ids) :]

@@ -1,0 +1,140 @@
+"""What the next step computes: decodes and chunks of prompts, first come first served."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvist.engine.request import Request
+from kvist.kvcache import KvCacheManager
+
+logger = logging.getLogger(__name__)
+
+
+class ScheduledRequest(NamedTuple):
+    """A request and how many of its tokens the step computes, from its `num_computed_tokens` on."""
+
+    request: Request
+    num_new_tokens: int
+
+    @property
+    def is_sampled(self) -> bool:
+        """Return whether the step reaches the request's last token, so that the next one can be picked."""
+        return self.request.num_computed_tokens + self.num_new_tokens == len(self.request.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStatistics:
+    """Requests now, and preemptions since the start."""
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+
+
+class Scheduler:
+    """Fills each step with at most `max_num_batched_tokens` tokens of at most `max_num_seqs` requests.
+
+    Running requests come first, oldest first; then waiting ones are admitted in order, each with what the prefix cache
+    does not serve. When memory runs out, the youngest running request gives its blocks back and starts over from the
+    head of the queue: what it computed is still in the prefix cache, unless somebody needed the room.
+    """
+
+    def __init__(self, kv_cache: KvCacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._kv_cache = kv_cache
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether any request is unfinished."""
+        return bool(self._waiting or self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that fits into the memory by itself."""
+        self._waiting.append(request)
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """Return the step's requests, all of which have blocks for their new tokens; empty when there is no work."""
+        scheduled: list[ScheduledRequest] = []
+        budget = self._max_num_batched_tokens
+        num_preempted_before = self._num_preemptions
+        for request in list(self._running):
+            if request.blocks is None:  # preempted a moment ago, for an older one
+                continue
+            num_new = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            if num_new and self._grow(request, num_new):
+                scheduled.append(ScheduledRequest(request, num_new))
+                budget -= num_new
+        if self._num_preemptions == num_preempted_before:
+            scheduled += self._admit(budget)
+        return scheduled
+
+    def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Note that a step was computed: its full blocks can now be found by others."""
+        for request, num_new in scheduled:
+            assert request.blocks is not None
+            request.num_computed_tokens += num_new
+            self._kv_cache.commit(request.blocks, request.chain, request.token_ids, request.num_computed_tokens)
+
+    def remove(self, request: Request) -> None:
+        """Forget a finished or aborted request and give back its blocks."""
+        if request.blocks is None:
+            self._waiting.remove(request)
+            return
+        self._running.remove(request)
+        self._release(request)
+
+    def statistics(self) -> SchedulerStatistics:
+        """Return the counts."""
+        return SchedulerStatistics(len(self._running), len(self._waiting), self._num_preemptions)
+
+    def check_invariants(self) -> None:
+        """Assert that exactly the running requests hold blocks, and that the pools agree."""
+        assert all(request.blocks is None for request in self._waiting)
+        self._kv_cache.check_invariants([request.blocks for request in self._running if request.blocks is not None])
+
+    def _admit(self, budget: int) -> list[ScheduledRequest]:
+        admitted: list[ScheduledRequest] = []
+        while self._waiting and budget and len(self._running) < self._max_num_seqs:
+            request = self._waiting[0]
+            hit = self._kv_cache.match(request.chain, request.token_ids)
+            num_new = min(len(request.token_ids) - hit.num_tokens, budget)
+            request.blocks = self._kv_cache.open(hit, hit.num_tokens + num_new)
+            if request.blocks is None:
+                break
+            request.num_computed_tokens = hit.num_tokens
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = hit.num_tokens
+            self._running.append(self._waiting.popleft())
+            admitted.append(ScheduledRequest(request, num_new))
+            budget -= num_new
+        return admitted
+
+    def _grow(self, request: Request, num_new: int) -> bool:
+        """Give the request room for its new tokens, at the cost of younger ones; False when it had to go itself."""
+        assert request.blocks is not None
+        while not self._kv_cache.grow(request.blocks, request.num_computed_tokens + num_new):
+            victim = self._running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        logger.info("preempted request_id=%s num_tokens=%d", request.request_id, len(request.token_ids))
+        self._release(request)
+        self._waiting.appendleft(request)
+        self._num_preemptions += 1
+
+    def _release(self, request: Request) -> None:
+        assert request.blocks is not None
+        self._kv_cache.close(request.blocks)
+        request.blocks = None
+        request.num_computed_tokens = 0

@@ -1,0 +1,173 @@
+"""Tiny random checkpoints, written by transformers, and short ways to run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.gemma3 import modeling_gemma3
+
+from kvist.engine.config import EngineConfig
+from kvist.engine.core import EngineCore
+from kvist.engine.loading import load_engine
+from kvist.engine.request import RequestOutput
+from kvist.events import EventSink
+from kvist.openai.requests import SamplingParams
+
+S, F = "sliding_attention", "full_attention"
+MAX_LEN = 512
+BASE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_LEN,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+SLIDING_QWEN = {"use_sliding_window": True, "sliding_window": 8, "layer_types": [F, S, F, S]}
+GEMMA = {"sliding_window": 8, "layer_types": [S] * 5 + [F], "query_pre_attn_scalar": 24}
+
+
+def _config(name: str) -> transformers.PretrainedConfig:
+    match name:
+        case "llama":
+            return transformers.LlamaConfig(**BASE, num_hidden_layers=2)
+        case "llama-tied-biased-llama3":
+            facts = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
+            return transformers.LlamaConfig(**BASE, num_hidden_layers=2, rope_parameters=LLAMA3_ROPE, **facts)
+        case "qwen3":
+            return transformers.Qwen3Config(**BASE, num_hidden_layers=2)
+        case "qwen3-sliding":
+            return transformers.Qwen3Config(**BASE, num_hidden_layers=4, **SLIDING_QWEN)
+        case "gemma3":
+            return transformers.Gemma3TextConfig(**BASE, num_hidden_layers=6, **GEMMA)
+        case "gemma3-capped":
+            caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
+            ropes = {S: {"rope_type": "default", "rope_theta": 500.0}}
+            ropes[F] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 20_000.0}
+            return transformers.Gemma3TextConfig(**BASE, num_hidden_layers=6, **GEMMA, **caps, rope_parameters=ropes)
+    raise ValueError(name)
+
+
+MODELS = ("llama", "llama-tied-biased-llama3", "qwen3", "qwen3-sliding", "gemma3", "gemma3-capped")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Write the named random model once a session; every weight is far from where an initialiser would leave it."""
+
+    @cache
+    def write(name: str) -> Path:
+        torch.manual_seed(hash_of(name))
+        config = _config(name)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                spread = 0.3 if parameter.dim() == 1 else 0.08
+                parameter.add_(torch.randn_like(parameter) * spread)
+        path = tmp_path_factory.mktemp(name)
+        model.save_pretrained(path)
+        return path
+
+    return write
+
+
+def hash_of(name: str) -> int:
+    """Return a seed that does not change between runs."""
+    return sum(name.encode())
+
+
+@pytest.fixture(scope="session")
+def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str, list[int]], torch.Tensor]:
+    """Return transformers' logits `[num_tokens, vocab_size]` of a whole sequence, uncached."""
+
+    @cache
+    def load(name: str) -> nn.Module:
+        eager = {"attn_implementation": "eager"}
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32, **eager)
+
+    def logits(name: str, token_ids: list[int]) -> torch.Tensor:
+        model = load(name)
+        soft_cap = getattr(model.config, "attn_logit_softcapping", None)
+        with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+            # transformers 5.23 can cap attention logits, but does not pass it what the configuration says.
+            capped = partial(modeling_gemma3.eager_attention_forward, softcap=soft_cap)
+            patch.setattr(modeling_gemma3, "eager_attention_forward", capped)
+            return model(torch.tensor([token_ids])).logits[0]
+
+    return logits
+
+
+@pytest.fixture
+def make_core(checkpoint: Callable[[str], Path]) -> Callable[..., EngineCore]:
+    """Load an engine on a random checkpoint, with small blocks."""
+
+    def make(name: str = "gemma3", sink: EventSink | None = None, **settings: Any) -> EngineCore:
+        defaults: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_model_len": MAX_LEN}
+        return load_engine(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)), sink)
+
+    return make
+
+
+@pytest.fixture
+def greedy() -> Callable[..., SamplingParams]:
+    """Sampling parameters that leave nothing to chance."""
+
+    def make(max_tokens: int, **params: Any) -> SamplingParams:
+        return SamplingParams(**({"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | params))
+
+    return make
+
+
+@pytest.fixture
+def generate() -> Callable[..., dict[str, list[RequestOutput]]]:
+    """Run requests to their ends; check the engine's memory at every step and that nothing leaks."""
+
+    def run(
+        core: EngineCore,
+        requests: Iterable[tuple[list[int], SamplingParams]],
+        every_step: Callable[[], None] | None = None,
+    ) -> dict[str, list[RequestOutput]]:
+        outputs: dict[str, list[RequestOutput]] = {}
+        for i, (prompt, params) in enumerate(requests):
+            outputs[str(i)] = []
+            core.add_request(str(i), prompt, params)
+        while core.has_work:
+            for output in core.step():
+                outputs[output.request_id].append(output)
+            core.check_invariants()
+            if every_step is not None:
+                every_step()
+        assert all(pool.num_used == 0 for pool in core.statistics().kv_cache.pools)
+        return outputs
+
+    return run
+
+
+@pytest.fixture
+def tokens_of() -> Callable[[list[RequestOutput]], list[int]]:
+    """Join the tokens of one request's outputs."""
+    return lambda outputs: [token_id for output in outputs for token_id in output.token_ids]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvist.engine.models.checkpoint_config import load_model_config
+from kvist.engine.models.transformer import CausalLM
+from kvist.engine.models.weights import load_model
+from kvist.errors import InvalidValueError
+from kvist.kvcache import group_layers
+
+Tensors = dict[str, torch.Tensor]
+
+
+def load(model_dir: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
+    config = load_model_config(model_dir)
+    groups = group_layers(config.layer_kv(), config.max_position)
+    return load_model(model_dir, config, groups, 64, dtype, torch.device("cpu"))
+
+
+@pytest.fixture
+def rewritten(checkpoint: Callable[[str], Path], tmp_path: Path) -> Callable[[str, Callable[[Tensors], None]], Path]:
+    """Copy a random model with its weights changed."""
+
+    def rewrite(name: str, change: Callable[[Tensors], None]) -> Path:
+        tensors = load_file(checkpoint(name) / "model.safetensors")
+        change(tensors)
+        shutil.copy(checkpoint(name) / "config.json", tmp_path)
+        save_file(tensors, tmp_path / "model.safetensors")
+        return tmp_path
+
+    return rewrite
+
+
+def test_shards_with_an_index_load_like_one_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    source = checkpoint("qwen3")
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, members in shards.items():
+        save_file({name: tensors[name] for name in members}, tmp_path / shard)
+    weight_map = {name: shard for shard, members in shards.items() for name in members}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    shutil.copy(source / "config.json", tmp_path)
+    whole, sharded = load(source).state_dict(), load(tmp_path).state_dict()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(InvalidValueError, match=r"b\.safetensors"):
+        load(tmp_path)
+
+
+def test_norms_stay_in_float32_with_their_offset_and_the_rest_is_cast(checkpoint: Callable[[str], Path]) -> None:
+    stored = load_file(checkpoint("gemma3") / "model.safetensors")
+    model = load(checkpoint("gemma3"), torch.bfloat16)
+    assert torch.equal(model.model.norm.weight, stored["model.norm.weight"] + 1.0)
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+
+
+def test_a_redundant_tied_head_is_accepted(rewritten) -> None:
+    path = rewritten("gemma3", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"none for model\.layers\.1\.self_attn\.k_proj"),
+        (lambda t: t.update({"model.layers.0.mlp.experts": torch.ones(1)}), r"model\.layers\.0\.mlp\.experts"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape of model\.norm\.weight: got \[3\]"),
+        (lambda t: t.clear(), "and 20 more"),
+    ],
+)
+def test_weights_that_do_not_fit_the_model_are_named(rewritten, change, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        load(rewritten("qwen3", change))
+
+
+def test_a_directory_without_weights_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
+    with pytest.raises(InvalidValueError, match=r"a directory with model\.safetensors"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    with pytest.raises(InvalidValueError, match="a safetensors file"):
+        load(tmp_path)
