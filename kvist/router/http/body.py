@@ -8,7 +8,7 @@ import re
 from typing import Protocol
 
 from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.fields import parse_fields
+from kvist.router.http.fields import BARE_LINE_END, parse_fields
 
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16}+)((?:;[\t\x20-\x7e\x80-\xff]*+)?)\r\n")
 MAX_CHUNK_LINE_BYTES = 256
@@ -142,8 +142,8 @@ class ChunkedBody:
         else:
             blank = data.find(b"\r\n\r\n", pos, pos + MAX_TRAILER_BYTES)
             if blank < 0:
-                if len(data) - pos >= MAX_TRAILER_BYTES:
-                    raise MalformedHttpError(f"trailers exceed {MAX_TRAILER_BYTES} bytes")
+                if len(data) - pos >= MAX_TRAILER_BYTES or BARE_LINE_END.search(data, pos):
+                    raise MalformedHttpError(f"trailers exceed {MAX_TRAILER_BYTES} bytes or hold a bare CR or LF")
                 self._tail = data[pos:]
                 return
             end = blank + 2

@@ -5,7 +5,8 @@ to disagree with the first.
 """
 
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from kvist.router.http.errors import MalformedHttpError
@@ -16,6 +17,7 @@ Headers = list[tuple[bytes, bytes]]
 TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 # Possessive (`++`): no backtracking, so a hostile block costs linear time.
 _FIELD_LINE = re.compile(rb"(?m)^(" + TOKEN + rb"++):([\t\x20-\x7e\x80-\xff]*+)\r$")
+BARE_LINE_END = re.compile(rb"\r[^\n]|(?<!\r)\n")
 _LENGTH = re.compile(rb"[0-9]{1,18}")
 
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus}
@@ -62,15 +64,28 @@ def content_length(value: bytes) -> int:
     return int(value)
 
 
-def list_members(values: Iterable[bytes]) -> set[bytes]:
+def pick(headers: Headers, names: frozenset[bytes]) -> Mapping[bytes, list[bytes]]:
+    """All values of each of `names`, in order; an empty list for a field that is absent."""
+    picked: defaultdict[bytes, list[bytes]] = defaultdict(list)
+    for name, value in headers:
+        if name in names:
+            picked[name].append(value)
+    return picked
+
+
+def list_members(values: list[bytes]) -> set[bytes]:
     """The lower-cased members of a comma-separated field, over all its lines."""
-    return {member.strip(b" \t").lower() for value in values for member in value.split(b",")} - {b""}
+    members = {member.strip(b" \t") for value in values for member in value.lower().split(b",")}
+    members.discard(b"")
+    return members
 
 
 def end_to_end(headers: Headers) -> Headers:
     """`headers` without those that concern one connection only, including those `Connection` names."""
-    named = list_members(value for name, value in headers if name == b"connection")
-    dropped = HOP_BY_HOP | named if named else HOP_BY_HOP
+    dropped = HOP_BY_HOP
+    for name, value in headers:
+        if name == b"connection":
+            dropped = dropped | list_members([value])
     return [field for field in headers if field[0] not in dropped]
 
 

@@ -5,25 +5,26 @@ No I/O here: `RequestParser` is fed bytes and yields whole requests one after th
 """
 
 import re
-from collections import defaultdict
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
 
 from kvist.router.http.body import Body, ChunkedBody, LengthBody
 from kvist.router.http.errors import MalformedHttpError, RequestRefusedError
-from kvist.router.http.fields import TOKEN, Headers, content_length, list_members, parse_fields
+from kvist.router.http.fields import BARE_LINE_END, TOKEN, Headers, content_length, list_members, parse_fields, pick
 from kvist.router.http.limits import HttpLimits
 
 Phase = Literal["idle", "header", "body"]
-_Control = defaultdict[bytes, list[bytes]]
+HttpVersion = Literal["1.0", "1.1"]
+_Control = Mapping[bytes, list[bytes]]
 
 _PCT = rb"%[0-9A-Fa-f]{2}"
 _REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"++) ([\x21-\x7e]++) HTTP/([0-9]\.[0-9])")
 _ORIGIN_FORM = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|" + _PCT + rb")*+")
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?)://([^/?@]++)(.*+)")
 _HOST = re.compile(rb"(?:(?:[A-Za-z0-9\-._~!$&'()*+,;=]|" + _PCT + rb")++|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5}+)?")
-_HOPELESS_HEAD = re.compile(rb"\0|\r[^\n]|(?<!\r)\n|\A\r\n")
+_HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
 """What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
 
 
@@ -35,7 +36,7 @@ class Request(msgspec.Struct, frozen=True):
     headers: Headers
     body: bytes
     client: tuple[str, int] | None
-    http_version: Literal["1.0", "1.1"] = "1.1"
+    http_version: HttpVersion = "1.1"
     is_keep_alive: bool = True
     """Whether the client will read another response on this connection."""
 
@@ -68,7 +69,7 @@ class RequestParser:
         self._client = client
         self._buffer = b""
         self._scanned = 0
-        self._head: Request | None = None
+        self._head: tuple[str, str, Headers, HttpVersion, bool] | None = None
         self._body: Body | None = None
         self._payload = bytearray()
         self._awaits_continue = False
@@ -138,10 +139,7 @@ class RequestParser:
         if block.count(b"\n") > self._limits.max_headers:
             raise RequestRefusedError(431, "too_many_headers", f"more than {self._limits.max_headers} header lines")
         headers = parse_fields(block)
-        control: _Control = defaultdict(list)
-        for name, value in headers:
-            if name in _CONTROL_FIELDS:
-                control[name].append(value)
+        control = pick(headers, _CONTROL_FIELDS)
         is_http11 = version == b"1.1"
         target = _origin_form(method, target, _single_host(control[b"host"], is_http11))
         options = list_members(control[b"connection"])
@@ -150,15 +148,8 @@ class RequestParser:
         self._awaits_continue = (
             is_http11 and bool(control[b"expect"]) and not self._body.is_complete and not self._buffer
         )
-        self._head = Request(
-            method=method.decode(),
-            target=target.decode(),
-            headers=headers,
-            body=b"",
-            client=self._client,
-            http_version="1.1" if is_http11 else "1.0",
-            is_keep_alive=b"close" not in options and (is_http11 or b"keep-alive" in options),
-        )
+        is_keep_alive = b"close" not in options and (is_http11 or b"keep-alive" in options)
+        self._head = (method.decode(), target.decode(), headers, "1.1" if is_http11 else "1.0", is_keep_alive)
 
     def _framing(self, control: _Control, is_http11: bool) -> Body:
         for value in control[b"expect"]:
@@ -179,9 +170,9 @@ class RequestParser:
         return LengthBody(length)
 
     def _read_body(self) -> Request | None:
-        head, body = self._head, self._body
-        assert head is not None
+        body = self._body
         assert body is not None
+        piece = b""
         if not body.is_complete:
             piece, self._buffer = body.feed(self._buffer), b""
             self._check_size(len(self._payload) + len(piece))
@@ -189,12 +180,18 @@ class RequestParser:
                 self._payload += piece
                 return None
             self._buffer = body.excess
-            whole = bytes(self._payload + piece) if self._payload else piece
-            head = msgspec.structs.replace(head, body=whole)
+        return self._finish(piece)
+
+    def _finish(self, last_piece: bytes) -> Request:
+        assert self._head is not None
+        body = last_piece
+        if self._payload:
+            body = bytes(self._payload + last_piece)
+            self._payload = bytearray()
+        method, target, headers, http_version, is_keep_alive = self._head
         self._head = self._body = None
-        self._payload = bytearray()
         self._awaits_continue = False
-        return head
+        return Request(method, target, headers, body, self._client, http_version, is_keep_alive)
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_body_bytes:

@@ -5,7 +5,6 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 """
 
 import asyncio
-from http import HTTPStatus
 from typing import Literal, Protocol
 
 from kvist.router.http.errors import ClientDisconnectedError
@@ -13,6 +12,8 @@ from kvist.router.http.fields import Headers, content_length, render_head, statu
 from kvist.router.http.request import Request
 
 _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade"})
+
+_NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Framing = Literal["length", "chunked", "until_close", "none"]
 
@@ -119,13 +120,12 @@ class Responder:
         for name, value in headers:
             if name == b"content-length":
                 length = content_length(value)
-                continue
-            if name in _CONNECTION_FIELDS:
+                if status == _NO_CONTENT:
+                    continue
+            elif name in _CONNECTION_FIELDS:
                 raise ValueError(f"{name.decode()} is the server's to set")
             fields.append((name, value))
         self._choose_framing(status, length)
-        if length is not None and status != HTTPStatus.NO_CONTENT:
-            fields.append((b"content-length", b"%d" % length))
         if self._framing == "chunked":
             fields.append((b"transfer-encoding", b"chunked"))
         if not self.keep_alive:
@@ -137,7 +137,7 @@ class Responder:
     def _choose_framing(self, status: int, length: int | None) -> None:
         if not 200 <= status <= 599:
             raise ValueError(f"status is {status}; a final response has 200 to 599")
-        if self._request.method == "HEAD" or status in (HTTPStatus.NO_CONTENT, HTTPStatus.NOT_MODIFIED):
+        if self._request.method == "HEAD" or status in (_NO_CONTENT, _NOT_MODIFIED):
             self._framing = "none"
         elif length is not None:
             self._framing = "length"

@@ -9,10 +9,12 @@ import msgspec
 
 from kvist.router.http.body import Body, ChunkedBody, LengthBody, UntilCloseBody
 from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.fields import Headers, content_length, end_to_end, list_members, parse_fields
+from kvist.router.http.fields import Headers, content_length, end_to_end, list_members, parse_fields, pick
 from kvist.router.http.limits import UpstreamLimits
 
 _STATUS_LINE = re.compile(rb"HTTP/(1\.[01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?")
+
+_CONTROL_FIELDS = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
 
 class ResponseHead(msgspec.Struct, frozen=True):
@@ -94,9 +96,9 @@ class ResponseParser:
             raise MalformedHttpError(f"more than {self._limits.max_informational_responses} interim responses")
 
     def _framing(self, status: int, headers: Headers, *, is_http11: bool) -> Body:
-        lengths = [value for name, value in headers if name == b"content-length"]
-        codings = [value for name, value in headers if name == b"transfer-encoding"]
-        options = list_members(value for name, value in headers if name == b"connection")
+        control = pick(headers, _CONTROL_FIELDS)
+        lengths, codings = control[b"content-length"], control[b"transfer-encoding"]
+        options = list_members(control[b"connection"])
         self._is_persistent = b"close" not in options and (is_http11 or b"keep-alive" in options)
         if len(lengths) > 1 or (lengths and codings):
             raise MalformedHttpError("more than one of content-length and transfer-encoding")

@@ -1,0 +1,99 @@
+"""A deadline fires once, in the phase set last, and moving it on arms no second timer."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvist.router.http.deadline import Deadline
+
+
+class Handle:
+    def __init__(self, when: float, callback: Callable[[], None]) -> None:
+        self._when = when
+        self.callback = callback
+        self.is_cancelled = False
+
+    def when(self) -> float:
+        return self._when
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+class Clock:
+    """A loop of which only the clock and its timers exist."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.handles: list[Handle] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Handle:
+        self.handles.append(Handle(when, callback))
+        return self.handles[-1]
+
+    def advance_to(self, now: float) -> None:
+        self.now = now
+        for handle in [h for h in self.handles if h.when() <= now]:
+            self.handles.remove(handle)
+            if not handle.is_cancelled:
+                handle.callback()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fired() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def deadline(clock: Any, fired: list[str]) -> Deadline:
+    return Deadline(clock, fired.append)
+
+
+def test_it_fires_once_when_its_time_has_passed(clock: Clock, deadline: Deadline, fired: list[str]) -> None:
+    deadline.set("header", 10)
+    clock.advance_to(9.9)
+    assert fired == []
+    clock.advance_to(10)
+    clock.advance_to(100)
+    assert fired == ["header"]
+    assert deadline.phase is None
+
+
+def test_a_later_deadline_reuses_the_running_timer(clock: Clock, deadline: Deadline, fired: list[str]) -> None:
+    deadline.set("idle", 10)
+    clock.advance_to(5)
+    deadline.set("body", 10)
+    assert len(clock.handles) == 1
+    clock.advance_to(10)
+    assert fired == []
+    clock.advance_to(15)
+    assert fired == ["body"]
+
+
+def test_an_earlier_deadline_replaces_the_running_timer(clock: Clock, deadline: Deadline, fired: list[str]) -> None:
+    deadline.set("idle", 75)
+    deadline.set("header", 10)
+    clock.advance_to(10)
+    assert fired == ["header"]
+    clock.advance_to(75)
+    assert fired == ["header"]
+
+
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_nothing_fires_after_clear_or_close(clock: Clock, deadline: Deadline, fired: list[str], end: str) -> None:
+    deadline.set("idle", 10)
+    getattr(deadline, end)()
+    clock.advance_to(10)
+    assert fired == []
+    deadline.set("header", 5)
+    clock.advance_to(15)
+    assert fired == ["header"]
