@@ -1,0 +1,353 @@
+"""The subscriber's judgement of one stream: what to apply, what to drop, when to ask again. No I/O, no clock.
+
+`Session` follows an (epoch, sequence) numbering and says, step by step, what becomes of the subscriber's copy:
+
+    message                         copy                              question asked
+    next in sequence                apply                             -
+    already seen                    -                                 -
+    ahead of sequence               hold back                         replay from the first one missing
+    heartbeat ahead of sequence     -                                 replay from the first one missing
+    heartbeat, another digest       clear                             replay from 0
+    later epoch                     clear, then as above              -
+    earlier epoch                   -, unless the current is silent   -
+    replay fills the gap            apply it, then what was held      -
+    replay lacks the beginning      clear, apply the rest: partial    -
+    no answer, repeatedly           clear, apply what was held        -
+
+Engines' own streams have neither epoch nor heartbeat: `RestartDetector` gives them an epoch by comparing bytes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
+
+from xxhash import xxh3_64_intdigest
+
+T = TypeVar("T")
+
+
+class SourceState(StrEnum):
+    """How far the copy can be trusted: LIVE is exact, PARTIAL lacks blocks but invents none, RESYNCING is neither."""
+
+    LIVE = "live"
+    PARTIAL = "partial"
+    RESYNCING = "resyncing"
+
+
+class ClearReason(StrEnum):
+    """Why a copy was dropped."""
+
+    NEW_EPOCH = "new epoch"
+    LOST = "lost beyond recovery"
+    DIVERGED = "digest differs"
+
+
+class Clear(NamedTuple):
+    """Step: drop everything the copy holds of this stream."""
+
+    reason: ClearReason
+
+
+class Apply(NamedTuple, Generic[T]):
+    """Step: apply this message to the copy."""
+
+    body: T
+
+
+class Holding(NamedTuple):
+    """What one side holds: the number of (block, tier) pairs, and their digest (`kvist.events.digest`)."""
+
+    num_blocks: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """The bounds of a session's memory and patience."""
+
+    max_held_messages: int = 1024
+    """Messages kept behind a gap; beyond them the oldest goes, since the replay brings it again."""
+    max_asks: int = 3
+    """Unanswered questions in a row before what is missing counts as lost."""
+    jitter_s: float = 0.02
+    """The first question waits up to this long, so that the subscribers of one publisher do not ask at once."""
+    retry_s: float = 0.5
+    """The wait before the second question; doubles with each, up to `max_retry_s`."""
+    max_retry_s: float = 30.0
+    epoch_grace_s: float = 3.0
+    """After this much silence an earlier epoch is believed: the publisher's clock went back."""
+    silence_s: float = 10.0
+    """A publisher that sends heartbeats and is silent this long is no longer trusted."""
+
+
+class Session(Generic[T]):
+    """Judges one stream; nothing a peer sends makes it raise, or hold more than its limits say."""
+
+    def __init__(self, limits: SessionLimits | None = None, rng: random.Random | None = None) -> None:
+        self._limits = SessionLimits() if limits is None else limits
+        self._rng = random.Random() if rng is None else rng
+        self._epoch: int | None = None
+        self._expected = 0
+        # The next sequence that a heartbeat announced: what lies before it exists, even if nothing follows.
+        self._announced = 0
+        self._is_complete = True
+        self._held: deque[tuple[int, T]] = deque()
+        self._ask_at_s: float | None = None
+        self._is_doubted = False
+        self._num_unanswered = 0
+        self._num_divergences_in_a_row = 0
+        self._has_heartbeat = False
+        self._is_silent = False
+        self._heard_at_s = 0.0
+        self.num_gaps = 0
+        self.num_duplicates = 0
+        self.num_replays = 0
+        self.num_recovered = 0
+        self.num_lost = 0
+        self.num_diverged = 0
+        self.num_epochs = 0
+        self.num_stale = 0
+
+    @property
+    def state(self) -> SourceState:
+        """Return how far the copy can be trusted once all steps so far are taken."""
+        if self._ask_at_s is not None or self._is_silent:
+            return SourceState.RESYNCING
+        return SourceState.LIVE if self._is_complete else SourceState.PARTIAL
+
+    @property
+    def epoch(self) -> int | None:
+        """Return the epoch being followed, None before the first message."""
+        return self._epoch
+
+    @property
+    def expected_sequence(self) -> int:
+        """Return the sequence of the next message to apply."""
+        return self._expected
+
+    def question(self, now_s: float) -> int | None:
+        """Return the sequence to ask a replay from, None while there is nothing to ask or it is too early."""
+        return self._expected if self._ask_at_s is not None and now_s >= self._ask_at_s else None
+
+    def received(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
+        """Judge one message of the live stream."""
+        if not self._hears(epoch, now_s):
+            return []
+        steps = self._enter(epoch)
+        if self._ask_at_s is None and sequence > self._expected:
+            self.num_gaps += 1
+            self._ask(now_s)
+        if self._ask_at_s is not None:
+            self._hold(sequence, body)
+        elif not self._is_due(sequence):
+            self.num_duplicates += 1
+        else:
+            steps.append(Apply(body))
+        return steps
+
+    def heartbeat(
+        self, epoch: int, next_sequence: int, published: Holding, held: Holding, now_s: float
+    ) -> list[Step[T]]:
+        """Judge a heartbeat: what the publisher holds before `next_sequence`, against what the copy holds now."""
+        if not self._hears(epoch, now_s):
+            return []
+        steps = self._enter(epoch)
+        self._has_heartbeat = True
+        self._announced = max(self._announced, next_sequence)
+        if self._ask_at_s is not None:
+            return steps
+        if next_sequence > self._expected:
+            self.num_gaps += 1
+            self._ask(now_s)
+        elif next_sequence == self._expected and not steps:
+            return self._compare(published, held, now_s)
+        return steps
+
+    def replayed(self, epoch: int | None, messages: Iterable[tuple[int, T]] | None, now_s: float) -> list[Step[T]]:
+        """Judge the answer to a question: the messages kept by the peer, oldest first; None for no answer.
+
+        An answer reaches up to the newest message the peer had sent before, so what it lacks is lost.
+        """
+        if messages is None:
+            return self._unanswered(now_s)
+        self.num_replays += 1
+        self._num_unanswered = 0
+        self._ask_at_s = None
+        self._is_doubted = False
+        is_beside_the_point = epoch != self._epoch and self._expected > 0
+        if epoch is None or not self._hears(epoch, now_s):
+            return self._release()
+        steps = self._enter(epoch)
+        answer = list(messages)
+        if is_beside_the_point and (not answer or answer[0][0] > 0):
+            # The question was about another epoch's numbers: ask this one from its beginning.
+            self._ask_at_s = now_s
+            return steps
+        for sequence, body in answer:
+            steps += self._skip_to(sequence)
+            if self._is_due(sequence):
+                self.num_recovered += 1
+                steps.append(Apply(body))
+        return steps + self._release()
+
+    def doubt(self, now_s: float) -> None:
+        """Trust nothing until a replay proves that the stream goes on: the peer was away."""
+        self._is_doubted = True
+        if self._ask_at_s is None:
+            self._ask(now_s)
+
+    def emptied(self) -> None:
+        """Take note that the message just applied cleared the rank: from here on nothing is missing."""
+        self._is_complete = True
+
+    def tick(self, now_s: float) -> None:
+        """Notice silence; call it every second or so."""
+        if self._has_heartbeat and now_s - self._heard_at_s > self._limits.silence_s:
+            self._is_silent = True
+
+    def _hears(self, epoch: int, now_s: float) -> bool:
+        is_earlier = self._epoch is not None and epoch < self._epoch
+        if is_earlier and now_s - self._heard_at_s <= self._limits.epoch_grace_s:
+            self.num_stale += 1
+            return False
+        self._heard_at_s = now_s
+        self._is_silent = False
+        return True
+
+    def _enter(self, epoch: int) -> list[Step[T]]:
+        if epoch == self._epoch:
+            return []
+        steps: list[Step[T]] = [] if self._epoch is None else [Clear(ClearReason.NEW_EPOCH)]
+        self._epoch = epoch
+        self._restart_numbering()
+        self._held.clear()
+        self._announced = 0
+        self._has_heartbeat = False
+        self.num_epochs += 1
+        return steps
+
+    def _restart_numbering(self) -> None:
+        self._expected = 0
+        self._is_complete = True
+        self._ask_at_s = None
+        self._is_doubted = False
+        self._num_unanswered = 0
+
+    def _is_due(self, sequence: int) -> bool:
+        if sequence != self._expected:
+            return False
+        self._expected += 1
+        return True
+
+    def _hold(self, sequence: int, body: T) -> None:
+        if len(self._held) == self._limits.max_held_messages:
+            self._held.popleft()
+        self._held.append((sequence, body))
+
+    def _ask(self, now_s: float, after_s: float = 0.0) -> None:
+        self._ask_at_s = now_s + after_s + self._rng.random() * self._limits.jitter_s
+
+    def _retry_after_s(self, num_times: int) -> float:
+        delay_s: float = self._limits.retry_s * 2 ** min(num_times - 1, 30)
+        return min(delay_s, self._limits.max_retry_s)
+
+    def _unanswered(self, now_s: float) -> list[Step[T]]:
+        self._num_unanswered += 1
+        if self._num_unanswered < self._limits.max_asks:
+            self._ask(now_s, self._retry_after_s(self._num_unanswered))
+            return []
+        self._num_unanswered = 0
+        self._ask_at_s = None
+        steps: list[Step[T]] = [self._lose()] if self._is_doubted and self._expected > 0 else []
+        self._is_doubted = False
+        return steps + self._release()
+
+    def _release(self) -> list[Step[T]]:
+        """Apply what was held behind the gap; whatever is still missing before it is lost."""
+        steps: list[Step[T]] = []
+        while self._held:
+            sequence, body = self._held.popleft()
+            steps += self._skip_to(sequence)
+            if self._is_due(sequence):
+                steps.append(Apply(body))
+        return steps + self._skip_to(self._announced)
+
+    def _skip_to(self, sequence: int) -> list[Step[T]]:
+        if sequence <= self._expected:
+            return []
+        self._expected = sequence
+        return [self._lose()]
+
+    def _lose(self) -> Clear:
+        self._is_complete = False
+        self.num_lost += 1
+        return Clear(ClearReason.LOST)
+
+    def _compare(self, published: Holding, held: Holding, now_s: float) -> list[Step[T]]:
+        if published == held:
+            self._is_complete = True
+            self._num_divergences_in_a_row = 0
+            return []
+        if not self._is_complete and held.num_blocks <= published.num_blocks:
+            return []
+        self.num_diverged += 1
+        after_s = self._retry_after_s(self._num_divergences_in_a_row) if self._num_divergences_in_a_row else 0.0
+        self._num_divergences_in_a_row += 1
+        self._restart_numbering()
+        self._ask(now_s, after_s)
+        return [Clear(ClearReason.DIVERGED)]
+
+
+Step: TypeAlias = Clear | Apply[T]
+
+
+class RestartDetector:
+    """Gives an engine's own stream the epoch it does not carry: equal bytes under a number mean the same process.
+
+    Remembers a fingerprint of the last `capacity` messages. A timestamp in each makes equal bytes by chance unlikely.
+    """
+
+    def __init__(self, capacity: int = 2048) -> None:
+        self.epoch = 0
+        self._capacity = capacity
+        self._fingerprints: dict[int, int] = {}
+        self._last_sequence = -1
+
+    def received(self, sequence: int, payload: bytes) -> int:
+        """Return the epoch of a live message: the next one if its number was used for other bytes."""
+        fingerprint = xxh3_64_intdigest(payload)
+        if sequence <= self._last_sequence and self._fingerprints.get(sequence) != fingerprint:
+            self._restart()
+        self._remember(sequence, fingerprint)
+        return self.epoch
+
+    def replayed(self, messages: Iterable[tuple[int, bytes]]) -> int:
+        """Return the epoch of an answer that was asked for from the last message seen, that one included.
+
+        It is the next epoch unless a message in it is known: an engine that no longer knows the last one has restarted,
+        or has forgotten so much that going on cannot be told from a restart.
+        """
+        fingerprints = {sequence: xxh3_64_intdigest(payload) for sequence, payload in messages}
+        shared = [sequence for sequence in fingerprints if sequence in self._fingerprints]
+        is_same = bool(shared) and all(fingerprints[sequence] == self._fingerprints[sequence] for sequence in shared)
+        if self._fingerprints and not is_same:
+            self._restart()
+        for sequence, fingerprint in fingerprints.items():
+            self._remember(sequence, fingerprint)
+        return self.epoch
+
+    def _restart(self) -> None:
+        self.epoch += 1
+        self._fingerprints.clear()
+        self._last_sequence = -1
+
+    def _remember(self, sequence: int, fingerprint: int) -> None:
+        self._fingerprints[sequence] = fingerprint
+        self._last_sequence = max(self._last_sequence, sequence)
+        if len(self._fingerprints) > self._capacity:
+            del self._fingerprints[next(iter(self._fingerprints))]

@@ -1,0 +1,335 @@
+"""The embedded hook: an engine's thread reports its cache, a background thread publishes it."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, TracebackType
+from typing import Self, TypeVar
+
+import numpy as np
+
+from kvist.errors import InvalidValueError
+from kvist.events.codec import encode_batch
+from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvist.events.transports import Message, Publication, open_publication
+from kvist.events.types import Batch, Tier, WorkerRank
+from kvist.events.windows import UNKNOWN, KnownWindow, Window
+from kvist.publisher.outbox import Outbox
+from kvist.publisher.replay_buffer import ReplayBuffer
+from kvist.publisher.stream import RankStream, StreamStatistics, new_epoch
+
+_logger = logging.getLogger(__name__)
+_Items = TypeVar("_Items", bound=Sequence[object])
+
+_NUM_EVENTS_A_SLICE = 8
+"""Events hashed before the thread offers the interpreter lock, while it keeps up: an engine in the same process waits
+for one slice of about 0.1 ms, not for the interpreter's switch interval of 5 ms."""
+_NUM_EVENTS_A_PASS = 4096
+"""Events taken before their batches are sent, so that a flood is not held back until it ends."""
+_RETRY_S = 0.02
+"""The wait before batches are offered again to a transport that was full."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherLimits:
+    """The bounds of a publisher's memory and time, and what happens at each."""
+
+    inbox_capacity: int = 65_536
+    """Events the background thread may lag; at the bound events are lost, and the rank is cleared for it."""
+    outbox_capacity: int = 10_000
+    """Batches the transport may lag; at the bound the oldest is dropped, and stays in the replay buffer."""
+    replay_max_batches: int = 10_000
+    replay_max_bytes: int = 64 << 20
+    """What is kept for replay, per rank; at either bound the oldest batch is forgotten."""
+    coalesce_s: float = 0.005
+    """How long events are gathered into one batch."""
+    heartbeat_s: float = 1.0
+    close_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        for name in ("inbox_capacity", "outbox_capacity", "replay_max_batches", "replay_max_bytes"):
+            if getattr(self, name) <= 0:
+                raise InvalidValueError(name, getattr(self, name), "a positive number")
+        for name in ("heartbeat_s", "close_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidValueError(name, getattr(self, name), "a positive number of seconds")
+        if self.coalesce_s < 0:
+            raise InvalidValueError("coalesce_s", self.coalesce_s, "zero or a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStatistics:
+    """What a publisher did since its start. Per rank: what was filtered, left out and why, and what is held now."""
+
+    num_waiting_events: int = 0
+    num_lost_events: int = 0
+    num_waiting_batches: int = 0
+    num_dropped_batches: int = 0
+    num_sent_messages: int = 0
+    num_sent_bytes: int = 0
+    num_heartbeats: int = 0
+    failure: str | None = None
+    ranks: Mapping[int, StreamStatistics] = field(default_factory=dict)
+
+
+class KvEventPublisher:
+    """Publishes what an engine's thread reports, in that order, and never makes it wait or raises there.
+
+    It is the `EventSink` to give to an engine: `created`, `stored`, `removed` and `cleared` may be called from one
+    thread at a time, copy what they are given and return within microseconds. A background thread filters, hashes,
+    batches, sends, and sends a heartbeat for each rank.
+
+    Nothing is lost silently. When the engine outruns the thread by `inbox_capacity` events, the surplus is counted and
+    the rank is published as cleared at that point: the index forgets blocks, and never believes in one that is gone.
+    When the transport breaks, the failure is logged, stands in `statistics().failure`, and is raised by `close`; until
+    then the engine goes on, and its events are counted as lost.
+    """
+
+    def __init__(
+        self,
+        transport: str | Publication,
+        *,
+        worker: str,
+        block_size: int,
+        window: KnownWindow | None = None,
+        lora_names: Mapping[int, str] | None = None,
+        num_ranks: int = 1,
+        limits: PublisherLimits | None = None,
+    ) -> None:
+        """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
+
+        `block_size` must be the engine's. `window` is the one to publish, for engines that do not report theirs.
+        Ranks below `num_ranks` send heartbeats from the start; others from their first event on.
+        """
+        if block_size <= 0:
+            raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
+        self._worker = worker
+        self._block_size = block_size
+        self._window = window
+        self._lora_names = lora_names
+        self._limits = PublisherLimits() if limits is None else limits
+        self._epoch = new_epoch(time.time(), random.Random())
+        self._streams = {rank: self._new_stream(rank) for rank in range(num_ranks)}
+        self._outbox = Outbox(self._limits.outbox_capacity)
+        self._replay_buffer = ReplayBuffer(self._limits.replay_max_batches, self._limits.replay_max_bytes)
+        self._inbox: deque[EngineEvent] = deque()
+        # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
+        self._lossy_ranks: set[int] = set()
+        self._num_lost_events = 0
+        self._num_heartbeats = 0
+        self._failure: BaseException | None = None
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._close_at_s = float("inf")
+        self._publication = open_publication(transport) if isinstance(transport, str) else transport
+        self._publication.serve_replay(self._replay_buffer)
+        self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """The URL a subscriber connects to, with real port numbers."""
+        return self._publication.endpoint
+
+    def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
+        """Report a layer group, before anything is stored."""
+        self.report(EngineCreated(window, group, rank))
+
+    def stored(
+        self,
+        block_hashes: Sequence[EngineHash | None],
+        token_ids: Sequence[int],
+        *,
+        parent_block_hash: EngineHash | None = None,
+        block_lengths: Sequence[int] | None = None,
+        window: Window = UNKNOWN,
+        group: int | None = None,
+        rank: int = 0,
+        tier: Tier = Tier.GPU,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        mm_hashes: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Report a chain of blocks, parent first; a NumPy array of tokens is copied fastest."""
+        self.report(
+            EngineStored(
+                block_hashes=_kept(block_hashes),
+                token_ids=_kept(token_ids),
+                block_size=self._block_size,
+                parent_block_hash=parent_block_hash,
+                block_lengths=None if block_lengths is None else _kept(block_lengths),
+                window=window,
+                group=group,
+                rank=rank,
+                tier=tier,
+                lora_name=lora_name,
+                cache_salt=cache_salt,
+                mm_hashes=None if mm_hashes is None else tuple(map(tuple, mm_hashes)),
+            )
+        )
+
+    def removed(
+        self,
+        block_hashes: Sequence[EngineHash],
+        *,
+        window: Window = UNKNOWN,
+        group: int | None = None,
+        rank: int = 0,
+        tier: Tier = Tier.GPU,
+    ) -> None:
+        """Report blocks whose slots were reused."""
+        self.report(EngineRemoved(_kept(block_hashes), window, group, rank, tier))
+
+    def cleared(self, *, rank: int = 0) -> None:
+        """Report that the rank's whole cache is gone."""
+        self.report(EngineCleared(rank))
+
+    def report(self, event: EngineEvent) -> None:
+        """Report any engine event; its sequences are kept as they are and must not be changed any more."""
+        if len(self._inbox) >= self._limits.inbox_capacity or self._closing.is_set() or self._failure is not None:
+            self._lose(event.rank)
+            return
+        self._lossy_ranks.discard(event.rank)
+        self._inbox.append(event)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def statistics(self) -> PublisherStatistics:
+        """Return the counters as they are now; from any thread."""
+        return PublisherStatistics(
+            num_waiting_events=len(self._inbox),
+            num_lost_events=self._num_lost_events,
+            num_waiting_batches=len(self._outbox),
+            num_dropped_batches=self._outbox.num_dropped,
+            num_sent_messages=self._outbox.num_sent,
+            num_sent_bytes=self._outbox.num_sent_bytes,
+            num_heartbeats=self._num_heartbeats,
+            failure=None if self._failure is None else str(self._failure),
+            ranks=MappingProxyType({rank: stream.statistics() for rank, stream in tuple(self._streams.items())}),
+        )
+
+    def close(self) -> None:
+        """Publish what was reported, then stop, within `close_timeout_s`; raises what had ended publishing, if any.
+
+        What does not get out in time is counted as lost. Idempotent; what is reported afterwards is counted as lost.
+        """
+        is_first = not self._closing.is_set()
+        if is_first:
+            # A quarter of the time is the transport's, to deliver what it was given.
+            self._close_at_s = time.monotonic() + self._limits.close_timeout_s * 0.75
+            self._closing.set()
+            self._wake.set()
+        self._thread.join()
+        if is_first:
+            self._publication.close(self._limits.close_timeout_s * 0.25)
+            if self._failure is not None:
+                raise self._failure
+
+    def __enter__(self) -> Self:
+        """Return the publisher, which runs already."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
+
+    def _lose(self, rank: int) -> None:
+        """Count an event that does not fit, and mark the place once: what the rank holds is unknown from there on."""
+        self._num_lost_events += 1
+        if rank not in self._lossy_ranks:
+            self._lossy_ranks.add(rank)
+            self._inbox.append(EngineCleared(rank))
+            if self._num_lost_events == 1:
+                _logger.warning("engine event lost: the rank is published as cleared rank=%d", rank)
+
+    def _run(self) -> None:
+        try:
+            self._publish_until_closing()
+            while (self._inbox or self._outbox) and time.monotonic() < self._close_at_s:
+                self._publish_pass()
+                time.sleep(_RETRY_S if self._outbox else 0)
+            self._send_heartbeats()
+            self._drop_inbox()
+        except BaseException as error:
+            self._drop_inbox()
+            self._failure = error
+            _logger.error("publishing stopped: %r endpoint=%s", error, self._publication.endpoint)
+            if not isinstance(error, OSError):
+                raise
+
+    def _drop_inbox(self) -> None:
+        self._num_lost_events += len(self._inbox)
+        self._inbox.clear()
+
+    def _publish_until_closing(self) -> None:
+        heartbeat_at_s = time.monotonic()
+        while not self._closing.is_set():
+            wait_s = max(0.0, heartbeat_at_s - time.monotonic())
+            if self._wake.wait(min(wait_s, _RETRY_S) if self._outbox else wait_s):
+                self._closing.wait(self._limits.coalesce_s)
+            self._wake.clear()
+            self._publish_pass()
+            if time.monotonic() >= heartbeat_at_s:
+                self._send_heartbeats()
+                heartbeat_at_s = time.monotonic() + self._limits.heartbeat_s
+
+    def _publish_pass(self) -> None:
+        """Hash and send a bounded part of the inbox."""
+        num_events = min(len(self._inbox), _NUM_EVENTS_A_PASS)
+        for event_idx in range(num_events):
+            event = self._inbox.popleft()
+            self._stream(event.rank).admit(event)
+            if event_idx % _NUM_EVENTS_A_SLICE == _NUM_EVENTS_A_SLICE - 1 and not self._must_hurry():
+                time.sleep(0)
+        if self._inbox:
+            self._wake.set()
+        timestamp_s = time.time()
+        for stream in self._streams.values():
+            for batch in stream.close_batches(timestamp_s):
+                message = _message(stream, batch)
+                self._replay_buffer.append(message)  # before it is sent, or a subscriber could ask in vain
+                self._outbox.put(message)
+        self._outbox.flush(self._publication)
+
+    def _must_hurry(self) -> bool:
+        """Return whether losing events, now or at the end, is nearer than disturbing the engine."""
+        return len(self._inbox) > self._limits.inbox_capacity // 4 or self._closing.is_set()
+
+    def _send_heartbeats(self) -> None:
+        if self._outbox:
+            return  # a heartbeat would only report what is still on its way as missing
+        timestamp_s = time.time()
+        for stream in self._streams.values():
+            self._outbox.put(_message(stream, stream.heartbeat(timestamp_s)))
+            self._num_heartbeats += 1
+        self._outbox.flush(self._publication)
+
+    def _stream(self, rank: int) -> RankStream:
+        stream = self._streams.get(rank)
+        if stream is None:
+            stream = self._streams[rank] = self._new_stream(rank)
+        return stream
+
+    def _new_stream(self, rank: int) -> RankStream:
+        source = WorkerRank(self._worker, rank)
+        return RankStream(source, self._block_size, self._epoch, window=self._window, lora_names=self._lora_names)
+
+
+def _message(stream: RankStream, batch: Batch) -> Message:
+    return Message(stream.topic, batch.sequence, encode_batch(batch))
+
+
+def _kept(items: _Items) -> _Items:
+    """Return items that a caller's later changes do not reach."""
+    if isinstance(items, np.ndarray):
+        return items.copy()
+    return items if isinstance(items, tuple) else tuple(items)  # type: ignore[return-value]  # still a sequence

@@ -1,0 +1,160 @@
+"""One rank's stream: engine events go in, numbered batches come out. No I/O, no clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvist.errors import InvalidValueError
+from kvist.events.engine import EngineEvent
+from kvist.events.types import Batch, Event, Removed, Stored, WorkerRank
+from kvist.events.windows import KnownWindow
+from kvist.publisher.filter import FilterStatistics, WindowFilter
+from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
+
+MAX_BATCH_HASH_BYTES = 64 << 10
+"""Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
+
+_HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatistics:
+    """What one rank's stream did since it was made."""
+
+    num_events: int
+    num_batches: int
+    filter: FilterStatistics
+    normaliser: NormaliserStatistics
+
+
+class RankStream:
+    """Filters and normalises one rank's engine events and closes them into batches numbered from 0."""
+
+    def __init__(
+        self,
+        source: WorkerRank,
+        block_size: int,
+        epoch: int,
+        *,
+        window: KnownWindow | None = None,
+        lora_names: Mapping[int, str] | None = None,
+    ) -> None:
+        self.topic = topic_of(source)
+        self._source = source
+        self._block_size = block_size
+        self._epoch = epoch
+        self._filter = WindowFilter(source.rank, window)
+        self._normaliser = Normaliser(block_size, rank=source.rank, lora_names=lora_names)
+        self._coalescer = Coalescer()
+        self._num_events = 0
+        self._next_sequence = 0
+
+    def admit(self, event: EngineEvent) -> None:
+        """Take one engine event into the batch being built; never raises for what the engine reported."""
+        self._num_events += 1
+        for passed in self._filter.admit(event):
+            for canonical in self._normaliser.normalise(passed):
+                self._coalescer.add(canonical)
+
+    def close_batches(self, timestamp_s: float) -> list[Batch]:
+        """Return what was admitted since the last call: nearly always one batch, none when nothing is left of it."""
+        batches = []
+        for events in self._coalescer.take():
+            batches.append(self._batch(timestamp_s, events))
+            self._next_sequence += 1
+        return batches
+
+    def heartbeat(self, timestamp_s: float) -> Batch:
+        """Return a heartbeat about all batches closed so far, which must be all that was admitted."""
+        return self._batch(timestamp_s, (self._normaliser.heartbeat(),))
+
+    def statistics(self) -> StreamStatistics:
+        """Return the counters as they are now."""
+        return StreamStatistics(
+            self._num_events, self._next_sequence, self._filter.statistics(), self._normaliser.statistics()
+        )
+
+    def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
+        return Batch(
+            worker=self._source.worker,
+            rank=self._source.rank,
+            epoch=self._epoch,
+            sequence=self._next_sequence,
+            block_size=self._block_size,
+            timestamp_s=timestamp_s,
+            events=events,
+        )
+
+
+class Coalescer:
+    """Joins neighbouring events that say the same in one: chains that continue each other, removals of one tier."""
+
+    def __init__(self) -> None:
+        self._closed: list[tuple[Event, ...]] = []
+        self._events: list[Event] = []
+        # The event being extended, with its hashes in pieces: joining them once keeps a long chain O(n).
+        self._last: Stored | Removed | None = None
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def add(self, event: Event) -> None:
+        """Put an event behind the others."""
+        if not isinstance(event, Stored | Removed):
+            self._settle()
+            self._events.append(event)
+            return
+        if self._size_bytes + len(event.hashes) > MAX_BATCH_HASH_BYTES and self._size_bytes:
+            self._close()
+        if not self._continues(event):
+            self._settle()
+            self._last = event
+        self._pieces.append(event.hashes)
+        self._size_bytes += len(event.hashes)
+
+    def take(self) -> list[tuple[Event, ...]]:
+        """Return everything added, in order and cut into batches, and start anew."""
+        self._close()
+        closed, self._closed = self._closed, []
+        return closed
+
+    def _continues(self, event: Stored | Removed) -> bool:
+        last = self._last
+        if type(event) is not type(last) or last is None or event.tier != last.tier:
+            return False
+        if isinstance(event, Removed):
+            return True
+        return event.parent is not None and event.parent.to_bytes(_HASH_BYTES, "little") == self._pieces[-1][-8:]
+
+    def _settle(self) -> None:
+        last = self._last
+        if last is None:
+            return
+        hashes = b"".join(self._pieces)
+        if isinstance(last, Stored):
+            self._events.append(Stored(hashes, last.parent, last.tier))
+        else:
+            self._events.append(Removed(hashes, last.tier))
+        self._last = None
+        self._pieces = []
+
+    def _close(self) -> None:
+        self._settle()
+        if self._events:
+            self._closed.append(tuple(self._events))
+        self._events = []
+        self._size_bytes = 0
+
+
+def topic_of(source: WorkerRank) -> bytes:
+    """Return the topic of a rank's stream, `kv/<worker>/<rank>`; raises InvalidValueError for an unfit worker name."""
+    worker = source.worker
+    if not worker or not worker.isprintable() or any(character in " /+#*>" for character in worker):
+        raise InvalidValueError("worker", worker, "a printable name without spaces and / + # * >")
+    return f"kv/{worker}/{source.rank}".encode()
+
+
+def new_epoch(now_s: float, rng: random.Random) -> int:
+    """Return a u63 that differs between starts and grows with time: milliseconds, then 21 random bits."""
+    return (int(now_s * 1000) << 21 | rng.getrandbits(21)) & ((1 << 63) - 1)

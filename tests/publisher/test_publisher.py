@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events import FULL, Cleared, Stored, Tier
+from kvist.events.hashing import block_hashes
+from kvist.events.transports import Endpoint, open_publication
+from kvist.publisher import KvEventPublisher, PublisherLimits
+
+BLOCK_SIZE = 4
+QUICK = PublisherLimits(coalesce_s=0.0, heartbeat_s=0.02)
+
+
+def publisher_over(publication, limits=QUICK, **options):
+    return KvEventPublisher(publication, worker="w", block_size=BLOCK_SIZE, limits=limits, **options)
+
+
+def tokens_of(number: int) -> list[int]:
+    return list(range(number * BLOCK_SIZE, (number + 1) * BLOCK_SIZE))
+
+
+def hash_of(number: int) -> int:
+    return int(block_hashes(tokens_of(number), BLOCK_SIZE)[0])
+
+
+def report_root_blocks(publisher, numbers, rank=0):
+    for number in numbers:
+        publisher.stored([number], tokens_of(number), rank=rank)
+
+
+def test_what_was_reported_is_published_in_order_by_the_time_close_returns(publication):
+    with publisher_over(publication) as publisher:
+        publisher.stored([1, 2], [*tokens_of(1), *tokens_of(2)])
+        publisher.stored([3], tokens_of(3), parent_block_hash=2, tier=Tier.HOST)
+        publisher.removed([1])
+        report_root_blocks(publisher, [9])
+    chain = block_hashes([*tokens_of(1), *tokens_of(2), *tokens_of(3)], BLOCK_SIZE).tolist()
+    assert publication.held() == {(chain[1], Tier.GPU), (chain[2], Tier.HOST), (hash_of(9), Tier.GPU)}
+    assert publication.num_closed == 1
+
+
+def test_only_the_largest_window_group_is_published(publication):
+    with publisher_over(publication) as publisher:
+        publisher.created(window=8, group=0)
+        publisher.created(window=FULL, group=1)
+        publisher.stored([1], tokens_of(1), window=8, group=0)
+        publisher.stored([2], tokens_of(2), window=FULL, group=1)
+    assert publication.held() == {(hash_of(2), Tier.GPU)}
+    assert publisher.statistics().ranks[0].filter.num_filtered == 1
+
+
+def test_each_rank_has_its_own_topic_numbering_and_blocks(publication):
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, [1], rank=0)
+        report_root_blocks(publisher, [2, 3], rank=5)
+        publisher.cleared(rank=0)
+    assert publication.held(0) == set()
+    assert publication.held(5) == {(hash_of(2), Tier.GPU), (hash_of(3), Tier.GPU)}
+    assert {message.topic for message in publication.messages} == {b"kv/w/0", b"kv/w/5"}
+    for rank in (0, 5):
+        sequences = [batch.sequence for batch in publication.batches() if batch.rank == rank]
+        assert sequences == list(range(len(sequences)))
+
+
+def test_the_caller_may_change_its_lists_and_arrays_afterwards(publication):
+    publication.gate.clear()
+    hashes, tokens, array = [1], tokens_of(1), np.array(tokens_of(2))
+    with publisher_over(publication) as publisher:
+        publisher.stored(hashes, tokens)
+        publisher.stored([2], array)
+        hashes[0], tokens[0] = 99, 99
+        array[:] = 99
+        publication.gate.set()
+    assert publication.held() == {(hash_of(1), Tier.GPU), (hash_of(2), Tier.GPU)}
+
+
+def test_heartbeats_come_from_the_start_for_every_rank_and_tell_what_is_held(publication, until_true):
+    with publisher_over(publication, num_ranks=2) as publisher:
+        until_true(lambda: {beat.rank for beat in publication.heartbeats()} == {0, 1})
+        report_root_blocks(publisher, [1, 2], rank=1)
+    last = next(beat for beat in reversed(publication.heartbeats()) if beat.rank == 1)
+    num_batches = sum(batch.rank == 1 for batch in publication.batches())
+    assert (last.sequence, last.events[0].num_blocks) == (num_batches, 2)
+
+
+def test_every_batch_is_in_the_replay_buffer_and_no_heartbeat_is(publication):
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, range(5))
+    batches = [message for message in publication.messages if message.payload in _payloads(publication)]
+    assert publication.source.replay(b"kv/w/0", 0) == batches
+
+
+def _payloads(publication):
+    heartbeat_payloads = {m.payload for m in publication.messages if b"heartbeat" in m.payload}
+    return {message.payload for message in publication.messages} - heartbeat_payloads
+
+
+def test_the_engine_never_waits_for_a_transport_that_hangs(publication):
+    publication.gate.clear()
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, range(1000))  # returns although nothing can be sent
+        publication.gate.set()
+    assert len(publication.held()) == 1000
+
+
+def test_events_lost_to_a_full_inbox_are_counted_and_clear_the_rank_there(publication, until_true):
+    publication.gate.clear()
+    limits = PublisherLimits(inbox_capacity=10, coalesce_s=0.0, heartbeat_s=60)
+    with publisher_over(publication, limits, num_ranks=0) as publisher:
+        report_root_blocks(publisher, [0])
+        until_true(lambda: publisher.statistics().num_waiting_events == 0)  # taken, and stuck in the transport
+        report_root_blocks(publisher, range(1, 11))
+        report_root_blocks(publisher, range(11, 31))
+        publisher.removed([5])
+        publisher.stored([77], tokens_of(77), rank=1)
+        assert publisher.statistics().num_waiting_events == 12  # two marks, one a rank
+        publication.gate.set()
+        until_true(lambda: publisher.statistics().num_waiting_events == 0)
+        report_root_blocks(publisher, [50])
+    assert publisher.statistics().num_lost_events == 22
+    assert publication.held(0) == {(hash_of(50), Tier.GPU)}
+    assert publication.events(1) == [Cleared()]
+
+
+def test_a_second_loss_after_a_recovery_clears_again(publication, until_true):
+    limits = PublisherLimits(inbox_capacity=1, coalesce_s=0.0, heartbeat_s=60)
+    with publisher_over(publication, limits) as publisher:
+        for start in (0, 100):
+            publication.gate.clear()
+            until_true(lambda: publisher.statistics().num_waiting_events == 0)
+            report_root_blocks(publisher, range(start, start + 50))
+            publication.gate.set()
+            until_true(lambda: publisher.statistics().num_waiting_events == 0)
+        report_root_blocks(publisher, [200])
+    assert publication.held() == {(hash_of(200), Tier.GPU)}
+    assert publication.events().count(Cleared()) >= 2
+
+
+def test_batches_dropped_from_a_full_outbox_can_still_be_replayed(publication, until_true):
+    limits = PublisherLimits(outbox_capacity=3, coalesce_s=0.0, heartbeat_s=60)
+    with publisher_over(publication, limits) as publisher:
+        until_true(publication.heartbeats)
+        publication.refusal = BlockingIOError("full")
+        for number in range(10):
+            report_root_blocks(publisher, [number])
+            until_true(lambda: publisher.statistics().num_waiting_events == 0)
+        until_true(lambda: publisher.statistics().ranks[0].normaliser.num_blocks == 10)
+        num_batches = publisher.statistics().ranks[0].num_batches
+        publication.refusal = None
+    assert publisher.statistics().num_dropped_batches == num_batches - 3
+    assert len(publication.batches()) == 3
+    assert len(publication.source.replay(b"kv/w/0", 0)) == num_batches
+
+
+def test_a_broken_transport_leaves_the_engine_alone_and_is_raised_by_close(publication, until_true, caplog):
+    publication.refusal = BrokenPipeError("no route")
+    publisher = publisher_over(publication)
+    until_true(lambda: publisher.statistics().failure)
+    report_root_blocks(publisher, range(3))
+    assert publisher.statistics().num_lost_events == 3
+    with pytest.raises(BrokenPipeError, match="no route"):
+        publisher.close()
+    publisher.close()
+    assert publication.num_closed == 1
+    assert "publishing stopped" in caplog.text
+
+
+def test_closing_amid_a_flood_ends_in_time_and_counts_what_is_left(publication):
+    limits = PublisherLimits(close_timeout_s=0.5)
+    publisher = publisher_over(publication, limits)
+    is_stopping = threading.Event()
+
+    def flood():
+        number = 0
+        while not is_stopping.is_set():
+            report_root_blocks(publisher, [number])
+            number += 1
+
+    engine = threading.Thread(target=flood)
+    engine.start()
+    started_s = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - started_s < 5
+    is_stopping.set()
+    engine.join()
+    statistics = publisher.statistics()
+    assert statistics.num_waiting_events <= 1  # at most the mark of what came after closing
+    assert len(publication.held()) == statistics.ranks[0].normaliser.num_blocks
+
+
+def test_closing_with_a_transport_that_stays_full_ends_in_time(publication):
+    publication.refusal = BlockingIOError("full")
+    publisher = publisher_over(publication, PublisherLimits(close_timeout_s=0.2))
+    report_root_blocks(publisher, [1])
+    publisher.close()
+    assert publisher.statistics().num_waiting_batches > 0
+
+
+def test_no_thread_outlives_a_closed_publisher():
+    with KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=4):
+        assert any(thread.name.startswith("kvist") for thread in threading.enumerate())
+    assert not any(thread.name.startswith("kvist") for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        {"block_hashes": [1], "token_ids": [1, 2]},
+        {"block_hashes": [1], "token_ids": [-1, 2, 3, 4]},
+        {"block_hashes": [1], "token_ids": ["a", "b", "c", "d"]},
+        {"block_hashes": [None], "token_ids": tokens_of(1)},
+        {"block_hashes": [1], "token_ids": tokens_of(1), "parent_block_hash": 404},
+        {"block_hashes": [], "token_ids": []},
+    ],
+)
+def test_a_malformed_report_publishes_nothing_and_stops_nothing(publication, garbage):
+    with publisher_over(publication) as publisher:
+        publisher.stored(**garbage)
+        report_root_blocks(publisher, [7])
+    assert publication.held() == {(hash_of(7), Tier.GPU)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("inbox_capacity", 0),
+        ("outbox_capacity", -1),
+        ("replay_max_batches", 0),
+        ("replay_max_bytes", 0),
+        ("coalesce_s", -1.0),
+        ("heartbeat_s", 0.0),
+        ("close_timeout_s", 0.0),
+    ],
+)
+def test_a_limit_out_of_range_is_refused_by_name(field, value):
+    with pytest.raises(InvalidValueError, match=field):
+        PublisherLimits(**{field: value})
+
+
+def test_a_wrong_block_size_is_refused_before_anything_is_bound():
+    with pytest.raises(InvalidValueError, match="block_size"):
+        KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=0)
+
+
+def test_a_taken_port_is_an_error_that_names_the_endpoint():
+    taken = open_publication("tcp://127.0.0.1:0")
+    with pytest.raises(InvalidValueError, match="endpoint"):
+        KvEventPublisher(Endpoint.parse(taken.endpoint).address, worker="w", block_size=4)
+    taken.close()
+
+
+def test_continuing_chains_reported_together_travel_as_one_event(publication):
+    publication.gate.clear()
+    with publisher_over(publication, PublisherLimits(coalesce_s=0.01)) as publisher:
+        publisher.stored([0], tokens_of(0))
+        for number in range(1, 20):
+            publisher.stored([number], tokens_of(number), parent_block_hash=number - 1)
+        publication.gate.set()
+    assert len(publication.events()) < 20
+    assert all(isinstance(event, Stored) for event in publication.events())
+    assert len(publication.held()) == 20
+
+
+def test_the_embedded_hook_runs_with_the_base_install_alone():
+    script = """
+        import sys
+
+        class Blocker:
+            def find_spec(self, name, path=None, target=None):
+                base = {"kvist", "msgspec", "xxhash", "numpy", "zmq"}
+                top = name.partition(".")[0]
+                if top not in sys.stdlib_module_names and top not in base and not top.startswith("_"):
+                    raise ImportError(f"{name} is not in the base install")
+
+        sys.meta_path.insert(0, Blocker())
+        from kvist.publisher import KvEventPublisher
+
+        with KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=4) as publisher:
+            publisher.stored([1], [1, 2, 3, 4])
+        assert publisher.statistics().ranks[0].num_batches == 1
+        assert not {"torch", "numba"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
