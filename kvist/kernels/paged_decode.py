@@ -1,4 +1,10 @@
-"""Attention of one query token a sequence over a paged cache: split-K flash decoding."""
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+"""Attention of one query token a sequence over a paged cache: split-K flash decoding.
+
+A program takes one split of a sequence's window and all query heads of one kv head; a second kernel merges the splits
+by their log-sum-exp (Dao et al., "Flash-Decoding for long-context inference", 2023; PagedAttention, arXiv:2309.06180).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,107 @@ import torch
 
 from kvist.kernels._checks import check_attention
 from kvist.kernels._dense import attend, gather_pages
+from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, num_tile_keys, pad_head_dim
+from kvist.kernels._triton import (
+    is_launched,
+    jit,
+    next_power_of_2,
+    num_multiprocessors,
+    tl,
+    widen_for_interpreter,
+)
+
+MAX_SPLITS = 128
+
+
+# fmt: off
+@jit
+def _paged_decode_kernel(
+    query_ptr, kv_cache_ptr, block_tables_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    scale, query_stride, block_stride, table_stride,
+    NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+):
+    # fmt: on
+    """Program (sequence, kv head, split) attends to its share of the window's pages; none: 0, lse -inf."""
+    seq = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    heads = tl.arange(0, HEADS_PAD)
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    is_head = heads < HEADS_PER_KV
+    mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    rows = kv_head * HEADS_PER_KV + heads
+    query = tl.load(query_ptr + seq * query_stride + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first_key = 0
+    if WINDOW is not None:
+        first_key = tl.maximum(seq_len - WINDOW, 0)
+    first_page = first_key // BLOCK_SIZE
+    pages_per_split = tl.cdiv(tl.cdiv(seq_len, BLOCK_SIZE) - first_page, NUM_SPLITS)
+    split_page = first_page + split * pages_per_split
+    start = tl.maximum(split_page * BLOCK_SIZE, first_key)  # The first page usually lies only partly in the window.
+    end = tl.minimum((split_page + pages_per_split) * BLOCK_SIZE, seq_len)
+
+    row_max = tl.full([HEADS_PAD], float("-inf"), tl.float32)
+    row_sum = tl.zeros([HEADS_PAD], tl.float32)
+    weighted = tl.zeros([HEADS_PAD, HEAD_DIM_PAD], tl.float32)
+    block_table_ptr = block_tables_ptr + seq * table_stride
+    for tile in range(start, end, TILE):
+        keys = tile + tl.arange(0, TILE)
+        is_present = keys < end
+        key, value = load_tile(
+            kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride,
+            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD,
+        )  # fmt: skip
+        row_max, row_sum, weighted = attend_tile(
+            query, key, value, is_present[None, :], row_max, row_sum, weighted, scale, SOFT_CAP
+        )
+
+    cells = (seq * NUM_KV_HEADS * HEADS_PER_KV + rows) * NUM_SPLITS + split
+    row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # An empty split: 0 / 1, and an lse of -inf + 0.
+    attended = (weighted / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + cells[:, None] * HEAD_DIM + dims[None, :], attended, mask=mask)
+    tl.store(lse_ptr + cells, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=is_head)  # ln(2)
+
+
+# fmt: off
+@jit
+def _merge_splits_kernel(
+    out_ptr, split_out_ptr, split_lse_ptr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr,
+):
+    # fmt: on
+    """Program (sequence and head) weighs its splits by e^(lse - max lse); without any visible key the row is zero."""
+    row = tl.program_id(0).to(tl.int64)
+    splits = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    lse = tl.load(split_lse_ptr + splits)
+    largest = tl.max(lse, 0)
+    weights = tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
+    mask = (dims < HEAD_DIM)[None, :]
+    split_out = tl.load(split_out_ptr + splits[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    total = tl.sum(weights, 0)
+    merged = tl.sum(weights[:, None] * split_out, 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * HEAD_DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+def decode_num_splits(
+    batch: int, num_kv_heads: int, max_seq_len: int, block_size: int, window: int | None, num_multiprocessors: int
+) -> int:
+    """How many splits fill the device: a power of two up to 128, and 1 where the batch fills it by itself.
+
+    Four programs a multiprocessor, but no split of fewer than two pages before rounding up. Rounding up may leave
+    splits empty.
+    """
+    seq_len = max_seq_len if window is None else min(max_seq_len, window)
+    programs = batch * num_kv_heads
+    if seq_len <= 0 or programs >= 2 * num_multiprocessors:
+        return 1
+    wanted = -(-4 * num_multiprocessors // programs)
+    return min(MAX_SPLITS, next_power_of_2(min(wanted, max(1, seq_len // block_size // 2))))
 
 
 def paged_decode(
@@ -17,6 +124,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    num_splits: int | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Each sequence's last token attends to the keys of its window; a sequence of length 0 yields zeros.
@@ -24,15 +132,81 @@ def paged_decode(
     `query`: `[batch, num_heads, head_dim]`, the token at position `seq_lens - 1`, already in the cache; `kv_cache` and
     `block_tables` (int32 `[batch, max_blocks]`) as in `kvist.kernels`; `seq_lens`: int32 `[batch]`, absolute. Key k is
     visible to query q iff `k <= q` and `q - k < window`. A score s is `scale * q.k`, with a cap `soft_cap * tanh(s /
-    soft_cap)`. Returns `out`, or a new tensor shaped like `query`. Raises ValueError.
+    soft_cap)`. `num_splits` (a power of two; None: `decode_num_splits`) changes speed and rounding only. Returns `out`,
+    or a new tensor shaped like `query`. Raises ValueError. Never synchronises with the device.
     """
     check_attention(query, kv_cache, block_tables, seq_lens, window, soft_cap, out)
-    if query.shape[0] != seq_lens.shape[0]:
-        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; expected one length a query: [{query.shape[0]}]")
-    result = paged_decode_reference(
-        query, kv_cache, block_tables, seq_lens, scale=scale, window=window, soft_cap=soft_cap
+    batch, num_heads, head_dim = query.shape
+    if batch != seq_lens.shape[0]:
+        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; expected one length a query: [{batch}]")
+    if num_splits is not None and num_splits not in (1 << power for power in range(MAX_SPLITS.bit_length())):
+        raise ValueError(f"num_splits is {num_splits}; expected a power of two from 1 to {MAX_SPLITS}, or None")
+    if not is_launched(query):
+        result = paged_decode_reference(
+            query, kv_cache, block_tables, seq_lens, scale=scale, window=window, soft_cap=soft_cap
+        )
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    if num_splits is None:
+        # The longest sequence is on the device; the width of the table bounds it without asking.
+        max_seq_len = block_tables.shape[1] * block_size
+        multiprocessors = num_multiprocessors(query.device)
+        num_splits = decode_num_splits(batch, num_kv_heads, max_seq_len, block_size, window, multiprocessors)
+    # A single split is the result already; several are kept in float32 until they are merged.
+    shape = (batch, num_heads, num_splits, head_dim)
+    split_out = out[:, :, None] if num_splits == 1 else out.new_empty(shape, dtype=torch.float32)
+    split_lse = decode_splits(
+        query, kv_cache, block_tables, seq_lens, split_out, scale=scale, window=window, soft_cap=soft_cap
     )
-    return result if out is None else out.copy_(result)
+    if num_splits > 1:
+        merge_splits(split_out, split_lse, out)
+    return out
+
+
+def decode_splits(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    split_out: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> torch.Tensor:
+    """Fill `split_out`, `[batch, num_heads, num_splits, head_dim]`, and return each split's natural lse in float32."""
+    batch, num_heads, num_splits, head_dim = split_out.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    lse = torch.empty(split_out.shape[:3], dtype=torch.float32, device=query.device)
+    if batch == 0:
+        return lse
+    query, kv_cache = widen_for_interpreter(query), widen_for_interpreter(kv_cache)
+    heads_per_kv = num_heads // num_kv_heads
+    with torch.cuda.device_of(query):
+        _paged_decode_kernel[(batch, num_kv_heads, num_splits)](
+            query, kv_cache, block_tables, seq_lens, split_out, lse,
+            scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
+            NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv,
+            HEADS_PAD=max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv)),
+            BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
+            NUM_SPLITS=num_splits, TILE=num_tile_keys(head_dim, kv_cache.element_size()),
+            WINDOW=window, SOFT_CAP=soft_cap,
+        )  # fmt: skip
+    return lse
+
+
+def merge_splits(split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor) -> None:
+    """Fill `out`, `[batch, num_heads, head_dim]`, with the splits of `decode_splits`, each weighed by its lse."""
+    batch, num_heads, num_splits, head_dim = split_out.shape
+    if batch == 0:
+        return
+    with torch.cuda.device_of(out):
+        _merge_splits_kernel[(batch * num_heads,)](
+            out, split_out, split_lse,
+            HEAD_DIM=head_dim, HEAD_DIM_PAD=next_power_of_2(head_dim), NUM_SPLITS=num_splits,
+        )  # fmt: skip
 
 
 def paged_decode_reference(

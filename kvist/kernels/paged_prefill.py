@@ -1,4 +1,10 @@
-"""Attention of a ragged batch of new tokens over a paged cache that already holds them: prefill and extend."""
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+"""Attention of a ragged batch of new tokens over a paged cache that already holds them: prefill and extend.
+
+A program takes a block of one sequence's query rows and one head, and walks the keys in two phases (FlashAttention-2,
+arXiv:2307.08691): those that every row may see but for its window, then those on the causal boundary.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,94 @@ import torch
 
 from kvist.kernels._checks import check_attention, check_rows, check_tensor
 from kvist.kernels._dense import attend, gather_pages
+from kvist.kernels._tile import attend_tile, load_tile, num_tile_keys, pad_head_dim
+from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
+
+_QUERY_ROWS = 64  # Not tuned.
 
 # Bounds the score matrix of the reference, and lets it skip the keys that a chunk of rows cannot see. Of 32, 64, 128
 # and 256 rows, 64 was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
 _REFERENCE_ROWS = 64
+
+
+# fmt: off
+@jit
+def _find_rows(
+    query_start_loc_ptr, num_tokens, batch, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
+):
+    # fmt: on
+    """The sequence whose rows this program takes, the first of them, and where the sequence's rows end.
+
+    Sequence i owns the programs from `start[i] // ROWS + i` on: enough for its rows however they straddle, so the grid
+    needs only the number of tokens and sequences, and no length has to come from the device.
+    """
+    seqs = tl.arange(0, BATCH_PAD)
+    starts = tl.load(query_start_loc_ptr + seqs, mask=seqs <= batch, other=0)
+    is_begun = (seqs <= batch) & (starts // ROWS + seqs <= tl.program_id(0))
+    seq = tl.sum(is_begun.to(tl.int32), 0) - 1
+    start = tl.load(query_start_loc_ptr + seq)
+    end = tl.load(query_start_loc_ptr + seq + 1, mask=seq < batch, other=num_tokens)
+    return seq, start + (tl.program_id(0) - start // ROWS - seq) * ROWS, end
+
+
+# fmt: off
+@jit
+def _paged_prefill_kernel(
+    query_ptr, kv_cache_ptr, block_tables_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
+    num_tokens, batch, scale, query_stride, block_stride, table_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+):
+    # fmt: on
+    """Program (block of rows, head) attends with up to ROWS rows of a sequence; padding is a last, empty sequence."""
+    seq, first_row, end_row = _find_rows(query_start_loc_ptr, num_tokens, batch, BATCH_PAD, ROWS)
+    if first_row >= end_row:
+        return
+    head = tl.program_id(1)
+    kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
+    rows = first_row + tl.arange(0, ROWS)
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    mask = (rows < end_row)[:, None] & (dims < HEAD_DIM)[None, :]
+    query_offsets = rows.to(tl.int64) * query_stride + head * HEAD_DIM
+    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+
+    # Positions are absolute: a sequence's last row stands at seq_len - 1.
+    row_to_position = tl.load(seq_lens_ptr + seq, mask=seq < batch, other=0) - end_row
+    positions = rows + row_to_position
+    first_query = first_row + row_to_position
+    end_key = tl.minimum(first_row + ROWS, end_row) + row_to_position
+    first_key = 0
+    if WINDOW is not None:
+        first_key = tl.maximum(first_query - WINDOW + 1, 0)
+    boundary = first_key + tl.maximum(first_query + 1 - first_key, 0) // TILE * TILE
+
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    weighted = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
+    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    start, end = first_key, boundary
+    for phase in tl.static_range(2):  # 0: whole tiles that no row is too early for; 1: the causal boundary.
+        for tile in range(start, end, TILE):
+            keys = tile + tl.arange(0, TILE)
+            is_present = keys < end
+            is_visible = is_present[None, :]
+            if phase == 1:
+                is_visible = is_visible & (keys[None, :] <= positions[:, None])
+            if WINDOW is not None:
+                is_visible = is_visible & (positions[:, None] - keys[None, :] < WINDOW)
+            key, value = load_tile(
+                kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride,
+                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD,
+            )  # fmt: skip
+            row_max, row_sum, weighted = attend_tile(
+                query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP
+            )
+        start, end = boundary, end_key
+
+    attended = (weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+    out_offsets = rows.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
+    tl.store(out_ptr + out_offsets[:, None] + dims[None, :], attended, mask=mask)
 
 
 def paged_prefill(
@@ -33,10 +123,27 @@ def paged_prefill(
     check_attention(query, kv_cache, block_tables, seq_lens, window, soft_cap, out)
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), kv_cache)
     check_rows("query_start_loc", query_start_loc)
-    result = paged_prefill_reference(
-        query, kv_cache, block_tables, query_start_loc, seq_lens, scale=scale, window=window, soft_cap=soft_cap
-    )
-    return result if out is None else out.copy_(result)
+    if not is_launched(query):
+        result = paged_prefill_reference(
+            query, kv_cache, block_tables, query_start_loc, seq_lens, scale=scale, window=window, soft_cap=soft_cap
+        )
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    (num_tokens, num_heads, head_dim), batch = query.shape, seq_lens.shape[0]
+    if num_tokens == 0:
+        return out
+    query, kv_cache = widen_for_interpreter(query), widen_for_interpreter(kv_cache)
+    with torch.cuda.device_of(query):
+        _paged_prefill_kernel[(num_tokens // _QUERY_ROWS + batch + 1, num_heads)](
+            query, kv_cache, block_tables, query_start_loc, seq_lens, out,
+            num_tokens, batch, scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=kv_cache.shape[2], BLOCK_SIZE=kv_cache.shape[3],
+            HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
+            BATCH_PAD=next_power_of_2(batch + 1), ROWS=_QUERY_ROWS,
+            TILE=num_tile_keys(head_dim, kv_cache.element_size()), WINDOW=window, SOFT_CAP=soft_cap,
+        )  # fmt: skip
+    return out
 
 
 def paged_prefill_reference(

@@ -1,3 +1,5 @@
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
 """Store the keys and values of a step into the slots of a paged cache."""
 
 from __future__ import annotations
@@ -5,6 +7,32 @@ from __future__ import annotations
 import torch
 
 from kvist.kernels._checks import CACHE_DTYPES, check_kv_cache, check_rows, check_tensor
+from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
+
+_TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
+
+
+# fmt: off
+@jit
+def _write_kv_kernel(
+    key_ptr, value_ptr, kv_cache_ptr, slot_mapping_ptr, num_tokens, key_stride, value_stride, block_stride,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    # fmt: on
+    """A program copies one head of TOKENS tokens."""
+    kv_head = tl.program_id(1)
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    mask = (slots >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+    source = kv_head * HEAD_DIM + dims[None, :]
+    key = tl.load(key_ptr + tokens[:, None] * key_stride + source, mask=mask)
+    value = tl.load(value_ptr + tokens[:, None] * value_stride + source, mask=mask)
+    offsets = slots // BLOCK_SIZE * block_stride + (kv_head * BLOCK_SIZE + slots % BLOCK_SIZE) * HEAD_DIM
+    target = kv_cache_ptr + offsets[:, None] + dims[None, :]
+    tl.store(target, key.to(kv_cache_ptr.dtype.element_ty), mask=mask)
+    tl.store(target + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, value.to(kv_cache_ptr.dtype.element_ty), mask=mask)
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -14,13 +42,23 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     `slot_mapping`: int64 `[num_tokens]`, `block_idx * block_size + offset`, no slot twice. Raises ValueError.
     """
     check_kv_cache(kv_cache)
-    num_tokens, num_kv_heads, head_dim = key.shape[0], kv_cache.shape[2], kv_cache.shape[4]
+    num_tokens, (_, _, num_kv_heads, block_size, head_dim) = key.shape[0], kv_cache.shape
     for name, tensor in (("key", key), ("value", value)):
         check_tensor(name, tensor, (num_tokens, num_kv_heads, head_dim), CACHE_DTYPES, kv_cache)
         check_rows(name, tensor)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), kv_cache)
     check_rows("slot_mapping", slot_mapping)
-    write_kv_reference(key, value, kv_cache, slot_mapping)
+    if not is_launched(kv_cache):
+        write_kv_reference(key, value, kv_cache, slot_mapping)
+    elif num_tokens:
+        key, value = widen_for_interpreter(key), widen_for_interpreter(value)
+        grid = (-(-num_tokens // _TOKENS_PER_PROGRAM), num_kv_heads)
+        with torch.cuda.device_of(kv_cache):
+            _write_kv_kernel[grid](
+                key, value, kv_cache, slot_mapping, num_tokens, key.stride(0), value.stride(0), kv_cache.stride(0),
+                NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
+                HEAD_DIM_PAD=next_power_of_2(head_dim), TOKENS=_TOKENS_PER_PROGRAM,
+            )  # fmt: skip
 
 
 def write_kv_reference(
@@ -28,8 +66,8 @@ def write_kv_reference(
 ) -> None:
     """`write_kv` in torch: two indexed assignments."""
     block_size = kv_cache.shape[3]
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    blocks, offsets = slots // block_size, slots % block_size
-    kv_cache[blocks, 0, :, offsets] = key[written].to(kv_cache.dtype)
-    kv_cache[blocks, 1, :, offsets] = value[written].to(kv_cache.dtype)
+    is_written = slot_mapping >= 0
+    slots = slot_mapping[is_written]
+    block_idxs, offsets = slots // block_size, slots % block_size
+    kv_cache[block_idxs, 0, :, offsets] = key[is_written].to(kv_cache.dtype)
+    kv_cache[block_idxs, 1, :, offsets] = value[is_written].to(kv_cache.dtype)

@@ -1,0 +1,68 @@
+# ruff: noqa: N803
+# mypy: disable-error-code="no-untyped-def"
+"""What both attention kernels do with a tile of keys: load it through the block table, then fold it into the softmax.
+
+The softmax is online (Milakov and Gimelshein 2018, arXiv:1805.02867), in base 2: a row carries its running maximum,
+the sum of its weights and its weighted values, and is rescaled whenever the maximum grows.
+"""
+
+from __future__ import annotations
+
+from kvist.kernels._triton import jit, next_power_of_2, tl
+
+MIN_DOT_SIZE = 16  # No side of a tensor-core product may be smaller on sm_80 and sm_90 in 16-bit types.
+
+
+def pad_head_dim(head_dim: int) -> int:
+    """The width of a tile's rows: a power of two, as Triton's ranges require, and wide enough for a product."""
+    return max(MIN_DOT_SIZE, next_power_of_2(head_dim))
+
+
+def num_tile_keys(head_dim: int, element_size_bytes: int) -> int:
+    """Keys a tile: 16 to 64, so that its keys take at most 16 KiB.
+
+    Two stages of keys and values then take 64 KiB, which with the query tile fits the 163 KiB of shared memory that
+    a program may use on sm_80. An arithmetic bound; not tuned.
+    """
+    return max(MIN_DOT_SIZE, min(64, 16384 // (pad_head_dim(head_dim) * element_size_bytes)))
+
+
+# fmt: off
+@jit
+def load_tile(
+    kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+):
+    # fmt: on
+    """Keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are not read and come as zeros."""
+    # int64: a cache of more than 2**31 elements is ordinary, and the product overflows without a word.
+    block_idxs = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=is_present, other=0).to(tl.int64)
+    offsets = block_idxs * block_stride + (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
+    dims = tl.arange(0, HEAD_DIM_PAD)
+    pointers = kv_cache_ptr + offsets[:, None] + dims[None, :]
+    mask = is_present[:, None] & (dims < HEAD_DIM)[None, :]
+    key = tl.load(pointers, mask=mask, other=0.0)
+    value = tl.load(pointers + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0)
+    return key, value
+
+
+# fmt: off
+@jit
+def attend_tile(
+    query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP: tl.constexpr,
+):
+    # fmt: on
+    """The three running quantities of each row after this tile; a row that has seen nothing stays at -inf, 0, 0."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if SOFT_CAP is not None:
+        # cap * tanh(s / cap): a sigmoid, because the interpreter has no tanh; exact at both ends.
+        scores = SOFT_CAP * (2.0 * tl.sigmoid(2.0 / SOFT_CAP * scores) - 1.0)
+    scores = tl.where(is_visible, scores * 1.4426950408889634, float("-inf"))  # log2(e)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # -inf - (-inf) is NaN: a row whose keys were all masked so far takes its exponents against 0 instead.
+    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - pivot[:, None])
+    decay = tl.exp2(row_max - pivot)
+    row_sum = row_sum * decay + tl.sum(weights, 1)
+    weighted = tl.dot(weights.to(value.dtype), value, weighted * decay[:, None], input_precision="ieee")
+    return new_max, row_sum, weighted
