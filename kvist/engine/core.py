@@ -47,7 +47,7 @@ class EngineCore:
 
     def __init__(self, limits: ModelLimits, kv_cache: KvCacheManager, scheduler: Scheduler, runner: Runner) -> None:
         self.limits = limits
-        self._kv_cache = kv_cache
+        self.kv_cache = kv_cache
         self._scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}
@@ -91,7 +91,7 @@ class EngineCore:
             prompt_token_ids,
             params,
             max_tokens=self.check_prompt(prompt_token_ids, params),
-            chain=BlockHashChain(self._kv_cache.block_size, cache_salt=cache_salt),
+            chain=BlockHashChain(self.kv_cache.block_size, cache_salt=cache_salt),
             text=TextStream(detokenizer, params.stop_strings, params.include_stop_str_in_output),
             random=random.Random(params.seed),
             end_token_ids=self._end_token_ids(params),
@@ -122,12 +122,12 @@ class EngineCore:
 
     def flush_cache(self) -> None:
         """Forget all cached blocks that no request is using."""
-        self._kv_cache.flush()
+        self.kv_cache.flush()
 
     def statistics(self) -> EngineStatistics:
         """Return the counts."""
         return EngineStatistics(
-            self._scheduler.statistics(), self._kv_cache.statistics(), self._num_output_tokens, self._num_failed_steps
+            self._scheduler.statistics(), self.kv_cache.statistics(), self._num_output_tokens, self._num_failed_steps
         )
 
     def check_invariants(self) -> None:

@@ -18,6 +18,7 @@ from kvist.engine.core import EngineCore
 from kvist.engine.loading import load_engine
 from kvist.engine.request import RequestOutput
 from kvist.events import EventSink
+from kvist.kvcache import KvCacheManager
 from kvist.openai.requests import SamplingParams
 
 S, F = "sliding_attention", "full_attention"
@@ -171,3 +172,37 @@ def generate() -> Callable[..., dict[str, list[RequestOutput]]]:
 def tokens_of() -> Callable[[list[RequestOutput]], list[int]]:
     """Join the tokens of one request's outputs."""
     return lambda outputs: [token_id for output in outputs for token_id in output.token_ids]
+
+
+class EventFollower:
+    """Holds per group the hashes that the events say are cached."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, set[int]] = {}
+        self.num_clears = 0
+
+    def created(self, *, group: int, **_: Any) -> None:
+        self.held[group] = set()
+
+    def stored(self, block_hashes: list[int], token_ids: list[int], *, group: int, **_: Any) -> None:
+        assert not self.held[group] & set(block_hashes)
+        assert len(token_ids) % len(block_hashes) == 0
+        self.held[group] |= set(block_hashes)
+
+    def removed(self, block_hashes: list[int], *, group: int, **_: Any) -> None:
+        assert self.held[group] >= set(block_hashes)
+        self.held[group] -= set(block_hashes)
+
+    def cleared(self, **_: Any) -> None:
+        self.num_clears += 1
+        self.held = {group: set() for group in self.held}
+
+    def assert_equals(self, kv_cache: KvCacheManager) -> None:
+        """Assert that following the events gives what the pools hold."""
+        assert self.held == {pool.group.group_id: pool.cached_hashes() for pool in kv_cache.pools}
+
+
+@pytest.fixture
+def new_follower() -> Callable[[], EventFollower]:
+    """Return the class: property tests need one an example."""
+    return EventFollower

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvist.engine.config import EngineConfig
+from kvist.errors import InvalidValueError
+from kvist.events import FULL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"block_size": 12}, "block_size: got 12, expected a power of two"),
+        ({"dtype": "int8"}, "dtype: got 'int8'"),
+        ({"num_blocks": 0}, "num_blocks: got 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs: got 0"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens: got 8, expected at least max_num_seqs=64"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        EngineConfig(model_dir=Path(), **settings)
+
+
+def test_a_pool_that_cannot_hold_one_sequence_is_refused(make_core) -> None:
+    with pytest.raises(InvalidValueError, match=r"got 127, expected at least 128: one sequence of max_model_len=512"):
+        make_core("gemma3", num_blocks=127)
+
+
+def test_memory_is_split_evenly_over_the_groups(make_core) -> None:
+    core = make_core("gemma3", num_blocks=None, kv_memory_mib=3)
+    block_bytes = 6 * 2 * 2 * 16 * 4 * 4
+    assert [pool.num_blocks for pool in core.statistics().kv_cache.pools] == [3 * 2**20 // block_bytes] * 2
+
+
+def test_a_longer_context_than_the_models_is_refused(make_core) -> None:
+    with pytest.raises(InvalidValueError, match="max_model_len: got 513, expected at most the model's 512"):
+        make_core("qwen3", max_model_len=513)
+
+
+def test_groups_follow_the_windows(make_core) -> None:
+    windows = [pool.window for pool in make_core("gemma3").statistics().kv_cache.pools]
+    assert windows == [FULL, 8]
+    assert [pool.window for pool in make_core("gemma3", max_model_len=8).statistics().kv_cache.pools] == [FULL]
