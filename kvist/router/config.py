@@ -119,14 +119,9 @@ class RouterConfig:
             raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], *, strict: bool = True) -> Self:
-        """Return the configuration of these keys; with `strict` false, numbers may be given as text."""
-        annotations = _annotations()
-        for name in values:
-            if name not in annotations:
-                close = difflib.get_close_matches(name, annotations, n=1)
-                raise InvalidValueError(name, values[name], f"a known key{f', such as {close[0]}' if close else ''}")
-        return cls(**{name: _checked(name, value, annotations[name], strict) for name, value in values.items()})
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Return the configuration of these keys; raises InvalidValueError for one that is unknown or wrong."""
+        return cls(**parse_values(values))
 
     def make_policy(self) -> Policy:
         """Return the chosen policy with its knobs."""
@@ -152,6 +147,16 @@ class RouterConfig:
                 return RandomPolicy()
 
 
+def parse_values(values: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
+    """Return the values in their keys' types, each checked; with `strict` false, numbers may be given as text."""
+    annotations = _annotations()
+    for name in values:
+        if name not in annotations:
+            close = difflib.get_close_matches(name, annotations, n=1)
+            raise InvalidValueError(name, values[name], f"a known key{f', such as {close[0]}' if close else ''}")
+    return {name: _checked(name, value, annotations[name], strict) for name, value in values.items()}
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the keys of a TOML file; raises InvalidValueError that names the file."""
     try:
@@ -163,14 +168,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_worker_url(name: str, url: str) -> None:
-    """Raise InvalidValueError unless the URL is http://host[:port] and nothing else."""
+    """Raise InvalidValueError unless the URL is that of a worker: no trailing slash, no user, no query."""
     try:
         parts = urlsplit(url)
-        is_allowed = parts.scheme == "http" and parts.hostname is not None and parts.port != 0
+        has_origin = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        is_allowed = False
-    if not is_allowed or url != f"http://{parts.netloc}" or parts.username is not None:
-        raise InvalidValueError(name, url, "http://host:port")
+        has_origin = False
+    if not has_origin or parts.username is not None or parts.query or parts.fragment or url.endswith("/"):
+        raise InvalidValueError(name, url, "http(s)://host[:port][/prefix]")
 
 
 def option_help() -> dict[str, str]:

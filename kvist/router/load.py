@@ -3,10 +3,10 @@
     dispatch ──────────── first byte of the answer ──────────────── end, error or disconnect
     running_requests +1                                             −1
     prefill_tokens  +uncached    −uncached                          (−uncached, if no byte came)
-    decode_blocks   +⌈prompt/B⌉  +1 for every B chunks streamed     −all of them
+    decode_blocks   +⌈prompt/B⌉  +1 for every B tokens streamed     −all of them
     recent_prefill_tokens +uncached, then halves every half-life: it outlives the request
 
-Decode blocks are those a step must read, so shared blocks count once a request. A chunk of a stream is taken for one
+Decode blocks are those a step must read, so shared blocks count once a request. An event of a stream is taken for one
 token. Answers that are not streamed keep their prefill tokens to the end, for nothing shows where prefill stopped.
 """
 
@@ -42,7 +42,7 @@ class _RankLoad:
 class ActiveRequest:
     """One dispatched request. As a context manager it gives back everything it counts, on every way out, once."""
 
-    __slots__ = ("_block_size", "_decode_blocks", "_num_chunks", "_prefill_tokens", "_rank_load", "_tracker", "target")
+    __slots__ = ("_block_size", "_decode_blocks", "_num_tokens", "_prefill_tokens", "_rank_load", "_tracker", "target")
 
     def __init__(
         self, tracker: LoadTracker, target: WorkerRank, rank_load: _RankLoad, prompt: Prompt, uncached_tokens: int
@@ -53,7 +53,7 @@ class ActiveRequest:
         self._block_size = prompt.block_size
         self._prefill_tokens = uncached_tokens
         self._decode_blocks = -(-prompt.num_tokens // prompt.block_size)
-        self._num_chunks = 0
+        self._num_tokens = 0
         rank_load.running_requests += 1
         rank_load.prefill_tokens += self._prefill_tokens
         rank_load.decode_blocks += self._decode_blocks
@@ -64,17 +64,21 @@ class ActiveRequest:
     def __exit__(self, *exception: object) -> None:
         self.finish()
 
-    def chunk(self) -> None:
-        """Count one streamed chunk; the first one ends the prefill."""
-        if self._rank_load is None:
-            return
-        if self._num_chunks == 0:
+    def answered(self) -> None:
+        """Take the first byte of the answer: its prefill is done."""
+        if self._rank_load is not None:
             self._rank_load.prefill_tokens -= self._prefill_tokens
             self._prefill_tokens = 0
-        self._num_chunks += 1
-        if self._num_chunks % self._block_size == 0:
-            self._decode_blocks += 1
-            self._rank_load.decode_blocks += 1
+
+    def add_tokens(self, num_tokens: int) -> None:
+        """Count what the answer grew by."""
+        if self._rank_load is None:
+            return
+        num_blocks = self._num_tokens // self._block_size
+        self._num_tokens += num_tokens
+        num_new_blocks = self._num_tokens // self._block_size - num_blocks
+        self._decode_blocks += num_new_blocks
+        self._rank_load.decode_blocks += num_new_blocks
 
     def finish(self) -> None:
         """Give back what is still counted; further calls do nothing."""

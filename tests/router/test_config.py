@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.router.config import POLICY_NAMES, RouterConfig, option_help, read_toml
+from kvist.router.config import POLICY_NAMES, RouterConfig, option_help, parse_values, read_toml
 
 WORKER = "http://127.0.0.1:8001"
 
@@ -29,10 +29,10 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"block_size": 0}, "block_size", "int >= 1"),
         ({"temperature": float("nan")}, "temperature", "float >= 0"),
         ({"worker_urls": WORKER}, "worker_urls", "array, got str"),
-        ({"worker_urls": [WORKER + "/"]}, "worker_urls", "http://host:port"),
-        ({"worker_urls": ["https://w:1"]}, "worker_urls", "http://host:port"),
-        ({"worker_urls": ["http://user@w:1"]}, "worker_urls", "http://host:port"),
-        ({"worker_urls": ["http://w:99999"]}, "worker_urls", "http://host:port"),
+        ({"worker_urls": [WORKER + "/"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
+        ({"worker_urls": ["tcp://w:1"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
+        ({"worker_urls": ["http://user@w:1"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
+        ({"worker_urls": ["http://w:99999"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": [WORKER, WORKER]}, "worker_urls", "each worker once"),
         ({"kv_event_sources": {WORKER: "tcp://h:1"}, "block_size": 16}, "kv_event_sources", "one of worker_urls"),
         (
@@ -60,8 +60,13 @@ def test_values_given_in_code_are_checked_too() -> None:
 
 
 def test_numbers_given_as_text_are_read_only_where_asked() -> None:
-    config = RouterConfig.from_mapping({"port": "0", "temperature": "0.5", "block_size": "16"}, strict=False)
-    assert (config.port, config.temperature, config.block_size) == (0, 0.5, 16)
+    given = {"port": "0", "temperature": "0.5", "block_size": "16", "tier_credits": ["1", "0.5"]}
+    assert parse_values(given, strict=False) == {
+        "port": 0,
+        "temperature": 0.5,
+        "block_size": 16,
+        "tier_credits": (1.0, 0.5),
+    }
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)

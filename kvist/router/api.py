@@ -1,0 +1,144 @@
+"""The router's own endpoints, as a Starlette application: workers, loads, health, metrics, and why a decision falls.
+
+    GET  /health      200 while the router serves              POST   /workers     add {"url", "kv_event_source"?}
+    GET  /readiness   200 while a worker can take requests     DELETE /workers     ?url=…: drain, then remove
+    GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
+    GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
+
+The caller has checked who may ask (`kvist.router.auth`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvist import __version__
+from kvist.errors import InvalidValueError
+from kvist.openai.errors import RequestError, error_body
+from kvist.router.explain import explain_decision, explain_load, explain_worker
+from kvist.router.fleet import Fleet, WorkerConflictError
+from kvist.router.index import FleetIndex
+from kvist.router.load import LoadTracker
+from kvist.router.metrics import RouterMetrics
+from kvist.router.prompts import PromptReader
+from kvist.router.routing import Routing
+from kvist.router.worker import WorkerState
+
+
+class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
+    url: str
+    kv_event_source: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdminApi:
+    """The endpoints over one running router."""
+
+    fleet: Fleet
+    load: LoadTracker
+    index: FleetIndex | None
+    reader: PromptReader
+    routing: Routing
+    metrics: RouterMetrics
+    cold_start_s: float
+    now_s: Callable[[], float]
+
+    def application(self) -> Starlette:
+        """Return the ASGI application."""
+        return Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/readiness", self._readiness),
+                Route("/metrics", self._metrics),
+                Route("/workers", self._list_workers),
+                Route("/workers", self._add_worker, methods=["POST"]),
+                Route("/workers", self._drain_worker, methods=["DELETE"]),
+                Route("/get_loads", self._loads),
+                Route("/route", self._route, methods=["POST"]),
+            ],
+            exception_handlers={
+                RequestError: _refuse,
+                InvalidValueError: _refuse_value,
+                WorkerConflictError: _refuse_conflict,
+                HTTPException: _refuse_method,
+            },
+        )
+
+    async def _health(self, request: Request) -> Response:  # noqa: ARG002
+        return _json({"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)})
+
+    async def _readiness(self, request: Request) -> Response:  # noqa: ARG002
+        states = [worker.state for worker in self.fleet.workers]
+        is_ready = WorkerState.HEALTHY in states
+        counts = {state.value: states.count(state) for state in WorkerState}
+        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
+        return _json({"ready": is_ready, "workers": counts}, status)
+
+    async def _metrics(self, request: Request) -> Response:  # noqa: ARG002
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _list_workers(self, request: Request) -> Response:  # noqa: ARG002
+        explained = [explain_worker(worker, self.load, self.index) for worker in self.fleet.workers]
+        return _json({"block_size": self.fleet.block_size, "workers": explained})
+
+    async def _add_worker(self, request: Request) -> Response:
+        # A page in a browser can post to loopback, but not with this content type unless it is allowed to.
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            raise RequestError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
+        try:
+            new = msgspec.json.decode(await request.body(), type=_NewWorker)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
+        worker = self.fleet.add(new.url.rstrip("/"), new.kv_event_source)
+        return _json({"url": worker.url, "state": worker.state}, HTTPStatus.CREATED)
+
+    async def _drain_worker(self, request: Request) -> Response:
+        url = request.query_params.get("url", "").rstrip("/")
+        worker = self.fleet.get(url)
+        if worker is None:
+            raise RequestError(HTTPStatus.NOT_FOUND, f"url: got {url!r}, expected a known worker", param="url")
+        self.fleet.drain(worker)
+        return _json({"url": worker.url, "state": worker.state}, HTTPStatus.ACCEPTED)
+
+    async def _loads(self, request: Request) -> Response:  # noqa: ARG002
+        now_s = self.now_s()
+        targets = [target for worker in self.fleet.workers for target, _ in self.routing.targets(worker)]
+        return _json({"loads": [explain_load(target, self.load.load(target, now_s)) for target in targets]})
+
+    async def _route(self, request: Request) -> Response:
+        ask = await self.reader.read_any(await request.body())
+        decision = self.routing.choose(ask, self.routing.overlaps(ask))
+        return _json(explain_decision(decision, ask))
+
+
+def _json(value: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _refuse(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    assert isinstance(error, RequestError)
+    return Response(error_body(error), error.status, media_type="application/json")
+
+
+def _refuse_value(request: Request, error: Exception) -> Awaitable[Response]:
+    return _refuse(request, RequestError(HTTPStatus.BAD_REQUEST, str(error)))
+
+
+def _refuse_conflict(request: Request, error: Exception) -> Awaitable[Response]:
+    return _refuse(request, RequestError(HTTPStatus.CONFLICT, str(error)))
+
+
+def _refuse_method(request: Request, error: Exception) -> Awaitable[Response]:
+    assert isinstance(error, HTTPException)
+    return _refuse(request, RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))

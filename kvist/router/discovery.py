@@ -1,0 +1,143 @@
+"""What a worker says about itself: whether it is up, which models it serves, where it streams its KV events.
+
+A bundled engine answers `GET /server_info` with `"engine": "kvist"`; of any other engine only the model list is read.
+What is announced is a claim: an event endpoint is dialled only where `event_endpoint` allows it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.router.http import UpstreamError, UpstreamPool
+
+MAX_ANSWER_BYTES = 1024 * 1024
+_WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """An entry of a worker's model list; a LoRA adapter names its base model as `parent`. `entry` is all it said."""
+
+    id: str
+    parent: str | None
+    entry: dict[str, Any]
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What a worker said; None where it did not. Without a model list it is taken to serve any model."""
+
+    engine: str | None = None
+    version: str | None = None
+    block_size: int | None = None
+    event_endpoint: str | None = None
+    models: tuple[ServedModel, ...] | None = None
+
+
+class _KvEvents(msgspec.Struct, frozen=True):
+    endpoint: str
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    engine: str
+    version: str | None = None
+    block_size: int | None = None
+    kv_events: _KvEvents | None = None
+
+
+class _ModelEntry(msgspec.Struct, frozen=True):
+    id: str
+    parent: str | None = None
+
+
+class _ModelList(msgspec.Struct, frozen=True):
+    data: list[dict[str, Any]]
+
+
+async def probe(pool: UpstreamPool, url: str) -> Identity:
+    """Return the identity of a healthy worker.
+
+    Raises UpstreamError when it is unreachable or says it is not healthy, MalformedMessageError for an answer that is
+    not what it should be. The caller bounds the time.
+    """
+    status, _ = await _get(pool, url, "/health")
+    if not 200 <= status < 300:
+        raise UpstreamError(url, f"GET /health answered {status}")
+    identity = await _server_info(pool, url)
+    return msgspec.structs.replace(identity, models=await _models(pool, url))
+
+
+def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) -> str:
+    """Return the endpoint to dial for a worker's announced one; a wildcard host means the worker's own.
+
+    Raises InvalidValueError unless it is on the worker's own host or, as an address, in an allowed network.
+    """
+    own_host = _plain_host(urlsplit(url).hostname or "")
+    try:
+        parts = urlsplit(announced)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        host, port = "", None
+    if not parts.scheme or not host or port is None:
+        raise InvalidValueError("kv_events.endpoint", announced, "scheme://host:port")
+    if host in _WILDCARD_HOSTS:
+        netloc = f"[{own_host}]:{port}" if ":" in own_host else f"{own_host}:{port}"
+        return parts._replace(netloc=netloc).geturl()
+    if _plain_host(host) == own_host or _is_in_networks(_plain_host(host), allowed_networks):
+        return announced
+    raise InvalidValueError("kv_events.endpoint", announced, f"the worker's own host {own_host} or an allowed network")
+
+
+async def _server_info(pool: UpstreamPool, url: str) -> Identity:
+    status, body = await _get(pool, url, "/server_info")
+    try:
+        answer = msgspec.json.decode(body) if status == 200 else None
+    except msgspec.DecodeError:
+        answer = None  # another engine's page
+    if not isinstance(answer, dict) or answer.get("engine") != "kvist":
+        return Identity()
+    try:
+        info = msgspec.convert(answer, _ServerInfo)
+    except msgspec.ValidationError as error:
+        raise MalformedMessageError(f"{url}/server_info", str(error)) from None
+    endpoint = info.kv_events.endpoint if info.kv_events else None
+    return Identity(info.engine, info.version, info.block_size, endpoint)
+
+
+async def _models(pool: UpstreamPool, url: str) -> tuple[ServedModel, ...] | None:
+    status, body = await _get(pool, url, "/v1/models")
+    if status != 200:
+        return None
+    try:
+        entries = msgspec.json.decode(body, type=_ModelList).data
+        named = [(msgspec.convert(entry, _ModelEntry), entry) for entry in entries]
+    except msgspec.DecodeError as error:
+        raise MalformedMessageError(f"{url}/v1/models", str(error)) from None
+    return tuple(ServedModel(model.id, model.parent, entry) for model, entry in named)
+
+
+async def _get(pool: UpstreamPool, url: str, target: str) -> tuple[int, bytes]:
+    pieces, num_bytes = [], 0
+    async with pool.exchange(url, "GET", target, [(b"accept", b"application/json")]) as response:
+        async for piece in response.body():
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > MAX_ANSWER_BYTES:
+                raise MalformedMessageError(f"{url}{target}", f"more than {MAX_ANSWER_BYTES} bytes")
+        return response.status, b"".join(pieces)
+
+
+def _plain_host(host: str) -> str:
+    return "127.0.0.1" if host in ("localhost", "::1") else host.lower()
+
+
+def _is_in_networks(host: str, networks: Sequence[str]) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return any(address in ipaddress.ip_network(network) for network in networks)

@@ -1,0 +1,85 @@
+"""Decisions, workers and loads as an operator reads them: plain values for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvist.events import Tier, WorkerRank
+from kvist.router.index import FleetIndex
+from kvist.router.load import LoadTracker
+from kvist.router.policy import Candidate, Decision, Load
+from kvist.router.prompts import Ask
+from kvist.router.worker import Worker
+
+
+def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
+    """Return who takes the request, by which rule, and what every candidate would have cost."""
+    costs: Sequence[float | None] = decision.weighing.costs or [None] * len(decision.candidates)
+    candidates = zip(decision.candidates, decision.weighing.probabilities, costs, strict=True)
+    return {
+        "worker": decision.chosen.target.worker,
+        "rank": decision.chosen.target.rank,
+        "policy": decision.policy,
+        "rule": decision.weighing.rule,
+        "overlap_tokens": decision.overlap_tokens,
+        "prompt_tokens": decision.prompt.num_tokens,
+        "block_size": decision.prompt.block_size,
+        "untokenized_reason": ask.untokenized_reason,
+        "candidates": [_explain_candidate(*candidate) for candidate in candidates],
+    }
+
+
+def _explain_candidate(candidate: Candidate, probability: float, cost: float | None) -> dict[str, Any]:
+    depths = candidate.overlap_blocks or (0,) * len(Tier)
+    return {
+        **explain_load(candidate.target, candidate.load),
+        "overlap_blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, depths, strict=False)},
+        "cached_blocks": candidate.num_cached_blocks,
+        "cost": cost,
+        "probability": probability,
+    }
+
+
+def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
+    """Return a rank's load under its name."""
+    return {
+        "worker": target.worker,
+        "rank": target.rank,
+        "running_requests": load.running_requests,
+        "prefill_tokens": load.prefill_tokens,
+        "decode_blocks": load.decode_blocks,
+        "recent_prefill_tokens": round(load.recent_prefill_tokens, 1),
+    }
+
+
+def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) -> dict[str, Any]:
+    """Return a worker's state and what it follows from."""
+    identity = worker.identity
+    ranks = index.ranks(worker.url) if index is not None else ()
+    return {
+        "url": worker.url,
+        "state": worker.state.value,
+        "circuit": worker.breaker.state.value,
+        "running_requests": load.running_requests(worker.url),
+        "error": worker.error,
+        "last_failure": worker.last_failure,
+        "engine": identity.engine,
+        "version": identity.version,
+        "block_size": identity.block_size,
+        "models": [model.id for model in identity.models] if identity.models is not None else None,
+        "kv_events": {
+            "endpoint": worker.event_source,
+            "error": worker.event_error,
+            "ranks": [
+                {
+                    "rank": status.rank,
+                    "state": status.state,
+                    "blocks": status.num_blocks,
+                    "gaps": status.num_gaps,
+                    "last_event_age_s": status.last_event_age_s,
+                }
+                for status in ranks
+            ],
+        },
+    }

@@ -1,0 +1,233 @@
+"""The workers: who they are, which of them may take a request, and how they come and go.
+
+Each worker has a task that checks it, learns what it serves and points the indexer at its event stream. A removed
+worker drains: it takes nothing new, and is forgotten when its last request has ended or its time is up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
+from kvist.router.config import RouterConfig, check_worker_url
+from kvist.router.discovery import Identity, ServedModel, event_endpoint, probe
+from kvist.router.health import CircuitBreaker, HealthGauge
+from kvist.router.http import UpstreamError, UpstreamPool
+from kvist.router.index import FleetIndex
+from kvist.router.load import LoadTracker
+from kvist.router.worker import Worker, WorkerState
+
+logger = logging.getLogger(__name__)
+
+STARTING_INTERVAL_S = 0.5
+"""Time between checks of a worker that has not answered yet, where that is less than the health interval."""
+
+
+class WorkerConflictError(KvistError):
+    """The worker is already there, or still draining: the administrator waits or removes it first."""
+
+    def __init__(self, url: str, state: WorkerState) -> None:
+        super().__init__(f"worker {url} is already there and {state}")
+        self.url = url
+        self.state = state
+
+
+class Fleet:
+    """Holds and checks the workers while its context is open; all methods belong to the event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        pool: UpstreamPool,
+        load: LoadTracker,
+        index: FleetIndex | None,
+        now_s: Callable[[], float],
+        on_removed: Callable[[str], None],
+    ) -> None:
+        """Take the configured workers; `index` is None where the policy does not look at caches."""
+        self._config = config
+        self._pool = pool
+        self._load = load
+        self._index = index
+        self._now_s = now_s
+        self._on_removed = on_removed
+        self._workers: dict[str, Worker] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
+        self._drains: set[asyncio.Task[None]] = set()
+        self._tasks = asyncio.TaskGroup()
+        self.block_size = config.block_size
+        """Tokens per block of the whole fleet, None until configured or announced."""
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        for url in self._config.worker_urls:
+            self.add(url, self._config.kv_event_sources.get(url))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in [*self._checks.values(), *self._drains]:
+            task.cancel()
+        # The group must see its own cancellation, and nothing else: it would wrap the body's error.
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    @property
+    def workers(self) -> list[Worker]:
+        """Return all workers, in the order they came."""
+        return list(self._workers.values())
+
+    def get(self, url: str) -> Worker | None:
+        """Return the worker of this URL."""
+        return self._workers.get(url)
+
+    def routable(self, model: str | None, excluded: Iterable[str] = ()) -> list[Worker]:
+        """Return the workers that may take a request for the model now."""
+        now_s, skipped = self._now_s(), set(excluded)
+        return [
+            worker
+            for worker in self._workers.values()
+            if worker.state is WorkerState.HEALTHY
+            and worker.breaker.allows(now_s)
+            and worker.url not in skipped
+            and worker.serves(model)
+        ]
+
+    def is_known(self, model: str | None) -> bool:
+        """Return whether some worker, in whatever state, serves the model."""
+        return any(worker.serves(model) for worker in self._workers.values())
+
+    def is_adapter(self, model: str | None) -> bool:
+        """Return whether the model is a LoRA adapter, whose blocks hash with its name."""
+        return any(model in worker.adapters for worker in self._workers.values())
+
+    def models(self) -> list[ServedModel]:
+        """Return the models of all healthy workers, each once."""
+        found: dict[str, ServedModel] = {}
+        for worker in self._workers.values():
+            if worker.state is WorkerState.HEALTHY:
+                for model in worker.identity.models or ():
+                    found.setdefault(model.id, model)
+        return list(found.values())
+
+    def add(self, url: str, configured_event_source: str | None = None) -> Worker:
+        """Take a worker in and start checking it; raises InvalidValueError or WorkerConflictError."""
+        check_worker_url("url", url)
+        if (present := self._workers.get(url)) is not None:
+            raise WorkerConflictError(url, present.state)
+        config = self._config
+        worker = Worker(
+            url,
+            configured_event_source,
+            HealthGauge(config.health_failures, config.health_successes),
+            CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
+        )
+        self._workers[url] = worker
+        if configured_event_source is not None:
+            self._follow(worker, configured_event_source)
+        self._checks[url] = self._tasks.create_task(self._watch(worker), name=f"kvist-health {url}")
+        logger.info("worker added url=%s", url)
+        return worker
+
+    def drain(self, worker: Worker) -> None:
+        """Give the worker nothing new, and forget it once its requests have ended or `drain_timeout_s` is over."""
+        if not worker.is_draining:
+            worker.is_draining = True
+            logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
+            task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
+            self._drains.add(task)
+            task.add_done_callback(self._drains.discard)
+
+    async def _remove_when_idle(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(self._config.drain_timeout_s):
+                await self._load.wait_idle(worker.url)
+        except TimeoutError:
+            running = self._load.running_requests(worker.url)
+            logger.warning("worker removed before its requests ended url=%s running=%d", worker.url, running)
+        self._checks.pop(worker.url).cancel()
+        self._follow(worker, None)
+        self._load.forget(worker.url)
+        del self._workers[worker.url]
+        self._on_removed(worker.url)
+        logger.info("worker removed url=%s", worker.url)
+
+    async def _watch(self, worker: Worker) -> None:
+        while True:
+            await self._check(worker)
+            interval_s = self._config.health_interval_s
+            if worker.health.is_healthy is None:
+                interval_s = min(interval_s, STARTING_INTERVAL_S)
+            await asyncio.sleep(interval_s)
+
+    async def _check(self, worker: Worker) -> None:
+        """Probe once and take in what the worker said of itself."""
+        try:
+            async with asyncio.timeout(self._config.health_timeout_s):
+                identity = await probe(self._pool, worker.url)
+        except (UpstreamError, MalformedMessageError) as error:
+            self._checked(worker, str(error))
+        except TimeoutError:
+            self._checked(worker, f"no answer to the health check within {self._config.health_timeout_s:g} s")
+        else:
+            self._identified(worker, identity)
+            self._checked(worker, None)
+
+    def _checked(self, worker: Worker, failure: str | None) -> None:
+        worker.last_failure = failure
+        if worker.health.record(failure is None):
+            logger.log(
+                logging.INFO if failure is None else logging.WARNING,
+                "worker is %s url=%s reason=%s",
+                worker.state,
+                worker.url,
+                failure or "health check passed",
+            )
+
+    def _identified(self, worker: Worker, identity: Identity) -> None:
+        worker.identify(identity)
+        if self._index is None or worker.is_draining:
+            return
+        self._check_block_size(worker, identity.block_size)
+        announced = None if worker.error else identity.event_endpoint
+        if worker.configured_event_source is None:
+            self._follow(worker, self._allowed_endpoint(worker, announced) if announced else None)
+
+    def _check_block_size(self, worker: Worker, block_size: int | None) -> None:
+        """Hashes of other block sizes never match, so a worker that has one cannot be routed to by prefix."""
+        if block_size is not None and self.block_size is None:
+            self.block_size = block_size
+            logger.info("block size announced url=%s block_size=%d", worker.url, block_size)
+        error = None
+        if block_size is not None and block_size != self.block_size:
+            error = f"block_size: the worker has {block_size}, the router {self.block_size}"
+        if error is not None and error != worker.error:
+            logger.error("worker misconfigured url=%s reason=%s", worker.url, error)
+        worker.error = error
+
+    def _allowed_endpoint(self, worker: Worker, announced: str) -> str | None:
+        try:
+            endpoint = event_endpoint(worker.url, announced, self._config.allowed_event_networks)
+        except InvalidValueError as error:
+            if worker.event_error != str(error):
+                logger.warning("announced event source refused url=%s reason=%s", worker.url, error)
+            worker.event_error = str(error)
+            return None
+        worker.event_error = None
+        return endpoint
+
+    def _follow(self, worker: Worker, endpoint: str | None) -> None:
+        """Follow the event stream at the endpoint instead of the one followed so far."""
+        if self._index is None or endpoint == worker.event_source:
+            return
+        if worker.event_source is not None:
+            self._index.remove_source(worker.url)
+        if endpoint is not None:
+            self._index.add_source(worker.url, endpoint)
+        worker.event_source = endpoint
+        logger.info("event source changed url=%s endpoint=%s", worker.url, endpoint)

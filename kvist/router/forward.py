@@ -1,0 +1,210 @@
+"""The life of one request, top to bottom: read, match, choose, send, relay, account.
+
+    read    the prompt's tokens, as the worker will see them          prompts
+    match   which ranks hold how many of its leading blocks           routing
+    choose  a rank, by overlap and load                               policy
+    send    the same bytes; another worker if this one fails          here
+            before the first byte of its answer
+    relay   the answer's bytes as they come, unchanged                here
+    account for load, circuit, metrics and the cached tokens reported here
+
+Whatever ends a request, its load is given back; when the client leaves, the worker's connection closes at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from kvist.openai.errors import RequestError, error_body
+from kvist.router.config import RouterConfig
+from kvist.router.fleet import Fleet
+from kvist.router.http import (
+    ClientDisconnectedError,
+    Headers,
+    Request,
+    Responder,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamResponse,
+    UpstreamTimeoutError,
+)
+from kvist.router.load import ActiveRequest, LoadTracker
+from kvist.router.metrics import RouterMetrics
+from kvist.router.policy import Decision
+from kvist.router.prompts import PromptReader
+from kvist.router.routing import Routing
+from kvist.router.usage import UsageReader
+
+logger = logging.getLogger(__name__)
+
+# The worker says it cannot take the request now; any other answer is the request's own and is passed on.
+RETRIED_STATUSES = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
+
+# What metrics show instead of a worker's status, for want of one.
+WORKER_FAILED_STATUS = 0
+CLIENT_LEFT_STATUS = 499  # nginx's number for it
+
+RANK_HEADER = b"x-data-parallel-rank"
+"""By which vLLM's front end takes the data-parallel rank to use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarder:
+    """Sends each request to the worker that its routing chooses, and relays the answer as it comes."""
+
+    config: RouterConfig
+    fleet: Fleet
+    pool: UpstreamPool
+    load: LoadTracker
+    reader: PromptReader
+    routing: Routing
+    metrics: RouterMetrics
+    now_s: Callable[[], float]
+
+    async def forward(self, request: Request, responder: Responder, request_id: bytes) -> None:
+        """Answer the request from a worker; raises RequestError when no answer has begun and none will come."""
+        await _Passage(self, request, responder, request_id).run()
+
+
+class _Passage:
+    """One request on its way."""
+
+    __slots__ = ("_ask", "_request", "_request_id", "_responder", "_router", "_started_s", "_tried")
+
+    def __init__(self, router: Forwarder, request: Request, responder: Responder, request_id: bytes) -> None:
+        self._router = router
+        self._request = request
+        self._responder = responder
+        self._request_id = request_id
+        self._started_s = router.now_s()
+        self._tried: set[str] = set()
+
+    async def run(self) -> None:
+        router = self._router
+        self._ask = await router.reader.read(self._request.path, self._request.body)
+        overlaps = router.routing.overlaps(self._ask)
+        while True:
+            decision = router.routing.choose(self._ask, overlaps, self._tried)
+            self._tried.add(decision.chosen.target.worker)
+            if await self._attempt(decision):
+                return
+            router.metrics.retried(decision.chosen.target.worker)
+
+    async def _attempt(self, decision: Decision) -> bool:
+        """Return True once the client has its answer, False if the worker failed and another should be tried."""
+        router, target = self._router, decision.chosen.target
+        worker = router.fleet.get(target.worker)
+        assert worker is not None
+        is_trial = worker.breaker.begin()
+        router.routing.dispatched()
+        router.metrics.dispatched(decision)
+        status = WORKER_FAILED_STATUS
+        try:
+            with router.load.begin(target, decision.prompt, decision.overlap_tokens, router.now_s()) as active:
+                async with self._exchange(decision) as response:
+                    status = response.status
+                    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                        worker.breaker.fail(router.now_s())
+                    else:
+                        worker.breaker.succeed()
+                    if status in RETRIED_STATUSES and self._may_retry():
+                        return False
+                    await self._relay(response, decision, active)
+        except UpstreamError as error:
+            status = WORKER_FAILED_STATUS
+            worker.breaker.fail(router.now_s())
+            return await self._worker_failed(error)
+        except (asyncio.CancelledError, ClientDisconnectedError):
+            status = CLIENT_LEFT_STATUS
+            raise
+        finally:
+            if is_trial:
+                worker.breaker.abandon()
+            router.metrics.ended(decision, status)
+        return True
+
+    def _exchange(self, decision: Decision) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """Send the client's bytes; our own API key stays here, the worker learns which of its ranks was chosen."""
+        request, target = self._request, decision.chosen.target
+        dropped = {b"x-request-id", RANK_HEADER}
+        if self._router.config.api_key is not None:
+            dropped.add(b"authorization")
+        headers = [field for field in request.headers if field[0] not in dropped]
+        headers.append((b"x-request-id", self._request_id))
+        if self._router.routing.is_one_of_several_ranks(target):
+            headers.append((RANK_HEADER, b"%d" % target.rank))
+        client = request.client[0] if request.client else None
+        return self._router.pool.exchange(
+            target.worker, request.method, request.target, headers, request.body, forwarded_for=client
+        )
+
+    async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
+        """Pass the answer on as it comes. Nothing is sent before its first byte, so until then another may be tried."""
+        responder, metrics = self._responder, self._router.metrics
+        is_event_stream = _is_event_stream(response.headers)
+        usage_reader = UsageReader(is_event_stream=is_event_stream)
+        body = response.body()
+        piece = await anext(body, b"")
+        active.answered()
+        metrics.first_byte(decision, self._router.now_s() - self._started_s)
+        responder.start(response.status, [*_without_request_id(response.headers), *self._own_headers(decision)])
+        try:
+            while piece:
+                usage_reader.feed(piece)
+                if is_event_stream:
+                    active.add_tokens(piece.count(b"\n\n"))
+                await responder.write(piece)
+                piece = await anext(body, b"")
+        except UpstreamError as error:
+            if not usage_reader.is_between_events:
+                raise
+            await responder.write(b"data: " + error_body(_worker_failure(error)) + b"\n\n")
+            await responder.finish()
+            raise
+        await responder.finish()
+        usage = usage_reader.usage()
+        if usage is not None:
+            metrics.reported(decision, usage)
+
+    async def _worker_failed(self, error: UpstreamError) -> bool:
+        """Decide what follows a worker's failure: another worker, an error of ours, or the end of a begun answer."""
+        request_id = self._request_id.decode("latin-1")
+        logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
+        if self._responder.is_finished:
+            return True
+        if self._responder.has_started:
+            raise error
+        # A worker that was silent too long may still be busy with it: trying another would double the work.
+        if not isinstance(error, UpstreamTimeoutError) and self._may_retry():
+            return False
+        raise _worker_failure(error) from error
+
+    def _may_retry(self) -> bool:
+        is_allowed = len(self._tried) < self._router.config.max_attempts
+        return is_allowed and self._router.routing.has_alternative(self._ask, self._tried)
+
+    def _own_headers(self, decision: Decision) -> Headers:
+        return [
+            (b"x-request-id", self._request_id),
+            (b"x-kvist-worker", decision.chosen.target.worker.encode()),
+            (b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens),
+        ]
+
+
+def _worker_failure(error: UpstreamError) -> RequestError:
+    is_timeout = isinstance(error, UpstreamTimeoutError)
+    status = HTTPStatus.GATEWAY_TIMEOUT if is_timeout else HTTPStatus.BAD_GATEWAY
+    return RequestError(status, str(error), code="worker_failed")
+
+
+def _is_event_stream(headers: Headers) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
+
+
+def _without_request_id(headers: Headers) -> Headers:
+    return [field for field in headers if field[0] != b"x-request-id"]

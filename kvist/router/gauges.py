@@ -1,0 +1,80 @@
+"""What is true now, read when Prometheus asks: load by rank, states, how well each cache is known, the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvist.router.fleet import Fleet
+from kvist.router.health import CircuitState
+from kvist.router.index import FleetIndex
+from kvist.router.load import LoadTracker
+from kvist.router.routing import Routing
+from kvist.router.worker import WorkerState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gauges(Collector):
+    """Reads the running router's values as Prometheus metrics."""
+
+    fleet: Fleet
+    load: LoadTracker
+    routing: Routing
+    index: FleetIndex | None
+    now_s: Callable[[], float]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric; states are 1 for the state that holds and 0 for the others."""
+        yield from self._states()
+        yield from self._loads()
+        if self.index is not None:
+            yield from self._event_sources(self.index)
+            yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", self.index.num_blocks())
+
+    def _states(self) -> Iterator[Metric]:
+        states = GaugeMetricFamily("kvist_router_worker_state", "Whether a worker is so", labels=["worker", "state"])
+        circuits = GaugeMetricFamily(
+            "kvist_router_circuit_state", "Whether a worker's circuit is so", labels=["worker", "state"]
+        )
+        for worker in self.fleet.workers:
+            for state in WorkerState:
+                states.add_metric([worker.url, state.value], worker.state is state)
+            for circuit in CircuitState:
+                circuits.add_metric([worker.url, circuit.value], worker.breaker.state is circuit)
+        yield states
+        yield circuits
+
+    def _loads(self) -> Iterator[Metric]:
+        labels = ["worker", "rank"]
+        running = GaugeMetricFamily("kvist_router_running_requests", "Requests not ended yet", labels=labels)
+        prefill = GaugeMetricFamily("kvist_router_prefill_tokens", "Uncached tokens not yet answered", labels=labels)
+        decode = GaugeMetricFamily("kvist_router_decode_blocks", "Blocks of running requests", labels=labels)
+        now_s = self.now_s()
+        for worker in self.fleet.workers:
+            for target, _ in self.routing.targets(worker):
+                names, load = [target.worker, str(target.rank)], self.load.load(target, now_s)
+                running.add_metric(names, load.running_requests)
+                prefill.add_metric(names, load.prefill_tokens)
+                decode.add_metric(names, load.decode_blocks)
+        yield from (running, prefill, decode)
+
+    def _event_sources(self, index: FleetIndex) -> Iterator[Metric]:
+        labels = ["worker", "rank"]
+        states = GaugeMetricFamily(
+            "kvist_router_event_source_state", "How well a rank's cache is known", labels=[*labels, "state"]
+        )
+        ages = GaugeMetricFamily("kvist_router_event_age_seconds", "Since a rank's last event", labels=labels)
+        gaps = CounterMetricFamily("kvist_router_event_gaps", "Losses seen in a rank's events", labels=labels)
+        blocks = GaugeMetricFamily("kvist_router_rank_blocks", "Blocks that a rank holds", labels=labels)
+        for worker in self.fleet.workers:
+            for status in index.ranks(worker.url):
+                names = [worker.url, str(status.rank)]
+                states.add_metric([*names, status.state], 1)
+                gaps.add_metric(names, status.num_gaps)
+                blocks.add_metric(names, status.num_blocks)
+                if status.last_event_age_s is not None:
+                    ages.add_metric(names, status.last_event_age_s)
+        yield from (states, ages, gaps, blocks)

@@ -1,0 +1,88 @@
+"""Two state machines per worker, without clock or I/O: health from periodic checks, a circuit from real requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(slots=True)
+class HealthGauge:
+    """One check never decides about a worker that has a verdict: `num_failures` or `num_successes` in a row do.
+
+    `is_healthy` is None before the first verdict, which one passed check makes.
+    """
+
+    num_failures: int = 3
+    num_successes: int = 2
+    is_healthy: bool | None = None
+    _streak: int = 0
+    """Checks in a row that contradict the verdict."""
+
+    def record(self, passed: bool) -> bool:
+        """Take the result of a check and return whether the verdict changed."""
+        if passed == self.is_healthy:
+            self._streak = 0
+            return False
+        self._streak += 1
+        needed = self.num_successes if passed else self.num_failures
+        if self._streak < needed and not (passed and self.is_healthy is None):
+            return False
+        self.is_healthy, self._streak = passed, 0
+        return True
+
+
+class CircuitState(StrEnum):
+    """Whether requests may reach a worker: closed lets all through, open none, half-open one trial."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(slots=True)
+class CircuitBreaker:
+    """Open after `num_failures` failed requests in a row; `cooldown_s` later one trial request decides.
+
+        closed ── num_failures in a row ──> open ── cooldown, next request ──> half-open
+           ^                                  ^────────── trial failed ───────────┤
+           └──────────────────────────────────────────── trial succeeded ─────────┘
+
+    A trial that ends without a verdict (its client left) leaves the circuit open, ready for the next trial.
+    """
+
+    num_failures: int = 5
+    cooldown_s: float = 10.0
+    state: CircuitState = CircuitState.CLOSED
+    _failures_in_a_row: int = 0
+    _retry_at_s: float = 0.0
+
+    def allows(self, now_s: float) -> bool:
+        """Return whether a request may be sent now."""
+        if self.state is CircuitState.OPEN:
+            return now_s >= self._retry_at_s
+        return self.state is CircuitState.CLOSED
+
+    def begin(self) -> bool:
+        """Count a request that `allows` let through and return whether it is the trial of an open circuit."""
+        if self.state is not CircuitState.OPEN:
+            return False
+        self.state = CircuitState.HALF_OPEN
+        return True
+
+    def succeed(self) -> None:
+        """Take a request's success: the circuit closes."""
+        self.state = CircuitState.CLOSED
+        self._failures_in_a_row = 0
+
+    def fail(self, now_s: float) -> None:
+        """Take a request's failure."""
+        self._failures_in_a_row += 1
+        if self.state is CircuitState.HALF_OPEN or self._failures_in_a_row >= self.num_failures:
+            self.state = CircuitState.OPEN
+            self._retry_at_s = now_s + self.cooldown_s
+
+    def abandon(self) -> None:
+        """Take the end of a trial that proved nothing."""
+        if self.state is CircuitState.HALF_OPEN:
+            self.state = CircuitState.OPEN

@@ -1,0 +1,88 @@
+"""The router's Prometheus metrics, in a registry of their own.
+
+What happens to requests is counted as it happens; what is true now (load, states, the index) is read at each scrape.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from kvist.router.policy import Decision
+from kvist.router.usage import ReportedUsage
+
+_TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ERROR_BUCKETS_TOKENS = (-4096, -1024, -256, -64, -16, -1, 0, 16, 64, 256, 1024, 4096)
+
+
+class RouterMetrics:
+    """Counts what happens to requests; a worker that is removed takes its series along."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvist_router_requests",
+            "Requests sent to workers; status 0: the worker failed, 499: the client left",
+            ["worker", "status", "policy"],
+            registry=self.registry,
+        )
+        self._refusals = Counter(
+            "kvist_router_refusals", "Requests the router answered itself", ["status"], registry=self.registry
+        )
+        self._retries = Counter(
+            "kvist_router_retries", "Requests sent on to another worker", ["worker"], registry=self.registry
+        )
+        self._prompt_tokens = Counter(
+            "kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"], registry=self.registry
+        )
+        self._overlap_tokens = Counter(
+            "kvist_router_overlap_tokens", "Prompt tokens predicted to be cached", ["worker"], registry=self.registry
+        )
+        self._overlap_error = Histogram(
+            "kvist_router_overlap_error_tokens",
+            "Predicted minus reported cached tokens of one request",
+            ["worker"],
+            buckets=_ERROR_BUCKETS_TOKENS,
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            "kvist_router_time_to_first_byte_seconds",
+            "From a request's arrival to the first byte of its answer's body",
+            ["worker"],
+            buckets=_TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+
+    def ended(self, decision: Decision, status: int) -> None:
+        """Count the end of what was dispatched."""
+        self._requests.labels(decision.chosen.target.worker, str(status), decision.policy).inc()
+
+    def refused(self, status: int) -> None:
+        """Count an answer of the router's own."""
+        self._refusals.labels(str(status)).inc()
+
+    def retried(self, worker: str) -> None:
+        """Count a request that this worker failed and another gets."""
+        self._retries.labels(worker).inc()
+
+    def dispatched(self, decision: Decision) -> None:
+        """Count the tokens of a request that goes to its worker."""
+        worker = decision.chosen.target.worker
+        self._prompt_tokens.labels(worker).inc(decision.prompt.num_tokens)
+        self._overlap_tokens.labels(worker).inc(decision.overlap_tokens)
+
+    def first_byte(self, decision: Decision, seconds: float) -> None:
+        """Observe how long the client waited."""
+        self._ttft.labels(decision.chosen.target.worker).observe(seconds)
+
+    def reported(self, decision: Decision, usage: ReportedUsage) -> None:
+        """Compare what was predicted with what the worker says it found in its cache."""
+        if usage.cached_tokens is not None and decision.prompt.is_tokenized:
+            error_tokens = decision.overlap_tokens - usage.cached_tokens
+            self._overlap_error.labels(decision.chosen.target.worker).observe(error_tokens)
+
+    def forget(self, worker: str) -> None:
+        """Drop every series of a removed worker."""
+        for metric in (self._requests, self._retries, self._prompt_tokens, self._overlap_tokens):
+            metric.remove_by_labels({"worker": worker})
+        for histogram in (self._overlap_error, self._ttft):
+            histogram.remove_by_labels({"worker": worker})

@@ -1,0 +1,110 @@
+"""One decision: which workers could take a request, what each holds of its prompt, and whom the policy chooses.
+
+Nothing here sends or counts, so `POST /route` explains a decision by making it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from http import HTTPStatus
+from random import Random
+
+from kvist.events import WorkerRank
+from kvist.events.hashing import block_hashes
+from kvist.openai.errors import RequestError
+from kvist.router.fleet import Fleet
+from kvist.router.index import FleetIndex, Overlaps
+from kvist.router.load import LoadTracker
+from kvist.router.policy import Candidate, Decision, Policy, Prompt, decide
+from kvist.router.prompts import Ask
+from kvist.router.worker import Worker
+
+DEFAULT_BLOCK_SIZE = 16
+"""What load is counted in while no block size is known; nothing is matched then."""
+
+
+class Routing:
+    """Makes decisions from the fleet, its load and its caches as they are now."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        fleet: Fleet,
+        load: LoadTracker,
+        index: FleetIndex | None,
+        random: Random,
+        now_s: Callable[[], float],
+    ) -> None:
+        """Decide by `policy`; `index` is None for policies that do not look at caches."""
+        self._policy = policy
+        self._fleet = fleet
+        self._load = load
+        self._index = index
+        self._random = random
+        self._now_s = now_s
+        self._turn = 0
+
+    def overlaps(self, ask: Ask) -> Overlaps:
+        """Return what each rank holds of the prompt; empty where it cannot be known."""
+        block_size = self._fleet.block_size
+        if self._index is None or ask.token_ids is None or block_size is None:
+            return {}
+        num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
+        if num_usable_tokens <= 0:
+            return {}
+        lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
+        return self._index.match(
+            block_hashes(ask.token_ids[:num_usable_tokens], block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
+        )
+
+    def choose(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = ()) -> Decision:
+        """Return the decision among the workers that may take the request, but for the excluded ones.
+
+        Raises RequestError: 404 when no worker has the model, 503 when none that has it can take requests now.
+        """
+        workers = self._fleet.routable(ask.model, excluded)
+        if not workers:
+            raise self._refusal(ask.model)
+        prompt = Prompt(ask.num_tokens, self._fleet.block_size or DEFAULT_BLOCK_SIZE, ask.token_ids is not None)
+        now_s = self._now_s()
+        candidates = [
+            Candidate(target, self._load.load(target, now_s), overlaps.get(target, ()), num_cached_blocks)
+            for worker in workers
+            for target, num_cached_blocks in self.targets(worker)
+        ]
+        return decide(self._policy, prompt, candidates, self._turn, self._random)
+
+    def dispatched(self) -> None:
+        """Take note that a decision was acted on: the next one has the next turn."""
+        self._turn += 1
+
+    def has_alternative(self, ask: Ask, excluded: Collection[str]) -> bool:
+        """Return whether some worker that is not excluded may take the request."""
+        return bool(self._fleet.routable(ask.model, excluded))
+
+    def targets(self, worker: Worker) -> list[tuple[WorkerRank, int]]:
+        """Return the worker's ranks, each with the blocks it holds; a worker without events is one rank, 0."""
+        statuses = self._index.ranks(worker.url) if self._index is not None else ()
+        return [(WorkerRank(worker.url, status.rank), status.num_blocks) for status in statuses] or [
+            (WorkerRank(worker.url, 0), 0)
+        ]
+
+    def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
+        """Return whether the worker must be told which of its ranks was chosen."""
+        return self._index is not None and len(self._index.ranks(target.worker)) > 1
+
+    def _refusal(self, model: str | None) -> RequestError:
+        workers = self._fleet.workers
+        if workers and not self._fleet.is_known(model):
+            known = ", ".join(served.id for served in self._fleet.models()) or "none"
+            return RequestError(
+                HTTPStatus.NOT_FOUND,
+                f"model: got {model!r}, expected one of the models served: {known}",
+                param="model",
+                code="model_not_found",
+            )
+        errors = [f"{worker.url}: {worker.error}" for worker in workers if worker.error]
+        states = "; ".join([f"{len(workers)} known", *errors])
+        return RequestError(
+            HTTPStatus.SERVICE_UNAVAILABLE, f"no worker can take requests now ({states})", code="no_healthy_worker"
+        )

@@ -1,0 +1,137 @@
+"""A running router: everything built from one configuration, started and ended together.
+
+    async with RouterService(RouterConfig(worker_urls=(...))) as service:
+        ...  # serves on service.url
+
+The server listens last, when everything compiled is compiled, and stops first: requests that run get `CLOSE_TIMEOUT_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Self
+from urllib.parse import unquote
+
+import msgspec
+
+from kvist.openai.errors import RequestError, error_body
+from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.api import AdminApi
+from kvist.router.auth import require_administrator, require_client
+from kvist.router.config import RouterConfig
+from kvist.router.fleet import Fleet
+from kvist.router.forward import Forwarder
+from kvist.router.gauges import Gauges
+from kvist.router.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, serve_asgi
+from kvist.router.index import FleetIndex
+from kvist.router.load import LoadTracker
+from kvist.router.metrics import RouterMetrics
+from kvist.router.prompts import PromptReader
+from kvist.router.routing import Routing
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 4.0
+"""Time that running requests get when the router stops; the rest of its five seconds is for everything else."""
+
+OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
+ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route"})
+
+
+class RouterService:
+    """Serves from `async with` on until the block ends."""
+
+    def __init__(self, config: RouterConfig, index: FleetIndex | None = None) -> None:
+        self._config = config
+        self._index = index
+        self._exits = AsyncExitStack()
+        self._server: HttpServer | None = None
+
+    async def __aenter__(self) -> Self:
+        started_s = time.monotonic()
+        async with AsyncExitStack() as exits:
+            await self._start(exits, started_s)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening, let requests end within `CLOSE_TIMEOUT_S`, release everything."""
+        await self._exits.__aexit__(kind, error, trace)
+
+    @property
+    def url(self) -> str:
+        """Return where the router listens."""
+        assert self._server is not None
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return f"http://{host}:{self._server.port}"
+
+    async def _start(self, exits: AsyncExitStack, started_s: float) -> None:
+        config, now_s = self._config, time.monotonic
+        reader = PromptReader(await _load_tokenizer(config.model_path))
+        self._metrics = RouterMetrics()
+        load = LoadTracker(config.recent_half_life_s)
+        pool = await exits.enter_async_context(UpstreamPool())
+        fleet = Fleet(config, pool, load, self._index, now_s, on_removed=self._metrics.forget)
+        routing = Routing(config.make_policy(), fleet, load, self._index, Random(), now_s)
+        self._metrics.registry.register(Gauges(fleet, load, routing, self._index, now_s))
+        self._fleet = await exits.enter_async_context(fleet)
+        self._forwarder = Forwarder(config, fleet, pool, load, reader, routing, self._metrics, now_s)
+        self._admin = AdminApi(
+            fleet, load, self._index, reader, routing, self._metrics, now_s() - started_s, now_s
+        ).application()
+        limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
+        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits)
+        self._server = await exits.enter_async_context(server)
+
+    async def _handle(self, request: Request, responder: Responder) -> None:
+        """Answer any request, with an OpenAI error where it cannot be served."""
+        request_id = request.header(b"x-request-id") or uuid.uuid4().hex.encode()
+        try:
+            await self._dispatch(request, responder, request_id)
+        except RequestError as error:
+            self._metrics.refused(error.status)
+            headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
+            if error.status == HTTPStatus.UNAUTHORIZED:
+                headers.append((b"www-authenticate", b"Bearer"))
+            await responder.send_response(error.status, headers, error_body(error))
+
+    async def _dispatch(self, request: Request, responder: Responder, request_id: bytes) -> None:
+        path = request.path
+        if path in OPEN_PATHS:
+            await serve_asgi(self._admin, request, responder)
+        elif path in ADMIN_PATHS:
+            require_administrator(request, self._config.admin_key)
+            await serve_asgi(self._admin, request, responder)
+        elif path.startswith("/v1/") and not _has_dot_segment(path):
+            require_client(request, self._config.api_key)
+            if path == "/v1/models":
+                await self._list_models(responder)
+            else:
+                await self._forwarder.forward(request, responder, request_id)
+        else:
+            raise RequestError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")
+
+    async def _list_models(self, responder: Responder) -> None:
+        body = {"object": "list", "data": [model.entry for model in self._fleet.models()]}
+        await responder.send_response(
+            HTTPStatus.OK, [(b"content-type", b"application/json")], msgspec.json.encode(body)
+        )
+
+
+async def _load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
+    return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))
+
+
+def _has_dot_segment(path: str) -> bool:
+    """A worker's server, or a proxy before it, might resolve them to a path that is not for clients."""
+    return not {".", ".."}.isdisjoint(unquote(path).split("/"))

@@ -1,0 +1,59 @@
+"""One engine as the router sees it: its state follows from its health, its identity and the administrator's wish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvist.router.discovery import Identity
+from kvist.router.health import CircuitBreaker, HealthGauge
+
+
+class WorkerState(StrEnum):
+    """Only a healthy worker takes requests."""
+
+    STARTING = "starting"
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    MISCONFIGURED = "misconfigured"
+    DRAINING = "draining"
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine. `error` says why it may not serve, `event_error` why its events are not followed."""
+
+    url: str
+    configured_event_source: str | None
+    health: HealthGauge
+    breaker: CircuitBreaker
+    identity: Identity = field(default_factory=Identity)
+    event_source: str | None = None
+    is_draining: bool = False
+    error: str | None = None
+    event_error: str | None = None
+    last_failure: str | None = None
+    _model_ids: frozenset[str] | None = None
+    adapters: frozenset[str | None] = frozenset()
+
+    @property
+    def state(self) -> WorkerState:
+        """Return where the worker is in its life."""
+        if self.is_draining:
+            return WorkerState.DRAINING
+        if self.error is not None:
+            return WorkerState.MISCONFIGURED
+        if self.health.is_healthy is None:
+            return WorkerState.STARTING
+        return WorkerState.HEALTHY if self.health.is_healthy else WorkerState.UNHEALTHY
+
+    def identify(self, identity: Identity) -> None:
+        """Take in what the worker says of itself now."""
+        self.identity = identity
+        if identity.models is not None:
+            self._model_ids = frozenset(model.id for model in identity.models)
+            self.adapters = frozenset(model.id for model in identity.models if model.parent is not None)
+
+    def serves(self, model: str | None) -> bool:
+        """Return whether the worker has the model; one that never told has any."""
+        return model is None or self._model_ids is None or model in self._model_ids

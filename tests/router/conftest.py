@@ -1,0 +1,200 @@
+"""Scripted workers over real sockets, and a router in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import httpx
+import pytest
+
+from kvist.router.config import RouterConfig
+from kvist.router.service import RouterService
+
+
+@dataclass
+class Received:
+    """A request as a worker saw it."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    body: bytes
+
+
+Answer = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
+
+
+def response(body: bytes, *, status: int = 200, content_type: str = "application/json", extra: str = "") -> bytes:
+    head = f"HTTP/1.1 {status} X\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n{extra}\r\n"
+    return head.encode() + body
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+EVENT_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def completion(cached_tokens: int | None = None, prompt_tokens: int = 100) -> bytes:
+    usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": 1, "total_tokens": prompt_tokens + 1}
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return json.dumps({"id": "c", "choices": [{"text": "hi"}], "usage": usage}).encode()
+
+
+@dataclass
+class ScriptedWorker:
+    """Answers what it is told to; `answer` replaces the answer to everything but health and identity."""
+
+    models: list[dict[str, Any]] | None = field(default_factory=lambda: [{"id": "m", "object": "model"}])
+    server_info: dict[str, Any] | None = None
+    health_status: int = 200
+    cached_tokens: int | None = None
+    answer: Answer | None = None
+    received: list[Received] = field(default_factory=list)
+    port: int = 0
+    num_disconnects: int = 0
+    _server: asyncio.Server | None = None
+    _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self.kill()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def kill(self) -> None:
+        """Stop listening and reset every connection."""
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def completions(self) -> list[Received]:
+        return [received for received in self.received if received.method == "POST"]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            while True:
+                received = await self._read(reader)
+                self.received.append(received)
+                await self._reply(received, writer)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.num_disconnects += 1
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> Received:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        line, *fields = head.strip().split("\r\n")
+        method, target, _ = line.split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in fields)}
+        body = await reader.readexactly(int(headers.get("content-length", "0")))
+        return Received(method, target, headers, body)
+
+    async def _reply(self, received: Received, writer: asyncio.StreamWriter) -> None:
+        if received.target == "/health":
+            writer.write(response(b"", status=self.health_status))
+        elif received.target == "/server_info":
+            known = self.server_info is not None
+            writer.write(response(json.dumps(self.server_info).encode(), status=200 if known else 404))
+        elif received.target == "/v1/models":
+            known = self.models is not None
+            writer.write(response(json.dumps({"data": self.models}).encode(), status=200 if known else 404))
+        elif self.answer is not None:
+            await self.answer(received, writer)
+        else:
+            writer.write(response(completion(self.cached_tokens)))
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until the condition holds, at most five seconds."""
+    async with asyncio.timeout(5):
+        while not await condition():
+            await asyncio.sleep(0.005)  # noqa: ASYNC110 - what is waited for is behind a socket
+
+
+@dataclass
+class RunningRouter:
+    service: RouterService
+    client: httpx.AsyncClient
+
+    async def complete(self, prompt: object = "hello", **fields: Any) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"model": "m", "prompt": prompt, **fields})
+
+    async def workers(self) -> dict[str, dict[str, Any]]:
+        answer = await self.client.get("/workers")
+        return {worker["url"]: worker for worker in answer.json()["workers"]}
+
+    async def metrics(self) -> dict[str, float]:
+        """Every sample by its name and labels, as Prometheus reads them."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
+
+    async def until_state(self, url: str, state: str) -> None:
+        async def is_so() -> bool:
+            return (await self.workers()).get(url, {"state": "gone"})["state"] == state
+
+        await eventually(is_so)
+
+    async def is_ready(self) -> bool:
+        return all(worker["state"] == "healthy" for worker in (await self.workers()).values())
+
+
+@asynccontextmanager
+async def running_router(
+    *urls: str, ready: bool = True, index: Any = None, **values: Any
+) -> AsyncIterator[RunningRouter]:
+    """A router on a free port, once every worker has been judged."""
+    fast = {"health_interval_s": 0.05, "health_timeout_s": 2.0, "breaker_cooldown_s": 0.2, "drain_timeout_s": 2.0}
+    config = RouterConfig(worker_urls=urls, port=0, **(fast | values))
+    async with (
+        RouterService(config, index) as service,
+        httpx.AsyncClient(base_url=service.url, timeout=10, trust_env=False) as client,
+    ):
+        router = RunningRouter(service, client)
+        if ready:
+            await eventually(router.is_ready)
+        yield router
+
+
+@pytest.fixture
+def worker() -> type[ScriptedWorker]:
+    return ScriptedWorker
+
+
+@pytest.fixture
+def router() -> Callable[..., AbstractAsyncContextManager[RunningRouter]]:
+    return running_router
+
+
+@pytest.fixture
+def http_bytes() -> Any:
+    """How a worker's answer looks on the wire."""
+
+    class HttpBytes:
+        response = staticmethod(response)
+        chunk = staticmethod(chunk)
+        completion = staticmethod(completion)
+        event_stream_head = EVENT_STREAM_HEAD
+
+    return HttpBytes

@@ -1,0 +1,327 @@
+"""One request through the router: bytes unchanged, failures survived, load given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+
+def events(*texts: str) -> list[bytes]:
+    return [f"data: {json.dumps({'choices': [{'text': text}]})}\n\n".encode() for text in texts]
+
+
+def total_load(router: Any) -> int:
+    load, fleet = router.service._forwarder.load, router.service._fleet
+    return sum(load.running_requests(worker.url) for worker in fleet.workers)
+
+
+async def test_an_answer_comes_back_unchanged_with_the_workers_name(worker, router, http_bytes) -> None:
+    async with worker() as one, router(one.url) as front:
+        answer = await front.complete("hello", temperature=0.5, unknown_field=[1, {"x": None}])
+        assert answer.status_code == 200
+        assert answer.content == http_bytes.completion()
+        assert answer.headers["x-kvist-worker"] == one.url
+        assert answer.headers["x-kvist-overlap-tokens"] == "0"
+        assert total_load(front) == 0
+        assert one.completions[0].body == answer.request.content
+
+
+async def test_the_request_reaches_the_worker_byte_for_byte_with_its_query(worker, router) -> None:
+    body = b'{"prompt" : "a\\u00e9",\n "model":"m" }'
+    async with worker() as one, router(one.url) as front:
+        await front.client.post("/v1/completions?trace=1", content=body, headers={"x-tenant": "blue"})
+        seen = one.completions[0]
+        assert (seen.target, seen.body, seen.headers["x-tenant"]) == ("/v1/completions?trace=1", body, "blue")
+        assert seen.headers["x-forwarded-for"] == "127.0.0.1"
+
+
+async def test_request_ids_are_passed_on_or_made_and_returned(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
+        answer = await front.client.post(
+            "/v1/completions", json={"prompt": "a", "model": "m"}, headers={"x-request-id": "abc"}
+        )
+        assert answer.headers["x-request-id"] == one.completions[0].headers["x-request-id"] == "abc"
+        made = await front.complete()
+        assert made.headers["x-request-id"] == one.completions[1].headers["x-request-id"]
+        assert len(made.headers["x-request-id"]) == 32
+
+
+async def test_a_stream_starts_with_the_workers_first_byte_and_is_not_altered(worker, router, http_bytes) -> None:
+    go_on = asyncio.Event()
+    first, *rest = events("a", "b", "c")
+
+    async def stream(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(first))
+        await go_on.wait()
+        writer.write(b"".join(map(http_bytes.chunk, [*rest, b"data: [DONE]\n\n", b""])))
+
+    async with worker(answer=stream) as one, router(one.url) as front:
+        request = {"model": "m", "prompt": "hello", "stream": True}
+        async with front.client.stream("POST", "/v1/completions", json=request) as answer:
+            pieces = answer.aiter_raw()
+            assert await anext(pieces) == first
+            assert total_load(front) == 1
+            go_on.set()
+            assert b"".join([piece async for piece in pieces]) == b"".join(rest) + b"data: [DONE]\n\n"
+        assert total_load(front) == 0
+
+
+async def test_a_client_that_leaves_takes_the_workers_request_along(worker, router, http_bytes, until) -> None:
+    async def stream_forever(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(events("a")[0]))
+        while True:
+            writer.write(http_bytes.chunk(events("b")[0]))
+            await writer.drain()
+            await asyncio.sleep(0.005)
+
+    async with worker(answer=stream_forever) as one, router(one.url) as front:
+        async with front.client.stream("POST", "/v1/completions", json={"model": "m", "prompt": "x"}) as answer:
+            await anext(answer.aiter_raw())
+        await until(lambda: one.num_disconnects == 1 and total_load(front) == 0)
+        sample = f'kvist_router_requests_total{{policy="kv",status="499",worker="{one.url}"}}'
+        assert (await front.metrics())[sample] == 1
+        assert (await front.workers())[one.url]["circuit"] == "closed"
+
+
+async def test_a_client_that_leaves_before_the_first_byte_gives_its_load_back(worker, router, until) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with worker(answer=never) as one, router(one.url) as front:
+        with pytest.raises(httpx.ReadTimeout):
+            await front.client.post("/v1/completions", json={"model": "m", "prompt": "x"}, timeout=0.2)
+        await until(lambda: total_load(front) == 0)
+
+
+@pytest.mark.parametrize("status", [502, 503])
+async def test_a_worker_that_cannot_take_it_now_is_passed_over(worker, router, http_bytes, status: int) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"busy", status=status))
+
+    async with (
+        worker(answer=refuse) as busy,
+        worker() as idle,
+        router(busy.url, idle.url, policy="round-robin") as front,
+    ):
+        answers = [await front.complete() for _ in range(4)]
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.headers["x-kvist-worker"] for answer in answers} == {idle.url}
+        assert (await front.metrics())[f'kvist_router_retries_total{{worker="{busy.url}"}}'] == len(busy.completions)
+        assert busy.completions
+
+
+async def test_the_last_workers_refusal_is_passed_on(worker, router, http_bytes) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b'{"error": "full"}', status=503))
+
+    async with worker(answer=refuse) as one, worker(answer=refuse) as two, router(one.url, two.url) as front:
+        answer = await front.complete()
+        assert (answer.status_code, answer.content) == (503, b'{"error": "full"}')
+        assert len(one.completions) == len(two.completions) == 1
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500])
+async def test_other_answers_are_the_requests_own_and_passed_on(worker, router, http_bytes, status: int) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"no", status=status))
+
+    async with worker(answer=refuse) as one, worker(answer=refuse) as two, router(one.url, two.url) as front:
+        answer = await front.complete()
+        assert (answer.status_code, answer.content) == (status, b"no")
+        assert len(one.completions) + len(two.completions) == 1
+
+
+async def test_a_worker_that_is_gone_is_replaced_by_another(worker, router) -> None:
+    async with (
+        worker() as gone,
+        worker() as other,
+        router(gone.url, other.url, policy="round-robin", health_interval_s=60.0) as front,
+    ):
+        gone.kill()
+        answers = [await front.complete() for _ in range(4)]
+        assert {answer.headers["x-kvist-worker"] for answer in answers} == {other.url}
+        assert total_load(front) == 0
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"])
+async def test_a_worker_that_dies_before_its_first_byte_is_replaced(worker, router, head: bytes) -> None:
+    async def die(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        await writer.drain()
+        writer.close()
+        raise ConnectionResetError
+
+    async with (
+        worker(answer=die) as dying,
+        worker() as other,
+        router(dying.url, other.url, policy="round-robin") as front,
+    ):
+        answers = [await front.complete() for _ in range(3)]
+        assert {answer.headers["x-kvist-worker"] for answer in answers} == {other.url}
+        assert dying.completions
+
+
+async def test_attempts_are_bounded(worker, router) -> None:
+    async def die(*_: Any) -> None:
+        raise ConnectionResetError
+
+    async with (
+        worker(answer=die) as a,
+        worker(answer=die) as b,
+        worker(answer=die) as c,
+        router(a.url, b.url, c.url, max_attempts=2) as front,
+    ):
+        answer = await front.complete()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+        assert sum(len(each.completions) for each in (a, b, c)) == 2
+
+
+async def test_a_worker_killed_between_events_ends_the_stream_with_an_error_event(worker, router, http_bytes) -> None:
+    async with worker() as dying, worker() as other:
+
+        async def stream_and_die(_: Any, writer: asyncio.StreamWriter) -> None:
+            writer.write(http_bytes.event_stream_head + http_bytes.chunk(events("a")[0]))
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            dying.kill()
+            raise ConnectionResetError
+
+        dying.answer = stream_and_die
+        async with router(dying.url, other.url, policy="round-robin", health_interval_s=60.0) as front:
+            answers = [await front.complete(stream=True) for _ in range(3)]
+            by_worker = {answer.headers["x-kvist-worker"]: answer for answer in answers}
+            first, error, end = by_worker[dying.url].content.split(b"\n\n")
+            assert first + b"\n\n" == events("a")[0]
+            assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == "worker_failed"
+            assert end == b""
+            assert by_worker[other.url].status_code == 200
+            assert total_load(front) == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        (b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n", b"data: {"),
+        (b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n", b'{"choices'),
+    ],
+)
+async def test_an_answer_cut_in_the_middle_is_seen_as_cut(worker, router, http_bytes, head: bytes, part: bytes) -> None:
+    async def cut(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(head + (http_bytes.chunk(part) if b"chunked" in head else part))
+        await writer.drain()
+        raise ConnectionResetError
+
+    async with worker(answer=cut) as one, router(one.url) as front:
+        with pytest.raises(httpx.RemoteProtocolError):
+            await front.complete()
+        assert total_load(front) == 0
+
+
+async def test_an_open_circuit_takes_no_requests_and_one_trial_closes_it(worker, router, http_bytes, until) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"", status=500))
+
+    async with worker(answer=refuse) as one, router(one.url, breaker_failures=2) as front:
+        assert [(await front.complete()).status_code for _ in range(2)] == [500, 500]
+        assert (await front.workers())[one.url]["circuit"] == "open"
+        refused = await front.complete()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_worker")
+        one.answer = None
+        fleet = front.service._fleet
+        await until(lambda: fleet.routable("m"))
+        assert (await front.complete()).status_code == 200
+        assert (await front.workers())[one.url]["circuit"] == "closed"
+
+
+async def test_no_worker_at_all_is_a_503_in_openais_shape(router) -> None:
+    async with router() as front:
+        answer = await front.complete()
+        assert answer.status_code == 503
+        assert answer.json()["error"]["type"] == "server_error"
+        assert "x-request-id" in answer.headers
+
+
+async def test_an_unknown_model_is_a_404_that_names_those_served(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
+        answer = await front.complete(model="gpt-9")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        assert "'gpt-9'" in answer.json()["error"]["message"]
+        assert not one.completions
+
+
+async def test_a_known_model_without_a_healthy_worker_is_a_503(worker, router) -> None:
+    async with worker() as one, router(one.url, health_failures=1) as front:
+        one.health_status = 500
+        await front.until_state(one.url, "unhealthy")
+        assert (await front.complete()).status_code == 503
+
+
+async def test_models_are_routed_to_the_workers_that_have_them(worker, router) -> None:
+    async with worker(models=[{"id": "a"}]) as a, worker(models=[{"id": "b"}]) as b, router(a.url, b.url) as front:
+        for model, url in [("a", a.url), ("b", b.url)] * 2:
+            assert (await front.complete(model=model)).headers["x-kvist-worker"] == url
+        assert [model["id"] for model in (await front.client.get("/v1/models")).json()["data"]] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b"{", None),
+        ("/v1/completions", b"", None),
+        ("/v1/completions", b'{"model": "m"}', None),
+        ("/v1/completions", b'{"model": "m", "prompt": [1, "a"]}', "prompt"),
+        ("/v1/completions", b'{"model": "m", "prompt": []}', "prompt"),
+        ("/v1/completions", b'{"model": "m", "prompt": [-1]}', "prompt"),
+        ("/v1/chat/completions", b'{"model": "m", "messages": []}', "messages"),
+        ("/v1/chat/completions", b'{"model": "m", "messages": "hi"}', "messages"),
+        ("/v1/chat/completions", b'{"model": 7, "messages": [{"role": "user"}]}', "model"),
+        ("/v1/chat/completions", b"\xff\xfe", None),
+    ],
+)
+async def test_a_body_no_worker_would_take_is_a_400_that_names_the_field(worker, router, path, body, param) -> None:
+    async with worker() as one, router(one.url) as front:
+        answer = await front.client.post(path, content=body)
+        assert answer.status_code == 400
+        assert (answer.json()["error"]["param"] or "").startswith(param or "")
+        assert not one.completions
+
+
+async def test_a_body_over_the_limit_is_a_413(worker, router) -> None:
+    async with worker() as one, router(one.url, max_body_bytes=1000) as front:
+        assert (await front.complete("x" * 2000)).status_code == 413
+
+
+async def test_other_v1_endpoints_are_passed_through_by_load(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
+        answer = await front.client.post("/v1/embeddings", json={"model": "m", "input": "x"})
+        assert answer.status_code == 200
+        assert one.completions[0].target == "/v1/embeddings"
+        assert (await front.client.post("/v1/embeddings", json={"model": "?", "input": "x"})).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/flush_cache", "/", "/v1", "/v1/../flush_cache", "/v1/%2e%2e/flush_cache"])
+async def test_nothing_outside_v1_reaches_a_worker(worker, router, path: str) -> None:
+    async with worker() as one, router(one.url) as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(front.service.url).port)
+        writer.write(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+        assert (await reader.readline()).split()[1] == b"404"
+        writer.close()
+        assert not one.completions
+
+
+async def test_round_robin_takes_turns(worker, router) -> None:
+    async with worker() as a, worker() as b, router(a.url, b.url, policy="round-robin") as front:
+        taken = [(await front.complete()).headers["x-kvist-worker"] for _ in range(4)]
+        assert taken in ([a.url, b.url] * 2, [b.url, a.url] * 2)
+
+
+async def test_paced_clients_spread_over_the_fleet(worker, router) -> None:
+    """Nothing is ever in flight when a request comes, and still no worker gets everything."""
+    async with worker() as a, worker() as b, worker() as c, router(a.url, b.url, c.url) as front:
+        for _ in range(12):
+            await front.complete([1] * 64)
+        assert [len(each.completions) for each in (a, b, c)] == [4, 4, 4]
