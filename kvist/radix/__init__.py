@@ -1,0 +1,31 @@
+"""The index of a fleet's KV caches: which rank holds how many leading blocks of a prompt, exactly and now.
+
+A radix tree laid out in flat arrays and compiled with Numba. Rows are block hashes, in segments that grow one at a time
+(`_segments`); each names who holds the block by the id of an interned set (`_sets`) of slots, which stand for ranks
+(`_slots`). A match looks up the prompt's hashes and intersects sets only where their id changes. `_compiled` has the
+layout and everything that is hot; `index` is the face; `values` is what it answers. No I/O, no clock, one thread.
+"""
+
+from kvist.radix.index import RadixIndex
+from kvist.radix.values import (
+    ApplyResult,
+    Depths,
+    Match,
+    RankDigest,
+    SnapshotChunk,
+    Statistics,
+    StoreResult,
+    StoreStatus,
+)
+
+__all__ = [
+    "ApplyResult",
+    "Depths",
+    "Match",
+    "RadixIndex",
+    "RankDigest",
+    "SnapshotChunk",
+    "Statistics",
+    "StoreResult",
+    "StoreStatus",
+]

@@ -1,0 +1,56 @@
+"""The compiled index is cached per user and per version of its source; without a writable directory it still compiles.
+
+Numba notices an edit of a function's own file by its time and size only. The directory used here is named by a hash of
+the source, so a stale machine code file is never loaded, whatever a package manager did to the file's time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+
+_config: Any = numba.config
+_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def cache_directory(source: Path) -> Path | None:
+    """Return a directory for the machine code of `source` that can be written now, or None where there is none.
+
+    `NUMBA_CACHE_DIR` is honoured; otherwise it lies in `XDG_CACHE_HOME`, or in `.cache` of the home directory.
+    """
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    try:
+        base = _config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(base) / "kvist" / f"{source.stem.strip('_')}-{digest}"
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except (OSError, RuntimeError):  # RuntimeError: no home directory at all
+        return None
+
+
+def jit_for(source: Path) -> Callable[[str], _Decorator]:
+    """Return a decorator factory that compiles functions of `source` at once, for one explicit signature each."""
+    directory = cache_directory(source)
+
+    def jit(signature: str) -> _Decorator:
+        def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            before = _config.CACHE_DIR
+            _config.CACHE_DIR = "" if directory is None else str(directory)
+            try:
+                compiled: Callable[..., Any] = numba.njit(
+                    signature, cache=directory is not None, error_model="numpy", boundscheck=False
+                )(function)
+            finally:
+                _config.CACHE_DIR = before
+            return compiled
+
+        return decorate
+
+    return jit

@@ -1,0 +1,117 @@
+"""Slots: the small integers that stand for ranks. A rank's slot is given up at once, and reused only when swept."""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+from kvist.radix import _compiled as compiled
+from kvist.radix._memory import Heap
+
+MAX_SLOTS = 1 << 20
+_SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("unused", "u4", 3)])
+# Scratch of the compiled code, in bytes a slot; the fixed part leaves room for one member more than there are slots.
+_SCRATCH = (
+    (compiled.MEMBERS, 4),
+    (compiled.WORDS, 4),
+    (compiled.ACTIVE, 4),
+    (compiled.DEPTHS, 16),
+    (compiled.OUTPUT, 20),
+)
+_SCRATCH_FIXED_BYTES = 64
+
+
+class SlotTable:
+    """Maps ranks to slots, and keeps for each the number and digest of what it holds."""
+
+    def __init__(self, heap: Heap, control: memoryview) -> None:
+        self._heap = heap
+        self._control = control
+        self._slots: dict[WorkerRank, int] = {}
+        self._free: list[int] = []
+        self._capacity = 64
+        # Copied when a slot is reused, so that an earlier match still names whom it meant.
+        self.ranks: list[WorkerRank] = []
+        control[compiled.SLOTS >> 3] = heap.allocate(self._capacity * compiled.SLOT_BYTES)
+        self._scratch = heap.allocate(1)
+        self.output = heap.view(self._scratch)
+        self._place_scratch()
+
+    def table(self) -> NDArray[np.void]:
+        """Return a view of the slots; drop it before a slot is added."""
+        return np.frombuffer(self._heap.view(self._control[compiled.SLOTS >> 3]), _SLOT, len(self.ranks))
+
+    def get(self, source: WorkerRank) -> int | None:
+        """Return the slot of a rank, if it has one."""
+        return self._slots.get(source)
+
+    def items(self) -> list[tuple[WorkerRank, int]]:
+        """Return the ranks that have a slot, with it."""
+        return list(self._slots.items())
+
+    def add(self, source: WorkerRank) -> int:
+        """Give a rank the lowest free slot."""
+        if self._free:
+            slot = heapq.heappop(self._free)
+            self.ranks = list(self.ranks)
+            self.ranks[slot] = source
+        else:
+            slot = len(self.ranks)
+            if slot == self._capacity:
+                self._double()
+            self.ranks.append(source)
+        self._slots[source] = slot
+        self.table()[slot] = (0, 0, compiled.LIVE, (0, 0, 0))
+        return slot
+
+    def remove(self, source: WorkerRank) -> int | None:
+        """Take the slot from a rank; return it if blocks still refer to it, and a sweep must free it."""
+        slot = self._slots.pop(source)
+        entry = self.table()[slot]
+        is_referenced = entry["num_held"] > 0
+        self.table()[slot] = (0, 0, compiled.RETIRED, (0, 0, 0))
+        if not is_referenced:
+            self.free(slot)
+            return None
+        self._control[compiled.NUM_RETIRED >> 3] += 1
+        self._control[compiled.RETIRE_EPOCH >> 3] += 1
+        return slot
+
+    def free_swept(self, slots: list[int]) -> None:
+        """Make retired slots usable again; no block may refer to them any more."""
+        self._control[compiled.NUM_RETIRED >> 3] -= len(slots)
+        for slot in slots:
+            self.free(slot)
+
+    def free(self, slot: int) -> None:
+        """Put a slot back on the list of free ones."""
+        self.table()["state"][slot] = 0
+        heapq.heappush(self._free, slot)
+
+    def _double(self) -> None:
+        if self._capacity == MAX_SLOTS:
+            raise InvalidValueError("ranks", self._capacity + 1, f"at most {MAX_SLOTS} ranks, with those not yet swept")
+        self._capacity *= 2
+        address = self._control[compiled.SLOTS >> 3]
+        self._control[compiled.SLOTS >> 3] = self._heap.resize(address, self._capacity * compiled.SLOT_BYTES)
+        self._place_scratch()
+
+    def _place_scratch(self) -> None:
+        """Make room for sets and matches of as many slots as there may be now."""
+        self.output.release()  # a view forbids resizing
+        size_bytes = sum(_SCRATCH_FIXED_BYTES + self._capacity * each for _, each in _SCRATCH)
+        self._scratch = at = self._heap.resize(self._scratch, size_bytes)
+        for field, each in _SCRATCH:
+            self._control[field >> 3] = at
+            at += _SCRATCH_FIXED_BYTES + self._capacity * each
+        self.output = self._heap.view(self._scratch)[self._control[compiled.OUTPUT >> 3] - self._scratch :]
+
+    def members_of(self, set_id: int) -> bytes:
+        """Return a set's members, ascending, as u32."""
+        num_members = compiled.list_members(self._control[compiled.SELF >> 3], set_id)
+        start = self._control[compiled.MEMBERS >> 3] - self._scratch
+        return bytes(self._heap.view(self._scratch)[start : start + num_members * 4])

@@ -1,0 +1,141 @@
+"""What the index answers: plain values that stay true after the index has moved on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.events import Tier, WorkerRank
+
+NUM_TIERS = len(Tier)
+
+
+class StoreStatus(Enum):
+    """What became of one stored event; anything but OK left the index as it was."""
+
+    OK = "ok"
+    PARENT_BLOCK_NOT_FOUND = "parent_block_not_found"
+    INVALID_BLOCK_SEQUENCE = "invalid_block_sequence"
+
+
+class StoreResult(NamedTuple):
+    """The outcome of one store; `num_stored` counts the blocks that the rank did not hold in that tier before."""
+
+    status: StoreStatus
+    num_stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyResult:
+    """The outcome of the events of one batch. Blocks count once a tier."""
+
+    num_stored: int = 0
+    num_not_found: int = 0  # removed, but not held
+    num_parent_not_found: int = 0  # stored events refused
+    num_invalid: int = 0  # stored events refused
+
+
+class Depths(NamedTuple):
+    """Leading blocks held in this tier or a faster one: cumulative, so never decreasing from left to right."""
+
+    gpu: int
+    host: int
+    disk: int
+    external: int
+
+
+class Match(Mapping[WorkerRank, Depths]):
+    """Who holds a prefix of the blocks asked for, and how deep; ranks that do not hold the first block are absent.
+
+    A mapping for convenience; a policy reads the arrays, whose rows ascend by the last column of `depths`.
+    """
+
+    __slots__ = ("_ranks", "_rows", "num_blocks")
+
+    def __init__(self, ranks: list[WorkerRank], rows: bytes, num_blocks: int) -> None:
+        self._ranks = ranks
+        self._rows = rows
+        self.num_blocks = num_blocks
+
+    @property
+    def _table(self) -> NDArray[np.uint32]:
+        return np.frombuffer(self._rows, np.uint32).reshape(-1, 1 + NUM_TIERS)
+
+    @property
+    def holder_ids(self) -> NDArray[np.uint32]:
+        """Small integers that stand for ranks, `[num_holders]`; see `rank_of`."""
+        return self._table[:, 0]
+
+    @property
+    def depths(self) -> NDArray[np.uint32]:
+        """Leading blocks held, `[num_holders, 4]`, one column a tier, cumulative from GPU to EXTERNAL."""
+        return self._table[:, 1:]
+
+    @property
+    def ranks(self) -> list[WorkerRank]:
+        """The rank of each row."""
+        return [self._ranks[holder] for holder in self.holder_ids.tolist()]
+
+    def rank_of(self, holder_id: int) -> WorkerRank:
+        """Return the rank that a holder id stands for."""
+        return self._ranks[holder_id]
+
+    def __getitem__(self, source: WorkerRank) -> Depths:
+        for holder, *depths in self._table.tolist():
+            if self._ranks[holder] == source:
+                return Depths(*depths)
+        raise KeyError(source)
+
+    def __iter__(self) -> Iterator[WorkerRank]:
+        return iter(self.ranks)
+
+    def __len__(self) -> int:
+        return len(self._rows) // (4 * (1 + NUM_TIERS))
+
+    def to_dict(self) -> dict[WorkerRank, Depths]:
+        """Return all of it as a dict."""
+        return {self._ranks[holder]: Depths(*depths) for holder, *depths in self._table.tolist()}
+
+
+@dataclass(frozen=True, slots=True)
+class RankDigest:
+    """What a rank holds, in the terms of a publisher's heartbeat: (block, tier) pairs and their digest."""
+
+    num_blocks: int
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Sizes and counters of an index at one moment."""
+
+    num_blocks: int  # distinct blocks, with those that only swept-later ranks held
+    num_held: int  # (block, rank, tier) triples
+    num_ranks: int
+    num_retired: int  # ranks gone, but not yet swept
+    num_sets: int  # distinct sets of two or more holders
+    num_parent_conflicts: int  # blocks stored below two different parents; the first one was kept
+    size_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotChunk:
+    """Some blocks of a snapshot, each after its parent, with all who hold them.
+
+    Block i has the hash `hashes[i]` and the parent `parents[i]` (its own hash at a root). Its holders are
+    `members[offsets[s] : offsets[s + 1]]` with `s = set_idx[i]`; a member is `index into ranks << 4 | tiers`, where
+    bit t of `tiers` stands for Tier t.
+    """
+
+    ranks: tuple[WorkerRank, ...]
+    hashes: NDArray[np.uint64]
+    parents: NDArray[np.uint64]
+    set_idx: NDArray[np.uint32]
+    offsets: NDArray[np.uint32]
+    members: NDArray[np.uint32]

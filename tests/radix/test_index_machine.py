@@ -1,0 +1,162 @@
+"""Random lives of a fleet: after every step the index answers as a dict of sets does, and its structure is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
+from kvist.radix import RadixIndex, StoreStatus
+
+WORKERS = ["w0", "w1", "w2", "w3"]
+RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
+    WorkerRank("wide", r) for r in range(40)
+]
+MULTIPLIER = 0xD6E8_FEB8_6659_FD93
+HASHES = [0, 1, 2**64 - 1, *(n * MULTIPLIER % 2**64 for n in range(2, 40))]
+CHAINS = [HASHES[:12], HASHES[12:30], HASHES[6:9] + HASHES[30:]]
+
+sources = st.sampled_from(RANKS)
+tiers = st.sampled_from(Tier)
+chains = st.sampled_from(CHAINS)
+some_hashes = st.lists(st.sampled_from(HASHES), max_size=12)
+
+
+def u64(hashes: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
+    return np.array(hashes, np.uint64)
+
+
+def is_below_a_cycle(parents: dict[int, int], block: int) -> bool:
+    """Tell whether nonsense made a block its own ancestor's ancestor."""
+    for _ in parents:
+        block = parents.get(block, block)
+    return parents.get(block, block) != block
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """Drives an index and the oracle side by side."""
+
+    make_oracle: Callable[[], Any]
+
+    @initialize(segment_bits=st.sampled_from([0, 1, 3]), seed=st.integers(0, 2**64 - 1))
+    def start(self, segment_bits: int, seed: int) -> None:
+        self.index = RadixIndex(segment_bits=segment_bits, seed=seed)
+        self.oracle = type(self).make_oracle()
+
+    @rule(source=sources, tier=tiers, chain=chains, start=st.integers(0, 11), length=st.integers(0, 12))
+    def store_part_of_a_chain(self, source: WorkerRank, tier: Tier, chain: list[int], start: int, length: int) -> None:
+        parent = chain[start - 1] if start else None
+        hashes = chain[start : start + length]
+        result = self.index.store(source, tier, parent, u64(hashes))
+        assert (result.status, result.num_stored) == self.oracle.store(source, tier, parent, hashes)
+
+    @rule(tier=tiers, chain=chains, data=st.data())
+    def store_a_prefix_on_many_ranks(self, tier: Tier, chain: list[int], data: st.DataObject) -> None:
+        for source in data.draw(st.lists(sources, max_size=40, unique=True)):
+            hashes = chain[: data.draw(st.integers(1, len(chain)))]
+            result = self.index.store(source, tier, None, u64(hashes))
+            assert (result.status, result.num_stored) == self.oracle.store(source, tier, None, hashes)
+
+    @rule(source=sources, tier=tiers, parent=st.none() | st.sampled_from(HASHES), hashes=some_hashes)
+    def store_nonsense(self, source: WorkerRank, tier: Tier, parent: int | None, hashes: list[int]) -> None:
+        result = self.index.store(source, tier, parent, u64(hashes))
+        assert (result.status, result.num_stored) == self.oracle.store(source, tier, parent, hashes)
+
+    @rule(source=sources, tier=tiers, hashes=some_hashes)
+    def remove_in_any_order(self, source: WorkerRank, tier: Tier, hashes: list[int]) -> None:
+        assert self.index.remove(source, tier, u64(hashes)) == self.oracle.remove(source, tier, hashes)
+
+    @rule(source=sources, first=some_hashes, chain=chains, removed=some_hashes, tier=tiers, is_cleared=st.booleans())
+    def apply_a_batch(
+        self, source: WorkerRank, first: list[int], chain: list[int], removed: list[int], tier: Tier, is_cleared: bool
+    ) -> None:
+        batch = [
+            Stored(u64(first).tobytes(), None, tier),
+            *([Cleared()] if is_cleared else []),
+            Stored(u64(chain).tobytes(), None, tier),
+            Removed(u64(removed).tobytes(), tier),
+            Stored(u64(removed).tobytes(), chain[3], tier),
+        ]
+        result = self.index.apply(source, batch)
+        outcomes = [self.oracle.store(source, tier, None, first)]
+        if is_cleared:
+            self.oracle.held.pop(source, None)
+        outcomes.append(self.oracle.store(source, tier, None, chain))
+        num_not_found = self.oracle.remove(source, tier, removed)
+        outcomes.append(self.oracle.store(source, tier, chain[3], removed))
+        statuses = [status for status, _ in outcomes]
+        assert result.num_stored == sum(num for _, num in outcomes)
+        assert result.num_not_found == num_not_found
+        assert result.num_parent_not_found == statuses.count(StoreStatus.PARENT_BLOCK_NOT_FOUND)
+        assert result.num_invalid == statuses.count(StoreStatus.INVALID_BLOCK_SEQUENCE)
+
+    @rule(source=sources)
+    def clear_a_rank(self, source: WorkerRank) -> None:
+        self.index.clear(source.worker, source.rank)
+        self.oracle.held.pop(source, None)
+
+    @rule(worker=st.sampled_from([*WORKERS, "wide"]), is_forgotten=st.booleans())
+    def lose_a_worker(self, worker: str, is_forgotten: bool) -> None:
+        (self.index.remove_worker if is_forgotten else self.index.clear)(worker)
+        for source in [source for source in self.oracle.held if source.worker == worker]:
+            del self.oracle.held[source]
+
+    @rule(max_rows=st.integers(1, 500))
+    def sweep_a_slice(self, max_rows: int) -> None:
+        self.index.sweep(max_rows)
+
+    @rule()
+    def sweep_everything(self) -> None:
+        while self.index.sweep():
+            pass
+        statistics = self.index.statistics()
+        assert statistics.num_blocks == self.oracle.num_blocks
+        assert statistics.num_retired == 0
+
+    @rule(max_blocks=st.integers(1, 30), is_onto_itself=st.booleans())
+    def move_to_another_index(self, max_blocks: int, is_onto_itself: bool) -> None:
+        copy = self.index if is_onto_itself else RadixIndex(segment_bits=2)
+        seen: set[int] = set()
+        hashes = {block for held in self.oracle.held.values() for block, _ in held}
+        chunks = list(self.index.snapshot(max_blocks))
+        parents = {b: p for chunk in chunks for b, p in zip(chunk.hashes.tolist(), chunk.parents.tolist(), strict=True)}
+        for chunk in chunks:
+            assert 0 < len(chunk.hashes) <= max_blocks
+            for block in chunk.hashes.tolist():
+                is_parent_first = parents[block] in {*seen, block} or parents[block] not in hashes
+                assert is_parent_first or is_below_a_cycle(parents, block)
+                seen.add(block)
+            copy.restore(chunk)
+        assert seen == hashes
+        self.index = copy
+
+    @invariant()
+    def scores_are_the_oracles(self) -> None:
+        for hashes in [*CHAINS, CHAINS[0][:3], HASHES[::-1], CHAINS[0][:6] + CHAINS[1][:6]]:
+            match = self.index.match(u64(hashes))
+            assert match.to_dict() == self.oracle.match(hashes)
+            assert match.depths[:, -1].tolist() == sorted(match.depths[:, -1].tolist())
+
+    @invariant()
+    def digests_are_the_oracles(self) -> None:
+        for source in RANKS:
+            assert self.index.digest(source) == self.oracle.digest(source)
+
+    @invariant()
+    def structure_is_sound(self) -> None:
+        self.index.check_invariants()
+
+
+def test_a_random_life_of_a_fleet_is_as_a_dict_of_sets_says(make_oracle: Callable[[], Any]) -> None:
+    IndexMachine.make_oracle = staticmethod(make_oracle)
+    run_state_machine_as_test(
+        IndexMachine,
+        settings=settings(
+            max_examples=40, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
