@@ -128,9 +128,6 @@ class Normaliser:
         block_hashes = self._canonical_hashes(event, len(engine_hashes), parent, scope)
         if block_hashes is None:
             return self._leave_out(Status.INVALID_TOKENS)
-        if self._partial_blocks:
-            for engine_hash in engine_hashes:
-                self._partial_blocks.pop(engine_hash, None)
         return self._hold(engine_hashes, block_hashes, parent, event.tier, scope)
 
     def _hold(
