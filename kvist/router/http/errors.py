@@ -7,7 +7,7 @@ import msgspec
 from kvist.errors import KvistError
 
 
-class MalformedHttpError(KvistError):
+class MalformedHttpError(KvistError, ValueError):
     """Bytes that are not the HTTP/1 message they claim to be."""
 
 

@@ -7,6 +7,7 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 import asyncio
 from typing import Literal, Protocol
 
+from kvist.errors import InvalidValueError
 from kvist.router.http.errors import ClientDisconnectedError
 from kvist.router.http.fields import Headers, content_length, render_head, status_line
 from kvist.router.http.request import Request
@@ -123,7 +124,7 @@ class Responder:
                 if status == _NO_CONTENT:
                     continue
             elif name in _CONNECTION_FIELDS:
-                raise ValueError(f"{name.decode()} is the server's to set")
+                raise InvalidValueError("headers", name, "none that frames or keeps the connection")
             fields.append((name, value))
         self._choose_framing(status, length)
         if self._framing == "chunked":
@@ -136,7 +137,7 @@ class Responder:
 
     def _choose_framing(self, status: int, length: int | None) -> None:
         if not 200 <= status <= 599:
-            raise ValueError(f"status is {status}; a final response has 200 to 599")
+            raise InvalidValueError("status", status, "200 to 599, a final one")
         if self._request.method == "HEAD" or status in (_NO_CONTENT, _NOT_MODIFIED):
             self._framing = "none"
         elif length is not None:

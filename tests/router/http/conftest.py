@@ -59,7 +59,7 @@ class RawClient:
         parser.send(h11.Request(method=method, target="/", headers=[("host", "test")]))
         parser.send(h11.EndOfMessage())
         parser.receive_data(self.unread) if self.unread else None
-        head, body = None, b""
+        head, pieces = None, []
         async with asyncio.timeout(READ_TIMEOUT_S):
             while True:
                 event = parser.next_event()
@@ -68,13 +68,13 @@ class RawClient:
                 elif isinstance(event, h11.Response):
                     head = event
                 elif isinstance(event, h11.Data):
-                    body += bytes(event.data)
+                    pieces.append(bytes(event.data))
                 elif isinstance(event, h11.EndOfMessage):
                     break
         assert head is not None
         self.unread = parser.trailing_data[0]
         headers = {name.decode(): value.decode() for name, value in head.headers}
-        return Answer(head.status_code, headers, body, parser.their_state is h11.MUST_CLOSE)
+        return Answer(head.status_code, headers, b"".join(pieces), parser.their_state is h11.MUST_CLOSE)
 
     async def close(self) -> None:
         self.writer.close()

@@ -1,0 +1,335 @@
+"""Requests on one connection: keep-alive, pipelining, slow clients, clients that leave, handlers that fail."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvist.router.http import ClientDisconnectedError, Handler, HttpServer, Request, Responder
+
+Serve = Callable[..., Awaitable[HttpServer]]
+Connect = Callable[[HttpServer], Awaitable[Any]]
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+async def test_a_connection_serves_one_request_after_another(serve: Serve, connect: Connect, echo: Handler) -> None:
+    client = await connect(await serve(echo))
+    for i in range(3):
+        client.send(b"POST /%d HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\nhi" % i)
+        answer = await client.answer()
+        assert (answer.status, answer.body, answer.is_closing) == (200, b"POST /%d hi" % i, False)
+
+
+async def test_pipelined_requests_are_handled_one_at_a_time_and_answered_in_order(
+    serve: Serve, connect: Connect
+) -> None:
+    running: set[str] = set()
+
+    async def handler(request: Request, responder: Responder) -> None:
+        assert not running
+        running.add(request.path)
+        await asyncio.sleep(0)
+        running.remove(request.path)
+        await responder.send_response(200, [], request.path.encode())
+
+    client = await connect(await serve(handler))
+    client.send(b"".join(b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n" % i for i in range(20)))
+    assert [(await client.answer()).body for _ in range(20)] == [b"/%d" % i for i in range(20)]
+
+
+async def test_reading_pauses_while_a_client_pipelines_more_than_it_may(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    release = asyncio.Event()
+
+    async def handler(_: Request, responder: Responder) -> None:
+        await release.wait()
+        await responder.send_response(200, [])
+
+    server = await serve(handler, max_pipelined_bytes=1000)
+    client = await connect(server)
+    num_requests = 200_000
+    client.send(GET * num_requests)
+    await until(lambda: server.statistics().num_requests)
+    (connection,) = server._state.connections
+    await until(lambda: not connection._transport.is_reading())
+    assert connection._parser.num_buffered_bytes <= 1000 + 2 * 256 * 1024
+    release.set()
+    for _ in range(1000):
+        assert (await client.answer()).status == 200
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "is_closing", "connection"),
+    [
+        (b"GET / HTTP/1.0\r\n\r\n", True, "close"),
+        (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", False, "keep-alive"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", True, "close"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: x, Close\r\n\r\n", True, "close"),
+        (GET, False, None),
+    ],
+    ids=["1.0", "1.0 keep-alive", "1.1 close", "1.1 close in a list", "1.1"],
+)
+async def test_the_connection_is_kept_as_the_client_asked(
+    serve: Serve, connect: Connect, echo: Handler, request_bytes: bytes, is_closing: bool, connection: str | None
+) -> None:
+    client = await connect(await serve(echo))
+    client.send(request_bytes)
+    answer = await client.answer()
+    assert answer.headers.get("connection") == connection
+    if is_closing:
+        assert await client.read_to_end() == b""
+    else:
+        client.send(request_bytes)
+        assert (await client.answer()).status == 200
+
+
+async def test_100_continue_is_sent_before_the_body_is_read(serve: Serve, connect: Connect, echo: Handler) -> None:
+    client = await connect(await serve(echo))
+    client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+    assert await client.read_until(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.send(b"h")
+    client.send(b"i")
+    assert (await client.answer()).body == b"POST / hi"
+
+
+async def test_100_continue_is_not_sent_when_the_body_is_there(serve: Serve, connect: Connect, echo: Handler) -> None:
+    client = await connect(await serve(echo))
+    client.send(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\nhi")
+    assert (await client.read_until(b"hi")).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_an_absolute_target_for_this_host_is_read_as_a_path(
+    serve: Serve, connect: Connect, echo: Handler
+) -> None:
+    client = await connect(await serve(echo))
+    client.send(b"GET http://A:80?x=1 HTTP/1.1\r\nHost: a:80\r\n\r\n")
+    assert (await client.answer()).body == b"GET /?x=1 "
+
+
+# Slow clients.
+
+SLOW = {
+    "nothing at all": (b"", {"idle_timeout_s": 0.05}, None),
+    "half a head": (b"GET / HTTP/1.1\r\nHos", {"header_timeout_s": 0.05}, "header_timeout"),
+    "no body": (b"PUT / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n", {"body_timeout_s": 0.05}, "body_timeout"),
+    "half a chunk": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhi",
+        {"body_timeout_s": 0.05},
+        "body_timeout",
+    ),
+    "no body after 100": (
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n",
+        {"body_timeout_s": 0.05},
+        "body_timeout",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("sent", "limits", "code"), SLOW.values(), ids=SLOW.keys())
+async def test_a_client_that_sends_too_slowly_is_told_408_and_closed(
+    serve: Serve, connect: Connect, echo: Handler, sent: bytes, limits: dict[str, float], code: str | None
+) -> None:
+    server = await serve(echo, linger_timeout_s=0.05, **limits)
+    client = await connect(server)
+    client.send(sent)
+    if code is not None:
+        answer = await client.answer()
+        assert answer.status == 408
+        assert json.loads(answer.body)["error"]["code"] == code
+    assert await client.read_to_end() == b""
+    assert server.statistics().num_timeouts >= 1
+
+
+async def test_a_head_that_trickles_in_does_not_move_its_deadline(
+    serve: Serve, connect: Connect, echo: Handler
+) -> None:
+    server = await serve(echo, header_timeout_s=0.1, linger_timeout_s=0.05)
+    client = await connect(server)
+
+    async def trickle() -> None:
+        for byte in b"GET / HTTP/1.1\r\nX: " + b"y" * 10_000:
+            client.send(bytes([byte]))
+            await asyncio.sleep(0.01)
+
+    trickling = asyncio.create_task(trickle())
+    assert (await client.answer()).status == 408
+    trickling.cancel()
+
+
+async def test_a_kept_connection_is_closed_when_idle(serve: Serve, connect: Connect, echo: Handler) -> None:
+    client = await connect(await serve(echo, idle_timeout_s=0.05))
+    client.send(GET)
+    assert (await client.answer()).status == 200
+    assert await client.read_to_end() == b""
+
+
+async def test_a_client_that_does_not_read_makes_write_wait_and_is_cut_off(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    num_written = 0
+    ended: list[str] = []
+
+    async def handler(_: Request, responder: Responder) -> None:
+        nonlocal num_written
+        responder.start(200, [])
+        try:
+            while True:
+                await responder.write(b"x" * 65536)
+                num_written += 65536
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    server = await serve(handler, write_buffer_bytes=65536, write_timeout_s=0.1)
+    client = await connect(server)
+    client.writer.transport.pause_reading()
+    client.send(GET)
+    await until(lambda: ended)
+    assert num_written < 32 * 1024 * 1024, "only the kernel's buffers and the high-water mark may hold it"
+    await until(lambda: server.statistics().num_connections == 0)
+    assert server.statistics().num_timeouts == 1
+
+
+async def test_an_answer_that_is_never_read_does_not_hold_the_connection(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    async def handler(_: Request, responder: Responder) -> None:
+        await responder.send_response(200, [], b"x" * 16 * 1024 * 1024)
+
+    server = await serve(handler, write_timeout_s=0.05, linger_timeout_s=0.05)
+    client = await connect(server)
+    client.writer.transport.pause_reading()
+    client.send(b"GET / HTTP/1.0\r\n\r\n")
+    await until(lambda: server.statistics().num_requests)
+    await until(lambda: server.statistics().num_connections == 0)
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("how", ["close", "half-close", "reset"])
+async def test_a_client_that_leaves_cancels_the_handler(serve: Serve, connect: Connect, until: Until, how: str) -> None:
+    started, ended = asyncio.Event(), []
+
+    async def handler(_: Request, responder: Responder) -> None:
+        responder.start(200, [])
+        await responder.write(b"x")
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            with pytest.raises(ClientDisconnectedError):
+                await responder.write(b"y")
+            ended.append("cancelled")
+            raise
+
+    server = await serve(handler)
+    client = await connect(server)
+    client.send(GET)
+    await started.wait()
+    if how == "half-close":
+        client.writer.write_eof()
+    elif how == "close":
+        client.writer.close()
+    else:
+        client.writer.transport.abort()
+    await until(lambda: ended)
+    await until(lambda: server.statistics().num_connections == 0)
+    assert server.statistics().num_disconnects == 1
+    assert server.statistics().num_handler_failures == 0
+
+
+# Handlers that fail.
+
+
+async def test_a_handler_that_raises_before_it_answers_is_logged_and_answered_500(
+    serve: Serve, connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def handler(_: Request, __: Responder) -> None:
+        raise LookupError("no such thing")
+
+    server = await serve(handler)
+    client = await connect(server)
+    with caplog.at_level(logging.ERROR):
+        client.send(GET)
+        answer = await client.answer()
+    assert answer.status == 500
+    assert "no such thing" not in answer.body.decode()
+    assert "no such thing" in caplog.text
+    assert server.statistics().num_handler_failures == 1
+
+
+async def test_a_handler_that_returns_without_an_answer_is_answered_500(serve: Serve, connect: Connect) -> None:
+    async def handler(_: Request, __: Responder) -> None:
+        return
+
+    client = await connect(await serve(handler))
+    client.send(GET)
+    assert (await client.answer()).status == 500
+
+
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"10")]], ids=["chunked", "length"])
+async def test_a_handler_that_fails_within_its_answer_leaves_it_visibly_incomplete(
+    serve: Serve, connect: Connect, headers: list[tuple[bytes, bytes]]
+) -> None:
+    async def handler(_: Request, responder: Responder) -> None:
+        responder.start(200, headers)
+        await responder.write(b"half")
+        raise LookupError
+
+    client = await connect(await serve(handler))
+    client.send(GET)
+    data = await client.read_to_end()
+    assert not data.endswith(b"0\r\n\r\n")
+
+
+# Limits over all connections.
+
+
+async def test_a_connection_too_many_is_told_503_and_others_go_on(
+    serve: Serve, connect: Connect, echo: Handler
+) -> None:
+    server = await serve(echo, max_connections=2, linger_timeout_s=0.05)
+    first, second, third = [await connect(server) for _ in range(3)]
+    third.send(GET)
+    answer = await third.answer()
+    assert answer.status == 503
+    assert json.loads(answer.body)["error"]["code"] == "overloaded"
+    for client in (first, second):
+        client.send(GET)
+        assert (await client.answer()).status == 200
+
+
+async def test_connections_far_too_many_are_dropped_unanswered(serve: Serve, connect: Connect, echo: Handler) -> None:
+    server = await serve(echo, max_connections=1, linger_timeout_s=5)
+    clients = [await connect(server) for _ in range(3)]
+    assert await clients[2].read_to_end() == b""
+    assert server.statistics().num_refused == 1
+
+
+async def test_bodies_held_by_all_connections_are_bounded_and_given_back(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    release = asyncio.Event()
+
+    async def handler(_: Request, responder: Responder) -> None:
+        await release.wait()
+        await responder.send_response(200, [])
+
+    server = await serve(handler, max_buffered_body_bytes=150, linger_timeout_s=0.05)
+    first, second = await connect(server), await connect(server)
+    post = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n"
+    first.send(post + b"x" * 100)
+    await until(lambda: server.statistics().num_body_bytes_held == 100)
+    second.send(post + b"x" * 60)
+    assert (await second.answer()).status == 503
+    assert server.statistics().num_body_bytes_held == 100
+    release.set()
+    assert (await first.answer()).status == 200
+    await until(lambda: server.statistics().num_body_bytes_held == 0)

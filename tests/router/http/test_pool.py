@@ -1,0 +1,401 @@
+"""The pool reuses what is alive, sends a request at most once, and says of a failure what the worker may have seen."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.router.http import (
+    ConnectError,
+    UpstreamClosedError,
+    UpstreamError,
+    UpstreamPool,
+    UpstreamProtocolError,
+    UpstreamTimeoutError,
+)
+from kvist.router.http.fields import Headers
+
+MakePool = Callable[..., Awaitable[UpstreamPool]]
+StartWorker = Callable[..., Awaitable[Any]]
+Until = Callable[[Callable[[], object]], Awaitable[None]]
+NextRequest = Callable[[asyncio.StreamReader], Awaitable[tuple[bytes, bytes]]]
+
+HELLO = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+async def ask(pool: UpstreamPool, url: str, method: str = "POST", body: bytes = b"{}") -> tuple[int, bytes]:
+    async with pool.exchange(url, method, "/", [], body) as response:
+        return response.status, b"".join([piece async for piece in response.body()])
+
+
+async def test_a_connection_is_reused_once_its_response_has_ended(make_pool: MakePool, answering: StartWorker) -> None:
+    pool, worker = await make_pool(), await answering(HELLO)
+    for _ in range(3):
+        assert await ask(pool, worker.url) == (200, b"hello")
+    assert worker.num_connections == 1
+    statistics = pool.statistics()
+    assert (statistics.num_connected, statistics.num_reused, statistics.num_idle) == (1, 2, 1)
+
+
+async def test_each_running_exchange_has_its_own_connection(make_pool: MakePool, answering: StartWorker) -> None:
+    pool, worker = await make_pool(max_idle_connections=2), await answering(HELLO)
+    await asyncio.gather(*[ask(pool, worker.url) for _ in range(5)])
+    assert worker.num_connections == 5
+    assert pool.statistics().num_idle == 2
+
+
+async def test_the_request_is_framed_anew(make_pool: MakePool, worker: StartWorker, next_request: NextRequest) -> None:
+    requests: list[tuple[bytes, bytes]] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        requests.append(await next_request(reader))
+        writer.write(HELLO)
+
+    pool, made = await make_pool(), await worker(script)
+    headers: Headers = [
+        (b"host", b"public.example"),
+        (b"transfer-encoding", b"chunked"),
+        (b"content-length", b"99"),
+        (b"expect", b"100-continue"),
+        (b"connection", b"x-private"),
+        (b"x-private", b"1"),
+        (b"x-forwarded-for", b"10.0.0.1"),
+        (b"authorization", b"Bearer k"),
+    ]
+    url = made.url + "/prefix/"
+    async with pool.exchange(url, "POST", "/v1?a=b", headers, b"body", forwarded_for="10.0.0.2") as response:
+        assert response.headers == [(b"content-length", b"5")]
+    host = made.url.removeprefix("http://").encode()
+    assert requests == [
+        (
+            b"POST /prefix/v1?a=b HTTP/1.1\r\nhost: " + host + b"\r\nauthorization: Bearer k\r\n"
+            b"x-forwarded-for: 10.0.0.1, 10.0.0.2\r\ncontent-length: 4\r\n\r\n",
+            b"body",
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "a:80", "ftp://a", "http://", "http://u@a", "http://a?b", "http://a#b", "http://a b", "http://a\r\nX: y", "http://ä"],
+)  # fmt: skip
+async def test_a_base_url_that_is_none_is_refused_by_name(make_pool: MakePool, url: str) -> None:
+    pool = await make_pool()
+    with pytest.raises(InvalidValueError, match="base_url"):
+        pool.exchange(url, "GET", "/", [])
+
+
+async def test_a_target_that_would_split_the_request_is_refused(make_pool: MakePool) -> None:
+    pool = await make_pool()
+    with pytest.raises(ValueError, match="CR, LF"):
+        pool.exchange("http://127.0.0.1:1", "GET", "/ HTTP/1.1\r\nX: y", [])
+
+
+# What failed, and whether the worker may have seen the request.
+
+
+async def test_a_worker_that_is_not_there_is_a_connect_error(make_pool: MakePool, free_port: Callable[[], int]) -> None:
+    pool, url = await make_pool(), f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(ConnectError) as error:
+        await ask(pool, url)
+    assert error.value.worker == url
+
+
+async def test_a_worker_that_does_not_answer_the_handshake_is_a_connect_error(
+    make_pool: MakePool, worker: StartWorker
+) -> None:
+    async def script(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    pool, made = await make_pool(connect_timeout_s=0.05), await worker(script)
+    with pytest.raises(ConnectError, match="no connection within"):
+        await ask(pool, made.url.replace("http:", "https:"))
+
+
+async def test_a_pooled_connection_the_worker_has_closed_is_replaced_before_anything_is_sent(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest
+) -> None:
+    requests: list[bytes] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        while True:
+            requests.append((await next_request(reader))[1])
+            writer.write(HELLO)
+
+    pool, made = await make_pool(), await worker(script)
+    assert await ask(pool, made.url, body=b"1") == (200, b"hello")
+    (connection,) = pool._idle[made.url]
+    connection._transport.pause_reading()  # the end of the stream stays in the kernel, unseen by the loop
+    writers[0].close()
+    await writers[0].wait_closed()
+    assert await ask(pool, made.url, body=b"2") == (200, b"hello")
+    assert requests == [b"1", b"2"]
+    assert pool.statistics().num_stale == 1
+
+
+async def test_a_pooled_connection_leaves_the_pool_when_the_worker_closes_it(
+    make_pool: MakePool, answering: StartWorker, until: Until
+) -> None:
+    pool, worker = await make_pool(), await answering(HELLO, then_close=True)
+    assert await ask(pool, worker.url) == (200, b"hello")
+    await until(lambda: pool.statistics().num_idle == 0)
+    assert worker.url not in pool._idle
+
+
+async def test_a_pooled_connection_on_which_the_worker_speaks_unasked_is_closed(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest, until: Until
+) -> None:
+    speak = asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(HELLO)
+        await speak.wait()
+        writer.write(HELLO)
+        await reader.read()
+
+    pool, made = await make_pool(), await worker(script)
+    await ask(pool, made.url)
+    assert pool.statistics().num_idle == 1
+    speak.set()
+    await until(lambda: pool.statistics().num_idle == 0)
+
+
+async def test_a_pooled_connection_is_closed_after_its_time(
+    make_pool: MakePool, answering: StartWorker, until: Until
+) -> None:
+    pool, worker = await make_pool(pooled_timeout_s=0.05), await answering(HELLO)
+    await ask(pool, worker.url)
+    await until(lambda: pool.statistics().num_idle == 0)
+
+
+async def test_a_reused_connection_closed_after_the_request_was_sent_is_not_retried(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest
+) -> None:
+    num_requests = 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_requests
+        await next_request(reader)
+        writer.write(HELLO)
+        await next_request(reader)
+        num_requests += 1
+
+    pool, made = await make_pool(), await worker(script)
+    await ask(pool, made.url)
+    with pytest.raises(UpstreamClosedError) as error:
+        await ask(pool, made.url)
+    assert not error.value.has_response_head
+    assert num_requests == 1
+    assert made.num_connections == 1
+
+
+BROKEN = {
+    "closed at once": (b"", False),
+    "closed within the head": (b"HTTP/1.1 200 OK\r\nConte", False),
+    "closed after the head": (STREAM_HEAD, True),
+    "closed within a chunk": (STREAM_HEAD + b"5\r\nhel", True),
+    "closed between chunks": (STREAM_HEAD + b"5\r\nhello\r\n", True),
+    "closed before the last crlf": (STREAM_HEAD + b"5\r\nhello\r\n0\r\n", True),
+    "closed within a length": (HELLO[:-1], True),
+}
+
+
+@pytest.mark.parametrize(("sent", "has_head"), BROKEN.values(), ids=BROKEN.keys())
+async def test_a_worker_that_dies_within_its_response_is_a_closed_error(
+    make_pool: MakePool, answering: StartWorker, sent: bytes, has_head: bool
+) -> None:
+    pool, worker = await make_pool(), await answering(sent, then_close=True)
+    with pytest.raises(UpstreamClosedError) as error:
+        await ask(pool, worker.url)
+    assert error.value.has_response_head == has_head
+    assert pool.statistics().num_active == 0
+
+
+async def test_what_arrived_before_a_worker_died_is_delivered(make_pool: MakePool, answering: StartWorker) -> None:
+    pool, worker = await make_pool(), await answering(STREAM_HEAD + b"5\r\nhello\r\n", then_close=True)
+    pieces: list[bytes] = []
+
+    async def collect() -> None:
+        async with pool.exchange(worker.url, "GET", "/", []) as response:
+            async for piece in response.body():
+                pieces.append(piece)
+
+    with pytest.raises(UpstreamClosedError):
+        await collect()
+    assert b"".join(pieces) == b"hello"
+
+
+@pytest.mark.parametrize("sent", [b"nonsense\r\n\r\n", STREAM_HEAD + b"zz\r\n"], ids=["head", "body"])
+async def test_a_malformed_response_is_a_protocol_error(
+    make_pool: MakePool, answering: StartWorker, sent: bytes
+) -> None:
+    pool, worker = await make_pool(), await answering(sent)
+    with pytest.raises(UpstreamProtocolError):
+        await ask(pool, worker.url)
+    assert pool.statistics().num_idle == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "phase"), [(b"", "first_byte"), (b"HTTP/1.1 200", "first_byte"), (STREAM_HEAD, "idle")]
+)
+async def test_a_worker_that_is_silent_too_long_is_a_timeout(
+    make_pool: MakePool, answering: StartWorker, sent: bytes, phase: str
+) -> None:
+    pool, worker = await make_pool(first_byte_timeout_s=0.05, idle_timeout_s=0.05), await answering(sent)
+    with pytest.raises(UpstreamTimeoutError) as error:
+        await ask(pool, worker.url)
+    assert (error.value.phase, error.value.timeout_s) == (phase, 0.05)
+
+
+EXCESS = {"length": HELLO + b"!", "chunked": STREAM_HEAD + b"5\r\nhello\r\n0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n"}
+
+
+@pytest.mark.parametrize("sent", EXCESS.values(), ids=EXCESS.keys())
+async def test_bytes_behind_a_response_are_dropped_with_the_connection(
+    make_pool: MakePool, answering: StartWorker, sent: bytes
+) -> None:
+    pool, worker = await make_pool(), await answering(sent)
+    for num_connections in (1, 2):
+        assert await ask(pool, worker.url) == (200, b"hello")
+        assert pool.statistics().num_idle == 0
+        assert worker.num_connections == num_connections
+
+
+async def test_a_body_that_ends_with_the_connection_is_delivered_whole(
+    make_pool: MakePool, answering: StartWorker
+) -> None:
+    pool = await make_pool()
+    worker = await answering(b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100_000, then_close=True)
+    assert await ask(pool, worker.url) == (200, b"x" * 100_000)
+    assert pool.statistics().num_idle == 0
+
+
+async def test_a_response_to_head_has_no_body(make_pool: MakePool, answering: StartWorker) -> None:
+    pool, worker = await make_pool(), await answering(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+    assert await ask(pool, worker.url, "HEAD", b"") == (200, b"")
+    assert pool.statistics().num_idle == 1
+
+
+async def test_an_answer_before_the_request_was_read_ends_the_connection(
+    make_pool: MakePool, worker: StartWorker
+) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(HELLO)
+        await asyncio.Event().wait()
+
+    pool, made = await make_pool(), await worker(script)
+    assert await ask(pool, made.url, body=b"x" * 64 * 1024 * 1024) == (200, b"hello")
+    assert pool.statistics().num_idle == 0
+
+
+# Cancellation: nobody waits, so the worker must know.
+
+
+async def seen_by_worker(
+    worker: StartWorker, next_request: NextRequest, sent: bytes
+) -> tuple[Any, asyncio.Event, asyncio.Event]:
+    """A worker that sends some bytes, and two events: it has got the request; it has seen the connection end."""
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(sent)
+        asked.set()
+        try:
+            await reader.read()
+        finally:
+            ended.set()
+
+    return await worker(script), asked, ended
+
+
+@pytest.mark.parametrize("sent", [b"", STREAM_HEAD, STREAM_HEAD + b"5\r\nhello\r\n"], ids=["head", "body", "more"])
+async def test_cancelling_an_exchange_closes_its_connection_at_once(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest, sent: bytes
+) -> None:
+    pool = await make_pool()
+    made, asked, ended = await seen_by_worker(worker, next_request, sent)
+    asking = asyncio.create_task(ask(pool, made.url))
+    await asked.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    async with asyncio.timeout(5):
+        await ended.wait()
+    assert pool.statistics().num_active == 0
+    assert pool.statistics().num_idle == 0
+
+
+async def test_cancelling_while_connecting_leaves_nothing_open(make_pool: MakePool, worker: StartWorker) -> None:
+    asked, ended = asyncio.Event(), asyncio.Event()
+
+    async def script(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read(1)  # of a handshake that is never answered
+        asked.set()
+        await reader.read()
+        ended.set()
+
+    pool, made = await make_pool(), await worker(script)
+    asking = asyncio.create_task(ask(pool, made.url.replace("http:", "https:")))
+    await asked.wait()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_leaving_a_response_unread_closes_its_connection(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest
+) -> None:
+    pool = await make_pool()
+    made, _, ended = await seen_by_worker(worker, next_request, STREAM_HEAD)
+    async with pool.exchange(made.url, "GET", "/", []) as response:
+        assert response.status == 200
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_closing_the_pool_closes_running_exchanges(worker: StartWorker, next_request: NextRequest) -> None:
+    made, asked, ended = await seen_by_worker(worker, next_request, b"")
+    async with UpstreamPool() as pool:
+        asking = asyncio.create_task(ask(pool, made.url))
+        await asked.wait()
+    with pytest.raises(UpstreamError):
+        await asking
+    async with asyncio.timeout(5):
+        await ended.wait()
+
+
+async def test_a_slow_consumer_makes_the_worker_wait(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest, until: Until
+) -> None:
+    num_sent = 0
+    piece = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_sent
+        await next_request(reader)
+        writer.write(STREAM_HEAD)
+        for _ in range(600):
+            writer.write(piece)
+            await writer.drain()
+            num_sent += 1
+        writer.write(b"0\r\n\r\n")
+
+    pool, made = await make_pool(idle_timeout_s=0.5), await worker(script)
+    async with pool.exchange(made.url, "GET", "/", []) as response:
+        connection = next(iter(pool._active))
+        await until(lambda: connection._is_reading_paused)
+        assert connection._num_unread_bytes <= 65536 + 256 * 1024
+        assert num_sent < 600
+        total = sum([len(piece) async for piece in response.body()])
+    assert total == 600 * 65536
+    assert pool.statistics().num_idle == 1
