@@ -10,7 +10,7 @@ The caller has checked who may ask (`kvist.router.auth`).
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -131,14 +131,15 @@ async def _refuse(request: Request, error: Exception) -> Response:  # noqa: ARG0
     return Response(error_body(error), error.status, media_type="application/json")
 
 
-def _refuse_value(request: Request, error: Exception) -> Awaitable[Response]:
-    return _refuse(request, RequestError(HTTPStatus.BAD_REQUEST, str(error)))
+async def _refuse_value(request: Request, error: Exception) -> Response:
+    return await _refuse(request, RequestError(HTTPStatus.BAD_REQUEST, str(error)))
 
 
-def _refuse_conflict(request: Request, error: Exception) -> Awaitable[Response]:
-    return _refuse(request, RequestError(HTTPStatus.CONFLICT, str(error)))
+async def _refuse_conflict(request: Request, error: Exception) -> Response:
+    return await _refuse(request, RequestError(HTTPStatus.CONFLICT, str(error)))
 
 
-def _refuse_method(request: Request, error: Exception) -> Awaitable[Response]:
+async def _refuse_method(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _refuse(request, RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return await _refuse(request, RequestError(error.status_code, message))

@@ -79,10 +79,10 @@ def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) ->
     own_host = _plain_host(urlsplit(url).hostname or "")
     try:
         parts = urlsplit(announced)
-        host, port = parts.hostname or "", parts.port
+        host, port = parts.hostname, parts.port
     except ValueError:
-        host, port = "", None
-    if not parts.scheme or not host or port is None:
+        host = port = None
+    if not host or port is None or not parts.scheme:
         raise InvalidValueError("kv_events.endpoint", announced, "scheme://host:port")
     if host in _WILDCARD_HOSTS:
         netloc = f"[{own_host}]:{port}" if ":" in own_host else f"{own_host}:{port}"

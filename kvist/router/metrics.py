@@ -11,7 +11,7 @@ from kvist.router.policy import Decision
 from kvist.router.usage import ReportedUsage
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_ERROR_BUCKETS_TOKENS = (-4096, -1024, -256, -64, -16, -1, 0, 16, 64, 256, 1024, 4096)
+_ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384)
 
 
 class RouterMetrics:
@@ -39,8 +39,8 @@ class RouterMetrics:
         )
         self._overlap_error = Histogram(
             "kvist_router_overlap_error_tokens",
-            "Predicted minus reported cached tokens of one request",
-            ["worker"],
+            "How far the predicted cached tokens of a request were over or under those its worker reported",
+            ["worker", "sign"],
             buckets=_ERROR_BUCKETS_TOKENS,
             registry=self.registry,
         )
@@ -76,9 +76,11 @@ class RouterMetrics:
 
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
         """Compare what was predicted with what the worker says it found in its cache."""
-        if usage.cached_tokens is not None and decision.prompt.is_tokenized:
-            error_tokens = decision.overlap_tokens - usage.cached_tokens
-            self._overlap_error.labels(decision.chosen.target.worker).observe(error_tokens)
+        if usage.cached_tokens is None or not decision.prompt.is_tokenized:
+            return
+        error_tokens = decision.overlap_tokens - usage.cached_tokens
+        sign = "exact" if error_tokens == 0 else "over" if error_tokens > 0 else "under"
+        self._overlap_error.labels(decision.chosen.target.worker, sign).observe(abs(error_tokens))
 
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""

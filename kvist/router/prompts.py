@@ -103,7 +103,7 @@ class PromptReader:
 
 class _AnyPrompt(msgspec.Struct, frozen=True):
     token_ids: list[TokenId] | None = None
-    messages: msgspec.Raw | None = None
+    messages: Any = None
     model: str | None = None
     cache_salt: str | None = None
 

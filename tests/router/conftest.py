@@ -12,7 +12,9 @@ from typing import Any, Self
 import httpx
 import pytest
 
+from kvist.events import WorkerRank
 from kvist.router.config import RouterConfig
+from kvist.router.index import RankStatus
 from kvist.router.service import RouterService
 
 
@@ -62,6 +64,7 @@ class ScriptedWorker:
     num_disconnects: int = 0
     _server: asyncio.Server | None = None
     _writers: set[asyncio.StreamWriter] = field(default_factory=set)
+    _tasks: set[Any] = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -69,6 +72,9 @@ class ScriptedWorker:
 
     async def __aexit__(self, *exception: object) -> None:
         self.kill()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -91,6 +97,8 @@ class ScriptedWorker:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
+        task = asyncio.current_task()
+        self._tasks.add(task)
         try:
             while True:
                 received = await self._read(reader)
@@ -99,8 +107,11 @@ class ScriptedWorker:
                 await writer.drain()
         except (ConnectionError, asyncio.IncompleteReadError):
             self.num_disconnects += 1
+        except asyncio.CancelledError:
+            pass  # by `__aexit__`; asyncio's stream server would report it as an error
         finally:
             self._writers.discard(writer)
+            self._tasks.discard(task)
             writer.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> Received:
@@ -129,8 +140,8 @@ class ScriptedWorker:
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait until the condition holds, at most five seconds."""
     async with asyncio.timeout(5):
-        while not await condition():
-            await asyncio.sleep(0.005)  # noqa: ASYNC110 - what is waited for is behind a socket
+        while not await condition():  # noqa: ASYNC110 - what is waited for is behind a socket
+            await asyncio.sleep(0.005)
 
 
 @dataclass
@@ -185,6 +196,38 @@ def worker() -> type[ScriptedWorker]:
 @pytest.fixture
 def router() -> Callable[..., AbstractAsyncContextManager[RunningRouter]]:
     return running_router
+
+
+class FakeIndex:
+    """An index that holds what a test puts in: (url, rank) to depths by tier."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, str] = {}
+        self.overlaps: dict[WorkerRank, tuple[int, ...]] = {}
+        self.statuses: dict[str, list[RankStatus]] = {}
+        self.matched: list[list[int]] = []
+
+    def add_source(self, worker: str, endpoint: str) -> None:
+        assert worker not in self.sources
+        self.sources[worker] = endpoint
+
+    def remove_source(self, worker: str) -> None:
+        del self.sources[worker]
+
+    def match(self, hashes: Any) -> dict[WorkerRank, tuple[int, ...]]:
+        self.matched.append(hashes.tolist())
+        return {target: tuple(min(depth, len(hashes)) for depth in depths) for target, depths in self.overlaps.items()}
+
+    def ranks(self, worker: str) -> list[RankStatus]:
+        return self.statuses.get(worker, [])
+
+    def num_blocks(self) -> int:
+        return 7
+
+
+@pytest.fixture
+def index() -> FakeIndex:
+    return FakeIndex()
 
 
 @pytest.fixture

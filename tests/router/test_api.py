@@ -1,0 +1,174 @@
+"""The router's own endpoints: who may use them, and what they say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from kvist.events import WorkerRank
+from kvist.router.index import RankStatus
+
+
+async def test_clients_need_their_key_and_it_stays_with_the_router(worker, router) -> None:
+    async with worker() as one, router(one.url, api_key="client-key") as front:
+        refused = await front.complete()
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert (await front.client.get("/v1/models")).status_code == 401
+        front.client.headers["authorization"] = "Bearer client-key"
+        assert (await front.complete()).status_code == 200
+        assert "authorization" not in one.completions[0].headers
+
+
+async def test_without_a_client_key_the_workers_key_passes_through(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
+        front.client.headers["authorization"] = "Bearer workers-own"
+        await front.complete()
+        assert one.completions[0].headers["authorization"] == "Bearer workers-own"
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/workers"), ("GET", "/get_loads"), ("POST", "/route")])
+async def test_administration_needs_its_own_key(worker, router, method: str, path: str) -> None:
+    async with worker() as one, router(one.url, api_key="client", admin_key="admin", ready=False) as front:
+
+        async def ask(**headers: str) -> int:
+            body = b'{"token_ids": [1]}' if method == "POST" else None
+            return (await front.client.request(method, path, content=body, headers=headers)).status_code
+
+        assert await ask() == 401
+        assert await ask(authorization="Bearer client") == 401
+        assert await ask(authorization="Bearer admin") in (200, 503)
+
+
+async def test_without_an_admin_key_a_foreign_page_or_proxy_may_not_administer(router) -> None:
+    async with router() as front:
+        for headers in ({"host": "attacker.example"}, {"x-forwarded-for": "203.0.113.9"}):
+            assert (await front.client.get("/workers", headers=headers)).status_code == 403
+        form = await front.client.post(
+            "/workers", content=b'{"url": "http://w:1"}', headers={"content-type": "text/plain"}
+        )
+        assert form.status_code == 415
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"{}", 400),
+        (b'{"url": 3}', 400),
+        (b'{"url": "w:1"}', 400),
+        (b'{"url": "http://w:1", "weight": 2}', 400),
+        (b'{"url": "http://w:1/?x=1"}', 400),
+    ],
+)
+async def test_a_worker_that_makes_no_sense_is_refused(router, body: bytes, status: int) -> None:
+    async with router() as front:
+        answer = await front.client.post("/workers", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"]
+        assert await front.workers() == {}
+
+
+async def test_removing_an_unknown_worker_is_a_404(router) -> None:
+    async with router() as front:
+        answer = await front.client.delete("/workers", params={"url": "http://nobody:1"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "url")
+
+
+async def test_health_needs_no_worker_and_readiness_does(worker, router) -> None:
+    async with router() as front:
+        health = (await front.client.get("/health")).json()
+        assert health["status"] == "ok"
+        assert health["cold_start_s"] >= 0
+        answer = await front.client.get("/readiness")
+        assert (answer.status_code, answer.json()["ready"]) == (503, False)
+    async with worker() as one, router(one.url) as front:
+        answer = await front.client.get("/readiness")
+        assert answer.json() == {
+            "ready": True,
+            "workers": {"starting": 0, "healthy": 1, "unhealthy": 0, "misconfigured": 0, "draining": 0},
+        }
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 404)]
+)
+async def test_wrong_methods_and_paths_are_refused_in_openais_shape(
+    router, method: str, path: str, status: int
+) -> None:
+    async with router() as front:
+        answer = await front.client.request(method, path)
+        assert answer.status_code == status
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_explaining_a_wrong_body_or_model_is_an_error(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
+        assert (await front.client.post("/route", content=b"{")).status_code == 400
+        assert (await front.client.post("/route", json={"prompt": "x", "model": "?"})).status_code == 404
+
+
+async def test_workers_and_loads_show_what_is_known(worker, router, index) -> None:
+    async with worker() as one, router(one.url, index=index, block_size=16) as front:
+        index.statuses[one.url] = [RankStatus(0, "live", 12, 1, 0.5), RankStatus(1, "resyncing", 0, 0, None)]
+        explained = (await front.workers())[one.url]
+        assert (explained["state"], explained["circuit"], explained["models"]) == ("healthy", "closed", ["m"])
+        assert [rank["state"] for rank in explained["kv_events"]["ranks"]] == ["live", "resyncing"]
+        loads = (await front.client.get("/get_loads")).json()["loads"]
+        assert [(load["rank"], load["running_requests"]) for load in loads] == [(0, 0), (1, 0)]
+
+
+async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(worker, router, index) -> None:
+    async with worker(cached_tokens=48) as one, router(one.url, index=index, block_size=16) as front:
+        index.overlaps = {WorkerRank(one.url, 0): (2,)}
+        index.statuses[one.url] = [RankStatus(0, "partial", 12, 3, 0.5)]
+        answer = await front.complete(list(range(64)))
+        assert answer.status_code == 200
+        samples = await front.metrics()
+
+        def sample(name: str, **labels: Any) -> float:
+            text = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
+            return samples[f"{name}{{{text}}}"]
+
+        assert sample("kvist_router_requests_total", worker=one.url, status=200, policy="kv") == 1
+        assert sample("kvist_router_prompt_tokens_total", worker=one.url) == 64
+        assert sample("kvist_router_overlap_tokens_total", worker=one.url) == 32
+        assert sample("kvist_router_overlap_error_tokens_sum", worker=one.url, sign="under") == 16
+        assert sample("kvist_router_time_to_first_byte_seconds_count", worker=one.url) == 1
+        assert sample("kvist_router_running_requests", worker=one.url, rank=0) == 0
+        assert sample("kvist_router_worker_state", worker=one.url, state="healthy") == 1
+        assert sample("kvist_router_worker_state", worker=one.url, state="draining") == 0
+        assert sample("kvist_router_circuit_state", worker=one.url, state="closed") == 1
+        assert sample("kvist_router_event_source_state", worker=one.url, rank=0, state="partial") == 1
+        assert sample("kvist_router_event_gaps_total", worker=one.url, rank=0) == 3
+        assert samples["kvist_index_blocks"] == 7
+        refused = await front.complete(model="?")
+        assert refused.status_code == 404
+        assert (await front.metrics())['kvist_router_refusals_total{status="404"}'] == 1
+
+
+async def test_a_stream_that_reports_its_usage_is_compared_too(worker, router, index, http_bytes) -> None:
+    async def stream(_: Any, writer: Any) -> None:
+        last = b"data: " + http_bytes.completion(cached_tokens=0) + b"\n\n"
+        pieces = [b'data: {"choices": []}\n\n', last[:20], last[20:], b"data: [DONE]\n\n", b""]
+        writer.write(http_bytes.event_stream_head + b"".join(map(http_bytes.chunk, pieces)))
+
+    async with worker(answer=stream) as one, router(one.url, index=index, block_size=16) as front:
+        index.overlaps = {WorkerRank(one.url, 0): (1,)}
+        await front.complete(list(range(64)), stream=True)
+        samples = await front.metrics()
+        assert samples[f'kvist_router_overlap_error_tokens_sum{{sign="over",worker="{one.url}"}}'] == 16
+
+
+async def test_the_openai_client_talks_to_the_router(worker, router) -> None:
+    from openai import AsyncOpenAI, NotFoundError
+
+    async with worker() as one, router(one.url) as front:
+        http_client = httpx.AsyncClient(trust_env=False)
+        async with AsyncOpenAI(base_url=front.service.url + "/v1", api_key="x", http_client=http_client) as client:
+            answer = await client.completions.create(model="m", prompt="hello")
+            assert answer.choices[0].text == "hi"
+            assert [model.id async for model in client.models.list()] == ["m"]
+            with pytest.raises(NotFoundError, match="expected one of the models served: m"):
+                await client.completions.create(model="other", prompt="hello")

@@ -1,0 +1,102 @@
+"""What workers say of themselves, and how far they are believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.router.discovery import MAX_ANSWER_BYTES, Identity, event_endpoint, probe
+from kvist.router.http import UpstreamError, UpstreamPool
+
+KVIST = {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": {"endpoint": "tcp://127.0.0.1:5557"}}
+
+
+async def identity(url: str) -> Identity:
+    async with UpstreamPool() as pool:
+        return await probe(pool, url)
+
+
+async def test_a_bundled_engine_tells_its_block_size_and_events(worker) -> None:
+    async with worker(server_info=KVIST) as one:
+        found = await identity(one.url)
+    assert (found.engine, found.version, found.block_size) == ("kvist", "0.1", 16)
+    assert found.event_endpoint == "tcp://127.0.0.1:5557"
+    assert [model.id for model in found.models or ()] == ["m"]
+
+
+async def test_a_bundled_engine_without_events_announces_none(worker) -> None:
+    async with worker(server_info=KVIST | {"kv_events": None}) as one:
+        assert (await identity(one.url)).event_endpoint is None
+
+
+@pytest.mark.parametrize("server_info", [None, {"model_path": "x", "block_size": "16", "version": 3}, [1, 2]])
+async def test_of_other_engines_only_the_models_are_read(worker, server_info: Any) -> None:
+    models = [{"id": "base", "max_model_len": 9}, {"id": "lora", "parent": "base"}]
+    async with worker(server_info=server_info, models=models) as one:
+        found = await identity(one.url)
+    assert (found.engine, found.block_size) == (None, None)
+    assert [(model.id, model.parent) for model in found.models or ()] == [("base", None), ("lora", "base")]
+    assert [model.entry for model in found.models or ()] == models
+
+
+async def test_a_worker_without_a_model_list_is_taken_to_serve_any(worker) -> None:
+    async with worker(models=None) as one:
+        assert (await identity(one.url)).models is None
+
+
+async def test_a_worker_that_says_it_is_unhealthy_is(worker) -> None:
+    async with worker(health_status=503) as one:
+        with pytest.raises(UpstreamError, match="GET /health answered 503"):
+            await identity(one.url)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"server_info": KVIST | {"block_size": "sixteen"}},
+        {"server_info": KVIST | {"kv_events": {}}},
+        {"models": "none"},
+        {"models": [{"name": "m"}]},
+        {"models": [{"id": "m" * MAX_ANSWER_BYTES}]},
+    ],
+)
+async def test_an_answer_that_is_not_what_it_should_be_is_refused(worker, broken: dict[str, Any]) -> None:
+    async with worker(**broken) as one:
+        with pytest.raises(MalformedMessageError, match=one.url):
+            await identity(one.url)
+
+
+@pytest.mark.parametrize(
+    ("url", "announced", "dialled"),
+    [
+        ("http://127.0.0.1:8000", "tcp://127.0.0.1:5557?replay_port=5558", "tcp://127.0.0.1:5557?replay_port=5558"),
+        ("http://localhost:8000", "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557"),
+        ("http://gpu7:8000", "tcp://GPU7:5557", "tcp://GPU7:5557"),
+        ("http://gpu7:8000", "tcp://*:5557", "tcp://gpu7:5557"),
+        ("http://10.0.0.7:8000", "tcp://0.0.0.0:5557?replay_port=1", "tcp://10.0.0.7:5557?replay_port=1"),
+        ("http://[fd00::7]:8000", "tcp://[::]:5557", "tcp://[fd00::7]:5557"),
+        ("http://10.0.0.7:8000", "tcp://10.1.2.3:5557", "tcp://10.1.2.3:5557"),
+    ],
+)
+def test_an_endpoint_on_the_workers_host_or_an_allowed_network_is_dialled(url, announced, dialled) -> None:
+    assert event_endpoint(url, announced, ["10.1.0.0/16"]) == dialled
+
+
+@pytest.mark.parametrize(
+    "announced",
+    [
+        "tcp://10.9.0.1:5557",
+        "tcp://metadata.internal:80",
+        "tcp://127.0.0.1:5557",
+        "ipc:///tmp/socket",
+        "tcp://10.0.0.7",
+        "tcp://10.0.0.7:port",
+        "tcp://[::1:5557",
+        "",
+    ],
+)
+def test_any_other_endpoint_is_refused(announced: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"kv_events\.endpoint"):
+        event_endpoint("http://10.0.0.7:8000", announced, ["10.1.0.0/16"])

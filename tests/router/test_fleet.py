@@ -1,0 +1,165 @@
+"""Workers come, are judged, misbehave, drain and go."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+EVENTS = {"endpoint": "tcp://127.0.0.1:40001?replay_port=40002"}
+
+
+def kvist_engine(**fields: Any) -> dict[str, Any]:
+    return {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": EVENTS} | fields
+
+
+async def test_a_worker_is_starting_until_it_answers(worker, router) -> None:
+    late = worker()
+    async with late:
+        late.kill()
+        async with router(late.url, ready=False, health_failures=1000) as front:
+            assert (await front.workers())[late.url]["state"] == "starting"
+            assert (await front.client.get("/readiness")).status_code == 503
+            await late.start()
+            await front.until_state(late.url, "healthy")
+            assert (await front.client.get("/readiness")).status_code == 200
+
+
+async def test_an_unhealthy_worker_gets_nothing_until_it_recovers(worker, router) -> None:
+    async with worker() as sick, worker() as well, router(sick.url, well.url, policy="round-robin") as front:
+        sick.health_status = 500
+        await front.until_state(sick.url, "unhealthy")
+        explained = (await front.workers())[sick.url]
+        assert "GET /health answered 500" in explained["last_failure"]
+        assert {(await front.complete()).headers["x-kvist-worker"] for _ in range(4)} == {well.url}
+        sick.health_status = 200
+        await front.until_state(sick.url, "healthy")
+        assert {(await front.complete()).headers["x-kvist-worker"] for _ in range(4)} == {sick.url, well.url}
+
+
+async def test_a_worker_that_answers_too_slowly_fails_its_check(worker, router) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with worker() as slow, router(slow.url, health_timeout_s=0.05, health_failures=1) as front:
+        slow._reply = never
+        await front.until_state(slow.url, "unhealthy")
+        assert "within 0.05 s" in (await front.workers())[slow.url]["last_failure"]
+
+
+async def test_announced_events_are_followed_and_a_new_endpoint_replaces_the_old(worker, router, index, until) -> None:
+    async with worker(server_info=kvist_engine()) as one, router(one.url, index=index) as front:
+        assert index.sources == {one.url: EVENTS["endpoint"]}
+        one.server_info = kvist_engine(kv_events={"endpoint": "tcp://127.0.0.1:50001"})
+        await until(lambda: index.sources == {one.url: "tcp://127.0.0.1:50001"})
+        one.server_info = kvist_engine(kv_events=None)
+        await until(lambda: index.sources == {})
+        assert (await front.workers())[one.url]["kv_events"]["endpoint"] is None
+
+
+async def test_a_configured_event_source_wins_over_the_announced_one(worker, router, index) -> None:
+    async with worker(server_info=kvist_engine()) as one:
+        sources = {one.url: "tcp://10.0.0.9:5557"}
+        async with router(one.url, index=index, kv_event_sources=sources, block_size=16):
+            assert index.sources == sources
+
+
+async def test_an_endpoint_elsewhere_is_not_dialled_and_the_worker_still_serves(worker, router, index) -> None:
+    info = kvist_engine(kv_events={"endpoint": "tcp://169.254.169.254:80"})
+    async with worker(server_info=info) as one, router(one.url, index=index) as front:
+        assert index.sources == {}
+        assert "169.254.169.254" in (await front.workers())[one.url]["kv_events"]["error"]
+        assert (await front.complete()).status_code == 200
+
+
+async def test_a_worker_with_another_block_size_is_misconfigured_and_nothing_else_stops(worker, router, index) -> None:
+    wrong_info = kvist_engine(block_size=32)
+    async with worker(server_info=wrong_info) as wrong, worker(server_info=kvist_engine()) as right:
+        async with router(wrong.url, right.url, index=index, block_size=16, ready=False) as front:
+            await front.until_state(wrong.url, "misconfigured")
+            await front.until_state(right.url, "healthy")
+            explained = (await front.workers())[wrong.url]
+            assert explained["error"] == "block_size: the worker has 32, the router 16"
+            assert index.sources.keys() == {right.url}
+            assert (await front.complete()).headers["x-kvist-worker"] == right.url
+            wrong.server_info = kvist_engine()
+            await front.until_state(wrong.url, "healthy")
+
+
+async def test_when_every_worker_is_misconfigured_the_503_says_why(worker, router, index) -> None:
+    async with worker(server_info=kvist_engine()) as one:
+        async with router(one.url, index=index, block_size=64, ready=False) as front:
+            await front.until_state(one.url, "misconfigured")
+            answer = await front.complete()
+            assert answer.status_code == 503
+            assert "the worker has 16, the router 64" in answer.json()["error"]["message"]
+
+
+async def test_without_a_configured_block_size_the_first_announced_one_counts(worker, router, index) -> None:
+    async with worker(server_info=kvist_engine(block_size=32)) as one, router(one.url, index=index) as front:
+        assert (await front.client.get("/workers")).json()["block_size"] == 32
+
+
+async def test_block_sizes_do_not_matter_to_policies_that_look_at_no_cache(worker, router) -> None:
+    async with worker(server_info=kvist_engine()) as one:
+        async with router(one.url, policy="random", block_size=64) as front:
+            assert (await front.complete()).status_code == 200
+
+
+async def test_a_worker_added_while_running_takes_requests(worker, router, index) -> None:
+    async with worker(server_info=kvist_engine()) as one, router(index=index) as front:
+        assert (await front.complete()).status_code == 503
+        added = await front.client.post("/workers", json={"url": one.url + "/"})
+        assert (added.status_code, added.json()) == (201, {"url": one.url, "state": "starting"})
+        await front.until_state(one.url, "healthy")
+        assert (await front.complete()).status_code == 200
+
+
+async def test_a_removed_worker_ends_its_requests_takes_no_new_ones_and_is_forgotten(
+    worker, router, index, http_bytes, until
+) -> None:
+    go_on = asyncio.Event()
+
+    async def wait(_: Any, writer: asyncio.StreamWriter) -> None:
+        await go_on.wait()
+        writer.write(http_bytes.response(b"{}"))
+
+    async with worker(answer=wait, server_info=kvist_engine()) as one, router(one.url, index=index) as front:
+        running = asyncio.create_task(front.complete())
+        await until(lambda: one.completions)
+        removed = await front.client.delete("/workers", params={"url": one.url})
+        assert (removed.status_code, removed.json()["state"]) == (202, "draining")
+        assert (await front.complete()).status_code == 503
+        assert (await front.client.post("/workers", json={"url": one.url})).status_code == 409
+        assert not running.done()
+        assert index.sources
+        go_on.set()
+        assert (await running).status_code == 200
+        await front.until_state(one.url, "gone")
+        assert index.sources == {}
+        assert not [name for name in await front.metrics() if one.url in name]
+
+
+async def test_a_drain_has_an_end(worker, router, until) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with worker(answer=never) as one, router(one.url, drain_timeout_s=0.05) as front:
+        running = asyncio.create_task(front.complete())
+        await until(lambda: one.completions)
+        await front.client.delete("/workers", params={"url": one.url})
+        await front.until_state(one.url, "gone")
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_removing_twice_drains_once(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
+        first, second = await asyncio.gather(
+            *(front.client.delete("/workers", params={"url": one.url}) for _ in range(2))
+        )
+        assert first.status_code == 202
+        assert second.status_code in (202, 404)
+        await front.until_state(one.url, "gone")

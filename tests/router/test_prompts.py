@@ -1,0 +1,106 @@
+"""Bodies become tokens as the worker will see them, or an estimate with the reason why not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from kvist.openai.chat_template import ChatTemplate
+from kvist.openai.errors import RequestError
+from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader
+
+WORDS = ["<unk>", "user", "hello", "world", "again", ":", "end"]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} end {% endfor %}"
+
+
+@pytest.fixture
+def reader() -> PromptReader:
+    tokenizer = Tokenizer(models.WordLevel({word: idx for idx, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PromptReader(ChatTokenizer(tokenizer, ChatTemplate(TEMPLATE, {})))
+
+
+def body(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", **fields}).encode()
+
+
+def words(text: str) -> list[int]:
+    return [WORDS.index(word) for word in text.split()]
+
+
+async def test_a_chat_is_rendered_and_tokenised(reader: PromptReader) -> None:
+    ask = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "hello world"}], cache_salt="s"))
+    assert ask.token_ids == words("user : hello world end")
+    assert (ask.num_tokens, ask.model, ask.cache_salt, ask.untokenized_reason) == (5, "m", "s", None)
+
+
+async def test_a_long_body_is_read_on_a_thread_with_the_same_result(reader: PromptReader) -> None:
+    ask = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "hello " * 5000}]))
+    assert ask.num_tokens == 5003
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids"), [("hello world", [2, 3]), ([5, 6, 7], [5, 6, 7]), (["hello"], [2]), ([[9, 8]], [9, 8])]
+)
+async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: Any, token_ids: list[int]) -> None:
+    ask = await reader.read(COMPLETION_PATH, body(prompt=prompt))
+    assert (ask.token_ids, ask.num_tokens) == (token_ids, len(token_ids))
+
+
+async def test_a_batch_is_matched_by_its_longest_prompt_and_weighs_all_of_them(reader: PromptReader) -> None:
+    ask = await reader.read(COMPLETION_PATH, body(prompt=[[1, 2], [3, 4, 5], [6]]))
+    assert (ask.token_ids, ask.num_tokens) == ([3, 4, 5], 6)
+
+
+async def test_text_without_a_tokeniser_is_estimated_and_token_ids_still_match() -> None:
+    reader = PromptReader(None)
+    ask = await reader.read(COMPLETION_PATH, body(prompt="x" * 400))
+    assert (ask.token_ids, ask.num_tokens) == (None, 101)
+    assert "no model path" in (ask.untokenized_reason or "")
+    assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2]))).token_ids == [1, 2]
+    assert (await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}]))).token_ids is None
+
+
+async def test_a_template_that_refuses_costs_the_match_and_not_the_request() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    reader = PromptReader(ChatTokenizer(tokenizer, ChatTemplate("{{ raise_exception('roles must alternate') }}", {})))
+    ask = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}]))
+    assert ask.token_ids is None
+    assert "roles must alternate" in (ask.untokenized_reason or "")
+
+
+async def test_only_the_text_before_the_first_image_is_matched(reader: PromptReader) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    parts = [{"type": "text", "text": "hello"}, image, {"type": "text", "text": "world"}]
+    messages = [
+        {"role": "user", "content": "again"},
+        {"role": "user", "content": parts},
+        {"role": "user", "content": "x"},
+    ]
+    ask = await reader.read(CHAT_PATH, body(messages=messages))
+    assert ask.token_ids == words("user : again end user : hello end")
+    only_image = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": [image]}]))
+    assert only_image.token_ids == words("user : end")
+    after_text = await reader.read(CHAT_PATH, body(messages=[messages[0], {"role": "user", "content": [image]}]))
+    assert after_text.token_ids == words("user : again end")
+
+
+async def test_other_endpoints_give_their_model_if_they_say_one(reader: PromptReader) -> None:
+    assert (await reader.read("/v1/embeddings", body(input="x"))).model == "m"
+    for odd in (b"", b"\xff", b"[1]", b'{"model": 3}', b"--boundary"):
+        ask = await reader.read("/v1/audio/transcriptions", odd)
+        assert (ask.model, ask.token_ids) == (None, None)
+
+
+async def test_a_body_to_be_explained_may_be_of_any_kind(reader: PromptReader) -> None:
+    assert (await reader.read_any(b'{"token_ids": [1, 2, 3]}')).token_ids == [1, 2, 3]
+    assert (await reader.read_any(body(prompt="hello"))).token_ids == [2]
+    assert (await reader.read_any(body(messages=[{"role": "user", "content": "hello"}]))).num_tokens == 4
+    for wrong in (b"{", b'{"token_ids": "x"}', b'{"token_ids": [-1]}', b"{}"):
+        with pytest.raises(RequestError) as refusal:
+            await reader.read_any(wrong)
+        assert refusal.value.status == 400

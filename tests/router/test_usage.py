@@ -1,0 +1,75 @@
+"""What workers report of their cache is read out of the answers as they pass."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvist.router.usage import MAX_JSON_BYTES, TAIL_BYTES, ReportedUsage, UsageReader
+
+USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 64}}
+LAST = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n"
+TOKEN = b'data: {"choices": [{"text": "x"}]}\n\n'
+
+
+def read(*pieces: bytes, is_event_stream: bool = True) -> ReportedUsage | None:
+    reader = UsageReader(is_event_stream=is_event_stream)
+    for piece in pieces:
+        reader.feed(piece)
+    return reader.usage()
+
+
+@pytest.mark.parametrize("ending", [b"data: [DONE]\n\n", b""])
+def test_the_last_event_of_a_stream_carries_the_usage(ending: bytes) -> None:
+    assert read(TOKEN, LAST, ending) == ReportedUsage(100, 64)
+
+
+def test_a_usage_cut_anywhere_between_pieces_is_read() -> None:
+    whole = TOKEN * 3 + LAST + b"data: [DONE]\n\n"
+    for cut in range(len(whole)):
+        assert read(whole[:cut], whole[cut:]) == ReportedUsage(100, 64)
+
+
+def test_only_the_tail_of_a_stream_is_kept() -> None:
+    reader = UsageReader(is_event_stream=True)
+    for _ in range(1000):
+        reader.feed(TOKEN)
+    assert len(reader._tail) <= TAIL_BYTES
+    reader.feed(LAST)
+    assert reader.usage() == ReportedUsage(100, 64)
+
+
+def test_a_whole_answer_is_read_in_pieces() -> None:
+    body = json.dumps({"choices": [{"text": "x" * 10_000}], "usage": USAGE}).encode()
+    assert read(body[:5000], body[5000:], is_event_stream=False) == ReportedUsage(100, 64)
+
+
+def test_an_overlong_answer_is_let_pass_unread() -> None:
+    assert read(b"x" * MAX_JSON_BYTES, b"y", json.dumps({"usage": USAGE}).encode(), is_event_stream=False) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (b"", None),
+        (b"not json", None),
+        (b"\xff", None),
+        (b'{"usage": null}', None),
+        (b'{"usage": {"prompt_tokens": "many"}}', None),
+        (b'{"usage": {"prompt_tokens": 5}}', ReportedUsage(5, None)),
+        (b'{"usage": {"prompt_tokens": 5, "prompt_tokens_details": null}}', ReportedUsage(5, None)),
+        (b'{"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"audio_tokens": 1}}}', ReportedUsage(5, None)),
+    ],
+)
+def test_an_answer_without_a_usage_is_no_error(answer: bytes, expected: ReportedUsage | None) -> None:
+    assert read(answer, is_event_stream=False) == expected
+    assert read(b"data: " + answer + b"\n\n") == expected
+
+
+def test_a_stream_knows_whether_it_is_between_events() -> None:
+    reader = UsageReader(is_event_stream=True)
+    assert not reader.is_between_events
+    for piece, expected in ((TOKEN, True), (b"data: {", False), (b"}\r\n\r\n", True)):
+        reader.feed(piece)
+        assert reader.is_between_events is expected
