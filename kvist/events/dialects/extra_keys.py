@@ -32,7 +32,7 @@ def read_extra_keys(
     for block_idx, keys in enumerate(extra_keys):
         items: list[int] = []
         rest = list(keys or ())
-        if lora_name in rest:
+        if lora_name is not None and lora_name in rest:
             rest.remove(lora_name)
         for key in rest:
             meaning = _meaning(key, is_prompt_start=is_root and block_idx == 0)

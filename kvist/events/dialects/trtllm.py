@@ -162,7 +162,11 @@ def _stored(event: _Event, data: _Stored, block_size: int) -> Iterator[EngineSto
     parent = None if data.parent_hash is None else _fold(data.parent_hash)
     for level, run in groupby(data.blocks, key=lambda block: block.cache_level):
         blocks = list(run)
-        block_hashes = [_hash_or_hole(block) for block in blocks]
+        mm_hashes = [_mm_hashes(block) for block in blocks]
+        block_hashes = [
+            None if block.block_hash is None or items is None else _fold(block.block_hash)
+            for block, items in zip(blocks, mm_hashes, strict=True)
+        ]
         if level in _TIER_OF_LEVEL:
             yield EngineStored(
                 block_hashes=block_hashes,
@@ -177,7 +181,7 @@ def _stored(event: _Event, data: _Stored, block_size: int) -> Iterator[EngineSto
                 lora_id=blocks[0].lora_id,
                 lora_name=data.lora_name,
                 cache_salt=blocks[0].cache_salt,
-                mm_hashes=[_mm_hashes(block) or () for block in blocks],
+                mm_hashes=[items or [] for items in mm_hashes] if any(mm_hashes) else None,
             )
         parent = block_hashes[-1]
         if parent is None:
@@ -186,11 +190,6 @@ def _stored(event: _Event, data: _Stored, block_size: int) -> Iterator[EngineSto
 
 def _fold(trt_hash: _TrtHash) -> int:
     return fold_hash(int(trt_hash, 16) if isinstance(trt_hash, str) else trt_hash)
-
-
-def _hash_or_hole(block: _Block) -> int | None:
-    """Return the engine's hash of a block, None where it has none or its canonical hash cannot be derived."""
-    return None if block.block_hash is None or _mm_hashes(block) is None else _fold(block.block_hash)
 
 
 def _mm_hashes(block: _Block) -> list[int] | None:
