@@ -20,6 +20,14 @@ from kvist.openai.responses import FinishReason
 logger = logging.getLogger(__name__)
 
 
+class PromptTooLongError(InvalidValueError):
+    """A prompt and the tokens wanted for it do not fit into the context."""
+
+    def __init__(self, num_prompt_tokens: int, num_wanted_tokens: int, max_model_len: int) -> None:
+        value = f"{num_prompt_tokens} tokens and {num_wanted_tokens} to generate"
+        super().__init__("prompt", value, f"together at most {max_model_len} tokens")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
     """The engine's counts; tokens and failures since the start."""
@@ -69,9 +77,7 @@ class EngineCore:
             raise InvalidValueError("prompt", [], "at least one token")
         num_wanted = 1 if params.token_limit is None else params.token_limit
         if num_prompt + num_wanted > longest:
-            raise InvalidValueError(
-                "prompt", f"{num_prompt} tokens and {num_wanted} to generate", f"together at most {longest} tokens"
-            )
+            raise PromptTooLongError(num_prompt, num_wanted, longest)
         largest = max(prompt_token_ids)
         if largest >= self.limits.vocab_size:
             raise InvalidValueError("prompt", largest, f"token ids below {self.limits.vocab_size}")

@@ -39,6 +39,18 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str | None = None
 
+    def __add__(self, later: RequestOutput) -> RequestOutput:
+        """Return this output followed by a later one of the same request."""
+        return RequestOutput(
+            self.request_id,
+            self.token_ids + later.token_ids,
+            self.text + later.text,
+            self.logprobs + later.logprobs,
+            max(self.num_cached_tokens, later.num_cached_tokens),
+            later.finish_reason,
+            later.error,
+        )
+
     @property
     def is_last(self) -> bool:
         """Return whether nothing follows."""

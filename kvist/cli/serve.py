@@ -1,0 +1,136 @@
+"""`kvist serve`: the bundled engine behind OpenAI's HTTP API, its cache events published."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvist.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from kvist.engine.core import EngineCore
+    from kvist.publisher import KvEventPublisher
+
+HELP = "serve a model with the bundled engine"
+
+# Together below the 5 s that whoever sends SIGTERM should have to wait.
+_HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S = 2, 1.0, 1.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags; what is left out of them is the engine's default."""
+    parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)")
+    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the path)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8100, help="port, 0 for a free one (default: %(default)s)")
+    parser.add_argument(
+        "--kv-events",
+        default="tcp://127.0.0.1:0",
+        metavar="URL",
+        help="where to publish cache events, 'none' for nowhere (default: a free loopback port)",
+    )
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--dtype", help="bfloat16, float16 or float32 (default: float32 on the CPU, else bfloat16)")
+    parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV block (default: %(default)s)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--num-blocks", type=int, help="KV blocks of each window group")
+    memory.add_argument("--kv-memory-mib", type=int, help="KV memory of all groups (default: 256; on a GPU, most)")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=64, help="sequences computed at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=2048, help="tokens in a step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-num-waiting", type=int, default=1024, help="sequences that may queue (default: %(default)s)"
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    from kvist.engine.config import EngineConfig
+    from kvist.engine.loading import load_engine
+    from kvist.publisher import KvEventPublisher, PublisherLimits
+
+    config = EngineConfig(
+        model_dir=args.model,
+        device=args.device,
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        block_size=args.block_size,
+        num_blocks=args.num_blocks,
+        kv_memory_mib=args.kv_memory_mib,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_waiting=args.max_num_waiting,
+        has_prefix_cache=not args.no_prefix_cache,
+        num_threads=args.threads,
+    )
+    with _listen(args.host, args.port) as listener:
+        if args.kv_events == "none":
+            return asyncio.run(_serve(args, listener, load_engine(config), None))
+        worker = f"{args.host}:{listener.getsockname()[1]}"
+        limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
+        with KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits) as publisher:
+            return asyncio.run(_serve(args, listener, load_engine(config, publisher), publisher))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise InvalidValueError("host and port", f"{host}:{port}", f"an address to listen on ({error})") from None
+
+
+async def _serve(
+    args: argparse.Namespace, listener: socket.socket, core: EngineCore, publisher: KvEventPublisher | None
+) -> int:
+    import uvicorn
+
+    from kvist.cli._publisher_metrics import PublisherCollector
+    from kvist.engine.async_engine import AsyncEngine
+    from kvist.engine.server.app import ServedModel, create_app
+    from kvist.openai.tokenization import ChatTokenizer
+
+    tokenizer = ChatTokenizer.load(args.model)
+    model = ServedModel(
+        names=tuple(args.served_model_name or [str(args.model)]),
+        block_size=args.block_size,
+        max_model_len=core.limits.max_model_len,
+        kv_events_endpoint=None if publisher is None else publisher.endpoint,
+    )
+    url = f"http://{args.host}:{listener.getsockname()[1]}"
+    events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
+
+    class Server(uvicorn.Server):
+        """Says when it is ready, and leaves signals to this command: uvicorn would end the process by them."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            print(f"kvist serve: {model.names[0]} on {url}, {events}", flush=True)
+
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    async with AsyncEngine(core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S) as engine:
+        app = create_app(engine, tokenizer, model, collectors=[PublisherCollector(publisher)] if publisher else [])
+        server = Server(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_HTTP_CLOSE_S
+            )
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+        await server.serve(sockets=[listener])
+    return 0

@@ -1,0 +1,214 @@
+"""The engine for asyncio: one thread steps the core, the event loop reads streams of outputs."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvist.engine.core import EngineCore, EngineStatistics
+from kvist.engine.request import RequestOutput
+from kvist.engine.text import Detokenizer
+from kvist.errors import KvistError
+from kvist.openai.requests import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+Command = Callable[[], None]
+
+
+class EngineOverloadedError(KvistError):
+    """Too many sequences are open: try another worker, or later."""
+
+    def __init__(self, num_open: int, limit: int) -> None:
+        super().__init__(f"the engine has {num_open} open sequences; at most {limit} are allowed")
+        self.num_open = num_open
+        self.limit = limit
+
+
+class EngineStoppedError(KvistError):
+    """The engine's thread has ended, so nothing will be computed any more: restart the process."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has stopped")
+
+
+class SequenceInput(NamedTuple):
+    """One sequence to generate; `params.n` is ignored."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    detokenizer: Detokenizer | None = None
+    cache_salt: str | None = None
+
+
+class Generation:
+    """The outputs of the sequences that one client asked for together. Leave the context to drop what is unfinished.
+
+    What arrives while nobody reads is merged, so that a slow reader holds one output a sequence, as long as the text.
+    """
+
+    def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
+        self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
+        self._open = set(request_ids)
+        self._pending: dict[int, RequestOutput] = {}
+        self._arrived = asyncio.Event()
+        self._abort = abort
+
+    async def __aenter__(self) -> Self:
+        """Return the generation, which runs already."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Free what unfinished sequences hold."""
+        self.cancel()
+
+    async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        """Yield (index of the sequence, what was added) as it comes, until every sequence had its last output."""
+        while self._open or self._pending:
+            await self._arrived.wait()
+            self._arrived.clear()
+            pending, self._pending = self._pending, {}
+            for item in pending.items():
+                yield item
+
+    def put(self, output: RequestOutput) -> None:
+        """Add an output; those of a sequence that is no longer open are dropped."""
+        if output.request_id not in self._open:
+            return
+        index = self._indices[output.request_id]
+        earlier = self._pending.get(index)
+        self._pending[index] = output if earlier is None else earlier + output
+        if output.is_last:
+            self._open.discard(output.request_id)
+        self._arrived.set()
+
+    def cancel(self) -> None:
+        """End every open sequence with the reason "abort"."""
+        for request_id in tuple(self._open):
+            self._abort(request_id)
+            self.put(RequestOutput(request_id, finish_reason="abort"))
+
+
+class AsyncEngine:
+    """Runs an `EngineCore` in a thread of its own for as long as the context is open.
+
+    At most `max_num_open` sequences are open at once: beyond that, `generate` refuses. All methods belong to the event
+    loop the context was entered in. If the thread dies, every open sequence gets an error, and `is_alive` says so.
+    """
+
+    def __init__(self, core: EngineCore, max_num_open: int, close_timeout_s: float = 2.0) -> None:
+        self._core = core
+        self._max_num_open = max_num_open
+        self._close_timeout_s = close_timeout_s
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kvist-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop
+        self._ids = itertools.count()
+        self._generations: dict[str, Generation] = {}
+        self._is_stopping = False
+        self.num_refused = 0
+
+    async def __aenter__(self) -> Self:
+        """Start the thread."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop after the step in progress; what is unfinished ends with an error."""
+        self._commands.put(self._stop)
+        await asyncio.to_thread(self._thread.join, self._close_timeout_s)
+        self._fail_open()
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether requests are being computed."""
+        return self._thread.is_alive()
+
+    def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
+        """Queue the sequences and return their outputs to come.
+
+        Raises InvalidValueError for one that can never be served, EngineOverloadedError, or EngineStoppedError; then
+        none was queued.
+        """
+        for each in inputs:
+            self._core.check_prompt(each.prompt_token_ids, each.params)
+        if not self.is_alive:
+            raise EngineStoppedError
+        if len(self._generations) + len(inputs) > self._max_num_open:
+            self.num_refused += 1
+            raise EngineOverloadedError(len(self._generations), self._max_num_open)
+        request_ids = [str(next(self._ids)) for _ in inputs]
+        generation = Generation(request_ids, self._abort)
+        for request_id, each in zip(request_ids, inputs, strict=True):
+            self._generations[request_id] = generation
+            self._commands.put(partial(self._core.add_request, request_id, *each))
+        return generation
+
+    async def flush_cache(self) -> None:
+        """Forget all cached blocks that no request is using; returns when it is done. Raises EngineStoppedError."""
+        if not self.is_alive:
+            raise EngineStoppedError
+        done = asyncio.Event()
+
+        def flush() -> None:
+            self._core.flush_cache()
+            self._loop.call_soon_threadsafe(done.set)
+
+        self._commands.put(flush)
+        await done.wait()
+
+    def statistics(self) -> EngineStatistics:
+        """Return the core's counts, which change while they are read."""
+        return self._core.statistics()
+
+    def _run(self) -> None:
+        """Step while there is work, else sleep until a command comes."""
+        try:
+            while not self._is_stopping:
+                self._obey(is_waiting=not self._core.has_work)
+                outputs = self._core.step()
+                if outputs:
+                    self._loop.call_soon_threadsafe(self._deliver, outputs)
+        finally:
+            if not self._is_stopping:
+                logger.critical("engine thread died")
+                self._loop.call_soon_threadsafe(self._fail_open)
+
+    def _obey(self, is_waiting: bool) -> None:
+        if is_waiting:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+
+    def _abort(self, request_id: str) -> None:
+        self._generations.pop(request_id, None)
+        self._commands.put(partial(self._core.abort, request_id))
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            generation = self._generations.get(output.request_id)
+            if generation is None:  # aborted while the step ran
+                continue
+            generation.put(output)
+            if output.is_last:
+                del self._generations[output.request_id]
+
+    def _fail_open(self) -> None:
+        for request_id, generation in self._generations.items():
+            generation.put(RequestOutput(request_id, error="the engine has stopped"))
+        self._generations.clear()

@@ -1,0 +1,204 @@
+"""From the engine's outputs to response bodies, whole or as server-sent events."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvist.engine.async_engine import Generation
+from kvist.engine.request import RequestOutput, TokenLogprobs
+from kvist.engine.server.intake import Job
+from kvist.openai.errors import RequestError, error_body
+from kvist.openai.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    FinishReason,
+    TokenLogprob,
+    Usage,
+)
+from kvist.openai.sse import DONE, encode_event
+from kvist.openai.tokenization import ChatTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What every body of one answer repeats."""
+
+    id: str
+    created: int
+    model: str
+
+
+class Shape(Protocol):
+    """How one endpoint spells an answer."""
+
+    def opening(self, index: int) -> ChatCompletionChunk | Completion | None:
+        """Return the chunk that comes before a choice's first token, if there is one."""
+
+    def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk | Completion:
+        """Return the chunk that adds an output to a choice."""
+
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk | Completion:
+        """Return the last chunk of a stream that wants its usage."""
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion | Completion:
+        """Return the body for all choices, each as one output."""
+
+
+class ChatShape:
+    """Answers of /v1/chat/completions."""
+
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
+        self._heading = heading
+        self._tokenizer = tokenizer
+
+    def opening(self, index: int) -> ChatCompletionChunk | None:
+        """Say who speaks."""
+        return self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
+
+    def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk:
+        """Return the delta of one choice."""
+        delta = ChatDelta(content=output.text or None)
+        return self._chunk([ChatChunkChoice(index, delta, output.finish_reason, self._logprobs(output.logprobs))])
+
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
+        """Return the usage without a choice."""
+        return self._chunk([], usage)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
+        """Return one message a choice."""
+        choices = [
+            ChatChoice(index, ChatMessage(output.text), _reason(output), self._logprobs(output.logprobs))
+            for index, output in enumerate(outputs)
+        ]
+        head = self._heading
+        return ChatCompletion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
+        head = self._heading
+        return ChatCompletionChunk(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+
+    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> ChatLogprobs | None:
+        if not logprobs:
+            return None
+        content = []
+        for sampled, top in logprobs:
+            one = self._entry(*sampled)
+            content.append(ChatTokenLogprob(one.token, one.logprob, one.bytes, [self._entry(*entry) for entry in top]))
+        return ChatLogprobs(content)
+
+    def _entry(self, token_id: int, logprob: float) -> TokenLogprob:
+        text = self._tokenizer.token_text(token_id)
+        return TokenLogprob(text, logprob, list(text.encode()))
+
+
+class CompletionShape:
+    """Answers of /v1/completions."""
+
+    def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
+        self._heading = heading
+        self._tokenizer = tokenizer
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, index: int) -> None:  # noqa: ARG002
+        """Text begins with its first token."""
+        return
+
+    def chunk(self, index: int, output: RequestOutput) -> Completion:
+        """Return the text one choice gained."""
+        return self._completion([self._choice(index, output)])
+
+    def usage_chunk(self, usage: Usage) -> Completion:
+        """Return the usage without a choice."""
+        return self._completion([], usage)
+
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+        """Return one text a choice."""
+        return self._completion([self._choice(*each) for each in enumerate(outputs)], usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
+        head = self._heading
+        return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+
+    def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
+        return CompletionChoice(index, output.text, output.finish_reason, self._logprobs(index, output.logprobs))
+
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> CompletionLogprobs | None:
+        if not logprobs:
+            return None
+        tokens = [self._tokenizer.token_text(each.sampled.token_id) for each in logprobs]
+        tops = [
+            {self._tokenizer.token_text(entry.token_id): entry.logprob for entry in (*each.top, each.sampled)}
+            for each in logprobs
+        ]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offsets.get(index, 0))
+            self._offsets[index] = offsets[-1] + len(token)
+        return CompletionLogprobs(tokens, [each.sampled.logprob for each in logprobs], tops, offsets)
+
+
+class UsageCounter:
+    """Counts a job's tokens: each prompt once, whatever its choices, and every choice's output."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._num_output_tokens = 0
+        self._num_cached_tokens = [0] * len(job.prompts)
+
+    def add(self, index: int, output: RequestOutput) -> None:
+        """Count an output of the choice at `index`; a prompt's cached tokens are those of its first choice."""
+        self._num_output_tokens += len(output.token_ids)
+        prompt, choice = divmod(index, self._job.params.n)
+        if choice == 0:
+            self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], output.num_cached_tokens)
+
+    def usage(self) -> Usage:
+        """Return the counts so far."""
+        return Usage.of(sum(map(len, self._job.prompts)), self._num_output_tokens, sum(self._num_cached_tokens))
+
+
+async def collect(generation: Generation, job: Job, shape: Shape) -> ChatCompletion | Completion | RequestError:
+    """Return the whole answer once every choice is finished, or the refusal if the engine failed."""
+    counter = UsageCounter(job)
+    answers: dict[int, RequestOutput] = {}
+    async for index, output in generation.outputs():
+        if output.error is not None:
+            return RequestError(500, output.error)
+        counter.add(index, output)
+        answers[index] = answers[index] + output if index in answers else output
+    return shape.whole([answers[index] for index in sorted(answers)], counter.usage())
+
+
+async def stream_events(generation: Generation, job: Job, shape: Shape) -> AsyncIterator[bytes]:
+    """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, an error stands for the rest."""
+    counter = UsageCounter(job)
+    for index in range(len(job.prompts) * job.params.n):
+        opening = shape.opening(index)
+        if opening is not None:
+            yield encode_event(opening)
+    async for index, output in generation.outputs():
+        if output.error is not None:
+            yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
+            break
+        counter.add(index, output)
+        if output.text or output.logprobs or output.is_last:
+            yield encode_event(shape.chunk(index, output))
+    else:
+        if job.has_stream_usage:
+            yield encode_event(shape.usage_chunk(counter.usage()))
+    yield DONE
+
+
+def _reason(output: RequestOutput) -> FinishReason:
+    return output.finish_reason or "abort"

@@ -1,0 +1,192 @@
+"""The engine's routes, as a Starlette application.
+
+POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
+POST /v1/completions        POST /flush_cache  GET /metrics
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from kvist import __version__
+from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, EngineStoppedError, Generation
+from kvist.engine.core import PromptTooLongError
+from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
+from kvist.engine.server.intake import Job, read_body, read_chat, read_completion
+from kvist.engine.server.metrics import EngineCollector
+from kvist.errors import InvalidValueError
+from kvist.openai.errors import RequestError, error_body
+from kvist.openai.responses import Model, ModelList
+from kvist.openai.tokenization import ChatTokenizer
+
+DEFAULT_MAX_BODY_BYTES = 32 * 2**20
+
+ReadJob = Callable[[bytes, ChatTokenizer, tuple[str, ...]], Awaitable[Job]]
+MakeShape = Callable[[Heading, ChatTokenizer], Shape]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the server says about itself. The first name is the one in answers; requests may use any."""
+
+    names: tuple[str, ...]
+    block_size: int
+    max_model_len: int
+    kv_events_endpoint: str | None = None
+
+
+def create_app(
+    engine: AsyncEngine,
+    tokenizer: ChatTokenizer,
+    model: ServedModel,
+    *,
+    collectors: Iterable[Collector] = (),
+    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+) -> Starlette:
+    """Return the application over a running engine; `collectors` add their metrics to /metrics."""
+    return _Server(engine, tokenizer, model, collectors, max_body_bytes).app
+
+
+class _Server:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: ChatTokenizer,
+        model: ServedModel,
+        collectors: Iterable[Collector],
+        max_body_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model = model
+        self._max_body_bytes = max_body_bytes
+        self._created = int(time.time())
+        self._registry = CollectorRegistry()
+        for collector in (EngineCollector(engine), *collectors):
+            self._registry.register(collector)
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/completions", self._completion, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+                Route("/metrics", self._metrics),
+                Route("/server_info", self._server_info),
+                Route("/flush_cache", self._flush_cache, methods=["POST"]),
+            ],
+            exception_handlers={
+                RequestError: _refuse,
+                InvalidValueError: _refuse,
+                EngineOverloadedError: _refuse,
+                EngineStoppedError: _refuse,
+                ClientDisconnect: _refuse,
+            },
+        )
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, read_chat, ChatShape, "chatcmpl")
+
+    async def _completion(self, request: Request) -> Response:
+        return await self._answer(request, read_completion, CompletionShape, "cmpl")
+
+    async def _answer(self, request: Request, read_job: ReadJob, make_shape: MakeShape, prefix: str) -> Response:
+        body = await read_body(request, self._max_body_bytes)
+        job = await read_job(body, self._tokenizer, self._model.names)
+        generation = self._engine.generate(job.sequences(self._tokenizer))
+        heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0])
+        shape = make_shape(heading, self._tokenizer)
+        if job.is_stream:
+            return _EventStream(generation, stream_events(generation, job, shape))
+        async with generation, asyncio.TaskGroup() as group:
+            watcher = group.create_task(_cancel_on_disconnect(request, generation), name="watch for disconnect")
+            answer = await collect(generation, job, shape)
+            watcher.cancel()
+        if isinstance(answer, RequestError):
+            raise answer
+        return _json(answer)
+
+    async def _models(self, _: Request) -> Response:
+        limit = self._model.max_model_len
+        return _json(
+            ModelList([Model(id=name, created=self._created, max_model_len=limit) for name in self._model.names])
+        )
+
+    async def _health(self, _: Request) -> Response:
+        if not self._engine.is_alive:
+            raise EngineStoppedError
+        return _json({"status": "ok"})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _server_info(self, _: Request) -> Response:
+        endpoint = self._model.kv_events_endpoint
+        return _json(
+            {
+                "engine": "kvist",
+                "version": __version__,
+                "model": self._model.names[0],
+                "block_size": self._model.block_size,
+                "max_model_len": self._model.max_model_len,
+                "kv_events": None if endpoint is None else {"endpoint": endpoint},
+            }
+        )
+
+    async def _flush_cache(self, _: Request) -> Response:
+        await self._engine.flush_cache()
+        return _json({"status": "ok"})
+
+
+class _EventStream(StreamingResponse):
+    """A stream that drops its generation when it ends, also when the client left before the first event."""
+
+    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._generation = generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._generation:
+            await super().__call__(scope, receive, send)
+
+
+async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:
+    """Drop the generation when the client leaves; the body has been read, so nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.cancel()
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    refusal = _refusal(error)
+    return Response(error_body(refusal), refusal.status, media_type="application/json")
+
+
+def _refusal(error: Exception) -> RequestError:
+    match error:
+        case RequestError():
+            return error
+        case InvalidValueError():
+            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else "invalid_value"
+            return RequestError(400, str(error), param=error.field, code=code)
+        case EngineOverloadedError() | EngineStoppedError():
+            return RequestError(503, str(error), code="unavailable")
+        case _:
+            return RequestError(499, "the client went away")
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

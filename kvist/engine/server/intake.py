@@ -1,0 +1,111 @@
+"""From a request's body to what the engine shall generate."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from kvist.engine.async_engine import SequenceInput
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    SamplingParams,
+    decode_chat_request,
+    decode_completion_request,
+    decode_sampling_params,
+)
+from kvist.openai.tokenization import ChatTokenizer
+
+_T = TypeVar("_T")
+
+# Tokenising this much takes about as long as handing it to another thread and back (0.1 ms).
+_INLINE_BODY_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one client asked for: `params.n` choices for each prompt, choices of a prompt side by side."""
+
+    prompts: tuple[list[int], ...]
+    params: SamplingParams
+    cache_salt: str | None
+    is_stream: bool
+    has_stream_usage: bool
+
+    def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:
+        """Return one input a choice; with a seed, each choice of a prompt gets its own."""
+        return [
+            SequenceInput(prompt, self._choice_params(choice), tokenizer.detokenizer(), self.cache_salt)
+            for prompt in self.prompts
+            for choice in range(self.params.n)
+        ]
+
+    def _choice_params(self, choice: int) -> SamplingParams:
+        if self.params.seed is None or choice == 0:
+            return self.params
+        return msgspec.structs.replace(self.params, seed=self.params.seed + choice)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Return the whole body; raises RequestError (413) once it is known to be longer than `max_bytes`."""
+    declared = request.headers.get("content-length", "")
+    pieces, num_bytes = [], int(declared) if declared.isdecimal() else 0
+    if num_bytes <= max_bytes:
+        num_bytes = 0
+        async for piece in request.stream():
+            pieces.append(piece)
+            num_bytes += len(piece)
+            if num_bytes > max_bytes:
+                break
+        else:
+            return b"".join(pieces)
+    raise RequestError(413, f"body: longer than {max_bytes} bytes", code="body_too_large")
+
+
+async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
+    """Return the job of a chat request; raises RequestError that names the field."""
+    request = decode_chat_request(body)
+    params = _check(request, decode_sampling_params(body), model_names)
+    prompt = await _off_loop(lambda: tokenizer.tokenize_chat(request), len(body))
+    return _job(request, params, (prompt,))
+
+
+async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
+    """Return the job of a text completion request; raises RequestError that names the field."""
+    request = decode_completion_request(body)
+    params = _check(request, decode_sampling_params(body), model_names)
+
+    def tokenize() -> tuple[list[int], ...]:
+        add = request.add_special_tokens
+        return tuple(tokenizer.tokenize_prompt(prompt, add_special_tokens=add) for prompt in request.prompts)
+
+    return _job(request, params, await _off_loop(tokenize, len(body)))
+
+
+def _check(
+    request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, model_names: tuple[str, ...]
+) -> SamplingParams:
+    if request.model is not None and request.model not in model_names:
+        message = f"model: got {request.model!r}, expected one of {list(model_names)}"
+        raise RequestError(404, message, param="model", code="model_not_found")
+    if params.echo:
+        raise RequestError(400, "echo: got true, expected false: prompts are not echoed", param="echo")
+    return params
+
+
+def _job(
+    request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, prompts: tuple[list[int], ...]
+) -> Job:
+    has_usage = request.stream_options is not None and request.stream_options.include_usage
+    return Job(prompts, params, request.cache_salt, bool(request.stream), has_usage)
+
+
+async def _off_loop(tokenize: Callable[[], _T], num_bytes: int) -> _T:
+    """Tokenise here or, when it would hold up other requests, in a thread."""
+    return tokenize() if num_bytes <= _INLINE_BODY_BYTES else await asyncio.to_thread(tokenize)
