@@ -326,16 +326,16 @@ class RestartDetector:
         self._remember(sequence, fingerprint)
         return self.epoch
 
-    def replayed(self, messages: Iterable[tuple[int, bytes]]) -> int:
-        """Return the epoch of an answer that was asked for from the last message seen, that one included.
+    def replayed(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:
+        """Return the epoch of an answer that was asked for from `last_sequence` on, the last message applied.
 
-        It is the next epoch unless a message in it is known: an engine that no longer knows the last one has restarted,
-        or has forgotten so much that going on cannot be told from a restart.
+        It is the next epoch unless that message is in it, with the same bytes: an engine that no longer knows it has
+        restarted, or has forgotten so much that going on cannot be told from a restart.
         """
         fingerprints = {sequence: xxh3_64_intdigest(payload) for sequence, payload in messages}
-        shared = [sequence for sequence in fingerprints if sequence in self._fingerprints]
-        is_same = bool(shared) and all(fingerprints[sequence] == self._fingerprints[sequence] for sequence in shared)
-        if self._fingerprints and not is_same:
+        is_known = last_sequence is None or last_sequence in fingerprints
+        shared = fingerprints.keys() & self._fingerprints.keys()
+        if not is_known or any(fingerprints[sequence] != self._fingerprints[sequence] for sequence in shared):
             self._restart()
         for sequence, fingerprint in fingerprints.items():
             self._remember(sequence, fingerprint)

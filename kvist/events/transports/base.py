@@ -59,7 +59,7 @@ class Subscription(Protocol):
 
     @property
     def num_connects(self) -> int:
-        """How often the peer was connected so far; never lower than the truth for a message already received.
+        """How often a peer was connected so far, while entered; counts at least those that brought what was received.
 
         A stream without epochs is in doubt after each reconnect: another process may have taken the endpoint.
         """

@@ -146,9 +146,18 @@ class ZmqSubscription:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.num_malformed = 0
-        self.num_connects = 0
+        self._num_connects = 0
         self._endpoint = endpoint
         self._context: _Context = zmq.Context.instance()
+
+    @property
+    def num_connects(self) -> int:
+        """How often the peer was connected so far; ZeroMQ announces a connection before it hands out what it brings."""
+        with suppress(zmq.Again):
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                self._num_connects += 1
+        return self._num_connects
 
     async def __aenter__(self) -> Self:
         """Connect (or bind, if the endpoint says so) in the background."""
@@ -183,8 +192,6 @@ class ZmqSubscription:
         """Wait for at least one message; return at most `MAX_DRAIN`."""
         while True:
             messages = [message for message in map(self._message, await self._stream.receive()) if message is not None]
-            # After the messages, never before: a connection is announced before what it brings.
-            self._count_connects()
             if messages:
                 return messages
 
@@ -224,12 +231,6 @@ class ZmqSubscription:
             self.num_malformed += 1
             return None
         return Message(frames[0], int.from_bytes(frames[1], "big"), frames[2])
-
-    def _count_connects(self) -> None:
-        with suppress(zmq.Again):
-            while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
-                self.num_connects += 1
 
 
 class _LoopSocket:

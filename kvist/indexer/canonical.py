@@ -1,0 +1,162 @@
+"""Following a stream of canonical batches: one session a rank, heartbeats checked against the index."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from kvist.errors import MalformedMessageError
+from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
+from kvist.events.codec import decode_batch
+from kvist.events.follow import Question
+from kvist.events.session import Clear, Holding, Session, SourceState, Step
+from kvist.events.transports import Message
+from kvist.indexer.statistics import SourceCounters
+from kvist.indexer.target import Index, check_rank
+
+_logger = logging.getLogger(__name__)
+
+
+class CanonicalFollower:
+    """Applies one worker's canonical batches to the index, whatever worker they name: the router's name counts."""
+
+    def __init__(
+        self, worker: str, block_size: int, index: Index, resyncing: set[WorkerRank], counters: SourceCounters
+    ) -> None:
+        """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
+        self._worker = worker
+        self._block_size = block_size
+        self._index = index
+        self._resyncing = resyncing
+        self._counters = counters
+        self._sessions: dict[int, Session[Batch]] = {}
+        self._topics: dict[int, bytes] = {}
+
+    @property
+    def sessions(self) -> Mapping[int, Session[Batch]]:
+        """Return the session of each rank."""
+        return self._sessions
+
+    def states(self) -> dict[int, SourceState]:
+        """Return how far each rank's blocks in the index can be trusted."""
+        return {
+            rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else session.state
+            for rank, session in self._sessions.items()
+        }
+
+    def received(self, message: Message, now_s: float) -> None:
+        """Take one live message."""
+        batch = self._decode(message)
+        if batch is None:
+            return
+        session = self._sessions.get(batch.rank)
+        if session is None:
+            session = self._sessions[batch.rank] = Session()
+        if message.topic:  # replies in the older framing have none
+            self._topics[batch.rank] = message.topic
+        heartbeat = batch.events[0] if len(batch.events) == 1 else None
+        if isinstance(heartbeat, Heartbeat):
+            steps = self._heartbeat(session, batch, heartbeat, now_s)
+        else:
+            steps = session.received(batch.epoch, batch.sequence, batch, now_s)
+        for step in steps:
+            self._take(batch.rank, step, now_s)
+        self._note_state(batch.rank)
+
+    def reconnected(self, now_s: float) -> None:
+        """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
+
+    def questions(self, now_s: float) -> list[Question]:
+        """Return the questions of all ranks that are due."""
+        due = []
+        for rank, session in self._sessions.items():
+            session.tick(now_s)
+            self._note_state(rank)
+            start_sequence = session.question(now_s)
+            if start_sequence is not None:
+                due.append(Question(self._topics.get(rank), start_sequence, rank))
+        return due
+
+    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+        """Take the answer; yields between batches."""
+        rank = question.rank
+        session = self._sessions[rank]
+        if messages is None:
+            steps = session.replayed(None, None, now_s)
+        else:
+            batches = []
+            for message in messages:
+                batch = self._decode(message)
+                if batch is not None and batch.rank == rank:
+                    batches.append(batch)
+                yield
+            epoch = batches[0].epoch if batches else session.epoch
+            frames = [(batch.sequence, batch) for batch in batches if batch.epoch == epoch]
+            steps = session.replayed(epoch, frames, now_s)
+        for step in steps:
+            self._take(rank, step, now_s)
+            yield
+        self._note_state(rank)
+
+    def _heartbeat(
+        self, session: Session[Batch], batch: Batch, heartbeat: Heartbeat, now_s: float
+    ) -> list[Step[Batch]]:
+        held = self._index.digest(WorkerRank(self._worker, batch.rank))
+        return session.heartbeat(
+            batch.epoch,
+            batch.sequence,
+            Holding(heartbeat.num_blocks, heartbeat.digest),
+            Holding(held.num_blocks, held.digest),
+            now_s,
+        )
+
+    def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
+        if isinstance(step, Clear):
+            _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, self._worker, rank)
+            self._index.clear(self._worker, rank)
+            return
+        batch = step.body
+        result = self._index.apply(WorkerRank(self._worker, rank), batch.events)
+        self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
+        self._counters.applied(len(batch.events), batch.timestamp_s, now_s, time.time())
+        if any(isinstance(event, Cleared) for event in batch.events):
+            self._sessions[rank].emptied()
+
+    def _note_state(self, rank: int) -> None:
+        """Tell the router whether the rank's overlap counts; called once the steps so far are taken."""
+        if self._sessions[rank].state is SourceState.RESYNCING:
+            self._resyncing.add(WorkerRank(self._worker, rank))
+        else:
+            self._resyncing.discard(WorkerRank(self._worker, rank))
+
+    def _decode(self, message: Message) -> Batch | None:
+        """Return the message's batch; None, counted and once logged, when it is malformed or of another block size."""
+        try:
+            batch, num_unknown_events = decode_batch(message.payload, self._worker)
+            check_rank(batch.rank, self._worker)
+        except MalformedMessageError as error:
+            self._counters.num_malformed += 1
+            if self._counters.num_malformed == 1:
+                _logger.warning("%s; it is skipped, and further ones are only counted", error)
+            return None
+        self._counters.num_unknown_events += num_unknown_events
+        return batch if self._has_our_block_size(batch) else None
+
+    def _has_our_block_size(self, batch: Batch) -> bool:
+        if batch.block_size == self._block_size:
+            return True
+        self._counters.num_refused_batches += 1
+        if self._counters.failure is None:
+            self._counters.failure = f"block_size {batch.block_size}, expected {self._block_size}"
+            _logger.error(
+                "stream refused: its blocks are not of this index's size worker=%s rank=%d block_size=%d expected=%d",
+                self._worker,
+                batch.rank,
+                batch.block_size,
+                self._block_size,
+            )
+        if self._sessions.pop(batch.rank, None) is not None:
+            self._index.clear(self._worker, batch.rank)
+            self._resyncing.discard(WorkerRank(self._worker, batch.rank))
+        return False

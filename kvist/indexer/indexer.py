@@ -1,0 +1,115 @@
+"""The indexer: one task a source, all in front of one index."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from types import TracebackType
+from typing import Self
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+from kvist.events.follow import follow
+from kvist.events.session import SourceState
+from kvist.events.transports import open_subscription
+from kvist.indexer.source import Source
+from kvist.indexer.statistics import SourceStatistics
+from kvist.indexer.target import Index
+
+_logger = logging.getLogger(__name__)
+
+MAX_REPLAYS_AT_ONCE = 8
+"""Replays under way at any moment: a fleet that restarts is taken in one part after the other."""
+SWEEP_INTERVAL_S = 0.2
+
+
+class Indexer:
+    """Keeps an index in step with the streams of a fleet; no silent, slow or malformed source ever raises here.
+
+    Use it as `async with Indexer(index, block_size=64) as indexer`, and the index only from the same event loop.
+    """
+
+    def __init__(self, index: Index, *, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Feed `index`, whose blocks are of `block_size` tokens: streams with another size are refused."""
+        if block_size <= 0:
+            raise InvalidValueError("block_size", block_size, "a positive number of tokens")
+        self._index = index
+        self._block_size = block_size
+        self._clock = clock
+        self._tasks = asyncio.TaskGroup()
+        self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
+        self._resyncing: set[WorkerRank] = set()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
+
+    async def __aenter__(self) -> Self:
+        """Start housekeeping; sources can be added from here on."""
+        await self._tasks.__aenter__()
+        self._sweeper = self._tasks.create_task(self._sweep(), name="kvist-sweep")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop following; the index keeps what it has."""
+        for sources in self._sources.values():
+            for _, task in sources:
+                task.cancel()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self._tasks.__aexit__(kind, error, trace)
+
+    def add_source(self, worker: str, url: str) -> None:
+        """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.
+
+        A worker may have several streams, such as one a data-parallel rank, as long as no two report the same rank.
+        Raises InvalidValueError for a wrong URL or one that the worker already has.
+        """
+        sources = self._sources.get(worker, [])
+        if any(source.url == url for source, _ in sources):
+            raise InvalidValueError("url", url, f"a stream that worker {worker} does not have yet")
+        source = Source(worker, url, self._block_size, self._index, self._resyncing)
+        task = self._tasks.create_task(self._follow(source), name=f"kvist-source-{worker}")
+        self._sources.setdefault(worker, sources).append((source, task))
+
+    def remove_source(self, worker: str) -> None:
+        """Stop following a worker and forget its blocks, at once; no-op for a worker without a stream."""
+        for _, task in self._sources.pop(worker, ()):
+            task.cancel()
+        self._index.remove_worker(worker)
+        self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
+
+    def states(self, worker: str) -> dict[int, SourceState]:
+        """Return, for each rank of a worker that was heard of, how far its blocks in the index can be trusted."""
+        return {rank: state for source, _ in self._sources.get(worker, ()) for rank, state in source.states().items()}
+
+    def is_exact(self, worker: str, rank: int) -> bool:
+        """Return whether the index holds exactly what the rank holds, as far as it has told."""
+        return self.states(worker).get(rank) is SourceState.LIVE
+
+    @property
+    def resyncing(self) -> AbstractSet[WorkerRank]:
+        """Return the ranks whose overlap must count as zero for now, always up to date: their blocks may be gone."""
+        return self._resyncing
+
+    def statistics(self) -> list[SourceStatistics]:
+        """Return the counters of every source as they are now."""
+        now_s = self._clock()
+        return [source.statistics(now_s) for sources in self._sources.values() for source, _ in sources]
+
+    async def _follow(self, source: Source) -> None:
+        try:
+            async with open_subscription(source.endpoint) as subscription:
+                source.subscription = subscription
+                await follow(subscription, source, clock=self._clock, replay_gate=self._replay_gate)
+        except InvalidValueError as error:
+            source.fail(str(error))
+            _logger.error("source cannot be followed: %s worker=%s", error, source.worker)
+
+    async def _sweep(self) -> None:
+        while True:
+            has_more = self._index.sweep()
+            await asyncio.sleep(0 if has_more else SWEEP_INTERVAL_S)

@@ -1,0 +1,93 @@
+"""What a source did: a frozen value for the metrics page, and the counters it is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvist.events.session import Session, SourceState
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStatistics:
+    """One source at one moment; counters since it was added. `last_event_age_s` and `lag_s` are None before the first.
+
+    `lag_s` is the age of the newest batch when it was applied, by the two machines' clocks.
+    """
+
+    worker: str
+    url: str
+    states: Mapping[int, SourceState]
+    num_batches: int
+    num_events: int
+    num_gaps: int
+    num_replays: int
+    num_recovered: int
+    num_cleared: int
+    num_diverged: int
+    num_restarts: int
+    num_duplicates: int
+    num_malformed: int
+    num_unknown_events: int
+    num_refused_batches: int
+    num_refused_events: int
+    last_event_age_s: float | None
+    lag_s: float | None
+    failure: str | None
+
+
+@dataclass(slots=True)
+class SourceCounters:
+    """What a source's follower counts itself; the rest its sessions count."""
+
+    num_batches: int = 0
+    num_events: int = 0
+    num_malformed: int = 0
+    num_unknown_events: int = 0
+    num_refused_batches: int = 0
+    num_refused_events: int = 0
+    last_event_at_s: float | None = None
+    lag_s: float | None = None
+    failure: str | None = None
+
+    def applied(self, num_events: int, timestamp_s: float | None, now_s: float, wall_s: float) -> None:
+        """Count one batch that was applied at `now_s`; `timestamp_s` and `wall_s` are Unix times."""
+        self.num_batches += 1
+        self.num_events += num_events
+        self.last_event_at_s = now_s
+        if timestamp_s is not None:
+            self.lag_s = max(0.0, wall_s - timestamp_s)
+
+    def frozen(
+        self,
+        worker: str,
+        url: str,
+        states: Mapping[int, SourceState],
+        sessions: Iterable[Session[Any]],
+        num_malformed_frames: int,
+        now_s: float,
+    ) -> SourceStatistics:
+        """Return the statistics as they are now."""
+        sessions = tuple(sessions)
+        return SourceStatistics(
+            worker=worker,
+            url=url,
+            states=states,
+            num_batches=self.num_batches,
+            num_events=self.num_events,
+            num_gaps=sum(session.num_gaps for session in sessions),
+            num_replays=sum(session.num_replays for session in sessions),
+            num_recovered=sum(session.num_recovered for session in sessions),
+            num_cleared=sum(session.num_lost for session in sessions),
+            num_diverged=sum(session.num_diverged for session in sessions),
+            num_restarts=sum(max(0, session.num_epochs - 1) for session in sessions),
+            num_duplicates=sum(session.num_duplicates for session in sessions),
+            num_malformed=self.num_malformed + num_malformed_frames,
+            num_unknown_events=self.num_unknown_events,
+            num_refused_batches=self.num_refused_batches,
+            num_refused_events=self.num_refused_events,
+            last_event_age_s=None if self.last_event_at_s is None else now_s - self.last_event_at_s,
+            lag_s=self.lag_s,
+            failure=self.failure,
+        )

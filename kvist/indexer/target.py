@@ -1,0 +1,61 @@
+"""What the indexer needs of an index, and what it lets in; `kvist.radix.RadixIndex` is such an index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvist.errors import MalformedMessageError
+from kvist.events import Event, WorkerRank
+
+MAX_RANKS = 4096
+"""Data-parallel ranks a stream may name; without a bound, garbage could make the index grow."""
+
+
+def check_rank(rank: int, source: str) -> None:
+    """Raise MalformedMessageError for a rank that no deployment has."""
+    if not 0 <= rank < MAX_RANKS:
+        raise MalformedMessageError(source, f"rank is {rank}, expected 0 to {MAX_RANKS - 1}")
+
+
+class RankDigest(Protocol):
+    """What a rank holds, as a publisher's heartbeat tells it."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of (block, tier) pairs."""
+
+    @property
+    def digest(self) -> int:
+        """Return their digest (`kvist.events.digest`)."""
+
+
+class ApplyResult(Protocol):
+    """The outcome of one batch."""
+
+    @property
+    def num_parent_not_found(self) -> int:
+        """Return how many stored events were refused because the rank does not hold their parent."""
+
+    @property
+    def num_invalid(self) -> int:
+        """Return how many stored events were refused because their chain is not one."""
+
+
+class Index(Protocol):
+    """An index that events are applied to; nothing here does I/O or raises for what a peer sent."""
+
+    def apply(self, source: WorkerRank, events: Iterable[Event]) -> ApplyResult:
+        """Apply a batch's events in order, heartbeats passed over."""
+
+    def clear(self, worker: str, rank: int | None = None) -> None:
+        """Note that a rank, or every rank of a worker, holds nothing any more."""
+
+    def remove_worker(self, worker: str) -> None:
+        """Forget a worker."""
+
+    def digest(self, source: WorkerRank) -> RankDigest:
+        """Return what the rank holds; O(1)."""
+
+    def sweep(self) -> bool:
+        """Do a bounded slice of housekeeping; return whether more is left."""
