@@ -1,8 +1,9 @@
 """The window filter: of all the layer groups an engine reports, exactly one is published.
 
 Prefix routing needs one coherent chain of blocks, that of the group with the largest attention window: a smaller
-window's blocks leave the cache long before the prefix does. An engine whose every layer slides still publishes its
-largest window, whose early blocks are given up while later ones are kept: there, a router's scores are upper bounds.
+window's blocks leave the cache long before the prefix does. A model whose every layer slides still has its largest
+window published. There a router's scores are upper bounds: the smaller windows' last blocks, which reuse needs as
+well, may be gone.
 """
 
 from __future__ import annotations
