@@ -1,0 +1,83 @@
+"""The bundled model behind a real server on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import httpx
+import pytest
+import uvicorn
+
+from kvist.engine import bundled_model_path
+from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.config import EngineConfig
+from kvist.engine.core import EngineCore
+from kvist.engine.loading import load_engine
+from kvist.engine.server.app import ServedModel, create_app
+from kvist.openai.tokenization import ChatTokenizer
+
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server and the engine core behind it."""
+
+    url: str
+    core: EngineCore
+
+    def metric(self, name: str) -> float:
+        """Return a metric's sum over its labels."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"kvist_engine_{name}")]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    def wait_until_idle(self) -> None:
+        """Fail unless soon no sequence runs or waits and no block is held."""
+        names = ("requests_running", "requests_waiting", "kv_blocks_used")
+        give_up_s = time.monotonic() + DEADLINE_S
+        while any(self.metric(name) for name in names):
+            assert time.monotonic() < give_up_s, "blocks leaked"
+            time.sleep(0.01)
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """Serve for the whole session, in a thread with a loop of its own."""
+    core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_num_seqs=8, max_num_batched_tokens=256))
+    listener = socket.create_server(("127.0.0.1", 0))
+    ready, servers = threading.Event(), []
+
+    async def serve() -> None:
+        model = ServedModel(
+            names=("tiny", "alias"), block_size=16, max_model_len=8192, kv_events_endpoint="tcp://127.0.0.1:5557"
+        )
+        tokenizer = ChatTokenizer.load(bundled_model_path())
+        async with AsyncEngine(core, max_num_open=40) as engine:
+            app = create_app(engine, tokenizer, model, max_body_bytes=100_000)
+            servers.append(uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off", ws="none")))
+            ready.set()
+            await servers[0].serve(sockets=[listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(DEADLINE_S)
+    yield Served(f"http://127.0.0.1:{listener.getsockname()[1]}", core)
+    servers[0].should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def post(served: Served) -> Callable[..., httpx.Response]:
+    """Post JSON (or raw content) to a path of the server."""
+
+    def send(path: str, json: object = None, **options: object) -> httpx.Response:
+        return httpx.post(served.url + path, json=json, timeout=60, **options)
+
+    return send

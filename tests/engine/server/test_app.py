@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import re
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+QUESTION = [{"role": "user", "content": "What does the function return, and which errors does it raise?"}]
+PROMPT = "The function returns a new list. The method raises an exception when the argument is not a string. "
+
+
+def events(body: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_a_chat_is_answered_and_counted(post, served) -> None:
+    body = post(CHAT, {"model": "tiny", "messages": QUESTION, "max_tokens": 8, "temperature": 0}).json()
+    (choice,) = body["choices"]
+    assert body["object"] == "chat.completion"
+    assert body["model"] == "tiny"
+    assert choice["message"]["role"] == "assistant"
+    assert choice["message"]["content"]
+    usage = body["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    served.wait_until_idle()
+
+
+def test_a_repeated_prompt_reports_its_cached_tokens(post) -> None:
+    request = {"prompt": PROMPT * 3, "max_tokens": 6, "temperature": 0}
+    post("/flush_cache")
+    first, second = (post(TEXT, request).json() for _ in range(2))
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (second["usage"]["prompt_tokens"] - 1) // 16 * 16 > 0
+    assert first["choices"][0]["text"] == second["choices"][0]["text"]
+    assert post("/flush_cache").status_code == 200
+    assert post(TEXT, request).json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    salted = post(TEXT, request | {"cache_salt": "other"}).json()
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "ask"), [(CHAT, {"messages": QUESTION}), (TEXT, {"prompt": PROMPT})], ids=["chat", "text"]
+)
+def test_a_stream_carries_the_same_answer_as_the_whole(path: str, ask: dict[str, Any], post) -> None:
+    request = ask | {"max_tokens": 12, "n": 2, "seed": 3, "temperature": 0.7, "logprobs": True if path == CHAT else 1}
+    whole = post(path, request).json()
+    chunks = events(post(path, request | {"stream": True, "stream_options": {"include_usage": True}}).text)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    *parts, last = chunks
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    for choice in whole["choices"]:
+        mine = [part["choices"][0] for part in parts if part["choices"][0]["index"] == choice["index"]]
+        assert [one["finish_reason"] for one in mine if one["finish_reason"]] == [choice["finish_reason"]]
+        if path == CHAT:
+            assert mine[0]["delta"]["role"] == "assistant"
+            assert "".join(one["delta"].get("content") or "" for one in mine) == choice["message"]["content"]
+            logprobs = [entry for one in mine if one["logprobs"] for entry in one["logprobs"]["content"]]
+            assert logprobs == choice["logprobs"]["content"]
+        else:
+            assert "".join(one["text"] for one in mine) == choice["text"]
+            offsets = [offset for one in mine if one["logprobs"] for offset in one["logprobs"]["text_offset"]]
+            assert offsets == choice["logprobs"]["text_offset"]
+
+
+def test_a_stream_without_include_usage_has_none(post) -> None:
+    chunks = events(post(TEXT, {"prompt": "x", "max_tokens": 3, "stream": True, "ignore_eos": True}).text)
+    assert all(chunk["usage"] is None and chunk["choices"] for chunk in chunks)
+
+
+def test_a_batch_of_prompts_times_n_choices_keeps_its_order(post) -> None:
+    greedy = {"max_tokens": 5, "temperature": 0}
+    prompts = [PROMPT, "The class"]
+    body = post(TEXT, greedy | {"prompt": prompts, "n": 2}).json()
+    alone = [post(TEXT, greedy | {"prompt": prompt}).json() for prompt in prompts]
+    expected = [one["choices"][0]["text"] for one in alone for _ in range(2)]
+    assert [choice["text"] for choice in body["choices"]] == expected
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
+
+
+def test_token_ids_are_taken_as_they_are(post) -> None:
+    body = post(TEXT, {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 2}).json()
+    assert body["usage"]["prompt_tokens"] == 5
+
+
+def test_seeded_choices_differ_from_each_other_and_repeat(post) -> None:
+    request = {"prompt": PROMPT, "max_tokens": 16, "n": 3, "seed": 11, "temperature": 1.5, "ignore_eos": True}
+    first, second = ([c["text"] for c in post(TEXT, request).json()["choices"]] for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 3
+
+
+def test_a_stop_string_is_cut_off(post) -> None:
+    request = {"prompt": PROMPT, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    text = post(TEXT, request).json()["choices"][0]["text"]
+    stop = text[8:11]
+    choice = post(TEXT, request | {"stop": stop}).json()["choices"][0]
+    assert choice["text"] == text[: text.index(stop)]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_the_openai_client_understands_it(served) -> None:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["tiny", "alias"]
+        answer = client.chat.completions.create(
+            model="alias", messages=QUESTION, max_tokens=8, logprobs=True, top_logprobs=2, temperature=0
+        )
+        assert len(answer.choices[0].logprobs.content[0].top_logprobs) == 2
+        stream = client.chat.completions.create(
+            model="tiny", messages=QUESTION, max_tokens=8, stream=True, temperature=0
+        )
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+        assert text == answer.choices[0].message.content
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="other", prompt="x")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "named"),
+    [
+        (CHAT, {"messages": QUESTION, "model": "other"}, 404, "model: got 'other', expected one of"),
+        (CHAT, {"messages": []}, 400, "messages"),
+        (CHAT, {}, 400, "messages"),
+        (CHAT, {"messages": QUESTION, "temperature": -1}, 400, "temperature"),
+        (CHAT, {"messages": QUESTION, "max_tokens": 9000}, 400, "9000 to generate.*at most 8192"),
+        (TEXT, {"prompt": "x", "top_p": 0}, 400, "top_p"),
+        (TEXT, {"prompt": "x", "n": 0}, 400, "n"),
+        (TEXT, {"prompt": "x", "echo": True}, 400, "echo"),
+        (TEXT, {"prompt": []}, 400, "prompt"),
+        (TEXT, {"prompt": [1, "x"]}, 400, "prompt"),
+        (TEXT, {"prompt": [99999]}, 400, "got 99999, expected token ids below"),
+        (TEXT, {"prompt": "x", "max_tokens": 1, "min_tokens": 2}, 400, "min_tokens"),
+        (TEXT, {"prompt": ["x"] * 41}, 503, "at most 40"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(
+    path: str, body: dict[str, Any], status: int, named: str, post, served
+) -> None:
+    response = post(path, body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error["type"] == ("server_error" if status >= 500 else "invalid_request_error")
+    assert re.search(named, error["message"])
+    served.wait_until_idle()
+
+
+def test_broken_json_is_refused(post) -> None:
+    response = post(CHAT, content=b'{"messages": ')
+    assert response.status_code == 400
+    assert "not valid JSON" in response.json()["error"]["message"]
+
+
+def test_a_body_over_the_limit_is_refused_declared_or_not(post) -> None:
+    assert post(TEXT, {"prompt": "x" * 100_001}).status_code == 413
+    pieces = (b"x" * 10_000 for _ in range(11))
+    assert post(TEXT, content=pieces).status_code == 413
+
+
+def test_a_stream_whose_client_leaves_frees_its_blocks(served) -> None:
+    request = {"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", served.url + TEXT, json=request) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert served.metric("requests_running") == 1
+    served.wait_until_idle()
+
+
+def test_a_client_that_leaves_before_its_answer_frees_its_blocks(served) -> None:
+    body = json.dumps({"prompt": PROMPT, "max_tokens": 8000, "ignore_eos": True}).encode()
+    host, port = served.url.removeprefix("http://").split(":")
+    before = served.metric("output_tokens")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        while served.metric("output_tokens") == before:
+            pass
+    served.wait_until_idle()
+
+
+def test_the_server_says_what_it_is(served) -> None:
+    info = httpx.get(f"{served.url}/server_info").json()
+    version = info.pop("version")
+    assert version
+    assert info == {
+        "engine": "kvist",
+        "model": "tiny",
+        "block_size": 16,
+        "max_model_len": 8192,
+        "kv_events": {"endpoint": "tcp://127.0.0.1:5557"},
+    }
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == 8192
