@@ -56,7 +56,7 @@ class WindowFilter:
         self._group: int | None = None
         self._is_learning = False
         # Only whether there is more than one matters, so it never holds more than two.
-        self._shown_groups: set[int | Window] = set()
+        self._shown_groups: set[tuple[int] | KnownWindow] = set()
         self._has_published = False
         self._has_published_unknown = False
         self._has_warned_of_larger = False
@@ -79,7 +79,7 @@ class WindowFilter:
             self._num_passed += 1
             return (event,)
         self._show(event.group, event.window)
-        must_clear = self._learn(event) | self._is_unknown_ambiguous_now()
+        must_clear = self._learn(event) or self._is_unknown_ambiguous_now()
         passes = self._is_undeclared(event) if event.window is UNKNOWN else self._is_largest(event)
         if not passes:
             self._num_filtered += 1
@@ -128,7 +128,8 @@ class WindowFilter:
         self._is_learning = self._window is None
 
     def _show(self, group: int | None, window: Window) -> None:
-        identity = window if group is None else group
+        """Note a group by its number, else by its window; an event that says neither shows none."""
+        identity = window if group is None else (group,)
         if identity is not UNKNOWN and len(self._shown_groups) < 2:
             self._shown_groups.add(identity)
 

@@ -178,6 +178,11 @@ def test_an_unknown_window_gives_way_to_the_first_known_one():
     assert admit_all(window_filter, *events) == [stored(group=0), CLEARED, stored(FULL, 1), stored(group=1)]
 
 
+def test_a_groups_number_is_not_taken_for_a_window():
+    window_filter = WindowFilter()
+    assert admit_all(window_filter, created(512), stored(512, 4096), stored(group=512)) == [stored(512, 4096)]
+
+
 def test_a_group_that_says_its_window_later_is_not_cleared():
     window_filter = WindowFilter()
     events = (stored(group=0), stored(FULL, 0), stored(512, 1), stored(group=0))

@@ -70,7 +70,7 @@ _KNOWN_TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 
 class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timestamp_s: float
-    events: list[_BlockStored | _BlockRemoved | _AllBlocksCleared]
+    events: list[_RawEvent]
     rank: NonNegative | None = None
 
 

@@ -1,0 +1,74 @@
+"""Residency against its definition: for each tier, the set of blocks that some engine hash names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.events.digest import blocks_digest
+from kvist.events.types import Tier
+from kvist.publisher.residency import NO_SCOPE, Residency, Scope
+
+tiers = st.sampled_from([Tier.GPU, Tier.HOST])
+names = st.integers(0, 5)
+blocks = st.integers(100, 103)
+chains = st.lists(st.tuples(names, blocks), max_size=4, unique_by=(lambda pair: pair[0], lambda pair: pair[1]))
+steps = st.one_of(
+    st.tuples(st.just("hold"), chains, tiers),
+    st.tuples(st.just("release"), st.lists(names, max_size=4), tiers),
+    st.tuples(st.just("clear"), st.none(), st.none()),
+)
+
+
+@given(st.lists(steps, max_size=20))
+def test_what_is_held_is_what_the_engines_hashes_name(history):
+    residency = Residency()
+    model: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+    for step, pairs, tier in history:
+        before = None if tier is None else set(model[tier].values())
+        if step == "hold":
+            held = residency.hold([n for n, _ in pairs], [b for _, b in pairs], None, tier, Scope("sql", None))
+            model[tier].update(pairs)
+            now = set(model[tier].values())
+            new = {pairs[idx][1] for idx in held.new_idxs}
+            assert (before - set(held.displaced)) | new == now
+        elif step == "release":
+            released = residency.release(pairs, tier)
+            assert set(pairs) - model[tier].keys() <= set(released.not_found)
+            for name in pairs:
+                model[tier].pop(name, None)
+            assert before - set(released.block_hashes) == set(model[tier].values())
+        else:
+            residency.clear()
+            model = {tier: {} for tier in Tier}
+        check(residency, model)
+
+
+def check(residency, model) -> None:
+    held = {(block_hash, tier) for tier, named in model.items() for block_hash in named.values()}
+    assert residency.num_blocks == len(held)
+    digest = sum(blocks_digest([block_hash], tier) for block_hash, tier in held) % 2**64
+    assert residency.digest == digest
+    for name in range(6):
+        named = [model[tier][name] for tier in Tier if name in model[tier]]
+        assert residency.find(name) == (named[0] if named else None)
+    for block_hash in range(100, 104):
+        is_held = any(block_hash == held_hash for held_hash, _ in held)
+        assert residency.holds(block_hash) == is_held
+        assert residency.scope(block_hash) == (Scope("sql", None) if is_held else NO_SCOPE)
+
+
+def test_the_parent_of_a_held_block_outlives_the_parent_itself():
+    residency = Residency()
+    residency.hold([1, 2], [11, 12], None, Tier.GPU)
+    residency.release([1], Tier.GPU)
+    assert residency.parent(12) == 11
+    assert not residency.holds(11)
+    with pytest.raises(KeyError):
+        residency.parent(11)
+
+
+def test_a_chain_whose_names_and_blocks_differ_in_number_is_refused():
+    with pytest.raises(ValueError, match="zip"):
+        Residency().hold([1], [11, 12], None, Tier.GPU)
