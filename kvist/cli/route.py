@@ -45,7 +45,7 @@ def make_config(args: argparse.Namespace) -> RouterConfig:
     from_file = read_toml(args.config) if args.config is not None else {}
     given = {name: value for name, value in vars(args).items() if name in option_help()}
     if _EVENT_SOURCES in given:
-        given[_EVENT_SOURCES] = dict(map(_event_source, given[_EVENT_SOURCES]))
+        given[_EVENT_SOURCES] = _event_sources(given[_EVENT_SOURCES])
     # A file has types, so its values are checked as they are; flags are text.
     return RouterConfig(**parse_values(from_file) | parse_values(given, strict=False))
 
@@ -63,11 +63,14 @@ async def _serve(config: RouterConfig) -> int:
     return 0
 
 
-def _event_source(text: str) -> tuple[str, str]:
-    url, found, endpoint = text.partition("=")
-    if not found:
-        raise InvalidValueError("kv-event-source", text, "URL=ENDPOINT")
-    return url, endpoint
+def _event_sources(texts: list[str]) -> dict[str, list[str]]:
+    sources: dict[str, list[str]] = {}
+    for text in texts:
+        url, found, endpoint = text.partition("=")
+        if not found:
+            raise InvalidValueError("kv-event-source", text, "URL=ENDPOINT")
+        sources.setdefault(url, []).append(endpoint)
+    return sources
 
 
 def _shown(default: object) -> str:

@@ -1,6 +1,6 @@
 """The router's own endpoints, as a Starlette application: workers, loads, health, metrics, and why a decision falls.
 
-    GET  /health      200 while the router serves              POST   /workers     add {"url", "kv_event_source"?}
+    GET  /health      200 while the router serves              POST   /workers     add {"url", "kv_event_sources"?}
     GET  /readiness   200 while a worker can take requests     DELETE /workers     ?url=…: drain, then remove
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
@@ -38,7 +38,7 @@ from kvist.router.worker import WorkerState
 
 class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     url: str
-    kv_event_source: str | None = None
+    kv_event_sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class AdminApi:
             new = msgspec.json.decode(await request.body(), type=_NewWorker)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
-        worker = self.fleet.add(new.url.rstrip("/"), new.kv_event_source)
+        worker = self.fleet.add(new.url.rstrip("/"), new.kv_event_sources)
         return _json({"url": worker.url, "state": worker.state}, HTTPStatus.CREATED)
 
     async def _drain_worker(self, request: Request) -> Response:

@@ -39,8 +39,8 @@ class RouterConfig:
 
     worker_urls: Annotated[tuple[str, ...], Meta(description="workers to route to, as http://host:port")] = ()
     kv_event_sources: Annotated[
-        dict[str, str],
-        Meta(description="where a worker streams its KV events, as URL=ENDPOINT; wins over what the worker announces"),
+        dict[str, tuple[str, ...]],
+        Meta(description="where a worker streams its KV events, once a stream; wins over what the worker announces"),
     ] = field(default_factory=dict)
     allowed_event_networks: Annotated[
         tuple[str, ...],

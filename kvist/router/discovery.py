@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.events.transports import Endpoint
 from kvist.router.http import UpstreamError, UpstreamPool
 
 MAX_ANSWER_BYTES = 1024 * 1024
@@ -82,8 +83,8 @@ def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) ->
         host, port = parts.hostname, parts.port
     except ValueError:
         host = port = None
-    if not host or port is None or not parts.scheme:
-        raise InvalidValueError("kv_events.endpoint", announced, "scheme://host:port")
+    if not host or port is None or parts.scheme != "tcp" or Endpoint.parse(announced).is_bound:
+        raise InvalidValueError("kv_events.endpoint", announced, "tcp://host:port, to connect to")
     if host in _WILDCARD_HOSTS:
         netloc = f"[{own_host}]:{port}" if ":" in own_host else f"{own_host}:{port}"
         return parts._replace(netloc=netloc).geturl()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvist.events import Tier, WorkerRank
+from kvist.indexer import SourceStatistics
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.policy import Candidate, Decision, Load
@@ -56,7 +57,6 @@ def explain_load(target: WorkerRank, load: Load) -> dict[str, Any]:
 def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) -> dict[str, Any]:
     """Return a worker's state and what it follows from."""
     identity = worker.identity
-    ranks = index.ranks(worker.url) if index is not None else ()
     return {
         "url": worker.url,
         "state": worker.state.value,
@@ -69,17 +69,24 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "block_size": identity.block_size,
         "models": [model.id for model in identity.models] if identity.models is not None else None,
         "kv_events": {
-            "endpoint": worker.event_source,
             "error": worker.event_error,
+            "sources": [_explain_source(source) for source in index.sources(worker.url)] if index else [],
             "ranks": [
-                {
-                    "rank": status.rank,
-                    "state": status.state,
-                    "blocks": status.num_blocks,
-                    "gaps": status.num_gaps,
-                    "last_event_age_s": status.last_event_age_s,
-                }
-                for status in ranks
+                {"rank": status.rank, "state": status.state.value, "blocks": status.num_blocks}
+                for status in (index.ranks(worker.url) if index else ())
             ],
         },
+    }
+
+
+def _explain_source(source: SourceStatistics) -> dict[str, Any]:
+    return {
+        "url": source.url,
+        "failure": source.failure,
+        "batches": source.num_batches,
+        "last_event_age_s": source.last_event_age_s,
+        "gaps": source.num_gaps,
+        "restarts": source.num_restarts,
+        "refused_batches": source.num_refused_batches,
+        "malformed": source.num_malformed,
     }

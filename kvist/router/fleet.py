@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -59,13 +59,11 @@ class Fleet:
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
-        self.block_size = config.block_size
-        """Tokens per block of the whole fleet, None until configured or announced."""
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
         for url in self._config.worker_urls:
-            self.add(url, self._config.kv_event_sources.get(url))
+            self.add(url, self._config.kv_event_sources.get(url, ()))
         return self
 
     async def __aexit__(
@@ -76,6 +74,11 @@ class Fleet:
         # The group must see its own cancellation, and nothing else: it would wrap the body's error.
         is_cancelled = isinstance(error, asyncio.CancelledError)
         await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    @property
+    def block_size(self) -> int | None:
+        """Return the tokens per block of the whole fleet, None while neither configured nor announced."""
+        return self._config.block_size if self._index is None else self._index.block_size
 
     @property
     def workers(self) -> list[Worker]:
@@ -115,21 +118,24 @@ class Fleet:
                     found.setdefault(model.id, model)
         return list(found.values())
 
-    def add(self, url: str, configured_event_source: str | None = None) -> Worker:
-        """Take a worker in and start checking it; raises InvalidValueError or WorkerConflictError."""
+    def add(self, url: str, event_sources: Sequence[str] = ()) -> Worker:
+        """Take a worker in and start checking it; raises InvalidValueError or WorkerConflictError.
+
+        Event sources given here are followed whatever the worker announces.
+        """
         check_worker_url("url", url)
         if (present := self._workers.get(url)) is not None:
             raise WorkerConflictError(url, present.state)
         config = self._config
         worker = Worker(
             url,
-            configured_event_source,
+            tuple(event_sources),
             HealthGauge(config.health_failures, config.health_successes),
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
         )
+        if self._index is not None:
+            self._index.follow(url, event_sources)
         self._workers[url] = worker
-        if configured_event_source is not None:
-            self._follow(worker, configured_event_source)
         self._checks[url] = self._tasks.create_task(self._watch(worker), name=f"kvist-health {url}")
         logger.info("worker added url=%s", url)
         return worker
@@ -151,7 +157,8 @@ class Fleet:
             running = self._load.running_requests(worker.url)
             logger.warning("worker removed before its requests ended url=%s running=%d", worker.url, running)
         self._checks.pop(worker.url).cancel()
-        self._follow(worker, None)
+        if self._index is not None:
+            self._index.follow(worker.url, ())
         self._load.forget(worker.url)
         del self._workers[worker.url]
         self._on_removed(worker.url)
@@ -193,41 +200,32 @@ class Fleet:
         worker.identify(identity)
         if self._index is None or worker.is_draining:
             return
-        self._check_block_size(worker, identity.block_size)
-        announced = None if worker.error else identity.event_endpoint
-        if worker.configured_event_source is None:
-            self._follow(worker, self._allowed_endpoint(worker, announced) if announced else None)
+        if identity.block_size is not None:
+            self._index.adopt_block_size(identity.block_size)
+        self._check_block_size(worker, self._index.block_size)
+        if not worker.configured_event_sources:
+            announced = identity.event_endpoint if worker.error is None else None
+            self._follow_announced(worker, announced, self._index)
 
     def _check_block_size(self, worker: Worker, block_size: int | None) -> None:
         """Hashes of other block sizes never match, so a worker that has one cannot be routed to by prefix."""
-        if block_size is not None and self.block_size is None:
-            self.block_size = block_size
-            logger.info("block size announced url=%s block_size=%d", worker.url, block_size)
         error = None
-        if block_size is not None and block_size != self.block_size:
-            error = f"block_size: the worker has {block_size}, the router {self.block_size}"
+        if worker.identity.block_size is not None and worker.identity.block_size != block_size:
+            error = f"block_size: the worker has {worker.identity.block_size}, the router {block_size}"
         if error is not None and error != worker.error:
             logger.error("worker misconfigured url=%s reason=%s", worker.url, error)
         worker.error = error
 
-    def _allowed_endpoint(self, worker: Worker, announced: str) -> str | None:
-        try:
-            endpoint = event_endpoint(worker.url, announced, self._config.allowed_event_networks)
-        except InvalidValueError as error:
-            if worker.event_error != str(error):
-                logger.warning("announced event source refused url=%s reason=%s", worker.url, error)
-            worker.event_error = str(error)
-            return None
-        worker.event_error = None
-        return endpoint
-
-    def _follow(self, worker: Worker, endpoint: str | None) -> None:
-        """Follow the event stream at the endpoint instead of the one followed so far."""
-        if self._index is None or endpoint == worker.event_source:
-            return
-        if worker.event_source is not None:
-            self._index.remove_source(worker.url)
-        if endpoint is not None:
-            self._index.add_source(worker.url, endpoint)
-        worker.event_source = endpoint
-        logger.info("event source changed url=%s endpoint=%s", worker.url, endpoint)
+    def _follow_announced(self, worker: Worker, announced: str | None, index: FleetIndex) -> None:
+        """Follow the announced stream, or none where it is not one that may be dialled."""
+        endpoints: list[str] = []
+        error = None
+        if announced is not None:
+            try:
+                endpoints = [event_endpoint(worker.url, announced, self._config.allowed_event_networks)]
+            except InvalidValueError as refusal:
+                error = str(refusal)
+        if error is not None and error != worker.event_error:
+            logger.warning("announced event source refused url=%s reason=%s", worker.url, error)
+        worker.event_error = error
+        index.follow(worker.url, endpoints)

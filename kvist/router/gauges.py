@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from kvist.events.session import SourceState
 from kvist.router.fleet import Fleet
 from kvist.router.health import CircuitState
 from kvist.router.index import FleetIndex
@@ -31,8 +32,11 @@ class Gauges(Collector):
         yield from self._states()
         yield from self._loads()
         if self.index is not None:
-            yield from self._event_sources(self.index)
-            yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", self.index.num_blocks())
+            yield from self._ranks(self.index)
+            yield from self._sources(self.index)
+            statistics = self.index.radix.statistics()
+            yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
+            yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
     def _states(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("kvist_router_worker_state", "Whether a worker is so", labels=["worker", "state"])
@@ -61,20 +65,37 @@ class Gauges(Collector):
                 decode.add_metric(names, load.decode_blocks)
         yield from (running, prefill, decode)
 
-    def _event_sources(self, index: FleetIndex) -> Iterator[Metric]:
-        labels = ["worker", "rank"]
+    def _ranks(self, index: FleetIndex) -> Iterator[Metric]:
         states = GaugeMetricFamily(
-            "kvist_router_event_source_state", "How well a rank's cache is known", labels=[*labels, "state"]
+            "kvist_router_event_source_state",
+            "How well a rank's cache is known: live, partial, resyncing",
+            labels=["worker", "rank", "state"],
         )
-        ages = GaugeMetricFamily("kvist_router_event_age_seconds", "Since a rank's last event", labels=labels)
-        gaps = CounterMetricFamily("kvist_router_event_gaps", "Losses seen in a rank's events", labels=labels)
-        blocks = GaugeMetricFamily("kvist_router_rank_blocks", "Blocks that a rank holds", labels=labels)
+        blocks = GaugeMetricFamily("kvist_router_rank_blocks", "Blocks a rank holds", labels=["worker", "rank"])
         for worker in self.fleet.workers:
             for status in index.ranks(worker.url):
-                names = [worker.url, str(status.rank)]
-                states.add_metric([*names, status.state], 1)
-                gaps.add_metric(names, status.num_gaps)
-                blocks.add_metric(names, status.num_blocks)
-                if status.last_event_age_s is not None:
-                    ages.add_metric(names, status.last_event_age_s)
-        yield from (states, ages, gaps, blocks)
+                rank = str(status.rank)
+                for state in SourceState:
+                    states.add_metric([worker.url, rank, state.value], status.state is state)
+                blocks.add_metric([worker.url, rank], status.num_blocks)
+        yield from (states, blocks)
+
+    def _sources(self, index: FleetIndex) -> Iterator[Metric]:
+        labels = ["worker", "source"]
+        ages = GaugeMetricFamily("kvist_router_event_age_seconds", "Since a stream's last event", labels=labels)
+        counters = {
+            "gaps": CounterMetricFamily("kvist_router_event_gaps", "Losses seen in a stream", labels=labels),
+            "restarts": CounterMetricFamily("kvist_router_event_restarts", "Epochs after the first", labels=labels),
+            "refused": CounterMetricFamily("kvist_router_event_batches_refused", "Batches of no use", labels=labels),
+            "malformed": CounterMetricFamily("kvist_router_event_malformed", "Messages not understood", labels=labels),
+        }
+        for worker in self.fleet.workers:
+            for source in index.sources(worker.url):
+                names = [worker.url, source.url]
+                if source.last_event_age_s is not None:
+                    ages.add_metric(names, source.last_event_age_s)
+                counters["gaps"].add_metric(names, source.num_gaps)
+                counters["restarts"].add_metric(names, source.num_restarts)
+                counters["refused"].add_metric(names, source.num_refused_batches)
+                counters["malformed"].add_metric(names, source.num_malformed)
+        yield from (ages, *counters.values())

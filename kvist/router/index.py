@@ -1,15 +1,27 @@
-"""What the router needs to know of the fleet's caches, apart from how it is known."""
+"""What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the radix index.
+
+An indexer needs the block size. Where none is configured it starts with the first worker that announces one; streams
+that are to be followed wait for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
+from kvist.events.session import SourceState
+from kvist.events.transports import Endpoint
+from kvist.indexer import Indexer, SourceStatistics
+
+if TYPE_CHECKING:
+    from kvist.radix import RadixIndex
 
 Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
@@ -17,29 +29,112 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """How well one rank's cache is known; only a `live` rank's overlaps count."""
+    """How well one rank's cache is known; overlaps of a resyncing rank do not count."""
 
     rank: int
-    state: str
+    state: SourceState
     num_blocks: int
-    num_gaps: int
-    last_event_age_s: float | None
 
 
-class FleetIndex(Protocol):
-    """Follows the workers' event streams and answers from what they said."""
+class FleetIndex:
+    """Answers what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else."""
 
-    def add_source(self, worker: str, endpoint: str) -> None:
-        """Follow the worker's stream; never blocks, and a peer that is away is waited for."""
+    def __init__(self, block_size: int | None, now_s: Callable[[], float]) -> None:
+        self.block_size = block_size
+        """Tokens per block of the whole fleet, None until it is configured or adopted."""
+        self._now_s = now_s
+        self._indexer: Indexer | None = None
+        self._endpoints: dict[str, tuple[str, ...]] = {}
+        self._statuses: dict[str, tuple[float, list[RankStatus]]] = {}
+        self._tasks = asyncio.TaskGroup()
+        self._has_block_size = asyncio.Event()
+        self._follower: asyncio.Task[None] | None = None
 
-    def remove_source(self, worker: str) -> None:
-        """Stop following the stream and drop all blocks of the worker."""
+    async def __aenter__(self) -> Self:
+        """Compile the index, which takes seconds the first time on a machine, and start following."""
+        from kvist.radix import RadixIndex
+
+        self.radix: RadixIndex = RadixIndex()
+        await self._tasks.__aenter__()
+        if self.block_size is not None:
+            self._has_block_size.set()
+        self._follower = self._tasks.create_task(self._follow(), name="kvist-index")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._follower is not None
+        self._follower.cancel()
+        # The group must see its own cancellation, and nothing else: it would wrap the body's error.
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    def adopt_block_size(self, block_size: int) -> None:
+        """Take the block size if none is known yet."""
+        if self.block_size is None:
+            self.block_size = block_size
+            self._has_block_size.set()
+
+    def follow(self, worker: str, endpoints: Sequence[str]) -> None:
+        """Follow exactly these streams for the worker, dropping its blocks if they change.
+
+        Raises InvalidValueError for an endpoint that is no URL of a stream; then nothing has changed.
+        """
+        wanted = tuple(endpoints)
+        for endpoint in wanted:
+            Endpoint.parse(endpoint)
+        if wanted == self._endpoints.get(worker, ()):
+            return
+        self._statuses.pop(worker, None)
+        if self._endpoints.pop(worker, ()) and self._indexer is not None:
+            self._indexer.remove_source(worker)
+        if wanted:
+            self._endpoints[worker] = wanted
+            self._add_sources(worker)
+
+    def endpoints(self, worker: str) -> tuple[str, ...]:
+        """Return the streams followed for the worker."""
+        return self._endpoints.get(worker, ())
 
     def match(self, hashes: NDArray[np.uint64]) -> Overlaps:
-        """Return who holds how many leading blocks."""
+        """Return who holds how many leading blocks, but for ranks whose blocks may be gone."""
+        overlaps = self.radix.match(hashes).to_dict()
+        if self._indexer is not None:
+            for target in self._indexer.resyncing & overlaps.keys():
+                del overlaps[target]
+        return overlaps
 
-    def ranks(self, worker: str) -> Sequence[RankStatus]:
-        """Return the ranks this worker's events came from, in order."""
+    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
+        """Return the ranks that this worker's events came from, in order, as they were up to `max_age_s` ago."""
+        now_s = self._now_s()
+        if worker in self._statuses:
+            known_at_s, statuses = self._statuses[worker]
+            if now_s - known_at_s < max_age_s:
+                return statuses
+        states = self._indexer.states(worker) if self._indexer is not None else {}
+        statuses = [
+            RankStatus(rank, state, self.radix.digest(WorkerRank(worker, rank)).num_blocks)
+            for rank, state in sorted(states.items())
+        ]
+        self._statuses[worker] = (now_s, statuses)
+        return statuses
 
-    def num_blocks(self) -> int:
-        """Return how many distinct blocks the index holds."""
+    def sources(self, worker: str) -> list[SourceStatistics]:
+        """Return the counters of the worker's streams."""
+        every = self._indexer.statistics() if self._indexer is not None else []
+        return [source for source in every if source.worker == worker]
+
+    async def _follow(self) -> None:
+        await self._has_block_size.wait()
+        assert self.block_size is not None
+        async with Indexer(self.radix, block_size=self.block_size, clock=self._now_s) as indexer:
+            self._indexer = indexer
+            for worker in self._endpoints:
+                self._add_sources(worker)
+            await asyncio.Event().wait()  # until cancelled
+
+    def _add_sources(self, worker: str) -> None:
+        if self._indexer is not None:
+            for endpoint in self._endpoints[worker]:
+                self._indexer.add_source(worker, endpoint)

@@ -22,6 +22,9 @@ from kvist.router.worker import Worker
 DEFAULT_BLOCK_SIZE = 16
 """What load is counted in while no block size is known; nothing is matched then."""
 
+RANKS_MAX_AGE_S = 0.05
+"""How long the list of a worker's ranks is reused: asking anew would cost each request 10 µs a rank."""
+
 
 class Routing:
     """Makes decisions from the fleet, its load and its caches as they are now."""
@@ -46,7 +49,7 @@ class Routing:
 
     def overlaps(self, ask: Ask) -> Overlaps:
         """Return what each rank holds of the prompt; empty where it cannot be known."""
-        block_size = self._fleet.block_size
+        block_size = self._index.block_size if self._index is not None else None
         if self._index is None or ask.token_ids is None or block_size is None:
             return {}
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
@@ -65,7 +68,8 @@ class Routing:
         workers = self._fleet.routable(ask.model, excluded)
         if not workers:
             raise self._refusal(ask.model)
-        prompt = Prompt(ask.num_tokens, self._fleet.block_size or DEFAULT_BLOCK_SIZE, ask.token_ids is not None)
+        block_size = self._fleet.block_size or DEFAULT_BLOCK_SIZE
+        prompt = Prompt(ask.num_tokens, block_size, is_tokenized=ask.token_ids is not None)
         now_s = self._now_s()
         candidates = [
             Candidate(target, self._load.load(target, now_s), overlaps.get(target, ()), num_cached_blocks)
@@ -84,14 +88,14 @@ class Routing:
 
     def targets(self, worker: Worker) -> list[tuple[WorkerRank, int]]:
         """Return the worker's ranks, each with the blocks it holds; a worker without events is one rank, 0."""
-        statuses = self._index.ranks(worker.url) if self._index is not None else ()
+        statuses = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else ()
         return [(WorkerRank(worker.url, status.rank), status.num_blocks) for status in statuses] or [
             (WorkerRank(worker.url, 0), 0)
         ]
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""
-        return self._index is not None and len(self._index.ranks(target.worker)) > 1
+        return self._index is not None and len(self._index.ranks(target.worker, RANKS_MAX_AGE_S)) > 1
 
     def _refusal(self, model: str | None) -> RequestError:
         workers = self._fleet.workers

@@ -49,9 +49,8 @@ ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route"})
 class RouterService:
     """Serves from `async with` on until the block ends."""
 
-    def __init__(self, config: RouterConfig, index: FleetIndex | None = None) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self._index = index
         self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
 
@@ -79,15 +78,19 @@ class RouterService:
         config, now_s = self._config, time.monotonic
         reader = PromptReader(await _load_tokenizer(config.model_path))
         self._metrics = RouterMetrics()
+        index = None
+        if config.policy == "kv":
+            index = await exits.enter_async_context(FleetIndex(config.block_size, now_s))
+        self._index = index
         load = LoadTracker(config.recent_half_life_s)
         pool = await exits.enter_async_context(UpstreamPool())
-        fleet = Fleet(config, pool, load, self._index, now_s, on_removed=self._metrics.forget)
-        routing = Routing(config.make_policy(), fleet, load, self._index, Random(), now_s)
-        self._metrics.registry.register(Gauges(fleet, load, routing, self._index, now_s))
+        fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
+        routing = Routing(config.make_policy(), fleet, load, index, Random(), now_s)
+        self._metrics.registry.register(Gauges(fleet, load, routing, index, now_s))
         self._fleet = await exits.enter_async_context(fleet)
         self._forwarder = Forwarder(config, fleet, pool, load, reader, routing, self._metrics, now_s)
         self._admin = AdminApi(
-            fleet, load, self._index, reader, routing, self._metrics, now_s() - started_s, now_s
+            fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
         ).application()
         limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
         server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits)

@@ -21,14 +21,13 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One engine. `error` says why it may not serve, `event_error` why its events are not followed."""
+    """One engine. `error` says why it may not serve, `event_error` why its announced events are not followed."""
 
     url: str
-    configured_event_source: str | None
+    configured_event_sources: tuple[str, ...]
     health: HealthGauge
     breaker: CircuitBreaker
     identity: Identity = field(default_factory=Identity)
-    event_source: str | None = None
     is_draining: bool = False
     error: str | None = None
     event_error: str | None = None

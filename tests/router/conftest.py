@@ -12,9 +12,10 @@ from typing import Any, Self
 import httpx
 import pytest
 
-from kvist.events import WorkerRank
+from kvist.events import Tier, WorkerRank
+from kvist.events.hashing import block_hashes
+from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.router.config import RouterConfig
-from kvist.router.index import RankStatus
 from kvist.router.service import RouterService
 
 
@@ -156,6 +157,22 @@ class RunningRouter:
         answer = await self.client.get("/workers")
         return {worker["url"]: worker for worker in answer.json()["workers"]}
 
+    def hold(self, url: str, tokens: list[int], tier: Tier = Tier.GPU) -> None:
+        """Put blocks into the index as if the worker's stream had told of them."""
+        self.service._index.radix.store(WorkerRank(url, 0), tier, None, block_hashes(tokens, 16))
+
+    async def explain(self, tokens: list[int]) -> dict[str, Any]:
+        return (await self.client.post("/route", json={"token_ids": tokens, "model": "m"})).json()
+
+    async def until_overlap(self, url: str, tokens: list[int], num_blocks: int) -> None:
+        """Wait until the index knows that many leading blocks on the worker's GPU."""
+
+        async def is_so() -> bool:
+            candidates = (await self.explain(tokens))["candidates"]
+            return any(each["worker"] == url and each["overlap_blocks"]["gpu"] == num_blocks for each in candidates)
+
+        await eventually(is_so)
+
     async def metrics(self) -> dict[str, float]:
         """Every sample by its name and labels, as Prometheus reads them."""
         lines = (await self.client.get("/metrics")).text.splitlines()
@@ -167,19 +184,35 @@ class RunningRouter:
 
         await eventually(is_so)
 
+    async def until_sources(self, url: str, *endpoints: str) -> None:
+        """Wait until the router follows exactly these streams for the worker."""
+
+        async def is_so() -> bool:
+            sources = (await self.workers())[url]["kv_events"]["sources"]
+            return [source["url"] for source in sources] == list(endpoints)
+
+        await eventually(is_so)
+
+    async def until_ranks(self, url: str, num_ranks: int) -> None:
+        """Wait until the router chooses among that many ranks of the worker."""
+
+        async def is_so() -> bool:
+            loads = (await self.client.get("/get_loads")).json()["loads"]
+            return sum(load["worker"] == url for load in loads) == num_ranks
+
+        await eventually(is_so)
+
     async def is_ready(self) -> bool:
         return all(worker["state"] == "healthy" for worker in (await self.workers()).values())
 
 
 @asynccontextmanager
-async def running_router(
-    *urls: str, ready: bool = True, index: Any = None, **values: Any
-) -> AsyncIterator[RunningRouter]:
+async def running_router(*urls: str, ready: bool = True, **values: Any) -> AsyncIterator[RunningRouter]:
     """A router on a free port, once every worker has been judged."""
     fast = {"health_interval_s": 0.05, "health_timeout_s": 2.0, "breaker_cooldown_s": 0.2, "drain_timeout_s": 2.0}
     config = RouterConfig(worker_urls=urls, port=0, **(fast | values))
     async with (
-        RouterService(config, index) as service,
+        RouterService(config) as service,
         httpx.AsyncClient(base_url=service.url, timeout=10, trust_env=False) as client,
     ):
         router = RunningRouter(service, client)
@@ -198,36 +231,34 @@ def router() -> Callable[..., AbstractAsyncContextManager[RunningRouter]]:
     return running_router
 
 
-class FakeIndex:
-    """An index that holds what a test puts in: (url, rank) to depths by tier."""
+class Engine:
+    """The cache of an engine that streams what it stores: sixteen tokens a block, in any number of ranks."""
 
-    def __init__(self) -> None:
-        self.sources: dict[str, str] = {}
-        self.overlaps: dict[WorkerRank, tuple[int, ...]] = {}
-        self.statuses: dict[str, list[RankStatus]] = {}
-        self.matched: list[list[int]] = []
+    def __init__(self, worker: str, url: str = "tcp://127.0.0.1:0", num_ranks: int = 1) -> None:
+        limits = PublisherLimits(heartbeat_s=0.1)
+        self.publisher = KvEventPublisher(url, worker=worker, block_size=16, num_ranks=num_ranks, limits=limits)
 
-    def add_source(self, worker: str, endpoint: str) -> None:
-        assert worker not in self.sources
-        self.sources[worker] = endpoint
+    def __enter__(self) -> Self:
+        return self
 
-    def remove_source(self, worker: str) -> None:
-        del self.sources[worker]
+    def __exit__(self, *exception: object) -> None:
+        self.publisher.close()
 
-    def match(self, hashes: Any) -> dict[WorkerRank, tuple[int, ...]]:
-        self.matched.append(hashes.tolist())
-        return {target: tuple(min(depth, len(hashes)) for depth in depths) for target, depths in self.overlaps.items()}
+    @property
+    def server_info(self) -> dict[str, Any]:
+        """What the engine's worker answers to `GET /server_info`."""
+        events = {"endpoint": self.publisher.endpoint}
+        return {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": events}
 
-    def ranks(self, worker: str) -> list[RankStatus]:
-        return self.statuses.get(worker, [])
-
-    def num_blocks(self) -> int:
-        return 7
+    def store(self, tokens: list[int], rank: int = 0, tier: Tier = Tier.GPU) -> None:
+        num_blocks = len(tokens) // 16
+        names = [hash(tuple(tokens[: 16 * (idx + 1)])) for idx in range(num_blocks)]
+        self.publisher.stored(names, tokens[: 16 * num_blocks], rank=rank, tier=tier)
 
 
 @pytest.fixture
-def index() -> FakeIndex:
-    return FakeIndex()
+def engine() -> type[Engine]:
+    return Engine
 
 
 @pytest.fixture

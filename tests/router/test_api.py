@@ -7,9 +7,6 @@ from typing import Any
 import httpx
 import pytest
 
-from kvist.events import WorkerRank
-from kvist.router.index import RankStatus
-
 
 async def test_clients_need_their_key_and_it_stays_with_the_router(worker, router) -> None:
     async with worker() as one, router(one.url, api_key="client-key") as front:
@@ -109,20 +106,18 @@ async def test_explaining_a_wrong_body_or_model_is_an_error(worker, router) -> N
         assert (await front.client.post("/route", json={"prompt": "x", "model": "?"})).status_code == 404
 
 
-async def test_workers_and_loads_show_what_is_known(worker, router, index) -> None:
-    async with worker() as one, router(one.url, index=index, block_size=16) as front:
-        index.statuses[one.url] = [RankStatus(0, "live", 12, 1, 0.5), RankStatus(1, "resyncing", 0, 0, None)]
+async def test_workers_and_loads_show_what_is_known(worker, router) -> None:
+    async with worker() as one, router(one.url) as front:
         explained = (await front.workers())[one.url]
         assert (explained["state"], explained["circuit"], explained["models"]) == ("healthy", "closed", ["m"])
-        assert [rank["state"] for rank in explained["kv_events"]["ranks"]] == ["live", "resyncing"]
+        assert explained["kv_events"] == {"error": None, "sources": [], "ranks": []}
         loads = (await front.client.get("/get_loads")).json()["loads"]
-        assert [(load["rank"], load["running_requests"]) for load in loads] == [(0, 0), (1, 0)]
+        assert [(load["rank"], load["running_requests"]) for load in loads] == [(0, 0)]
 
 
-async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(worker, router, index) -> None:
-    async with worker(cached_tokens=48) as one, router(one.url, index=index, block_size=16) as front:
-        index.overlaps = {WorkerRank(one.url, 0): (2,)}
-        index.statuses[one.url] = [RankStatus(0, "partial", 12, 3, 0.5)]
+async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(worker, router) -> None:
+    async with worker(cached_tokens=48) as one, router(one.url, block_size=16) as front:
+        front.hold(one.url, list(range(32)))
         answer = await front.complete(list(range(64)))
         assert answer.status_code == 200
         samples = await front.metrics()
@@ -140,22 +135,20 @@ async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(wor
         assert sample("kvist_router_worker_state", worker=one.url, state="healthy") == 1
         assert sample("kvist_router_worker_state", worker=one.url, state="draining") == 0
         assert sample("kvist_router_circuit_state", worker=one.url, state="closed") == 1
-        assert sample("kvist_router_event_source_state", worker=one.url, rank=0, state="partial") == 1
-        assert sample("kvist_router_event_gaps_total", worker=one.url, rank=0) == 3
-        assert samples["kvist_index_blocks"] == 7
+        assert samples["kvist_index_blocks"] == 2
         refused = await front.complete(model="?")
         assert refused.status_code == 404
         assert (await front.metrics())['kvist_router_refusals_total{status="404"}'] == 1
 
 
-async def test_a_stream_that_reports_its_usage_is_compared_too(worker, router, index, http_bytes) -> None:
+async def test_a_stream_that_reports_its_usage_is_compared_too(worker, router, http_bytes) -> None:
     async def stream(_: Any, writer: Any) -> None:
         last = b"data: " + http_bytes.completion(cached_tokens=0) + b"\n\n"
         pieces = [b'data: {"choices": []}\n\n', last[:20], last[20:], b"data: [DONE]\n\n", b""]
         writer.write(http_bytes.event_stream_head + b"".join(map(http_bytes.chunk, pieces)))
 
-    async with worker(answer=stream) as one, router(one.url, index=index, block_size=16) as front:
-        index.overlaps = {WorkerRank(one.url, 0): (1,)}
+    async with worker(answer=stream) as one, router(one.url, block_size=16) as front:
+        front.hold(one.url, list(range(16)))
         await front.complete(list(range(64)), stream=True)
         samples = await front.metrics()
         assert samples[f'kvist_router_overlap_error_tokens_sum{{sign="over",worker="{one.url}"}}'] == 16

@@ -34,9 +34,9 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"worker_urls": ["http://user@w:1"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": ["http://w:99999"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": [WORKER, WORKER]}, "worker_urls", "each worker once"),
-        ({"kv_event_sources": {WORKER: "tcp://h:1"}, "block_size": 16}, "kv_event_sources", "one of worker_urls"),
+        ({"kv_event_sources": {WORKER: ["tcp://h:1"]}, "block_size": 16}, "kv_event_sources", "one of worker_urls"),
         (
-            {"worker_urls": [WORKER], "kv_event_sources": {WORKER: "tcp://h:1"}},
+            {"worker_urls": [WORKER], "kv_event_sources": {WORKER: ["tcp://h:1"]}},
             "block_size",
             "since kv_event_sources are given",
         ),
@@ -93,10 +93,10 @@ def test_every_key_is_documented() -> None:
 def test_a_toml_file_has_the_same_keys(tmp_path: Path) -> None:
     path = tmp_path / "router.toml"
     path.write_text(
-        f'port = 0\nblock_size = 16\nworker_urls = ["{WORKER}"]\n[kv_event_sources]\n"{WORKER}" = "tcp://h:5557"\n'
+        f'port = 0\nblock_size = 16\nworker_urls = ["{WORKER}"]\n[kv_event_sources]\n"{WORKER}" = ["tcp://h:5557"]\n'
     )
     config = RouterConfig.from_mapping(read_toml(path))
-    assert config.kv_event_sources == {WORKER: "tcp://h:5557"}
+    assert config.kv_event_sources == {WORKER: ("tcp://h:5557",)}
 
 
 def test_a_broken_or_missing_toml_file_is_named(tmp_path: Path) -> None:

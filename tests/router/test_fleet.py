@@ -48,67 +48,66 @@ async def test_a_worker_that_answers_too_slowly_fails_its_check(worker, router) 
         assert "within 0.05 s" in (await front.workers())[slow.url]["last_failure"]
 
 
-async def test_announced_events_are_followed_and_a_new_endpoint_replaces_the_old(worker, router, index, until) -> None:
-    async with worker(server_info=kvist_engine()) as one, router(one.url, index=index) as front:
-        assert index.sources == {one.url: EVENTS["endpoint"]}
+async def test_announced_events_are_followed_and_a_new_endpoint_replaces_the_old(worker, router) -> None:
+    async with worker(server_info=kvist_engine()) as one, router(one.url) as front:
+        await front.until_sources(one.url, EVENTS["endpoint"])
         one.server_info = kvist_engine(kv_events={"endpoint": "tcp://127.0.0.1:50001"})
-        await until(lambda: index.sources == {one.url: "tcp://127.0.0.1:50001"})
+        await front.until_sources(one.url, "tcp://127.0.0.1:50001")
         one.server_info = kvist_engine(kv_events=None)
-        await until(lambda: index.sources == {})
-        assert (await front.workers())[one.url]["kv_events"]["endpoint"] is None
+        await front.until_sources(one.url)
 
 
-async def test_a_configured_event_source_wins_over_the_announced_one(worker, router, index) -> None:
-    async with worker(server_info=kvist_engine()) as one:
-        sources = {one.url: "tcp://10.0.0.9:5557"}
-        async with router(one.url, index=index, kv_event_sources=sources, block_size=16):
-            assert index.sources == sources
+async def test_a_configured_event_source_wins_over_the_announced_one(worker, router) -> None:
+    endpoints = ("tcp://127.0.0.1:50003", "tcp://127.0.0.1:50005")
+    one = worker(server_info=kvist_engine())
+    async with one, router(one.url, kv_event_sources={one.url: endpoints}, block_size=16) as front:
+        await front.until_sources(one.url, *endpoints)
 
 
-async def test_an_endpoint_elsewhere_is_not_dialled_and_the_worker_still_serves(worker, router, index) -> None:
+async def test_an_endpoint_elsewhere_is_not_dialled_and_the_worker_still_serves(worker, router) -> None:
     info = kvist_engine(kv_events={"endpoint": "tcp://169.254.169.254:80"})
-    async with worker(server_info=info) as one, router(one.url, index=index) as front:
-        assert index.sources == {}
+    async with worker(server_info=info) as one, router(one.url) as front:
+        await front.until_sources(one.url)
         assert "169.254.169.254" in (await front.workers())[one.url]["kv_events"]["error"]
         assert (await front.complete()).status_code == 200
 
 
-async def test_a_worker_with_another_block_size_is_misconfigured_and_nothing_else_stops(worker, router, index) -> None:
-    wrong_info = kvist_engine(block_size=32)
-    async with worker(server_info=wrong_info) as wrong, worker(server_info=kvist_engine()) as right:
-        async with router(wrong.url, right.url, index=index, block_size=16, ready=False) as front:
-            await front.until_state(wrong.url, "misconfigured")
-            await front.until_state(right.url, "healthy")
-            explained = (await front.workers())[wrong.url]
-            assert explained["error"] == "block_size: the worker has 32, the router 16"
-            assert index.sources.keys() == {right.url}
-            assert (await front.complete()).headers["x-kvist-worker"] == right.url
-            wrong.server_info = kvist_engine()
-            await front.until_state(wrong.url, "healthy")
+async def test_a_worker_with_another_block_size_is_misconfigured_and_nothing_else_stops(worker, router) -> None:
+    wrong, right = worker(server_info=kvist_engine(block_size=32)), worker(server_info=kvist_engine())
+    async with wrong, right, router(wrong.url, right.url, block_size=16, ready=False) as front:
+        await front.until_state(wrong.url, "misconfigured")
+        await front.until_state(right.url, "healthy")
+        explained = (await front.workers())[wrong.url]
+        assert explained["error"] == "block_size: the worker has 32, the router 16"
+        await front.until_sources(wrong.url)
+        await front.until_sources(right.url, EVENTS["endpoint"])
+        assert (await front.complete()).headers["x-kvist-worker"] == right.url
+        wrong.server_info = kvist_engine()
+        await front.until_state(wrong.url, "healthy")
 
 
-async def test_when_every_worker_is_misconfigured_the_503_says_why(worker, router, index) -> None:
-    async with worker(server_info=kvist_engine()) as one:
-        async with router(one.url, index=index, block_size=64, ready=False) as front:
-            await front.until_state(one.url, "misconfigured")
-            answer = await front.complete()
-            assert answer.status_code == 503
-            assert "the worker has 16, the router 64" in answer.json()["error"]["message"]
+async def test_when_every_worker_is_misconfigured_the_503_says_why(worker, router) -> None:
+    one = worker(server_info=kvist_engine())
+    async with one, router(one.url, block_size=64, ready=False) as front:
+        await front.until_state(one.url, "misconfigured")
+        answer = await front.complete()
+        assert answer.status_code == 503
+        assert "the worker has 16, the router 64" in answer.json()["error"]["message"]
 
 
-async def test_without_a_configured_block_size_the_first_announced_one_counts(worker, router, index) -> None:
-    async with worker(server_info=kvist_engine(block_size=32)) as one, router(one.url, index=index) as front:
+async def test_without_a_configured_block_size_the_first_announced_one_counts(worker, router) -> None:
+    async with worker(server_info=kvist_engine(block_size=32)) as one, router(one.url) as front:
         assert (await front.client.get("/workers")).json()["block_size"] == 32
 
 
 async def test_block_sizes_do_not_matter_to_policies_that_look_at_no_cache(worker, router) -> None:
-    async with worker(server_info=kvist_engine()) as one:
-        async with router(one.url, policy="random", block_size=64) as front:
-            assert (await front.complete()).status_code == 200
+    one = worker(server_info=kvist_engine())
+    async with one, router(one.url, policy="random", block_size=64) as front:
+        assert (await front.complete()).status_code == 200
 
 
-async def test_a_worker_added_while_running_takes_requests(worker, router, index) -> None:
-    async with worker(server_info=kvist_engine()) as one, router(index=index) as front:
+async def test_a_worker_added_while_running_takes_requests(worker, router) -> None:
+    async with worker(server_info=kvist_engine()) as one, router() as front:
         assert (await front.complete()).status_code == 503
         added = await front.client.post("/workers", json={"url": one.url + "/"})
         assert (added.status_code, added.json()) == (201, {"url": one.url, "state": "starting"})
@@ -117,7 +116,7 @@ async def test_a_worker_added_while_running_takes_requests(worker, router, index
 
 
 async def test_a_removed_worker_ends_its_requests_takes_no_new_ones_and_is_forgotten(
-    worker, router, index, http_bytes, until
+    worker, router, http_bytes, until
 ) -> None:
     go_on = asyncio.Event()
 
@@ -125,7 +124,7 @@ async def test_a_removed_worker_ends_its_requests_takes_no_new_ones_and_is_forgo
         await go_on.wait()
         writer.write(http_bytes.response(b"{}"))
 
-    async with worker(answer=wait, server_info=kvist_engine()) as one, router(one.url, index=index) as front:
+    async with worker(answer=wait, server_info=kvist_engine()) as one, router(one.url) as front:
         running = asyncio.create_task(front.complete())
         await until(lambda: one.completions)
         removed = await front.client.delete("/workers", params={"url": one.url})
@@ -133,11 +132,11 @@ async def test_a_removed_worker_ends_its_requests_takes_no_new_ones_and_is_forgo
         assert (await front.complete()).status_code == 503
         assert (await front.client.post("/workers", json={"url": one.url})).status_code == 409
         assert not running.done()
-        assert index.sources
+        await front.until_sources(one.url, EVENTS["endpoint"])
         go_on.set()
         assert (await running).status_code == 200
         await front.until_state(one.url, "gone")
-        assert index.sources == {}
+        assert front.service._index.endpoints(one.url) == ()
         assert not [name for name in await front.metrics() if one.url in name]
 
 

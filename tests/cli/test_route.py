@@ -1,0 +1,116 @@
+"""`kvist route` from the outside: flags and file, the ready line, the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvist.cli import main, route
+from kvist.errors import InvalidValueError
+from kvist.router.config import RouterConfig
+
+WORKER = "http://127.0.0.1:8001"
+
+
+def config(*argv: str) -> RouterConfig:
+    parser = argparse.ArgumentParser()
+    route.add_arguments(parser)
+    return route.make_config(parser.parse_args(argv))
+
+
+def test_without_arguments_the_defaults_hold() -> None:
+    assert config() == RouterConfig()
+
+
+def test_flags_are_read_in_their_keys_types() -> None:
+    read = config(
+        *("--worker-urls", WORKER, "http://b:2", "--policy", "random", "--block-size", "32", "--port", "0"),
+        *("--tier-credits", "1", "0.5", "--temperature", "0.25", "--kv-event-source", f"{WORKER}=tcp://h:1"),
+        *("--kv-event-source", f"{WORKER}=tcp://h:3?replay_port=9"),
+    )
+    assert read.worker_urls == (WORKER, "http://b:2")
+    assert (read.policy, read.block_size, read.port) == ("random", 32, 0)
+    assert (read.tier_credits, read.temperature) == ((1.0, 0.5), 0.25)
+    assert read.kv_event_sources == {WORKER: ("tcp://h:1", "tcp://h:3?replay_port=9")}
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(f'port = 1\npolicy = "random"\nworker_urls = ["{WORKER}"]\n')
+    read = config("--config", str(path), "--port", "2")
+    assert (read.port, read.policy, read.worker_urls) == (2, "random", (WORKER,))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("temprature = 1", "temprature: got 1, expected a known key, such as temperature"),
+        ('port = "1"', "port: got '1', expected int"),
+        ("[router]\nport = 1", "router: got {'port': 1}, expected a known key"),
+        ("port = ", "valid TOML"),
+    ],
+)
+def test_a_wrong_file_ends_with_code_2_and_the_key(tmp_path: Path, capsys, content: str, message: str) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(content)
+    assert main(["route", "--config", str(path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--port", "x"], "port: got 'x', expected int"),
+        (["--worker-urls", "w:1"], "worker_urls: got 'w:1', expected http(s)://host[:port][/prefix]"),
+        (["--kv-event-source", WORKER], f"kv-event-source: got '{WORKER}', expected URL=ENDPOINT"),
+        (["--model-path", "/nowhere"], "model path: got '/nowhere', expected a directory with tokenizer.json"),
+    ],
+)
+def test_a_wrong_flag_ends_with_code_2_and_its_name(capsys, argv: list[str], message: str) -> None:
+    assert main(["route", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_value_out_of_range_is_an_error() -> None:
+    with pytest.raises(InvalidValueError, match="breaker_failures"):
+        config("--breaker-failures", "0")
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "kvist", "route", "--port", "0", "--policy", "least-loaded"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        yield running
+        running.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_0(process, number: int) -> None:
+    line = process.stdout.readline()
+    ready = re.fullmatch(r"kvist route: listening on (http://127\.0\.0\.1:\d+) policy=least-loaded workers=0\n", line)
+    assert ready, line
+    with urllib.request.urlopen(ready[1] + "/health", timeout=5) as answer:
+        assert json.load(answer)["status"] == "ok"
+    os.kill(process.pid, number)
+    assert process.wait(timeout=10) == 0
+
+
+def test_a_port_in_use_is_a_clear_error(capsys) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["route", "--policy", "random", "--port", str(port)]) == 1
+    assert f"{port}" in (error := capsys.readouterr().err)
+    assert "address already in use" in error

@@ -1,0 +1,159 @@
+"""Real event streams into the router: what a worker publishes decides where requests go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events import Tier
+from kvist.router.index import FleetIndex
+
+TOKENS = list(range(1000, 1160))  # ten blocks
+
+
+async def test_a_published_prefix_draws_the_request_and_a_removed_one_does_not(worker, router, engine) -> None:
+    async with worker() as a, worker() as b:
+        with engine("a") as cache_a, engine("b") as cache_b:
+            a.server_info, b.server_info = cache_a.server_info, cache_b.server_info
+            async with router(a.url, b.url) as front:
+                cache_b.store(TOKENS[:128])
+                await front.until_overlap(b.url, TOKENS, 8)
+                answer = await front.complete(TOKENS)
+                assert (answer.headers["x-kvist-worker"], answer.headers["x-kvist-overlap-tokens"]) == (b.url, "128")
+                cache_b.publisher.cleared()
+                await front.until_overlap(b.url, TOKENS, 0)
+                assert (await front.complete(TOKENS)).headers["x-kvist-worker"] == a.url
+
+
+async def test_what_was_stored_before_the_router_came_is_learnt(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                rank = (await front.workers())[one.url]["kv_events"]["ranks"][0]
+                assert rank == {"rank": 0, "state": "live", "blocks": 10}
+
+
+async def test_the_blocks_of_a_worker_that_restarted_are_gone(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info, endpoint = cache.server_info, cache.publisher.endpoint
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                cache.publisher.close()
+                with engine("one", endpoint) as restarted:
+                    restarted.store(list(range(32)))
+                    await front.until_overlap(one.url, list(range(48)), 2)
+                    await front.until_overlap(one.url, TOKENS, 0)
+                    source = (await front.workers())[one.url]["kv_events"]["sources"][0]
+                    assert source["restarts"] == 1
+
+
+async def test_a_stream_that_moves_to_another_port_is_found_again(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache, engine("one") as moved:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                one.server_info = moved.server_info
+                moved.store(list(range(32)))
+                await front.until_overlap(one.url, list(range(48)), 2)
+                await front.until_overlap(one.url, TOKENS, 0)
+
+
+async def test_a_rank_is_chosen_and_named_where_a_worker_has_several(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one", num_ranks=4) as cache:
+            one.server_info = cache.server_info
+            async with router(one.url) as front:
+                cache.store(TOKENS, rank=2)
+                await front.until_overlap(one.url, TOKENS, 9)
+                await front.until_ranks(one.url, 4)
+                decision = await front.explain(TOKENS)
+                assert (decision["rank"], len(decision["candidates"])) == (2, 4)
+                forged = {"x-data-parallel-rank": "0"}
+                await front.client.post("/v1/completions", json={"model": "m", "prompt": TOKENS}, headers=forged)
+                assert one.completions[0].headers["x-data-parallel-rank"] == "2"
+
+
+async def test_a_worker_of_one_rank_is_not_told_which(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                await front.complete(TOKENS)
+                assert "x-data-parallel-rank" not in one.completions[0].headers
+
+
+async def test_streams_are_told_apart_by_tier(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            async with router(one.url) as front:
+                cache.store(TOKENS[:64], tier=Tier.HOST)
+                cache.store(TOKENS[:32])
+                await front.until_overlap(one.url, TOKENS, 2)
+                (candidate,) = (await front.explain(TOKENS))["candidates"]
+                assert candidate["overlap_blocks"] == {"gpu": 2, "host": 4, "disk": 4, "external": 4}
+
+
+async def test_a_removed_workers_blocks_leave_the_index(worker, router, engine) -> None:
+    async with worker() as one, worker() as other:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url, other.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                await front.client.delete("/workers", params={"url": one.url})
+                await front.until_state(one.url, "gone")
+                assert {candidate["worker"] for candidate in (await front.explain(TOKENS))["candidates"]} == {other.url}
+
+
+async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                samples = await front.metrics()
+                rank = f'rank="0",worker="{one.url}"'
+                assert samples[f'kvist_router_event_source_state{{rank="0",state="live",worker="{one.url}"}}'] == 1
+                assert samples[f"kvist_router_rank_blocks{{{rank}}}"] == 10
+                source = f'source="{cache.publisher.endpoint}",worker="{one.url}"'
+                for name in ("gaps_total", "restarts_total", "malformed_total", "batches_refused_total", "age_seconds"):
+                    assert samples[f"kvist_router_event_{name}{{{source}}}"] >= 0
+                assert samples["kvist_index_blocks"] == 10
+                assert samples["kvist_index_bytes"] > 0
+
+
+async def test_streams_wait_for_the_first_block_size(engine, until: Any) -> None:
+    import time
+
+    with engine("w") as cache:
+        cache.store(TOKENS)
+        async with FleetIndex(None, time.monotonic) as index:
+            index.follow("w", [cache.publisher.endpoint])
+            assert index.endpoints("w") == (cache.publisher.endpoint,)
+            assert index.ranks("w") == []
+            index.adopt_block_size(16)
+            index.adopt_block_size(32)
+            assert index.block_size == 16
+            await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
+
+
+async def test_an_endpoint_that_is_no_stream_changes_nothing() -> None:
+    async with FleetIndex(16, lambda: 0.0) as index:
+        index.follow("w", ["tcp://127.0.0.1:50001"])
+        for wrong in ("http://127.0.0.1:1", "tcp://127.0.0.1:port", ""):
+            with pytest.raises(InvalidValueError):
+                index.follow("w", [wrong])
+        assert index.endpoints("w") == ("tcp://127.0.0.1:50001",)
