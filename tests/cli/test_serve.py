@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+import pytest
+
+from kvist.cli import main
+from kvist.engine import bundled_model_path
+from kvist.events.codec import decode_batch
+from kvist.events.transports import Endpoint, open_subscription
+from kvist.events.types import Cleared, Stored
+
+MODEL = str(bundled_model_path())
+READY = re.compile(r"kvist serve: (\S+) on (http://127\.0\.0\.1:\d+), (?:KV events on (tcp://\S+)|no KV events)")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    url: str
+    events: str | None
+    process: asyncio.subprocess.Process
+
+
+@asynccontextmanager
+async def serve(*flags: str) -> AsyncIterator[Running]:
+    """Run the command and wait for its ready line."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvist", "--log-level", "warning", "serve", "--model", MODEL, "--port", "0", *flags),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            line = (await process.stdout.readline()).decode()
+        match = READY.match(line)
+        assert match, line
+        yield Running(match[2], match[3], process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_it_serves_publishes_and_ends_when_asked() -> None:
+    async with serve("--served-model-name", "tiny") as running, httpx.AsyncClient(base_url=running.url) as client:
+        info = (await client.get("/server_info")).json()
+        assert info["model"] == "tiny"
+        assert info["kv_events"] == {"endpoint": running.events}
+        async with (
+            open_subscription(Endpoint.parse(info["kv_events"]["endpoint"])) as subscription,
+            asyncio.timeout(60),
+        ):
+            num_stored = 0
+            while not num_stored:  # until the subscription is connected, events pass it by
+                await client.post("/flush_cache")
+                await client.post("/v1/completions", json={"prompt": list(range(5, 40)), "max_tokens": 1})
+                for message in await subscription.receive():
+                    batch, _ = decode_batch(message.payload, "test")
+                    assert batch.block_size == 16
+                    stored += [each.hashes for each in batch.events if isinstance(each, Stored)]
+            assert len(set(stored)) == 1
+            assert len(stored[0]) == 2 * 8, "35 tokens fill two blocks"
+            await client.post("/flush_cache")
+            events: list[object] = []
+            while not any(isinstance(each, Cleared) for each in events):
+                for message in await subscription.receive():
+                    events += decode_batch(message.payload, "test")[0].events
+        metrics = (await client.get("/metrics")).text
+        filtered = re.search(r"^kvist_publisher_events_filtered_total (\S+)", metrics, re.M)
+        assert filtered
+        assert float(filtered[1]) > 0
+        running.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(5):
+            assert await running.process.wait() == 0
+
+
+async def test_a_stream_in_progress_does_not_hold_up_the_end() -> None:
+    ask = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+    async with serve("--kv-events", "none") as running, httpx.AsyncClient(base_url=running.url) as client:
+        assert (await client.get("/server_info")).json()["kv_events"] is None
+        async with client.stream("POST", "/v1/completions", json=ask) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            running.process.send_signal(signal.SIGINT)
+            async with asyncio.timeout(5):
+                assert await running.process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "/nowhere"], "model path: got '/nowhere', expected a directory with config.json"),
+        (["--model", MODEL, "--block-size", "10"], "block_size: got 10"),
+        (["--model", MODEL, "--num-blocks", "3"], "at least 512: one sequence of max_model_len=8192"),
+    ],
+)
+def test_what_cannot_be_served_is_named(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_taken_port_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--model", MODEL, "--port", str(port)]) == 2
+    assert f"host and port: got '127.0.0.1:{port}'" in capsys.readouterr().err
