@@ -16,18 +16,18 @@ AsgiApp = Callable[
 ]
 
 
-async def serve_asgi(app: AsgiApp, request: Request, responder: Responder) -> None:
+async def serve_asgi(app: AsgiApp, request: Request, responder: Responder, *, scheme: str = "http") -> None:
     """Runs `app` for one request (http only, no lifespan); what it raises is raised here."""
-    await app(_scope(request), _Receive(request.body, finished := asyncio.Event()), _Send(responder, finished))
+    await app(_scope(request, scheme), _Receive(request.body, finished := asyncio.Event()), _Send(responder, finished))
 
 
-def _scope(request: Request) -> dict[str, Any]:
+def _scope(request: Request, scheme: str) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.4"},
         "http_version": request.http_version,
         "method": request.method,
-        "scheme": "http",
+        "scheme": scheme,
         "path": unquote(request.path),
         "raw_path": request.path.encode("ascii"),
         "query_string": request.query.encode("ascii"),

@@ -8,9 +8,11 @@ import re
 from typing import Protocol
 
 from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.fields import BARE_LINE_END, parse_fields
+from kvist.router.http.fields import BARE_LINE_END, TOKEN, parse_fields
 
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16}+)((?:;[\t\x20-\x7e\x80-\xff]*+)?)\r\n")
+_QUOTED = rb'"[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]*+"'
+_EXTENSION = rb";" + TOKEN + rb"++(?:=(?:" + TOKEN + rb"++|" + _QUOTED + rb"))?+"
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,16}+)((?:" + _EXTENSION + rb")*+)\r\n")
 MAX_CHUNK_LINE_BYTES = 256
 MAX_EXTENSION_BYTES = 4096
 """All chunk extensions of one body: nobody here reads them, so they only serve to waste work."""

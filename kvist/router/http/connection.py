@@ -129,12 +129,11 @@ class ServerConnection(asyncio.Protocol):
         if self._task is None and not self._is_discarding:
             self._close()
 
-    def abort(self) -> None:
-        """Closes at once; a running handler is cancelled."""
+    def abort(self) -> "asyncio.Task[None] | None":
+        """Closes at once and cancels a running handler, whose task is returned."""
         self._transport.abort()
-
-    @property
-    def task(self) -> "asyncio.Task[None] | None":
+        if self._task is not None:
+            self._task.cancel()
         return self._task
 
     # From request to request.
@@ -204,9 +203,11 @@ class ServerConnection(asyncio.Protocol):
             self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
 
     def _cancel_handler(self) -> None:
-        if self._task is not None and not self._task.done() and not self._task.cancelling():
-            self._state.num_disconnects += 1
-            self._task.cancel()
+        """The client has left; a handler whose response is finished owes it nothing and may end in peace."""
+        if self._task is None or self._task.cancelling() or (self._responder and self._responder.is_finished):
+            return
+        self._state.num_disconnects += 1
+        self._task.cancel()
 
     # The end of a connection.
 
@@ -237,15 +238,16 @@ class ServerConnection(asyncio.Protocol):
 
     def _close(self) -> None:
         """Closes once what is written has left; a client that does not read it is cut off."""
-        self._transport.close()
-        self._bound_close()
+        if not self._transport.is_closing():
+            self._bound_close()
+            self._transport.close()
 
     def _bound_close(self) -> None:
         has_unsent = self._transport.get_write_buffer_size() > 0
         self._deadline.set("close", self._limits.write_timeout_s if has_unsent else self._limits.linger_timeout_s)
 
     def _expired(self, phase: str) -> None:
-        self._state.num_timeouts += 1
+        self._state.num_timeouts += phase != "close"
         if phase == "idle":
             self._close()
         elif phase in ("header", "body"):

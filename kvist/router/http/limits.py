@@ -29,7 +29,10 @@ class HttpLimits:
     max_buffered_body_bytes: int = 1024 * MIB
     """All request bodies held at one time, over all connections; above it a request is answered 503."""
     max_pipelined_bytes: int = 64 * KIB
-    """Bytes behind the current request before reading pauses; one read (256 KiB) may overshoot it."""
+    """Bytes behind the current request before reading pauses; one read (256 KiB) may overshoot it.
+
+    While it pauses, the client's leaving goes unseen.
+    """
     write_buffer_bytes: int = 64 * KIB
     """Unsent response bytes above which `Responder.write` waits for the client."""
     idle_timeout_s: float = 75.0

@@ -186,7 +186,8 @@ class RequestParser:
         assert self._head is not None
         body = last_piece
         if self._payload:
-            body = bytes(self._payload + last_piece)
+            self._payload += last_piece
+            body = bytes(self._payload)
             self._payload = bytearray()
         method, target, headers, http_version, is_keep_alive = self._head
         self._head = self._body = None

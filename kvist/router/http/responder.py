@@ -13,7 +13,6 @@ from kvist.router.http.fields import Headers, content_length, render_head, statu
 from kvist.router.http.request import Request
 
 _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade"})
-
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Framing = Literal["length", "chunked", "until_close", "none"]
@@ -138,6 +137,7 @@ class Responder:
     def _choose_framing(self, status: int, length: int | None) -> None:
         if not 200 <= status <= 599:
             raise InvalidValueError("status", status, "200 to 599, a final one")
+        self._num_missing = 0
         if self._request.method == "HEAD" or status in (_NO_CONTENT, _NOT_MODIFIED):
             self._framing = "none"
         elif length is not None:

@@ -28,7 +28,7 @@ class ServerStatistics:
 
 
 class HttpServer:
-    """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client goes away.
+    """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client leaves early.
 
     A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
     """
@@ -95,7 +95,5 @@ class HttpServer:
             if connections:
                 await asyncio.wait([c.lost for c in connections], timeout=self._limits.close_timeout_s)
         finally:
-            tasks = [c.task for c in connections if c.task is not None]
-            for connection in connections:
-                connection.abort()
+            tasks = [task for c in connections if (task := c.abort()) is not None]
             await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)

@@ -40,6 +40,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._num_unread_bytes = 0
         self._is_reading_paused = False
+        self._is_reused = False
         self._error: UpstreamError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -89,7 +90,7 @@ class UpstreamConnection(asyncio.Protocol):
     def send(self, method: str, message: bytes) -> None:
         """Sends a whole request; raises StaleConnectionError if the connection ended before a byte of it was sent."""
         self._deadline.clear()
-        if self._transport.is_closing() or self._poll.poll(0):
+        if self._transport.is_closing() or (self._is_reused and self._poll.poll(0)):
             self._transport.abort()
             raise StaleConnectionError(self._worker, "closed its end of an unused connection")
         self._parser = ResponseParser(self._limits, method)
@@ -132,6 +133,7 @@ class UpstreamConnection(asyncio.Protocol):
     def park(self, timeout_s: float) -> None:
         """Rests in the pool; closes itself after `timeout_s`."""
         self._parser = None
+        self._is_reused = True
         self._deadline.set("pooled", timeout_s)
 
     def abort(self) -> None:

@@ -245,6 +245,28 @@ async def test_a_client_that_leaves_cancels_the_handler(serve: Serve, connect: C
     assert server.statistics().num_handler_failures == 0
 
 
+async def test_a_client_that_leaves_with_its_response_does_not_cancel_what_the_handler_still_does(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    answered, release, ended = asyncio.Event(), asyncio.Event(), []
+
+    async def handler(_: Request, responder: Responder) -> None:
+        await responder.send_response(200, [])
+        answered.set()
+        await release.wait()
+        ended.append("in peace")
+
+    server = await serve(handler)
+    client = await connect(server)
+    client.send(GET)
+    await answered.wait()
+    await client.close()
+    await until(lambda: server.statistics().num_connections == 0)
+    release.set()
+    await until(lambda: ended)
+    assert server.statistics().num_disconnects == 0
+
+
 # Handlers that fail.
 
 

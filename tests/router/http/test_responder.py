@@ -102,12 +102,15 @@ async def test_a_response_that_is_refused_leaves_room_for_another() -> None:
         (200, [(b"connection", b"upgrade")]),
         (200, [(b"x", b"a\r\nb: c")]),
         (200, [(b"content-length", b"-1")]),
+        (200, [(b"content-length", b"9"), (b"x", b"a\0b")]),
     ]
     for status, headers in refused:
         with pytest.raises(ValueError, match=r"."):
             responder.start(status, headers)
         assert not responder.has_started
-    await responder.send_response(200, [], b"ok")
+    responder.start(200, [])
+    await responder.write(b"ok")
+    await responder.finish()
     assert read_back(wire, "GET")[2] == b"ok"
 
 
