@@ -54,12 +54,10 @@ async def test_it_serves_publishes_and_ends_when_asked() -> None:
         info = (await client.get("/server_info")).json()
         assert info["model"] == "tiny"
         assert info["kv_events"] == {"endpoint": running.events}
-        async with (
-            open_subscription(Endpoint.parse(info["kv_events"]["endpoint"])) as subscription,
-            asyncio.timeout(60),
-        ):
-            num_stored = 0
-            while not num_stored:  # until the subscription is connected, events pass it by
+        endpoint = Endpoint.parse(info["kv_events"]["endpoint"])
+        async with open_subscription(endpoint) as subscription, asyncio.timeout(60):
+            stored: list[bytes] = []
+            while not stored:  # until the subscription is connected, events pass it by
                 await client.post("/flush_cache")
                 await client.post("/v1/completions", json={"prompt": list(range(5, 40)), "max_tokens": 1})
                 for message in await subscription.receive():
