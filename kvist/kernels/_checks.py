@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 def check_tensor(
@@ -26,9 +26,10 @@ def check_tensor(
 
 
 def check_rows(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless each row (all dimensions but the first) is contiguous; rows may lie apart."""
-    if tensor.shape[0] and not tensor[0].is_contiguous():
-        raise ValueError(f"{name} has strides {list(tensor.stride())}; expected each row to be contiguous")
+    """Raise ValueError unless a vector, or each row of a larger tensor, is contiguous; rows may lie apart."""
+    row = tensor[0] if tensor.ndim > 1 and tensor.shape[0] else tensor
+    if not row.is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; expected contiguous rows")
 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:

@@ -8,6 +8,10 @@ the sum of its weights and its weighted values, and is rescaled whenever the max
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
+
 from kvist.kernels._triton import jit, next_power_of_2, tl
 
 MIN_DOT_SIZE = 16  # No side of a tensor-core product may be smaller on sm_80 and sm_90 in 16-bit types.
@@ -18,13 +22,26 @@ def pad_head_dim(head_dim: int) -> int:
     return max(MIN_DOT_SIZE, next_power_of_2(head_dim))
 
 
-def num_tile_keys(head_dim: int, element_size_bytes: int) -> int:
-    """Keys a tile: 16 to 64, so that its keys take at most 16 KiB.
+class TileShape(NamedTuple):
+    """Query rows a program of prefill takes, keys a step of either kernel takes, and the warps of prefill."""
 
-    Two stages of keys and values then take 64 KiB, which with the query tile fits the 163 KiB of shared memory that
-    a program may use on sm_80. An arithmetic bound; not tuned.
+    rows: int
+    keys: int
+    num_warps: int
+
+
+def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
+    """A tile whose accumulators stay in registers: compiled for sm_80 and sm_90, no kernel spills. Speed is not tuned.
+
+    float32 is there to compare with, not for speed: its products are exact, so they miss the tensor cores and want
+    many registers. In 16 bits, 64 rows of 128 spill with 4 warps on sm_80, and 64 rows of 512 with 8 on both.
     """
-    return max(MIN_DOT_SIZE, min(64, 16384 // (pad_head_dim(head_dim) * element_size_bytes)))
+    width = pad_head_dim(head_dim)
+    if dtype == torch.float32:
+        return TileShape(rows=16, keys=16, num_warps=4)
+    return TileShape(
+        rows=64 if width <= 256 else 32, keys=64 if width <= 128 else 32, num_warps=4 if width < 128 else 8
+    )
 
 
 # fmt: off

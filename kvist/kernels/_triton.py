@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     IS_INTERPRETED: bool
 else:
     try:
-        import triton.language as tl
         from triton import jit, knobs
+        from triton import language as tl
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -31,7 +31,15 @@ else:
         # Read once, like Triton itself: what TRITON_INTERPRET said while kernels were decorated.
         IS_INSTALLED, IS_INTERPRETED = True, knobs.runtime.interpret
 
-__all__ = ["is_launched", "jit", "next_power_of_2", "num_multiprocessors", "tl", "widen_for_interpreter"]
+__all__ = [
+    "IS_INTERPRETED",
+    "is_launched",
+    "jit",
+    "next_power_of_2",
+    "num_multiprocessors",
+    "tl",
+    "widen_for_interpreter",
+]
 
 
 def is_launched(tensor: torch.Tensor) -> bool:
@@ -45,7 +53,10 @@ def is_launched(tensor: torch.Tensor) -> bool:
 
 
 def widen_for_interpreter(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, as float32 where it is bfloat16 and interpreted: NumPy has no bfloat16 and computes with its bits."""
+    """The tensor itself, but a float32 copy of bfloat16 where kernels are interpreted.
+
+    NumPy has no bfloat16: the interpreter multiplies its bits and truncates what it stores.
+    """
     return tensor.float() if IS_INTERPRETED and tensor.dtype == torch.bfloat16 else tensor
 
 

@@ -12,7 +12,7 @@ import torch
 
 from kvist.kernels._checks import check_attention
 from kvist.kernels._dense import attend, gather_pages
-from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, num_tile_keys, pad_head_dim
+from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, pad_head_dim, tile_shape
 from kvist.kernels._triton import (
     is_launched,
     jit,
@@ -23,6 +23,7 @@ from kvist.kernels._triton import (
 )
 
 MAX_SPLITS = 128
+_MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warps; of 256 they do not.
 
 
 # fmt: off
@@ -82,13 +83,13 @@ def _paged_decode_kernel(
 @jit
 def _merge_splits_kernel(
     out_ptr, split_out_ptr, split_lse_ptr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, NUM_DIMS: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):
     # fmt: on
-    """Program (sequence and head) weighs its splits by e^(lse - max lse); without any visible key the row is zero."""
+    """Program (row, part of head_dim) weighs the row's splits by e^(lse - max lse); without a visible key it is 0."""
     row = tl.program_id(0).to(tl.int64)
     splits = row * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    dims = tl.arange(0, HEAD_DIM_PAD)
+    dims = tl.program_id(1) * NUM_DIMS + tl.arange(0, NUM_DIMS)
     lse = tl.load(split_lse_ptr + splits)
     largest = tl.max(lse, 0)
     weights = tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
@@ -148,21 +149,24 @@ def paged_decode(
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    num_kv_heads, block_size = kv_cache.shape[2:4]
+    if batch == 0:
+        return out
     if num_splits is None:
+        num_kv_heads, block_size = kv_cache.shape[2:4]
         # The longest sequence is on the device; the width of the table bounds it without asking.
         max_seq_len = block_tables.shape[1] * block_size
         multiprocessors = num_multiprocessors(query.device)
         num_splits = decode_num_splits(batch, num_kv_heads, max_seq_len, block_size, window, multiprocessors)
-    # A single split is the result already; several are kept in float32 until they are merged.
+    wide_out = widen_for_interpreter(out)
+    # A single split is the result already; several stay in float32 until they are merged.
     shape = (batch, num_heads, num_splits, head_dim)
-    split_out = out[:, :, None] if num_splits == 1 else out.new_empty(shape, dtype=torch.float32)
+    split_out = wide_out.view(shape) if num_splits == 1 else out.new_empty(shape, dtype=torch.float32)
     split_lse = decode_splits(
         query, kv_cache, block_tables, seq_lens, split_out, scale=scale, window=window, soft_cap=soft_cap
     )
     if num_splits > 1:
-        merge_splits(split_out, split_lse, out)
-    return out
+        merge_splits(split_out, split_lse, wide_out)
+    return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
 
 
 def decode_splits(
@@ -180,8 +184,6 @@ def decode_splits(
     batch, num_heads, num_splits, head_dim = split_out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     lse = torch.empty(split_out.shape[:3], dtype=torch.float32, device=query.device)
-    if batch == 0:
-        return lse
     query, kv_cache = widen_for_interpreter(query), widen_for_interpreter(kv_cache)
     heads_per_kv = num_heads // num_kv_heads
     with torch.cuda.device_of(query):
@@ -191,7 +193,7 @@ def decode_splits(
             NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv,
             HEADS_PAD=max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv)),
             BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
-            NUM_SPLITS=num_splits, TILE=num_tile_keys(head_dim, kv_cache.element_size()),
+            NUM_SPLITS=num_splits, TILE=tile_shape(head_dim, kv_cache.dtype).keys,
             WINDOW=window, SOFT_CAP=soft_cap,
         )  # fmt: skip
     return lse
@@ -200,12 +202,9 @@ def decode_splits(
 def merge_splits(split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor) -> None:
     """Fill `out`, `[batch, num_heads, head_dim]`, with the splits of `decode_splits`, each weighed by its lse."""
     batch, num_heads, num_splits, head_dim = split_out.shape
-    if batch == 0:
-        return
     with torch.cuda.device_of(out):
-        _merge_splits_kernel[(batch * num_heads,)](
-            out, split_out, split_lse,
-            HEAD_DIM=head_dim, HEAD_DIM_PAD=next_power_of_2(head_dim), NUM_SPLITS=num_splits,
+        _merge_splits_kernel[(batch * num_heads, -(-head_dim // _MERGED_DIMS))](
+            out, split_out, split_lse, HEAD_DIM=head_dim, NUM_DIMS=_MERGED_DIMS, NUM_SPLITS=num_splits
         )  # fmt: skip
 
 

@@ -12,10 +12,8 @@ import torch
 
 from kvist.kernels._checks import check_attention, check_rows, check_tensor
 from kvist.kernels._dense import attend, gather_pages
-from kvist.kernels._tile import attend_tile, load_tile, num_tile_keys, pad_head_dim
+from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, tile_shape
 from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
-
-_QUERY_ROWS = 64  # Not tuned.
 
 # Bounds the score matrix of the reference, and lets it skip the keys that a chunk of rows cannot see. Of 32, 64, 128
 # and 256 rows, 64 was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
@@ -133,17 +131,18 @@ def paged_prefill(
     (num_tokens, num_heads, head_dim), batch = query.shape, seq_lens.shape[0]
     if num_tokens == 0:
         return out
-    query, kv_cache = widen_for_interpreter(query), widen_for_interpreter(kv_cache)
+    query, kv_cache, wide_out = map(widen_for_interpreter, (query, kv_cache, out))
+    tile = tile_shape(head_dim, kv_cache.dtype)
     with torch.cuda.device_of(query):
-        _paged_prefill_kernel[(num_tokens // _QUERY_ROWS + batch + 1, num_heads)](
-            query, kv_cache, block_tables, query_start_loc, seq_lens, out,
+        _paged_prefill_kernel[(num_tokens // tile.rows + batch + 1, num_heads)](
+            query, kv_cache, block_tables, query_start_loc, seq_lens, wide_out,
             num_tokens, batch, scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_cache.shape[2], BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
-            BATCH_PAD=next_power_of_2(batch + 1), ROWS=_QUERY_ROWS,
-            TILE=num_tile_keys(head_dim, kv_cache.element_size()), WINDOW=window, SOFT_CAP=soft_cap,
+            BATCH_PAD=next_power_of_2(batch + 1), ROWS=tile.rows,
+            TILE=tile.keys, WINDOW=window, SOFT_CAP=soft_cap, num_warps=tile.num_warps,
         )  # fmt: skip
-    return out
+    return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
 
 
 def paged_prefill_reference(

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from kvist.kernels._checks import CACHE_DTYPES, check_kv_cache, check_rows, check_tensor
-from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
+from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, next_power_of_2, tl
 
 _TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
 
@@ -51,7 +51,8 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     if not is_launched(kv_cache):
         write_kv_reference(key, value, kv_cache, slot_mapping)
     elif num_tokens:
-        key, value = widen_for_interpreter(key), widen_for_interpreter(value)
+        if IS_INTERPRETED:  # It truncates where the device rounds.
+            key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
         grid = (-(-num_tokens // _TOKENS_PER_PROGRAM), num_kv_heads)
         with torch.cuda.device_of(kv_cache):
             _write_kv_kernel[grid](

@@ -1,0 +1,125 @@
+"""Paged batches full of traps, and the naive attention they are judged by.
+
+The tests of an op run on its torch reference, on its Triton kernel where there is a CUDA device, and once more, in a
+process of their own (test_interpreter.py), on the interpreted kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvist.kernels import write_kv
+
+# Kernel-only tests: they run where TRITON_INTERPRET=1 was set before Triton was imported.
+collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_split_k.py"]
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return str(request.param)
+
+
+@dataclass(frozen=True, slots=True)
+class Paged:
+    """Sequences in a paged cache, and the same keys and values dense."""
+
+    kv_cache: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.kv_cache, self.block_tables, self.seq_lens
+
+
+@pytest.fixture
+def make_paged(device: str) -> Callable[..., Paged]:
+    """Write sequences into a shuffled cache, block 0 and the last block among theirs, and poison everything else.
+
+    Blocks that hold no key visible from `first_queries[i]` on are evicted: their table entry is negative and their
+    memory is infinite. What no token was written to is NaN.
+    """
+
+    def make(
+        seq_lens: list[int],
+        *,
+        first_queries: list[int] | None = None,
+        window: int | None = None,
+        num_kv_heads: int = 1,
+        head_dim: int = 16,
+        block_size: int = 8,
+        dtype: torch.dtype = torch.float32,
+    ) -> Paged:
+        random = torch.Generator().manual_seed(len(seq_lens) * 1000 + sum(seq_lens))
+        num_pages = [-(-seq_len // block_size) for seq_len in seq_lens]
+        num_blocks = sum(num_pages) + 2
+        shuffled = (torch.randperm(num_blocks - 2, generator=random) + 1).tolist()
+        free = [0, num_blocks - 1, *shuffled]
+        kv_cache = torch.full(
+            (num_blocks, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype, device=device
+        )
+        block_tables = torch.full((len(seq_lens), max(num_pages) + 1), -1, dtype=torch.int32)
+        keys, values = [], []
+        for seq, (seq_len, pages) in enumerate(zip(seq_lens, num_pages, strict=True)):
+            block_tables[seq, :pages] = torch.tensor([free.pop(0) for _ in range(pages)])
+            key, value = torch.randn(2, seq_len, num_kv_heads, head_dim, generator=random).to(dtype)
+            positions = torch.arange(seq_len)
+            slots = block_tables[seq, positions // block_size].long() * block_size + positions % block_size
+            write_kv(key.to(device), value.to(device), kv_cache, slots.to(device))
+            first_query = seq_len - 1 if first_queries is None else first_queries[seq]
+            num_stale = 0 if window is None else max(0, first_query - window + 1) // block_size
+            kv_cache[block_tables[seq, :num_stale].long()] = torch.inf
+            block_tables[seq, :num_stale] = -1
+            keys.append(key)
+            values.append(value)
+        lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        return Paged(kv_cache, block_tables.to(device), lengths, keys, values)
+
+    return make
+
+
+@pytest.fixture
+def dense_attention() -> Callable[..., torch.Tensor]:
+    """Attention of rows at absolute positions over a whole sequence, in float64, straight from its definition."""
+
+    def attention(
+        query: torch.Tensor,
+        positions: list[int],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+    ) -> torch.Tensor:
+        heads_per_kv = query.shape[1] // key.shape[1]
+        key, value = (tensor.double().repeat_interleave(heads_per_kv, dim=1) for tensor in (key, value))
+        scores = torch.einsum("rhd,khd->hrk", query.cpu().double(), key) * scale
+        if soft_cap is not None:
+            scores = soft_cap * torch.tanh(scores / soft_cap)
+        distance = torch.tensor(positions)[:, None] - torch.arange(len(key))
+        is_visible = (distance >= 0) & (distance < (window or len(key)))
+        return torch.einsum("hrk,khd->rhd", scores.masked_fill(~is_visible, -torch.inf).softmax(-1), value)
+
+    return attention
+
+
+@pytest.fixture
+def assert_attends() -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Compare with a float64 oracle as closely as the dtype allows."""
+
+    def compare(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[actual.dtype]
+        torch.testing.assert_close(actual.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+    return compare

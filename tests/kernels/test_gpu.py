@@ -1,0 +1,78 @@
+"""What only a GPU can show; the tests of the ops run there as well, through their `device` fixture."""
+
+import pytest
+import torch
+
+from kvist.kernels import (
+    paged_decode,
+    paged_decode_reference,
+    paged_prefill,
+    paged_prefill_reference,
+    write_kv,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+HALF_TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def test_blocks_past_two_to_the_31_elements_are_written_and_read():
+    block_size, head_dim = 16, 128
+    num_blocks = 2**31 // (2 * block_size * head_dim) + 8
+    if torch.cuda.mem_get_info()[0] < 2 * 2**32:
+        pytest.skip("needs 8 GiB of free GPU memory")
+    kv_cache = torch.full((num_blocks, 2, 1, block_size, head_dim), torch.nan, dtype=torch.bfloat16, device="cuda")
+    tables = torch.tensor([[num_blocks - 1, 0, num_blocks - 2]], dtype=torch.int32, device="cuda")
+    positions = torch.arange(40, device="cuda")
+    key, value = torch.randn(2, 40, 1, head_dim, device="cuda").bfloat16()
+    write_kv(key, value, kv_cache, tables[0, positions // block_size].long() * block_size + positions % block_size)
+    assert torch.equal(kv_cache[num_blocks - 1, 0, 0], key[:16, 0])
+    lengths = torch.tensor([40], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 40], dtype=torch.int32, device="cuda")
+    query = torch.randn(40, 4, head_dim, device="cuda").bfloat16()
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1), *(tensor.transpose(0, 1).expand(4, -1, -1) for tensor in (key, value)), is_causal=True
+    ).transpose(0, 1)
+    prefilled = paged_prefill(query, kv_cache, tables, starts, lengths, scale=head_dim**-0.5)
+    torch.testing.assert_close(prefilled, dense, atol=1.6e-2, rtol=1.6e-2)
+    for num_splits in (1, 4):
+        decoded = paged_decode(query[-1:], kv_cache, tables, lengths, scale=head_dim**-0.5, num_splits=num_splits)
+        torch.testing.assert_close(decoded, dense[-1:], atol=1.6e-2, rtol=1.6e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
+@pytest.mark.parametrize("window", [None, 1000])
+def test_kernels_agree_with_their_references_at_the_sizes_of_real_models(dtype, head_dim, window):
+    seq_lens, query_lens = [3000, 1, 517, 2048], [200, 1, 517, 1]
+    kv_cache = torch.randn(400, 2, 2, 16, head_dim, device="cuda").to(dtype)
+    tables = torch.randperm(400, device="cuda").int()[:348].view(1, 348).expand(4, -1).contiguous()
+    lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int().cuda()
+    query = torch.randn(sum(query_lens), 16, head_dim, device="cuda").to(dtype)
+    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": 30.0}
+    tolerance = HALF_TOLERANCE[dtype]
+    inputs = (query, kv_cache, tables, starts, lengths)
+    torch.testing.assert_close(
+        paged_prefill(*inputs, **options), paged_prefill_reference(*inputs, **options), atol=tolerance, rtol=tolerance
+    )
+    inputs = (query[:4], kv_cache, tables, lengths)
+    torch.testing.assert_close(
+        paged_decode(*inputs, **options), paged_decode_reference(*inputs, **options), atol=tolerance, rtol=tolerance
+    )
+
+
+def test_a_step_is_captured_in_a_graph_and_replays_with_new_lengths():
+    kv_cache = torch.randn(64, 2, 1, 16, 64, device="cuda").half()
+    tables = torch.randperm(64, device="cuda").int().view(2, 32)
+    lengths = torch.tensor([20, 300], dtype=torch.int32, device="cuda")
+    query = torch.randn(2, 4, 64, device="cuda").half()
+    out = paged_decode(query, kv_cache, tables, lengths, scale=0.125)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_decode(query, kv_cache, tables, lengths, scale=0.125, out=out)
+    lengths += 7
+    out.fill_(torch.nan)
+    graph.replay()
+    expected = paged_decode_reference(query, kv_cache, tables, lengths, scale=0.125)
+    torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)

@@ -1,0 +1,153 @@
+import math
+
+import pytest
+import torch
+
+from kvist.kernels import paged_decode
+from kvist.kernels.paged_decode import decode_num_splits
+
+SCALE = 0.3
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "heads_per_kv", "head_dim", "block_size", "window", "soft_cap", "num_splits"),
+    [
+        (1, 1, 16, 8, None, None, None),
+        (2, 2, 20, 8, 3, None, 2),  # a window smaller than a page
+        (1, 3, 80, 16, 21, 5.0, 4),  # no multiple of a page, no power of two
+        (1, 8, 16, 32, 64, None, 1),
+        (1, 2, 32, 8, None, 2.0, 16),  # most splits empty
+        (2, 1, 16, 4, 1, None, 1),  # a window of the token itself
+        (1, 17, 16, 8, 1000, None, 2),  # more heads than the smallest tile, a window longer than every sequence
+    ],
+)
+def test_each_sequence_attends_like_dense_attention(
+    make_paged,
+    dense_attention,
+    assert_attends,
+    num_kv_heads,
+    heads_per_kv,
+    head_dim,
+    block_size,
+    window,
+    soft_cap,
+    num_splits,
+):
+    paged = make_paged(
+        [37, 1, 83, 64], window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
+    )
+    query = torch.randn(4, num_kv_heads * heads_per_kv, head_dim)
+    out = paged_decode(
+        query.to(paged.kv_cache.device),
+        *paged.inputs(),
+        scale=SCALE,
+        window=window,
+        soft_cap=soft_cap,
+        num_splits=num_splits,
+    )
+    for seq, (key, value) in enumerate(zip(paged.keys, paged.values, strict=True)):
+        options = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
+        assert_attends(out[seq : seq + 1], dense_attention(query[seq : seq + 1], [len(key) - 1], key, value, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype, num_splits):
+    paged = make_paged([45], num_kv_heads=1, head_dim=64, block_size=16, dtype=dtype)
+    query = torch.randn(1, 2, 64).to(dtype)
+    out = paged_decode(query.to(paged.kv_cache.device), *paged.inputs(), scale=0.125, num_splits=num_splits)
+    assert out.dtype == dtype
+    assert_attends(out, dense_attention(query, [44], paged.keys[0], paged.values[0], scale=0.125))
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_sequence_without_keys_is_zero_and_every_row_of_out_is_written(make_paged, num_splits):
+    paged = make_paged([0, 9, 0])
+    out = torch.full((3, 2, 16), torch.nan, device=paged.kv_cache.device)
+    result = paged_decode(torch.ones_like(out), *paged.inputs(), scale=SCALE, num_splits=num_splits, out=out)
+    assert result is out
+    assert out.isfinite().all()
+    assert out[[0, 2]].count_nonzero() == 0
+    assert out[1].count_nonzero() > 0
+
+
+def test_an_empty_batch_is_empty(device):
+    query = torch.empty(0, 2, 16, device=device)
+    tables = torch.empty(0, 4, dtype=torch.int32, device=device)
+    lengths = torch.empty(0, dtype=torch.int32, device=device)
+    kv_cache = torch.zeros(1, 2, 1, 8, 16, device=device)
+    assert paged_decode(query, kv_cache, tables, lengths, scale=1.0).shape == (0, 2, 16)
+
+
+def test_query_199_of_a_window_of_64_reads_keys_136_to_199_and_no_other(device):
+    # 200 tokens on pages of 32: pages 0 to 3 are evicted, page 4 is visible from slot 8 on.
+    kv_cache = torch.full((3, 2, 1, 32, 16), torch.nan, device=device)
+    tables = torch.tensor([[-1, -1, -1, -1, 2, 0, 1]], dtype=torch.int32, device=device)
+    for position in range(136, 200):
+        kv_cache[tables[0, position // 32].long(), :, 0, position % 32] = float(position)
+    query = torch.zeros(1, 1, 16, device=device)
+    lengths = torch.tensor([200], dtype=torch.int32, device=device)
+    for num_splits in (1, 2, 4):
+        out = paged_decode(query, kv_cache, tables, lengths, scale=1.0, window=64, num_splits=num_splits)
+        torch.testing.assert_close(out, torch.full_like(out, (136 + 199) / 2))
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 14.0), (3, 14.0), (2, 15.6)])
+@pytest.mark.parametrize("num_splits", [1, 2, 4])
+def test_scores_of_0_ln2_ln3_weigh_values_one_to_two_to_three(device, window, expected, num_splits):
+    # One token a page, so that 4 splits merge {6, lse 0}, {12, lse ln2}, {18, lse ln3} and an empty one.
+    kv_cache = torch.zeros(3, 2, 1, 1, 16, device=device)
+    kv_cache[:, 0, 0, 0, 0] = torch.tensor([0.0, math.log(2), math.log(3)])
+    kv_cache[:, 1, 0, 0] = torch.tensor([6.0, 12.0, 18.0])[:, None]
+    tables, lengths = torch.arange(3, device=device).int()[None], torch.tensor([3], device=device).int()
+    query = torch.ones(1, 1, 16, device=device)
+    out = paged_decode(query, kv_cache, tables, lengths, scale=1.0, window=window, num_splits=num_splits)
+    torch.testing.assert_close(out, torch.full_like(out, expected))
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_kv_heads", "max_seq_len", "window", "expected"),
+    [
+        (1, 8, 8192, None, 128),
+        (1, 8, 8192, 1024, 16),
+        (1, 8, 1024, None, 16),
+        (64, 8, 8192, None, 1),
+        (33, 8, 8192, None, 1),
+        (4, 8, 8192, None, 32),
+        (1, 8, 192, None, 4),
+        (1, 1, 96, None, 1),
+        (1, 8, 0, None, 1),
+    ],
+)
+def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_heads, max_seq_len, window, expected):
+    assert decode_num_splits(batch, num_kv_heads, max_seq_len, 32, window, 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("query", torch.zeros(2, 3, 16), "query has 3 heads; expected a multiple of the cache's 2"),
+        ("query", torch.zeros(2, 4, 32), r"query has shape \[2, 4, 32\]; expected \[any, any, 16\]"),
+        ("query", torch.zeros(2, 4, 16).half(), "query has dtype torch.float16; expected torch.float32"),
+        ("query", torch.zeros(3, 4, 16), r"seq_lens has shape \[2\]; expected one length a query: \[3\]"),
+        ("query", torch.zeros(2, 16, 4).mT, "query has strides"),
+        ("seq_lens", torch.ones(2, dtype=torch.int64), "seq_lens has dtype torch.int64; expected torch.int32"),
+        ("block_tables", torch.zeros(3, 4, dtype=torch.int32), r"block_tables has shape \[3, 4\]; expected \[2, any\]"),
+        ("window", 0, "window is 0; expected at least 1 token, or None"),
+        ("soft_cap", 0.0, "soft_cap is 0.0; expected a positive number, or None"),
+        ("num_splits", 3, "num_splits is 3; expected a power of two from 1 to 128"),
+        ("num_splits", 256, "num_splits is 256; expected a power of two from 1 to 128"),
+        ("out", torch.zeros(2, 4, 16).half(), "out has dtype torch.float16; expected torch.float32"),
+        ("out", torch.zeros(4, 2, 16).transpose(0, 1), "out has strides .*; expected a contiguous tensor"),
+    ],
+)
+def test_an_argument_out_of_order_is_named_with_what_was_expected(name, value, expected):
+    arguments = {
+        "query": torch.zeros(2, 4, 16),
+        "kv_cache": torch.zeros(4, 2, 2, 8, 16),
+        "block_tables": torch.zeros(2, 4, dtype=torch.int32),
+        "seq_lens": torch.ones(2, dtype=torch.int32),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=expected):
+        paged_decode(**{**arguments, name: value})

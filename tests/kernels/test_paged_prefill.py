@@ -1,0 +1,144 @@
+import pytest
+import torch
+
+from kvist.kernels import paged_decode, paged_prefill
+
+SCALE = 0.3
+
+
+def start_locs(query_lens, device):
+    return torch.tensor([0, *query_lens]).cumsum(0).int().to(device)
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "heads_per_kv", "head_dim", "block_size", "window", "soft_cap"),
+    [
+        (1, 1, 16, 8, None, None),
+        (2, 1, 20, 8, 3, None),  # a window smaller than a page
+        (1, 3, 80, 16, 21, 5.0),  # no multiple of a page, no power of two
+        (1, 2, 16, 32, 70, None),
+        (1, 8, 16, 4, 1, None),  # a window of the token itself
+    ],
+)
+def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
+    make_paged, dense_attention, assert_attends, num_kv_heads, heads_per_kv, head_dim, block_size, window, soft_cap
+):
+    seq_lens, query_lens = [37, 83, 5, 9], [1, 69, 0, 9]  # a decode row, a chunk, a sequence that waits, a whole prompt
+    first_queries = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
+    paged = make_paged(
+        seq_lens,
+        first_queries=first_queries,
+        window=window,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+    )
+    device = paged.kv_cache.device
+    query = torch.randn(sum(query_lens), num_kv_heads * heads_per_kv, head_dim)
+    kv_cache, tables, lengths = paged.inputs()
+    options = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
+    out = paged_prefill(query.to(device), kv_cache, tables, start_locs(query_lens, device), lengths, **options)
+    for rows, rows_out, first, key, value in zip(
+        query.split(query_lens), out.split(query_lens), first_queries, paged.keys, paged.values, strict=True
+    ):
+        positions = list(range(first, first + len(rows)))
+        assert_attends(rows_out, dense_attention(rows, positions, key, value, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype):
+    paged = make_paged([150], first_queries=[60], window=50, head_dim=64, block_size=16, dtype=dtype)
+    query = torch.randn(90, 1, 64).to(dtype)
+    kv_cache, tables, lengths = paged.inputs()
+    starts = start_locs([90], kv_cache.device)
+    out = paged_prefill(query.to(kv_cache.device), kv_cache, tables, starts, lengths, scale=0.125, window=50)
+    expected = dense_attention(query, list(range(60, 150)), paged.keys[0], paged.values[0], scale=0.125, window=50)
+    assert out.dtype == dtype
+    assert_attends(out, expected)
+
+
+def test_padding_rows_are_zero_and_every_row_of_out_is_written(make_paged):
+    paged = make_paged([20], first_queries=[17])
+    kv_cache, tables, lengths = paged.inputs()
+    out = torch.full((70, 2, 16), torch.nan, device=kv_cache.device)
+    starts = start_locs([3], kv_cache.device)
+    result = paged_prefill(torch.ones_like(out), kv_cache, tables, starts, lengths, scale=SCALE, out=out)
+    assert result is out
+    assert out[:3].isfinite().all()
+    assert out[3:].count_nonzero() == 0
+
+
+def test_no_rows_are_no_work(make_paged):
+    kv_cache, tables, lengths = make_paged([20]).inputs()
+    query = torch.empty(0, 2, 16, device=kv_cache.device)
+    assert paged_prefill(query, kv_cache, tables, start_locs([0], query.device), lengths, scale=SCALE).shape == (
+        0,
+        2,
+        16,
+    )
+
+
+def mean_positions(device, *, first_query, num_rows, window, block_size, first_page):
+    """Zero queries over values that are their positions: each row yields the mean of the positions it sees.
+
+    Pages before `first_page` are evicted, and keys that no row may see are NaN.
+    """
+    seq_len = first_query + num_rows
+    num_pages = -(-seq_len // block_size)
+    kv_cache = torch.full((num_pages - first_page, 2, 1, block_size, 16), torch.nan, device=device)
+    tables = torch.arange(num_pages, device=device).int() - first_page
+    for position in range(max(0, first_query - window + 1), seq_len):
+        kv_cache[tables[position // block_size].long(), :, 0, position % block_size] = float(position)
+    query = torch.zeros(num_rows, 1, 16, device=device)
+    lengths = torch.tensor([seq_len], dtype=torch.int32, device=device)
+    starts = start_locs([num_rows], device)
+    out = paged_prefill(query, kv_cache, tables[None], starts, lengths, scale=1.0, window=window)
+    return out[:, 0, 0].tolist()
+
+
+def test_two_rows_after_eviction_read_six_keys_each_of_tokens_12_to_19(device):
+    # 18 cached tokens on pages of 4, a window of 6: 3 pages are gone. Row 18 reads 13 to 18, row 19 reads 14 to 19.
+    means = mean_positions(device, first_query=18, num_rows=2, window=6, block_size=4, first_page=3)
+    assert means == pytest.approx([15.5, 16.5])
+
+
+def test_eight_rows_over_a_history_of_twelve_still_find_key_8(device):
+    # Evicting by the length after the step would take 3 pages, and key 8 with them, which row 12 needs.
+    means = mean_positions(device, first_query=12, num_rows=8, window=5, block_size=4, first_page=2)
+    assert means == pytest.approx([position - 2 for position in range(12, 20)])
+
+
+def test_a_block_of_64_rows_at_256_reads_from_key_157_on_page_9(device):
+    means = mean_positions(device, first_query=256, num_rows=64, window=100, block_size=16, first_page=9)
+    assert means == pytest.approx([position - 49.5 for position in range(256, 320)])
+
+
+def test_a_single_row_is_a_decode_step(make_paged):
+    paged = make_paged([37, 83, 9], window=21, head_dim=20)
+    kv_cache, tables, lengths = paged.inputs()
+    query = torch.randn(3, 4, 20, device=kv_cache.device)
+    starts = start_locs([1, 1, 1], kv_cache.device)
+    extended = paged_prefill(query, kv_cache, tables, starts, lengths, scale=SCALE, window=21)
+    torch.testing.assert_close(extended, paged_decode(query, *paged.inputs(), scale=SCALE, window=21))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("query_start_loc", torch.zeros(2, dtype=torch.int32), r"query_start_loc has shape \[2\]; expected \[3\]"),
+        ("query_start_loc", torch.zeros(3), "query_start_loc has dtype torch.float32; expected torch.int32"),
+        ("kv_cache", torch.zeros(4, 2, 2, 8, 32), r"query has shape \[7, 4, 16\]; expected \[any, any, 32\]"),
+        ("window", -1, "window is -1; expected at least 1 token, or None"),
+    ],
+)
+def test_an_argument_out_of_order_is_named_with_what_was_expected(name, value, expected):
+    arguments = {
+        "query": torch.zeros(7, 4, 16),
+        "kv_cache": torch.zeros(4, 2, 2, 8, 16),
+        "block_tables": torch.zeros(2, 4, dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, 3, 7], dtype=torch.int32),
+        "seq_lens": torch.tensor([3, 4], dtype=torch.int32),
+        "scale": 1.0,
+    }
+    with pytest.raises(ValueError, match=expected):
+        paged_prefill(**{**arguments, name: value})
