@@ -1,13 +1,17 @@
-"""Fixtures that any test may use: free ports, and waiting for a condition with a deadline."""
+"""Fixtures that any test may use: free ports, waiting for a condition with a deadline, and a stand-in for vLLM."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 DEADLINE_S = 20.0
 
@@ -54,3 +58,94 @@ def until_true() -> Callable[[Callable[[], object]], None]:
             time.sleep(0.005)
 
     return poll
+
+
+class FakeVllm:
+    """The event side of a vLLM process: a PUB socket, and a ROUTER socket that replays, in vLLM's frames and bytes.
+
+    It is started by constructing it and killed, as a process would be, by `kill`.
+    """
+
+    def __init__(self, port: int, *, num_kept: int | None = 10_000, with_topics: bool = False) -> None:
+        self.next_sequence = 0
+        self.kept: list[tuple[int, bytes]] = []
+        self._num_kept = num_kept
+        self._with_topics = with_topics
+        self._context = zmq.Context()
+        self._stream = self._context.socket(zmq.PUB)
+        self._stream.bind(f"tcp://127.0.0.1:{port}")
+        self._is_stopping = threading.Event()
+        self._server: threading.Thread | None = None
+        if num_kept is not None:
+            router = self._context.socket(zmq.ROUTER)
+            router.bind(f"tcp://127.0.0.1:{port + 1}")
+            self._server = threading.Thread(target=self._serve, args=(router,))
+            self._server.start()
+
+    def publish(self, *events: dict[str, Any], rank: int | None = 0, is_lost: bool = False) -> None:
+        """Publish a batch; a lost one takes a number and is kept for replay, but never leaves."""
+        payload = msgspec.msgpack.encode([time.time(), list(events), rank])
+        if not is_lost:
+            self._stream.send_multipart([b"", self.next_sequence.to_bytes(8, "big"), payload])
+        if self._num_kept is not None:
+            self.kept = [*self.kept, (self.next_sequence, payload)][-self._num_kept :] if self._num_kept else []
+        self.next_sequence += 1
+
+    def store(self, block_hash: int, token_ids: list[int], parent: int | None = None, **options: Any) -> None:
+        """Publish the storing of one block."""
+        self.publish(self.stored(block_hash, token_ids, parent), **options)
+
+    @staticmethod
+    def stored(block_hash: int, token_ids: list[int], parent: int | None = None) -> dict[str, Any]:
+        """Return a BlockStored event as vLLM encodes it since mid-2026."""
+        return {
+            "type": "BlockStored",
+            "block_hashes": [block_hash],
+            "parent_block_hash": parent,
+            "token_ids": token_ids,
+            "block_size": len(token_ids),
+            "lora_id": None,
+            "medium": "GPU",
+            "lora_name": None,
+        }
+
+    def remove(self, *block_hashes: int, **options: Any) -> None:
+        """Publish removals, one event a hash, as vLLM does."""
+        events = [{"type": "BlockRemoved", "block_hashes": [h], "medium": "GPU"} for h in block_hashes]
+        self.publish(*events, **options)
+
+    def kill(self) -> None:
+        """End at once: nothing is drained."""
+        self._is_stopping.set()
+        if self._server is not None:
+            self._server.join()
+        self._context.destroy(linger=0)
+
+    def _serve(self, router: zmq.Socket[bytes]) -> None:
+        while not self._is_stopping.is_set():
+            if not router.poll(10):
+                continue
+            client, *request = router.recv_multipart()
+            if len(request) != 2:
+                continue  # what vLLM does with a request that it does not understand
+            start = int.from_bytes(request[1], "big")
+            topic = [b""] if self._with_topics else []
+            for sequence, payload in tuple(self.kept):
+                if sequence >= start:
+                    router.send_multipart([client, b"", *topic, sequence.to_bytes(8, "big"), payload])
+            router.send_multipart([client, b"", *topic, b"\xff" * 8, b""])
+        router.close(linger=0)
+
+
+@pytest.fixture
+def start_vllm() -> Iterator[Callable[..., FakeVllm]]:
+    """Return a function that starts a FakeVllm at a port; all are killed at the end."""
+    engines: list[FakeVllm] = []
+
+    def start(port: int, **options: Any) -> FakeVllm:
+        engines.append(FakeVllm(port, **options))
+        return engines[-1]
+
+    yield start
+    for engine in engines:
+        engine.kill()

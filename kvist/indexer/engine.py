@@ -86,7 +86,7 @@ class EngineFollower:
             self._feed.session.emptied()
 
     def clear(self) -> None:
-        """Forget every rank of this stream (called by the feed)."""
+        """Forget what every rank of this stream holds (called by the feed)."""
         for rank in self._streams:
             self._index.clear(self._worker, rank)
             self._streams[rank] = self._new_stream(rank)

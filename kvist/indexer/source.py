@@ -33,10 +33,13 @@ class Source:
         self._must_probe = False
 
     def received(self, message: Message, now_s: float) -> None:
-        """Take one live message; the first decides what the source speaks."""
+        """Take one live message; the first decides what the source speaks, until a canonical one comes."""
         if self._follower is None:
             self._follower = self._follower_for(message)
             self._follower.reconnected(now_s)
+        elif isinstance(self._follower, EngineFollower) and is_canonical(message.payload):
+            self._follower.clear()
+            self._follower = self._follower_for(message)
         self._follower.received(message, now_s)
 
     def reconnected(self, now_s: float) -> None:

@@ -39,9 +39,7 @@ class Script:
             steps = []
         elif rest.startswith("hb"):
             text, _, held = rest[2:].partition("/")
-            steps = session.heartbeat(
-                number, int(text), SAME, {"": SAME, "other": OTHER, "less": LESS}[held], self.now_s
-            )
+            steps = session.heartbeat(number, int(text), SAME, HELD[held], self.now_s)
         elif rest.startswith("r"):
             first, _, last = rest[1:].partition("-")
             sequences = range(int(first), int(last or first) + 1) if first else ()
