@@ -113,7 +113,7 @@ class AdminApi:
 
     async def _loads(self, request: Request) -> Response:  # noqa: ARG002
         now_s = self.now_s()
-        targets = [target for worker in self.fleet.workers for target, _ in self.routing.targets(worker)]
+        targets = [rank.target for worker in self.fleet.workers for rank in self.routing.ranks(worker)]
         return _json({"loads": [explain_load(target, self.load.load(target, now_s)) for target in targets]})
 
     async def _route(self, request: Request) -> Response:

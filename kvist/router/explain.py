@@ -72,7 +72,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
             "error": worker.event_error,
             "sources": [_explain_source(source) for source in index.sources(worker.url)] if index else [],
             "ranks": [
-                {"rank": status.rank, "state": status.state.value, "blocks": status.num_blocks}
+                {"rank": status.target.rank, "state": status.state, "blocks": status.num_blocks}
                 for status in (index.ranks(worker.url) if index else ())
             ],
         },

@@ -56,6 +56,7 @@ class Fleet:
         self._now_s = now_s
         self._on_removed = on_removed
         self._workers: dict[str, Worker] = {}
+        self._adapters: frozenset[str | None] = frozenset()
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
@@ -107,7 +108,7 @@ class Fleet:
 
     def is_adapter(self, model: str | None) -> bool:
         """Return whether the model is a LoRA adapter, whose blocks hash with its name."""
-        return any(model in worker.adapters for worker in self._workers.values())
+        return model in self._adapters
 
     def models(self) -> list[ServedModel]:
         """Return the models of all healthy workers, each once."""
@@ -198,6 +199,7 @@ class Fleet:
 
     def _identified(self, worker: Worker, identity: Identity) -> None:
         worker.identify(identity)
+        self._adapters = frozenset[str | None]().union(*(each.adapters for each in self._workers.values()))
         if self._index is None or worker.is_draining:
             return
         if identity.block_size is not None:

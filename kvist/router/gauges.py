@@ -58,8 +58,8 @@ class Gauges(Collector):
         decode = GaugeMetricFamily("kvist_router_decode_blocks", "Blocks of running requests", labels=labels)
         now_s = self.now_s()
         for worker in self.fleet.workers:
-            for target, _ in self.routing.targets(worker):
-                names, load = [target.worker, str(target.rank)], self.load.load(target, now_s)
+            for rank in self.routing.ranks(worker):
+                names, load = [worker.url, str(rank.target.rank)], self.load.load(rank.target, now_s)
                 running.add_metric(names, load.running_requests)
                 prefill.add_metric(names, load.prefill_tokens)
                 decode.add_metric(names, load.decode_blocks)
@@ -74,7 +74,7 @@ class Gauges(Collector):
         blocks = GaugeMetricFamily("kvist_router_rank_blocks", "Blocks a rank holds", labels=["worker", "rank"])
         for worker in self.fleet.workers:
             for status in index.ranks(worker.url):
-                rank = str(status.rank)
+                rank = str(status.target.rank)
                 for state in SourceState:
                     states.add_metric([worker.url, rank, state.value], status.state is state)
                 blocks.add_metric([worker.url, rank], status.num_blocks)

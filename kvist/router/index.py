@@ -29,11 +29,11 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """How well one rank's cache is known; overlaps of a resyncing rank do not count."""
+    """How well one rank's cache is known; `state` is None where no stream tells of it."""
 
-    rank: int
-    state: SourceState
-    num_blocks: int
+    target: WorkerRank
+    state: SourceState | None = None
+    num_blocks: int = 0
 
 
 class FleetIndex:
@@ -114,7 +114,7 @@ class FleetIndex:
                 return statuses
         states = self._indexer.states(worker) if self._indexer is not None else {}
         statuses = [
-            RankStatus(rank, state, self.radix.digest(WorkerRank(worker, rank)).num_blocks)
+            RankStatus(target := WorkerRank(worker, rank), state, self.radix.digest(target).num_blocks)
             for rank, state in sorted(states.items())
         ]
         self._statuses[worker] = (now_s, statuses)

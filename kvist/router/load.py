@@ -19,6 +19,8 @@ from typing import Self
 from kvist.events import WorkerRank
 from kvist.router.policy import Load, Prompt
 
+NO_LOAD = Load()
+
 
 class _RankLoad:
     """The counters of one rank."""
@@ -113,7 +115,7 @@ class LoadTracker:
         """Return what the rank has to do now."""
         rank_load = self._ranks.get(target)
         if rank_load is None:
-            return Load()
+            return NO_LOAD
         return Load(
             rank_load.running_requests,
             rank_load.prefill_tokens,

@@ -13,7 +13,7 @@ from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.openai.errors import RequestError
 from kvist.router.fleet import Fleet
-from kvist.router.index import FleetIndex, Overlaps
+from kvist.router.index import FleetIndex, Overlaps, RankStatus
 from kvist.router.load import LoadTracker
 from kvist.router.policy import Candidate, Decision, Policy, Prompt, decide
 from kvist.router.prompts import Ask
@@ -72,9 +72,9 @@ class Routing:
         prompt = Prompt(ask.num_tokens, block_size, is_tokenized=ask.token_ids is not None)
         now_s = self._now_s()
         candidates = [
-            Candidate(target, self._load.load(target, now_s), overlaps.get(target, ()), num_cached_blocks)
+            Candidate(rank.target, self._load.load(rank.target, now_s), overlaps.get(rank.target, ()), rank.num_blocks)
             for worker in workers
-            for target, num_cached_blocks in self.targets(worker)
+            for rank in self.ranks(worker)
         ]
         return decide(self._policy, prompt, candidates, self._turn, self._random)
 
@@ -86,12 +86,10 @@ class Routing:
         """Return whether some worker that is not excluded may take the request."""
         return bool(self._fleet.routable(ask.model, excluded))
 
-    def targets(self, worker: Worker) -> list[tuple[WorkerRank, int]]:
-        """Return the worker's ranks, each with the blocks it holds; a worker without events is one rank, 0."""
-        statuses = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else ()
-        return [(WorkerRank(worker.url, status.rank), status.num_blocks) for status in statuses] or [
-            (WorkerRank(worker.url, 0), 0)
-        ]
+    def ranks(self, worker: Worker) -> list[RankStatus]:
+        """Return the worker's ranks; one that no stream tells of is one rank, 0."""
+        known = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else None
+        return known or [RankStatus(WorkerRank(worker.url, 0))]
 
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""
