@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import os.path
+import queue
+import re
+import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 _RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
 exception, name the exception and the condition. When an argument has a default value, state the default value. When the
 behaviour depends on the platform or on the version of Python, say which platform and which version. Never invent a
-module, a function or an argument. Prefer the simplest function of the standard library that does the job. If the
-question is about performance, mention the cost of the operation in terms of the size of its input."""
+module, a function or an argument. Prefer the simplest function of the standard library that does the job."""
 
-_SYSTEM_PROMPTS = (
-    f"You are an assistant for people who work with files and paths in Python. {_RULES} Paths are strings or "
-    "path-like objects, and every function that opens a file should be used in a with statement.",
-    f"You are an assistant for people who work with text, strings and regular expressions in Python. {_RULES} "
-    "Strings are sequences of Unicode code points, and bytes are decoded before they are searched.",
-    f"You are an assistant for people who write concurrent programs in Python. {_RULES} Threads, processes and "
-    "coroutines are different things, and a lock that is taken must be released.",
-)
+_FILES = f"You are an assistant for people who work with files and paths in Python. {_RULES}"
+_TEXT = f"You are an assistant for people who work with text and regular expressions in Python. {_RULES}"
+_CONCURRENCY = f"You are an assistant for people who write concurrent programs in Python. {_RULES}"
 
-_QUESTIONS = (
-    ("What does os.path.join do?", "What does it return for an absolute path?", "How do I list a directory?"),
-    ("What does re.compile return?", "How do I find all matches?", "What does str.split do?"),
-    ("What is a threading.Lock?", "How do I run a coroutine?", "What does queue.Queue.get do?"),
-    ("How do I copy a file?", "What happens if the file exists?", "What does shutil.rmtree raise?"),
-    ("How do I join a list of strings?", "What does str.strip remove?", "How do I format a number?"),
-    ("What is a process pool?", "How do I cancel a task?", "What does asyncio.gather return?"),
-)
+_MAX_QUOTE_CHARS = 360
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the user says, and the few words that stand for it in a table."""
+
+    title: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A system prompt and what the user asks, turn by turn."""
+    """A system prompt and what the user says, turn by turn."""
 
     system_prompt: str
-    questions: tuple[str, ...]
+    turns: tuple[Turn, ...]
 
 
-CONVERSATIONS = tuple(
-    Conversation(_SYSTEM_PROMPTS[index % len(_SYSTEM_PROMPTS)], questions) for index, questions in enumerate(_QUESTIONS)
+def _conversation(system_prompt: str, *functions: Callable[..., Any]) -> Conversation:
+    """The user asks about one function after the other, quoting the documentation of each."""
+    turns = []
+    for function in functions:
+        module = getattr(function, "__module__", None)  # methods of built-in types have none
+        name = f"{module}.{function.__qualname__}" if module else function.__qualname__
+        quote = (inspect.getdoc(function) or "")[:_MAX_QUOTE_CHARS]
+        turns.append(Turn(name, f"The documentation of {name} says:\n\n{quote}\n\nWhat does {name} do?"))
+    return Conversation(system_prompt, tuple(turns))
+
+
+CONVERSATIONS = (
+    _conversation(_FILES, os.path.join, os.path.abspath, os.walk, os.makedirs),
+    _conversation(_TEXT, re.compile, re.findall, re.sub, str.split),
+    _conversation(_CONCURRENCY, threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run),
+    _conversation(_FILES, shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move),
+    _conversation(_TEXT, str.strip, str.join, str.format, re.escape),
+    _conversation(_CONCURRENCY, asyncio.gather, asyncio.wait_for, asyncio.Queue.join, threading.Thread.join),
 )
-"""Six conversations of three turns over three system prompts."""
+"""Six conversations of four turns over three system prompts."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvist.cli._conversations import CONVERSATIONS, Conversation
+from kvist.cli._conversations import CONVERSATIONS, Conversation, Turn
 
 _NUM_ROUNDS = 2
 _MAX_CONCURRENCY = 4
@@ -29,7 +29,7 @@ _SETTLE_TIMEOUT_S = 10.0
 class Served:
     """One request as its client saw it; `error` tells why it did not complete."""
 
-    question: str
+    turn: Turn
     worker: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -51,6 +51,8 @@ async def run_demo(
 ) -> DemoResult:
     """Send every conversation through both routers, `_NUM_ROUNDS` times each; `progress` hears of each request."""
     result = DemoResult([], [])
+    warm_up = [{"role": "user", "content": "Hello"}]
+    await asyncio.gather(*(asyncio.to_thread(_ask, url, model, Turn("", ""), warm_up) for url in worker_urls))
     runs = [(router_url, result.routed), (baseline_url, result.baseline)]
     for round_idx in range(_NUM_ROUNDS):
         for url, served in runs if round_idx % 2 == 0 else reversed(runs):
@@ -96,16 +98,16 @@ async def _converse(
 ) -> None:
     """Ask turn after turn; the history holds the answers that were really given."""
     messages = [{"role": "system", "content": conversation.system_prompt}]
-    for question in conversation.questions:
-        messages.append({"role": "user", "content": question})
+    for turn in conversation.turns:
+        messages.append({"role": "user", "content": turn.text})
         async with limit:
-            one = await asyncio.to_thread(_ask, url, model, question, messages)
+            one = await asyncio.to_thread(_ask, url, model, turn, messages)
         served.append(one)
         progress(one)
         messages.append({"role": "assistant", "content": one.answer})
 
 
-def _ask(url: str, model: str, question: str, messages: list[dict[str, str]]) -> Served:
+def _ask(url: str, model: str, turn: Turn, messages: list[dict[str, str]]) -> Served:
     """Stream one answer, greedily, so that both policies see the same history."""
     body = {
         "model": model,
@@ -121,15 +123,15 @@ def _ask(url: str, model: str, question: str, messages: list[dict[str, str]]) ->
         connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
         response = connection.getresponse()
         if response.status != http.client.OK:
-            return Served(question, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")
-        return _read_stream(question, response, start)
+            return Served(turn, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")
+        return _read_stream(turn, response, start)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Served(question, error=f"{type(error).__name__}: {error}")
+        return Served(turn, error=f"{type(error).__name__}: {error}")
     finally:
         connection.close()
 
 
-def _read_stream(question: str, response: http.client.HTTPResponse, start: float) -> Served:
+def _read_stream(turn: Turn, response: http.client.HTTPResponse, start: float) -> Served:
     ttft_s = 0.0
     usage: dict[str, Any] = {}
     answer: list[str] = []
@@ -143,9 +145,9 @@ def _read_stream(question: str, response: http.client.HTTPResponse, start: float
             ttft_s = time.perf_counter() - start
         answer.append(text)
     if not usage:
-        return Served(question, error="the stream ended early")
+        return Served(turn, error="the stream ended early")
     return Served(
-        question,
+        turn,
         worker=response.headers.get("x-kvist-worker", ""),
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],

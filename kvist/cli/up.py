@@ -110,22 +110,22 @@ async def _demo(
         def progress(served: Served) -> None:
             nonlocal num_served
             num_served += 1
-            status.update(f"{num_served} requests served; last: {served.question}")
+            status.update(f"{num_served} requests served; last: {served.turn.title}")
 
         result = await run_demo(router_url, baseline.url, worker_urls, model, progress)
     events_filtered = sum(int(metric(url, "kvist_publisher_events_filtered_total")) for url in worker_urls)
     facts = summary(result, events_filtered)
-    _show(console, result, facts)
+    _show(console, result, facts, {url: f"worker {index}" for index, url in enumerate(worker_urls)})
     for served in [*result.routed, *result.baseline]:
         if served.error:
-            print(f"kvist up: {served.question}: {served.error}", file=sys.stderr)
+            print(f"kvist up: {served.turn.title}: {served.error}", file=sys.stderr)
     if args.json:
         print(json.dumps(facts), flush=True)
     completed = facts["completed"] + facts["baseline_completed"]
     return 0 if completed == facts["requests"] + facts["baseline_requests"] else 1
 
 
-def _show(console: Console, result: DemoResult, facts: dict[str, float]) -> None:
+def _show(console: Console, result: DemoResult, facts: dict[str, float], names: dict[str, str]) -> None:
     from rich.table import Table
 
     table = Table("request", "worker", title="Routed by prefix")
@@ -133,7 +133,7 @@ def _show(console: Console, result: DemoResult, facts: dict[str, float]) -> None
         table.add_column(column, justify="right")
     for one in result.routed:
         cells = (f"{one.prompt_tokens:,}", f"{one.cached_tokens:,}", f"{one.ttft_s * 1000:.1f}")
-        table.add_row(one.question, one.worker, *cells)
+        table.add_row(one.turn.title, names.get(one.worker, one.worker), *cells)
     console.print(table)
     comparison = Table("policy", title="The same requests, each policy on flushed caches")
     for column in ("completed", "prompt tokens", "cached tokens", "cached", "TTFT ms p50"):
