@@ -1,0 +1,78 @@
+"""`kvist publish` as a process of its own, between a stand-in for vLLM and an indexer."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvist.events import Tier, WorkerRank
+from kvist.events.digest import block_digest
+from kvist.events.hashing import block_hashes
+from kvist.indexer import Indexer
+from kvist.radix import RadixIndex
+
+TOKENS = [1, 2, 3, 4]
+
+
+def kvist(*args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "import sys; from kvist.cli import main; sys.exit(main())", "publish", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_publish_stands_between_an_engine_and_an_indexer_until_signalled(start_vllm, free_port, until, number):
+    port = free_port()
+    engine = start_vllm(port)
+    engine.store(77, TOKENS)
+    endpoint = f"tcp://127.0.0.1:{port}"
+    process = kvist("--engine", "vllm", "--endpoint", endpoint, "--to", "tcp://127.0.0.1:0", "--worker", "pod-1")
+    assert process.stdout is not None
+    ready = process.stdout.readline()
+    published_at = re.fullmatch(r"kvist publish: ready at (\S+) worker=pod-1 block_size=learnt.*\n", ready)
+    assert published_at, ready
+    index = RadixIndex()
+    block_hash = int(block_hashes(TOKENS, 4)[0])
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("w1", published_at[1])
+        await until(lambda: indexer.is_exact("w1", 0) and index.digest(WorkerRank("w1", 0)).num_blocks == 1)
+    assert index.digest(WorkerRank("w1", 0)).digest == block_digest(block_hash, Tier.GPU)
+    process.send_signal(number)
+    signalled_s = time.monotonic()
+    output, errors = process.communicate(timeout=20)
+    assert time.monotonic() - signalled_s < 5
+    assert process.returncode == 0, errors
+    assert output.startswith("kvist publish: 1 engine batches in, 0 restarts")
+    assert output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--to", "nowhere"], "endpoint: got 'nowhere'"),
+        (["--endpoint", "tcp://h:1?engine=gpt"], "endpoint"),
+        (["--window", "wide"], "--window: got 'wide'"),
+        (["--block-size", "-1"], "block_size: got -1"),
+        (["--worker", "a b"], "worker: got 'a b'"),
+        (["--endpoint", "tcp://h:1", "--endpoint", "tcp://h:3", "--replay-endpoint", "tcp://h:2"], "--replay-endpoint"),
+    ],
+)
+def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message):
+    process = kvist("--engine", "vllm", "--worker", "w", *args)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert errors.startswith("kvist publish: error: ")
+    assert message in errors
+
+
+def test_a_port_in_use_ends_with_code_2_and_names_it(start_vllm, free_port):
+    port = free_port()
+    start_vllm(port)
+    process = kvist("--engine", "vllm", "--worker", "w", "--to", f"tcp://127.0.0.1:{port}")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert f"tcp://127.0.0.1:{port}" in errors
