@@ -17,22 +17,76 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> tuple[list[int]
     Each random row takes one number from its request's `random`, whatever the method: the same seed gives the same
     tokens in any batch, and after a preemption.
     """
-    if all(_is_plain_greedy(request.params) for request in requests):
-        return logits.argmax(dim=-1).tolist(), [None] * len(requests)
-    adjusted = logits.clone()
-    for row, request in zip(adjusted, requests, strict=True):
-        _penalise(row, request)
-        _forbid_early_end(row, request)
+    adjusted = _adjust(logits, requests)
     token_ids: list[int] = adjusted.argmax(dim=-1).tolist()
-    for i, request in enumerate(requests):
-        if request.params.temperature > 0:
-            token_ids[i] = _draw(adjusted[i], request.params, request.random.random())
+    is_random = [request.params.temperature > 0 for request in requests]
+    is_filtered = [_is_filtered(request.params) for request in requests]
+    for filtered in (False, True):
+        rows = [i for i in range(len(requests)) if is_random[i] and is_filtered[i] is filtered]
+        if rows:
+            params = [requests[i].params for i in rows]
+            uniforms = [requests[i].random.random() for i in rows]
+            for i, token_id in zip(rows, _draw(adjusted[rows], params, uniforms, filtered), strict=True):
+                token_ids[i] = token_id
     return token_ids, [_logprobs(*row) for row in zip(logits, token_ids, requests, strict=True)]
 
 
-def _is_plain_greedy(params: SamplingParams) -> bool:
-    is_penalised = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return not (params.temperature or params.min_tokens or is_penalised or params.num_logprobs is not None)
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+def _draw(
+    logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float], is_filtered: bool
+) -> list[int]:
+    """Return each row's token at quantile `uniform` in [0, 1) of the distribution that its parameters leave.
+
+    Filters in vLLM's order: min-p, top-k, then top-p of what is left. Double precision, because a float32 running sum
+    over a large vocabulary loses the tail.
+    """
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
+
+    probs = (logits.double() / column([each.temperature for each in params])).softmax(dim=-1)
+    if not is_filtered:
+        return _at_quantiles(probs, column(uniforms)).flatten().tolist()
+    min_p = column([each.min_p for each in params])
+    probs, token_ids = probs.where(probs >= min_p * probs.amax(-1, keepdim=True), 0.0).sort(
+        descending=True, stable=True
+    )
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    top_k = column([each.top_k if each.top_k > 0 else probs.shape[-1] for each in params])
+    probs = probs.where(ranks < top_k, 0.0)
+    before = probs.cumsum(dim=-1) - probs
+    probs = probs.where(before < column([each.top_p for each in params]) * probs.sum(-1, keepdim=True), 0.0)
+    return token_ids.gather(1, _at_quantiles(probs, column(uniforms))).flatten().tolist()
+
+
+def _at_quantiles(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """Return, int64 `[num_rows, 1]`, where each row's running sum first exceeds its share `uniforms` of the total."""
+    running = weights.cumsum(dim=-1)
+    return torch.searchsorted(running, uniforms * running[:, -1:], right=True).clamp(max=weights.shape[-1] - 1)
+
+
+def _adjust(logits: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    """Return the logits after penalties and `min_tokens`; the same tensor when nothing asks for either."""
+    is_adjusted = [_is_penalised(request.params) or _is_too_short(request) for request in requests]
+    if not any(is_adjusted):
+        return logits
+    adjusted = logits.clone()
+    for i in range(len(requests)):
+        if is_adjusted[i]:
+            _penalise(adjusted[i], requests[i])
+            _forbid_early_end(adjusted[i], requests[i])
+    return adjusted
+
+
+def _is_penalised(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
+
+
+def _is_too_short(request: Request) -> bool:
+    return request.num_output_tokens < request.params.min_tokens
 
 
 def _penalise(row: torch.Tensor, request: Request) -> None:
@@ -50,29 +104,8 @@ def _penalise(row: torch.Tensor, request: Request) -> None:
 
 
 def _forbid_early_end(row: torch.Tensor, request: Request) -> None:
-    if request.num_output_tokens < request.params.min_tokens and request.end_token_ids:
+    if _is_too_short(request) and request.end_token_ids:
         row[torch.tensor(sorted(request.end_token_ids), device=row.device)] = -torch.inf
-
-
-def _draw(row: torch.Tensor, params: SamplingParams, uniform: float) -> int:
-    """Return the token at quantile `uniform` in [0, 1) of the distribution that temperature and filters leave.
-
-    Filters in vLLM's order: min-p, top-k, then top-p of what is left. Double precision, because a float32 running sum
-    over a large vocabulary loses the tail.
-    """
-    probs = (row.double() / params.temperature).softmax(dim=-1)
-    if params.min_p > 0:
-        probs = probs.where(probs >= params.min_p * probs.max(), 0.0)
-    token_ids: torch.Tensor | None = None
-    if params.top_k > 0 or params.top_p < 1:
-        probs, token_ids = probs.sort(descending=True, stable=True)
-        if params.top_k > 0:
-            probs[params.top_k :] = 0.0
-        before = probs.cumsum(dim=-1) - probs
-        probs = probs.where(before < params.top_p * probs.sum(), 0.0)
-    running = probs.cumsum(dim=-1)
-    at = int(torch.searchsorted(running, uniform * running[-1], right=True))
-    return at if token_ids is None else int(token_ids[at])
 
 
 def _logprobs(row: torch.Tensor, token_id: int, request: Request) -> TokenLogprobs | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvist.errors import InvalidValueError
+from kvist.events.windows import FULL
 from kvist.kvcache.groups import KvGroup
 from kvist.kvcache.stale import num_blocks_for
 
@@ -29,7 +30,7 @@ def peak_num_blocks(group: KvGroup, block_size: int, max_model_len: int, max_ste
     through a block, hence the one more.
     """
     whole = num_blocks_for(max_model_len, block_size)
-    if not isinstance(group.window, int):
+    if group.window is FULL:
         return whole
     return min(whole, num_blocks_for(group.window - 1 + max_step_tokens, block_size) + 1)
 

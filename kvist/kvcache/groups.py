@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import Window
+from kvist.events.windows import KnownWindow, window_size
 from kvist.kvcache.stale import effective_window
 
 
@@ -15,7 +14,7 @@ from kvist.kvcache.stale import effective_window
 class LayerKv:
     """What one attention layer stores: the layers of a group agree in all of it."""
 
-    window: Window
+    window: KnownWindow
     num_kv_heads: int
     head_dim: int
 
@@ -29,7 +28,7 @@ class KvGroup:
     layer_indices: tuple[int, ...]
 
     @property
-    def window(self) -> Window:
+    def window(self) -> KnownWindow:
         """Return how far the group's queries see, themselves included."""
         return self.layer.window
 
@@ -47,9 +46,5 @@ def group_layers(layers: Sequence[LayerKv], max_model_len: int) -> tuple[KvGroup
         members.setdefault(LayerKv(window, layer.num_kv_heads, layer.head_dim), []).append(layer_idx)
     if not members:
         raise InvalidValueError("layers", len(layers), "at least one attention layer")
-    widest_first = sorted(members.items(), key=lambda item: (-_reach(item[0]), item[1]))
+    widest_first = sorted(members.items(), key=lambda item: (-window_size(item[0].window), item[1]))
     return tuple(KvGroup(i, layer, tuple(indices)) for i, (layer, indices) in enumerate(widest_first))
-
-
-def _reach(layer: LayerKv) -> float:
-    return layer.window if isinstance(layer.window, int) else math.inf

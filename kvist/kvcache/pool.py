@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.events.engine import EventSink
-from kvist.events.windows import Window
+from kvist.events.windows import KnownWindow
 from kvist.kvcache.chain import BlockHashChain, event_hash
 from kvist.kvcache.groups import KvGroup
 
@@ -18,7 +18,7 @@ class PoolStatistics:
     """A pool at one moment: `num_used` blocks are held by sequences, `num_cached` have a digest, held or not."""
 
     group_id: int
-    window: Window
+    window: KnownWindow
     num_blocks: int
     num_used: int
     num_cached: int

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvist.events.windows import Window
+from kvist.events.windows import KnownWindow
 from kvist.kvcache.stale import num_blocks_for, stale_range
 
 Coverage = Callable[[int], int]  # block ordinal -> tokens of that block that are cached
 
 
-def reusable_prefix(num_tokens: int, block_size: int, groups: Sequence[tuple[Window, Coverage]]) -> int:
+def reusable_prefix(num_tokens: int, block_size: int, groups: Sequence[tuple[KnownWindow, Coverage]]) -> int:
     """Return the longest usable prefix of at most `num_tokens` tokens among those the misses leave possible.
 
     A prefix of n tokens is usable when every group holds what the query at position n sees: full attention all of it, a
@@ -26,7 +26,7 @@ def reusable_prefix(num_tokens: int, block_size: int, groups: Sequence[tuple[Win
         candidate = shorter
 
 
-def _first_miss(num_tokens: int, block_size: int, window: Window, covered: Coverage) -> int:
+def _first_miss(num_tokens: int, block_size: int, window: KnownWindow, covered: Coverage) -> int:
     """Return `num_tokens` if the group can serve it, else the tokens up to where its first miss begins."""
     for ordinal in range(stale_range(num_tokens, window, block_size).end, num_blocks_for(num_tokens, block_size)):
         start = ordinal * block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvist.events.windows import FULL, Window
+from kvist.events.windows import FULL, KnownWindow
 
 
 class BlockRange(NamedTuple):
@@ -14,7 +14,7 @@ class BlockRange(NamedTuple):
     end: int
 
 
-def stale_range(history: int, window: Window, block_size: int, sink: int = 0) -> BlockRange:
+def stale_range(history: int, window: KnownWindow, block_size: int, sink: int = 0) -> BlockRange:
     """Return the blocks that no query at position `history` or later can read.
 
     `history` counts the tokens in the cache *before* a step, whatever the step adds: its first query sits at position
@@ -22,7 +22,7 @@ def stale_range(history: int, window: Window, block_size: int, sink: int = 0) ->
     first queries need. The first `sink` tokens are kept for ever. O(1).
     """
     start = min(-(-history // block_size), -(-sink // block_size))
-    if not isinstance(window, int):
+    if window is FULL:
         return BlockRange(start, start)
     return BlockRange(start, max(start, (history + 1 - window) // block_size))
 
@@ -32,6 +32,6 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def effective_window(window: Window, max_model_len: int) -> Window:
+def effective_window(window: KnownWindow, max_model_len: int) -> KnownWindow:
     """Return FULL for a window that no sequence of `max_model_len` tokens can outgrow, else the window."""
     return window if isinstance(window, int) and window < max_model_len else FULL

@@ -218,6 +218,14 @@ def test_prompts_that_cannot_be_served_are_refused(make_core, prompt, max_tokens
     assert not core.has_work
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_gives_nearly_the_same_probabilities(make_core, generate, greedy, dtype: str) -> None:
+    request = (make_prompt(30), greedy(1, logprobs=5))
+    exact, rough = (generate(make_core("gemma3", dtype=each), [request])["0"][0] for each in ("float32", dtype))
+    assert rough.token_ids == exact.token_ids
+    assert rough.logprobs[0].sampled.logprob == pytest.approx(exact.logprobs[0].sampled.logprob, abs=0.2)
+
+
 def test_without_a_limit_a_request_fills_the_context(make_core, generate, tokens_of) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     outputs = generate(make_core("qwen3", max_model_len=32), [([3] * 20, params)])

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvist.engine.models.config import Activation, LayerConfig, Llama3Scaling, ModelConfig, RopeConfig
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL, Window
+from kvist.events.windows import FULL, KnownWindow
 
 SLIDING, WHOLE = "sliding_attention", "full_attention"
 
@@ -115,7 +115,7 @@ def _activation(name: str | None) -> Activation:
         raise InvalidValueError("hidden_act", name, f"one of {[each.value for each in Activation]}") from None
 
 
-def _windows(raw: dict[str, Any], layer_types: list[str]) -> list[Window]:
+def _windows(raw: dict[str, Any], layer_types: list[str]) -> list[KnownWindow]:
     if len(layer_types) != raw["num_hidden_layers"]:
         raise InvalidValueError("layer_types", layer_types, f"{raw['num_hidden_layers']} entries")
     unknown = set(layer_types) - {SLIDING, WHOLE}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import Window
+from kvist.events.windows import KnownWindow
 from kvist.kvcache.groups import LayerKv
 
 
@@ -41,7 +41,7 @@ class RopeConfig:
 class LayerConfig:
     """What differs from layer to layer."""
 
-    window: Window
+    window: KnownWindow
     rope: RopeConfig
 
 

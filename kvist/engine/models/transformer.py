@@ -12,6 +12,7 @@ from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.layers import DecoderLayer, Embedding, Linear, RMSNorm
 from kvist.engine.models.rope import RotaryTable
+from kvist.events.windows import FULL
 from kvist.kvcache.groups import KvGroup
 
 
@@ -64,4 +65,4 @@ class CausalLM(nn.Module):
 
 
 def _kernel_window(group: KvGroup) -> int | None:
-    return group.window if isinstance(group.window, int) else None
+    return None if group.window is FULL else group.window

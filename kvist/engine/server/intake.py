@@ -27,6 +27,8 @@ _T = TypeVar("_T")
 # Tokenising this much takes about as long as handing it to another thread and back (0.1 ms).
 _INLINE_BODY_BYTES = 1024
 
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may fill the context
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -80,6 +82,8 @@ async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tu
     """Return the job of a text completion request; raises RequestError that names the field."""
     request = decode_completion_request(body)
     params = _check(request, decode_sampling_params(body), model_names)
+    if params.token_limit is None:
+        params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
 
     def tokenize() -> tuple[list[int], ...]:
         add = request.add_special_tokens

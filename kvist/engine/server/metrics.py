@@ -8,6 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvist.engine.async_engine import AsyncEngine
+from kvist.events.windows import FULL
 
 
 class EngineCollector(Collector):
@@ -32,7 +33,7 @@ class EngineCollector(Collector):
         free = _blocks("free", "KV blocks that no sequence holds, cached or not.")
         cached = _blocks("cached", "KV blocks in the prefix cache, held or not.")
         for pool in kv_cache.pools:
-            labels = [str(pool.group_id), str(pool.window) if isinstance(pool.window, int) else "full"]
+            labels = [str(pool.group_id), "full" if pool.window is FULL else str(pool.window)]
             used.add_metric(labels, pool.num_used)
             free.add_metric(labels, pool.num_blocks - pool.num_used)
             cached.add_metric(labels, pool.num_cached)

@@ -87,6 +87,11 @@ def test_a_batch_of_prompts_times_n_choices_keeps_its_order(post) -> None:
     assert body["usage"]["prompt_tokens"] == sum(one["usage"]["prompt_tokens"] for one in alone)
 
 
+def test_a_text_completion_without_a_limit_is_short(post) -> None:
+    body = post(TEXT, {"prompt": "x", "ignore_eos": True}).json()
+    assert body["usage"]["completion_tokens"] == 16
+
+
 def test_token_ids_are_taken_as_they_are(post) -> None:
     body = post(TEXT, {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 2}).json()
     assert body["usage"]["prompt_tokens"] == 5
