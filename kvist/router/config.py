@@ -20,6 +20,8 @@ from msgspec import Meta
 
 from kvist.errors import InvalidValueError
 from kvist.router.policy import (
+    DEFAULT_DECODE_SCALE,
+    DEFAULT_RECENT_SCALE,
     DEFAULT_TIER_CREDITS,
     KvPolicy,
     LeastLoadedPolicy,
@@ -69,13 +71,18 @@ class RouterConfig:
         int, Meta(ge=1, le=100, description="workers tried for one request while none has answered")
     ] = 3
 
-    prefill_scale: Annotated[float, Meta(ge=0, description="kv: weight of prefill blocks against decode blocks")] = 1.0
+    prefill_scale: Annotated[float, Meta(ge=0, description="kv: weight of prefill blocks")] = 1.0
     overlap_credit: Annotated[float, Meta(ge=0, description="kv: prefill blocks spared by one cached block")] = 1.0
     tier_credits: Annotated[
         tuple[float, ...],
         Meta(min_length=1, max_length=4, description="kv: credit of a block on GPU, host, disk, external storage"),
     ] = DEFAULT_TIER_CREDITS
-    recent_scale: Annotated[float, Meta(ge=0, description="kv: weight of recently dispatched prefill blocks")] = 0.1
+    decode_scale: Annotated[
+        float, Meta(ge=0, description="kv: weight of the blocks that running requests read each step")
+    ] = DEFAULT_DECODE_SCALE
+    recent_scale: Annotated[float, Meta(ge=0, description="kv: weight of recently dispatched prefill blocks")] = (
+        DEFAULT_RECENT_SCALE
+    )
     recent_half_life_s: Annotated[float, Meta(gt=0, description="time in which recent prefill halves")] = 60.0
     temperature: Annotated[float, Meta(ge=0, description="kv: 0 takes the lowest cost, above it draws")] = 0.0
     min_match_blocks: Annotated[int, Meta(ge=1, description="kv: shorter overlaps count as none")] = 1
@@ -131,6 +138,7 @@ class RouterConfig:
                     prefill_scale=self.prefill_scale,
                     overlap_credit=self.overlap_credit,
                     tier_credits=self.tier_credits,
+                    decode_scale=self.decode_scale,
                     recent_scale=self.recent_scale,
                     temperature=self.temperature,
                     min_match_blocks=self.min_match_blocks,

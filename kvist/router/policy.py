@@ -6,7 +6,7 @@ were dispatched so far) is what round robin counts with. So a decision can be ex
 The `kv` policy gives each candidate a cost in blocks, the lowest wins:
 
     cost = prefill_scale · max(0, (prompt_tokens + queued_prefill_tokens) / B − credit)
-           + decode_blocks + recent_scale · recent_prefill_tokens / B
+           + decode_scale · decode_blocks + recent_scale · recent_prefill_tokens / B
     credit = overlap_credit · Σ over tiers of tier_credit · leading blocks that only this tier adds
 
 The overlap is at most ⌊(prompt_tokens − 1) / B⌋ blocks: an engine always computes the last token of a prompt. The
@@ -29,6 +29,12 @@ from kvist.events import WorkerRank
 
 DEFAULT_TIER_CREDITS = (1.0, 0.75, 0.25, 0.0)
 """What a cached block is worth by `Tier`: GPU, host, disk; external storage serves every worker alike, so 0."""
+
+DEFAULT_DECODE_SCALE = 0.1
+"""A block of prefill is computed through the whole model; a block of context is only read, once a step."""
+
+DEFAULT_RECENT_SCALE = 0.01
+"""Enough to spread what shares little: over a minute or so it grows to the work of many requests."""
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
@@ -124,7 +130,8 @@ class KvPolicy:
     prefill_scale: float = 1.0
     overlap_credit: float = 1.0
     tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
-    recent_scale: float = 0.1
+    decode_scale: float = DEFAULT_DECODE_SCALE
+    recent_scale: float = DEFAULT_RECENT_SCALE
     temperature: float = 0.0
     min_match_blocks: int = 1
     imbalance_abs: int = 64
@@ -150,7 +157,11 @@ class KvPolicy:
         queued_blocks = (prompt.num_tokens + load.prefill_tokens) / prompt.block_size
         prefill_blocks = max(0.0, queued_blocks - self.credit(prompt, candidate.overlap_blocks))
         recent_blocks = load.recent_prefill_tokens / prompt.block_size
-        return self.prefill_scale * prefill_blocks + load.decode_blocks + self.recent_scale * recent_blocks
+        return (
+            self.prefill_scale * prefill_blocks
+            + self.decode_scale * load.decode_blocks
+            + self.recent_scale * recent_blocks
+        )
 
     def credit(self, prompt: Prompt, overlap_blocks: Sequence[int]) -> float:
         """Return how many blocks of prefill the overlap is worth."""

@@ -80,6 +80,7 @@ def test_the_kv_policy_gets_its_knobs() -> None:
         "tier_credits": [1.0, 0.5],
         "temperature": 0.3,
         "imbalance_abs": 8,
+        "decode_scale": 0.5,
         "recent_scale": 0,
     }
     policy = RouterConfig.from_mapping(values).make_policy()

@@ -26,6 +26,7 @@ from kvist.router.policy import (
 )
 
 POLICIES: list[Policy] = [KvPolicy(), LeastLoadedPolicy(), PowerOfTwoPolicy(), RoundRobinPolicy(), RandomPolicy()]
+EQUAL_WEIGHTS = KvPolicy(prefill_scale=1.0, decode_scale=1.0, recent_scale=1.0)
 TEN_BLOCKS = Prompt(num_tokens=160, block_size=16)
 
 
@@ -39,7 +40,7 @@ def worked_example() -> list[Candidate]:
 
 
 def test_the_worked_example_costs_18_10_11_and_takes_the_second() -> None:
-    decision = decide(KvPolicy(), TEN_BLOCKS, worked_example(), 0, random.Random(1))
+    decision = decide(EQUAL_WEIGHTS, TEN_BLOCKS, worked_example(), 0, random.Random(1))
     assert decision.weighing.costs == [18, 10, 11]
     assert decision.chosen.target.worker == "w1"
     assert decision.weighing.rule == "cost"
@@ -49,7 +50,7 @@ def test_the_worked_example_costs_18_10_11_and_takes_the_second() -> None:
     ("temperature", "expected"), [(1.0, [0.1635, 0.4444, 0.3922]), (0.1, [0.0000, 0.7773, 0.2227])]
 )
 def test_softmax_of_the_worked_example(temperature: float, expected: list[float]) -> None:
-    weighing = KvPolicy(temperature=temperature).weigh(TEN_BLOCKS, worked_example(), 0)
+    weighing = KvPolicy(decode_scale=1.0, temperature=temperature).weigh(TEN_BLOCKS, worked_example(), 0)
     assert weighing.probabilities == pytest.approx(expected, abs=5e-5)
 
 
@@ -58,8 +59,8 @@ def test_softmax_of_equal_costs_is_uniform() -> None:
 
 
 def test_queued_prefill_counts_in_blocks_and_is_scaled_with_the_prompt() -> None:
-    policy = KvPolicy(prefill_scale=2.0)
-    assert policy.cost(TEN_BLOCKS, candidate(prefill_tokens=80, decode_blocks=3)) == 2.0 * 15 + 3
+    policy = KvPolicy(prefill_scale=2.0, decode_scale=0.5)
+    assert policy.cost(TEN_BLOCKS, candidate(prefill_tokens=80, decode_blocks=3)) == 2.0 * 15 + 0.5 * 3
 
 
 def test_a_block_in_host_memory_or_on_disk_is_worth_its_tier() -> None:
@@ -102,9 +103,9 @@ def test_equal_costs_go_to_the_fewest_cached_blocks_before_chance() -> None:
 
 
 def test_recent_prefill_moves_paced_clients_off_the_worker_with_one_shared_block() -> None:
-    holder = candidate("holder", overlap=(1,), recent_prefill_tokens=320.0)
+    holder = candidate("holder", overlap=(1,), recent_prefill_tokens=3200.0)
     assert decide(KvPolicy(), TEN_BLOCKS, [holder, candidate("idle")], 0, random.Random(1)).chosen is not holder
-    session = candidate("session", overlap=(9,), recent_prefill_tokens=320.0)
+    session = candidate("session", overlap=(9,), recent_prefill_tokens=3200.0)
     assert decide(KvPolicy(), TEN_BLOCKS, [session, candidate("idle")], 0, random.Random(1)).chosen is session
 
 
