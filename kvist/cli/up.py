@@ -70,11 +70,8 @@ async def _up(args: argparse.Namespace) -> int:
 
 async def _start(args: argparse.Namespace, group: ProcessGroup, console: Console) -> tuple[list[str], str]:
     """Start the workers side by side, then the router in front of them."""
-    model = _model(args)
-    console.print(f"Starting {args.workers} workers with {model} …")
-    workers = await asyncio.gather(
-        *(group.start(f"worker {index}", "serve", "--model", model, "--port", "0") for index in range(args.workers))
-    )
+    console.print(f"Starting {args.workers} workers with {_model(args)} …")
+    workers = await asyncio.gather(*(group.start(f"worker {index}", *_serve(args)) for index in range(args.workers)))
     for worker in workers:
         console.print(f"  {worker.name}: {worker.url}")
     worker_urls = [worker.url for worker in workers]
@@ -87,6 +84,11 @@ def _model(args: argparse.Namespace) -> str:
     from kvist.engine import bundled_model_path
 
     return args.model or str(bundled_model_path())
+
+
+def _serve(args: argparse.Namespace) -> list[str]:
+    name = [] if args.model else ["--served-model-name", "kvist-tiny"]
+    return ["serve", "--model", _model(args), "--port", "0", *name]
 
 
 def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:

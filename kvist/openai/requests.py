@@ -145,8 +145,22 @@ def _decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$")
-        param = path.removesuffix("`").lstrip(".") or None
-        raise RequestError(400, f"{param}: {reason}" if param else reason, param=param) from None
+        raise _refusal(body, str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestError(400, f"body: not valid JSON ({error})") from None
+
+
+def _refusal(body: bytes, error: str) -> RequestError:
+    """Return msgspec's words (`Expected … - at `$.field``) as field, value and expectation."""
+    reason, _, path = error.partition(" - at `$")
+    expected = reason[:1].lower() + reason[1:]
+    param = path.removesuffix("`").lstrip(".") or None
+    if param is None:
+        return RequestError(400, f"body: {expected}")
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):  # broken further on
+        fields = {}
+    if param in fields:
+        return RequestError(400, f"{param}: got {fields[param]!r:.100}, {expected}", param=param)
+    return RequestError(400, f"{param}: {expected}", param=param)

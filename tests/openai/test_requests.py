@@ -78,6 +78,12 @@ def test_an_invalid_sampling_value_names_its_field(field: str, value: Any) -> No
     assert field in caught.value.message
 
 
+def test_a_refusal_names_field_value_and_what_was_expected() -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_sampling_params(b'{"temperature": -1}')
+    assert caught.value.message == "temperature: got -1, expected `float` >= 0.0"
+
+
 def test_more_tokens_at_least_than_at_most_is_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens: got 5"):
         decode_sampling_params(b'{"min_tokens": 5, "max_completion_tokens": 4}')
