@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from kvist.events.transports import Message, Subscription
 
-TICK_S = 0.1
+TICK_S = 0.2
 """The longest a follower goes without being looked at: questions fall due and idleness shows without a message."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""

@@ -21,7 +21,7 @@ from kvist.indexer.target import Index
 
 _logger = logging.getLogger(__name__)
 
-MAX_REPLAYS_AT_ONCE = 8
+MAX_REPLAYS_AT_ONCE = 32
 """Replays under way at any moment: a fleet that restarts is taken in one part after the other."""
 SWEEP_INTERVAL_S = 0.2
 

@@ -17,8 +17,8 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports.base import MAX_DRAIN, Message, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
 
-QUEUE_CAPACITY = 100_000
-"""Messages a subscriber may lag before it loses the newest; what vLLM sets as its high-water mark."""
+QUEUE_CAPACITY = 10_000
+"""Messages a subscriber may lag before it loses the newest."""
 
 Wire = Callable[[Message], Iterable[Message]]
 """What becomes of a message on its way: none for a loss, two for a duplicate, an earlier one for a delay."""

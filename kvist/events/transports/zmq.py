@@ -25,10 +25,10 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports.base import MAX_DRAIN, Message, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
 
-SEND_HWM = 100_000
-"""Messages kept for one slow subscriber before it starts to lose them (vLLM's default)."""
-RECEIVE_HWM = 100_000
-"""Messages a subscriber keeps unread, on top of what the publisher keeps for it."""
+SEND_HWM = 10_000
+"""Messages kept for one slow subscriber before it starts to lose them: as many as the replay buffer has for it."""
+RECEIVE_HWM = 10_000
+"""Messages a subscriber keeps unread; the publisher keeps what does not fit, up to its own mark."""
 REPLAY_HWM = 1_000
 """Replies in flight to one client: the replay thread waits for the client beyond that."""
 REPLAY_SEND_TIMEOUT_S = 2.0

@@ -1,0 +1,166 @@
+"""What does publishing cost an engine: on its own thread, in its process, and on the wire?
+
+Bound by the interpreter: a report copies token ids and appends to a deque; the background thread hashes (XXH3, twice a
+block) under the same interpreter lock. Baseline: what vLLM's ZMQ publisher does on the engine's thread, an event struct
+put on a bounded `queue.Queue`; it copies nothing, and blocks when the queue is full.
+Predicted before the first run, for 8 blocks of 16 tokens an event: 0.2 µs a block on the engine's thread, 2 µs a block
+in the background, 10 bytes a block on the wire.
+
+    python benchmarks/bench_publisher.py [--quick] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from _common import best_and_spread, report, table, time_call_us
+
+from kvist.events import FULL, EngineStored
+from kvist.events.transports import Message, ReplaySource
+from kvist.publisher import KvEventPublisher, PublisherLimits
+from kvist.publisher import publisher as publisher_module
+
+BLOCK_SIZE = 16
+PARKED = PublisherLimits(inbox_capacity=10**9, coalesce_s=3600.0)
+"""The background thread gathers for an hour: what is left is the cost of the call alone."""
+BUSY = PublisherLimits(inbox_capacity=10**9)
+
+
+class Discarding:
+    """A publication to nowhere."""
+
+    endpoint = "discard://"
+
+    def serve_replay(self, source: ReplaySource) -> None:
+        """Keep nothing."""
+
+    def send(self, message: Message) -> None:
+        """Drop it."""
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Do nothing."""
+
+
+def publisher_with(limits: PublisherLimits) -> KvEventPublisher:
+    """Return a publisher of the full-attention group, that has a sliding group to filter too."""
+    publisher = KvEventPublisher(Discarding(), worker="bench", block_size=BLOCK_SIZE, limits=limits)
+    publisher.created(window=1024, group=0)
+    publisher.created(window=FULL, group=1)
+    return publisher
+
+
+def call_costs(num_rounds: int) -> dict[str, float]:
+    """Return microseconds a block on the engine's thread, best of some rounds of 200 calls."""
+    publisher = publisher_with(PARKED)
+    baseline: queue.Queue[EngineStored] = queue.Queue(maxsize=10**9)
+
+    def best(num_blocks: int, call: Callable[[], object]) -> float:
+        rounds = []
+        for _ in range(num_rounds):
+            rounds.append(time_call_us(call, 200))
+            publisher._inbox.clear()  # as the background thread would have: memory is used again, not grown
+            baseline.queue.clear()
+        return best_and_spread(rounds)[0] / num_blocks
+
+    costs = {}
+    for num_blocks in (1, 8, 64):
+        hashes = list(range(num_blocks))
+        tokens = list(range(num_blocks * BLOCK_SIZE))
+        calls: dict[str, Callable[[], object]] = {
+            "stored, list": partial(publisher.stored, hashes, tokens, window=FULL, group=1),
+            "stored, tuple": partial(publisher.stored, tuple(hashes), tuple(tokens), window=FULL, group=1),
+            "stored, numpy": partial(publisher.stored, hashes, np.array(tokens, np.uint32), window=FULL, group=1),
+            "stored, a filtered group": partial(publisher.stored, hashes, tokens, window=1024, group=0),
+            "removed": partial(publisher.removed, hashes, window=FULL, group=1),
+            "baseline: queue.Queue": partial(_put, baseline, hashes, tokens),
+        }
+        costs |= {f"{name}, {num_blocks} blocks": best(num_blocks, call) for name, call in calls.items()}
+    publisher.close()
+    return costs
+
+
+def _put(baseline: queue.Queue[EngineStored], hashes: list[int], tokens: list[int]) -> None:
+    baseline.put(EngineStored(hashes, tokens, BLOCK_SIZE, window=FULL, group=1))
+
+
+def background(num_events: int, num_blocks: int, is_filtered: bool) -> tuple[float, float]:
+    """Return microseconds and wire bytes a block of the background thread alone, for root chains of `num_blocks`."""
+    publisher = publisher_with(PublisherLimits(inbox_capacity=10**9, coalesce_s=0.3))
+    tokens = [
+        np.random.default_rng(event).integers(0, 1 << 17, num_blocks * BLOCK_SIZE).tolist()
+        for event in range(num_events)
+    ]
+    group: dict[str, Any] = {"window": 1024, "group": 0} if is_filtered else {"window": FULL, "group": 1}
+    for event_idx, token_ids in enumerate(tokens):
+        first = event_idx * num_blocks
+        publisher.stored(range(first, first + num_blocks), token_ids, **group)
+    cpu_s = time.process_time()
+    publisher.close()
+    cpu_s = time.process_time() - cpu_s
+    return cpu_s / (num_events * num_blocks) * 1e6, publisher.statistics().num_sent_bytes / (num_events * num_blocks)
+
+
+def step_times_ms(num_steps: int, num_events: int) -> list[float]:
+    """Return the milliseconds of engine steps: 1 ms of Python, some events of 8 blocks, 2 ms waiting for a device."""
+    publisher = publisher_with(BUSY)
+    steps = []
+    for step in range(num_steps):
+        started_s = time.perf_counter()
+        while time.perf_counter() - started_s < 0.001:
+            pass
+        for event_idx in range(num_events):
+            first = (step * num_events + event_idx) * 8
+            publisher.stored(range(first, first + 8), range(first, first + 8 * BLOCK_SIZE), window=FULL, group=1)
+        time.sleep(0.002)
+        steps.append((time.perf_counter() - started_s) * 1e3)
+    publisher.close()
+    return sorted(steps)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    costs = call_costs(5 if args.quick else 50)
+    text = [table(["on the engine's thread", "µs a block"], [[name, f"{us:.3f}"] for name, us in costs.items()])]
+
+    num_events = 500 if args.quick else 5_000
+    shares = {
+        f"{'filtered' if is_filtered else 'published'}, {num_blocks} blocks an event": background(
+            num_events, num_blocks, is_filtered
+        )
+        for num_blocks in (1, 8, 64)
+        for is_filtered in (False, True)
+    }
+    rows = [[name, f"{us:.2f}", f"{size:.1f}"] for name, (us, size) in shares.items()]
+    text.append(table(["in the background", "CPU µs a block", "bytes a block sent"], rows))
+
+    num_steps = 100 if args.quick else 1_500
+    steps = {f"{num_events} events": step_times_ms(num_steps, num_events) for num_events in (0, 4, 32)}
+    publisher_module._NUM_EVENTS_A_SLICE = 10**9
+    for num_events in (4, 32):
+        steps[f"{num_events} events, the lock not offered"] = step_times_ms(num_steps, num_events)
+    quantiles = {
+        name: {q: round(times[min(int(q * len(times)), len(times) - 1)], 3) for q in (0.5, 0.99, 1.0)}
+        for name, times in steps.items()
+    }
+    rows = [[name, *times.values()] for name, times in quantiles.items()]
+    text.append(table(["an engine step of 3 ms", "median ms", "p99 ms", "max ms"], rows))
+    results = {
+        "engine_thread_us_per_block": {name: round(us, 4) for name, us in costs.items()},
+        "background_us_and_bytes_per_block": {name: [round(v, 3) for v in share] for name, share in shares.items()},
+        "engine_step_ms": {name: {str(q): ms for q, ms in times.items()} for name, times in quantiles.items()},
+    }
+    report("publisher", "\n\n".join(text), results, ["msgspec", "numpy", "xxhash"], args.save)
+
+
+if __name__ == "__main__":
+    main()
