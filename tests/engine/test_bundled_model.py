@@ -3,6 +3,7 @@
 import re
 import sysconfig
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(MODEL_FOLDER, local_files_only=True)
 
 
+@pytest.fixture(scope="module")
+def known_pairs() -> set[tuple[str, str]]:
+    """The pairs of words that stand side by side in the standard library."""
+    sources = Path(sysconfig.get_path("stdlib")).glob("*.py")
+    return set().union(*(word_pairs(path.read_text("utf-8", "replace")) for path in sources))
+
+
 def random_twin(model: Gemma3ForCausalLM) -> Gemma3ForCausalLM:
     torch.manual_seed(0)
     return Gemma3ForCausalLM(model.config).eval()
@@ -74,16 +82,8 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> str:
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
-def known_fraction(text: str) -> float:
-    """The share of whitespace-separated words all of whose letters' runs occur in the standard library's files."""
-    sources = Path(sysconfig.get_path("stdlib")).glob("*.py")
-    vocabulary = {
-        word for path in sources for word in re.findall(r"[a-z]+", path.read_text("utf-8", "replace").lower())
-    }
-    words = text.split()
-    return sum(bool(runs := re.findall(r"[a-z]+", w.lower())) and vocabulary.issuperset(runs) for w in words) / len(
-        words
-    )
+def word_pairs(text: str) -> set[tuple[str, str]]:
+    return set(pairwise(re.findall(r"[a-z]+", text.lower())))
 
 
 def test_the_folder_takes_at_most_ten_megabytes() -> None:
@@ -119,13 +119,24 @@ def test_two_thousand_tokens_of_context_do_not_derail_the_model(
     assert mean_loss(model, context + ids, len(ids) - 1) < 4.5
 
 
-@pytest.mark.parametrize("question", ["What does os.path.join do?", "Explain threading.Thread.", "Who wrote this book?"])
-def test_a_greedy_answer_is_made_of_words(
-    question: str, model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerBase
+@pytest.mark.parametrize(
+    "question", ["What does os.path.join do?", "Explain threading.Thread.", "Who wrote this book?"]
+)
+def test_a_greedy_answer_is_made_of_words_that_belong_together(
+    question: str, model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerBase, known_pairs: set[tuple[str, str]]
 ) -> None:
     text = tokenizer.decode(generate(model, chat_prompt(tokenizer, question), tokenizer), skip_special_tokens=True)
-    assert len(text.split()) >= 5
-    assert known_fraction(text) > 0.8
+    pairs = word_pairs(text)
+    assert len(pairs) >= 5
+    assert len(pairs & known_pairs) > 0.6 * len(pairs)
+
+
+def test_a_random_model_does_not_pass_for_language(
+    model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerBase, known_pairs: set[tuple[str, str]]
+) -> None:
+    prompt = chat_prompt(tokenizer, "What does os.path.join do?")
+    pairs = word_pairs(tokenizer.decode(generate(random_twin(model), prompt, tokenizer)))
+    assert len(pairs & known_pairs) < 0.4 * len(pairs)
 
 
 def test_an_answer_comes_to_an_end(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
