@@ -230,8 +230,9 @@ def paged_decode_reference(
     pages = first_page[:, None] + torch.arange(num_pages, device=query.device)
     keys = (first_page * block_size)[:, None] + torch.arange(num_pages * block_size, device=query.device)
     visible = (keys >= first_key[:, None]) & (keys < lengths[:, None])
-    # Columns past a row's end and absent blocks only fill the rectangle: any block will do, nothing of it is visible.
-    block_idxs = block_tables.gather(1, pages.clamp(max=block_tables.shape[1] - 1)).clamp(min=0)
+    # Pages past a row's end only fill the rectangle: any block will do, nothing of it is visible.
+    is_filler = pages * block_size >= lengths[:, None]
+    block_idxs = block_tables.gather(1, pages.masked_fill(is_filler, 0)).masked_fill(is_filler, 0)
     key, value = gather_pages(kv_cache, block_idxs)
     value[:, ~visible] = 0.0
     grouped = query.view(batch, num_kv_heads, -1, head_dim).transpose(0, 1)

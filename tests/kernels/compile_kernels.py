@@ -64,12 +64,19 @@ def variants() -> Iterator[tuple[Any, torch.dtype, dict[str, Any], int]]:
         yield _paged_decode_kernel, dtype, {**shape, **masks, **heads}, 4
         rows = {"NUM_HEADS": 32, "BATCH_PAD": next_power_of_2(9), "ROWS": tile.rows}
         yield _paged_prefill_kernel, dtype, {**shape, **masks, **rows}, tile.num_warps
+    # Triton compiles a kernel of its own for arguments that are 1: here one sequence, one token, one block.
+    ones = {"batch": 1, "num_tokens": 1, "table_stride": 1, "BATCH_PAD": 2}
+    yield _paged_prefill_kernel, dtype, {**shape, **masks, **rows, **ones}, tile.num_warps
+    yield _paged_decode_kernel, dtype, {**shape, **masks, **heads, "table_stride": 1, "NUM_SPLITS": 1}, 4
+    one_token = {**cache, "num_tokens": 1, "HEAD_DIM": 64, "HEAD_DIM_PAD": 64, "TOKENS": 16}
+    yield _write_kv_kernel, torch.float16, one_token, 4
 
 
 def compile_variant(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], num_warps: int, capability: int) -> str:
     types = signature(kernel, dtype, constants)
     # What the launcher would find at run time: aligned pointers and strides.
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(types) if name.endswith(("_ptr", "_stride"))}
+    is_aligned = [name.endswith(("_ptr", "_stride")) and name not in constants for name in types]
+    aligned = {(i,): [["tt.divisibility", 16]] for i, divides in enumerate(is_aligned) if divides}
     indexed = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     compiled = triton.compile(
         ASTSource(kernel, types, indexed, aligned),

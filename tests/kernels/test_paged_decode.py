@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kvist.kernels import paged_decode
+from kvist.kernels import paged_decode, paged_decode_reference
 from kvist.kernels.paged_decode import decode_num_splits
 
 SCALE = 0.3
@@ -103,6 +103,13 @@ def test_scores_of_0_ln2_ln3_weigh_values_one_to_two_to_three(device, window, ex
     query = torch.ones(1, 1, 16, device=device)
     out = paged_decode(query, kv_cache, tables, lengths, scale=1.0, window=window, num_splits=num_splits)
     torch.testing.assert_close(out, torch.full_like(out, expected))
+
+
+@pytest.mark.parametrize("table", [[0, -1], [0]])
+def test_the_reference_refuses_a_table_that_lacks_a_visible_block(table):
+    tables, lengths = torch.tensor([table], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        paged_decode_reference(torch.zeros(1, 1, 16), torch.zeros(2, 2, 1, 8, 16), tables, lengths, scale=1.0)
 
 
 @pytest.mark.parametrize(
