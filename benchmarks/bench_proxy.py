@@ -2,21 +2,19 @@
 
 Bound by the proxy's own Python: the upstream and the load generator are raw asyncio protocols that parse nothing, in
 processes of their own. The figure to compare is requests per second of the *proxy's* CPU time, which other processes on
-the machine hardly move; wall-clock throughput stands beside it. `direct` is the ceiling of the generator and upstream.
+the machine move least; wall-clock throughput stands beside it. `direct` is the ceiling of the generator and upstream;
+`asyncio pipe`, which copies bytes without reading them, is what the event loop and the system calls cost any proxy.
 Baseline: uvicorn (httptools) with an httpx client, the proxy one writes in an afternoon.
 
-    python benchmarks/bench_proxy.py [--quick] [--connections 64]
+    python benchmarks/bench_proxy.py [--quick] [--save] [--connections 64]
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
-import os
-import platform
 import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from multiprocessing.connection import Connection
 import httpx
 import psutil
 import uvicorn
+from _common import report, table
 
 from kvist.router.http import HttpServer, Request, Responder, UpstreamPool
 
@@ -66,6 +65,39 @@ class Upstream(asyncio.Protocol):
 
 async def serve_upstream(ready: Connection, _upstream_url: str) -> None:
     server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", 0, backlog=1024)
+    ready.send(server.sockets[0].getsockname()[1])
+    await server.serve_forever()
+
+
+class Pipe(asyncio.Protocol):
+    """One end of a pair of connections; what arrives at one end leaves by the other, unread."""
+
+    def __init__(self, upstream_port: int | None = None) -> None:
+        self.upstream_port = upstream_port
+        self.other: Pipe | None = None
+        self.early: list[bytes] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
+        if self.upstream_port is not None:
+            self.connecting = asyncio.create_task(self.connect(self.upstream_port))
+
+    async def connect(self, port: int) -> None:
+        _, self.other = await asyncio.get_running_loop().create_connection(Pipe, "127.0.0.1", port)
+        self.other.other = self
+        self.other.transport.write(b"".join(self.early))
+
+    def data_received(self, data: bytes) -> None:
+        if self.other is None:
+            self.early.append(data)
+        else:
+            self.other.transport.write(data)
+
+
+async def serve_pipe(ready: Connection, upstream_url: str) -> None:
+    upstream_port = int(upstream_url.rpartition(":")[2])
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Pipe(upstream_port), "127.0.0.1", 0, backlog=1024)
     ready.send(server.sockets[0].getsockname()[1])
     await server.serve_forever()
 
@@ -182,11 +214,17 @@ def measure(pid: int, port: int, path: str, num_connections: int, duration_s: fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round")
+    parser.add_argument("--save", action="store_true", help="keep the result below benchmarks/results")
     parser.add_argument("--connections", type=int, default=64)
     options = parser.parse_args()
     duration_s, num_rounds = (1.0, 1) if options.quick else (4.0, 3)
     spawn = multiprocessing.get_context("spawn")
-    servers = {"direct": serve_upstream, "kvist": serve_kvist, "uvicorn + httpx": serve_httpx}
+    servers = {
+        "direct": serve_upstream,
+        "asyncio pipe": serve_pipe,
+        "kvist": serve_kvist,
+        "uvicorn + httpx": serve_httpx,
+    }
     running: dict[str, tuple[int, int]] = {}
     processes = []
     for name, serve in servers.items():
@@ -196,49 +234,36 @@ def main() -> None:
         process.start()
         processes.append(process)
         running[name] = (process.pid or 0, ours.recv())
-    table: dict[str, dict[str, Figures]] = {}
+    rows: dict[str, dict[str, Figures]] = {}
     for path in ENDINGS:
         for name, (pid, port) in running.items():
-            rounds = [measure(pid, port, path, options.connections, duration_s) for _ in range(num_rounds)]
-            table.setdefault(path, {})[name] = sorted(rounds, key=lambda f: f.requests_per_cpu_s)[num_rounds // 2]
+            figures = [measure(pid, port, path, options.connections, duration_s) for _ in range(num_rounds)]
+            rows.setdefault(path, {})[name] = sorted(figures, key=lambda f: f.requests_per_cpu_s)[num_rounds // 2]
     for process in processes:
         process.kill()
-    report(table, options.connections)
+    show(rows, options.connections, options.save)
 
 
-def report(table: dict[str, dict[str, Figures]], num_connections: int) -> None:
-    print(f"{num_connections} connections, {len(BODY)} B requests; /stream sends {NUM_EVENTS} events a response")
-    print(f"{'path':8} {'proxy':16} {'req/CPU-s':>10} {'req/s':>8} {'p50 ms':>8} {'p99 ms':>8}")
-    for path, rows in table.items():
-        for name, row in rows.items():
-            print(
-                f"{path:8} {name:16} {row.requests_per_cpu_s:10.0f} {row.requests_per_s:8.0f}"
-                f" {row.p50_ms:8.2f} {row.p99_ms:8.2f}"
-            )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    ratios = {
-        path: rows["kvist"].requests_per_cpu_s / rows["uvicorn + httpx"].requests_per_cpu_s
-        for path, rows in table.items()
-    }
-    print(
-        json.dumps(
-            {
-                "benchmark": "proxy",
-                "requests_per_cpu_s": {
-                    path: {name: round(row.requests_per_cpu_s) for name, row in rows.items()}
-                    for path, rows in table.items()
-                },
-                "kvist_over_uvicorn_httpx": {path: round(ratio, 1) for path, ratio in ratios.items()},
-                "device": f"{platform.machine()}, {os.cpu_count()} cores",
-                "versions": {
-                    "python": platform.python_version(),
-                    "uvicorn": uvicorn.__version__,
-                    "httpx": httpx.__version__,
-                },
-                "commit": commit.stdout.strip(),
-            },
-        ),
+def show(rows: dict[str, dict[str, Figures]], num_connections: int, save: bool) -> None:
+    cells = [
+        (path, name, round(f.requests_per_cpu_s), round(f.requests_per_s), f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}")
+        for path, by_name in rows.items()
+        for name, f in by_name.items()
+    ]
+    markdown = (
+        f"{num_connections} connections, {len(BODY)} B requests; /stream sends {NUM_EVENTS} events a response\n\n"
+        + table(["path", "proxy", "requests / CPU s", "requests / s", "p50 ms", "p99 ms"], cells)
     )
+    results = {
+        "requests_per_cpu_s": {
+            path: {name: round(f.requests_per_cpu_s) for name, f in by_name.items()} for path, by_name in rows.items()
+        },
+        "kvist_over_uvicorn_httpx": {
+            path: round(by_name["kvist"].requests_per_cpu_s / by_name["uvicorn + httpx"].requests_per_cpu_s, 1)
+            for path, by_name in rows.items()
+        },
+    }
+    report("proxy", markdown, results, ["uvicorn", "httpx", "httptools"], save)
 
 
 if __name__ == "__main__":

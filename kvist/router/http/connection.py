@@ -106,15 +106,13 @@ class ServerConnection(asyncio.Protocol):
 
     # What the responder calls.
 
-    @property
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
-
     def send(self, data: bytes) -> None:
-        self._transport.write(data)
+        """Drops what comes too late; `drained` says so."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     async def drained(self) -> None:
-        """Returns at once while the write buffer is under its high-water mark."""
+        """Returns at once while the write buffer is under its high-water mark; raises once the client is gone."""
         while self._is_write_paused:
             waiter = self._loop.create_future()
             self._drain_waiters.append(waiter)

@@ -80,9 +80,8 @@ def list_members(values: list[bytes]) -> set[bytes]:
     return members
 
 
-def end_to_end(headers: Headers) -> Headers:
-    """`headers` without those that concern one connection only, including those `Connection` names."""
-    dropped = HOP_BY_HOP
+def end_to_end(headers: Headers, dropped: frozenset[bytes] = HOP_BY_HOP) -> Headers:
+    """`headers` without `dropped`, those that concern one connection only, and without those `Connection` names."""
     for name, value in headers:
         if name == b"connection":
             dropped = dropped | list_members([value])

@@ -18,7 +18,7 @@ from typing import Self
 
 from kvist.errors import InvalidValueError
 from kvist.router.http.errors import ConnectError, StaleConnectionError
-from kvist.router.http.fields import Headers, end_to_end, render_head
+from kvist.router.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
 from kvist.router.http.limits import UpstreamLimits
 from kvist.router.http.upstream import UpstreamConnection
 
@@ -26,7 +26,7 @@ _BASE_URL = re.compile(
     r"(?P<scheme>https?)://(?P<authority>(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?)"
     r"(?P<path>(?:/[A-Za-z0-9._~%-]*)*)",
 )
-_OURS = frozenset({b"host", b"content-length", b"expect"})
+_NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 
@@ -149,7 +149,7 @@ class UpstreamPool:
         UpstreamClosedError or UpstreamProtocolError (the worker may have acted on the request).
         """
         origin = _parse_base_url(base_url)
-        fields = [(b"host", origin.host_header), *(f for f in end_to_end(headers) if f[0] not in _OURS)]
+        fields = [(b"host", origin.host_header), *end_to_end(headers, _NOT_FORWARDED)]
         if forwarded_for is not None:
             earlier = [value for name, value in fields if name == b"x-forwarded-for"]
             fields = [field for field in fields if field[0] != b"x-forwarded-for"]

@@ -220,14 +220,14 @@ def _single_host(hosts: list[bytes], is_http11: bool) -> bytes | None:
 
 def _origin_form(method: bytes, target: bytes, host: bytes | None) -> bytes:
     """`target` as path and query; an absolute one must name the host the Host header names."""
-    if absolute := _ABSOLUTE_FORM.fullmatch(target):
+    if target == b"*" and method == b"OPTIONS":
+        return target
+    if not target.startswith(b"/") and (absolute := _ABSOLUTE_FORM.fullmatch(target)):
         authority, target = absolute.groups()
         if host is None or authority.lower() != host.lower():
             raise MalformedHttpError("the authority of the target differs from the host header")
         if not target.startswith(b"/"):
             target = b"/" + target
-    elif target == b"*" and method == b"OPTIONS":
-        return target
     if not _ORIGIN_FORM.fullmatch(target):
         raise MalformedHttpError("the target is not an absolute path with an optional query")
     return target

@@ -8,7 +8,6 @@ import asyncio
 from typing import Literal, Protocol
 
 from kvist.errors import InvalidValueError
-from kvist.router.http.errors import ClientDisconnectedError
 from kvist.router.http.fields import Headers, content_length, render_head, status_line
 from kvist.router.http.request import Request
 
@@ -20,9 +19,6 @@ Framing = Literal["length", "chunked", "until_close", "none"]
 
 class ClientConnection(Protocol):
     """What a response needs of the connection it goes out on."""
-
-    @property
-    def is_open(self) -> bool: ...
 
     def send(self, data: bytes) -> None: ...
 
@@ -150,8 +146,6 @@ class Responder:
             self.keep_alive = False
 
     def _send(self, data: bytes) -> None:
-        if not self._connection.is_open:
-            raise ClientDisconnectedError("the client closed the connection")
         if self._head is not None:
             data, self._head = self._head + data, None
         self._connection.send(data)
