@@ -60,7 +60,9 @@ class Indexer:
                 task.cancel()
         if self._sweeper is not None:
             self._sweeper.cancel()
-        await self._tasks.__aexit__(kind, error, trace)
+        # A task group would wrap an error of the body into a group; it has no part in that error.
+        is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
 
     def add_source(self, worker: str, url: str) -> None:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.

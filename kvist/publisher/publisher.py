@@ -88,7 +88,7 @@ class KvEventPublisher:
 
     Nothing is lost silently. When the engine outruns the thread by `inbox_capacity` events, the surplus is counted and
     the rank is published as cleared at that point: the index forgets blocks, and never believes in one that is gone.
-    When the transport breaks, the failure is logged, stands in `statistics().failure`, and is raised by `close`; until
+    When the transport breaks, it is logged, stands in `failure` and in the statistics, and is raised by `close`; until
     then the engine goes on, and its events are counted as lost.
     """
 
@@ -137,6 +137,11 @@ class KvEventPublisher:
     def endpoint(self) -> str:
         """The URL a subscriber connects to, with real port numbers."""
         return self._publication.endpoint
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended publishing, None while all is well; `close` raises it."""
+        return self._failure
 
     def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
         """Report a layer group, before anything is stored."""

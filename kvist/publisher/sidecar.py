@@ -21,8 +21,10 @@ from kvist.publisher.stream import RankStream
 
 _logger = logging.getLogger(__name__)
 
-INBOX_CAPACITY = 1 << 20
-"""Events between receiving and hashing: nobody waits here, so there may be many before a rank must be cleared."""
+LIMITS = PublisherLimits(inbox_capacity=1 << 20)
+"""A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank."""
+
+FAILURE_CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Sidecar:
         block_size: int | None = None,
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
+        limits: PublisherLimits = LIMITS,
     ) -> None:
         """Bind the publication at the URL `to`; raises InvalidValueError when a value is wrong or the port taken."""
         # Raises now for a value that would otherwise be refused only when the first event comes.
@@ -61,6 +64,7 @@ class Sidecar:
         self._worker = worker
         self._window = window
         self._lora_names = lora_names
+        self._limits = limits
         self._publication = open_publication(to)
         self._publisher: KvEventPublisher | None = None
         self._feeds = [(endpoint, _Feed(endpoint, self)) for endpoint in engine_endpoints]
@@ -73,10 +77,23 @@ class Sidecar:
         return self._publication.endpoint
 
     async def run(self) -> None:
-        """Follow every endpoint until cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for endpoint, feed in self._feeds:
-                tasks.create_task(self._follow(endpoint, feed), name=f"kvist-sidecar-{endpoint.address}")
+        """Follow every endpoint until cancelled, or until publishing fails, which `close` then raises.
+
+        Raises InvalidValueError for an endpoint that cannot be connected to or bound.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                followers = [
+                    tasks.create_task(self._follow(endpoint, feed), name=f"kvist-sidecar-{endpoint.address}")
+                    for endpoint, feed in self._feeds
+                ]
+                # Polled, because the publisher's thread knows nothing of this loop.
+                while self._publisher is None or self._publisher.failure is None:  # noqa: ASYNC110
+                    await asyncio.sleep(FAILURE_CHECK_INTERVAL_S)
+                for follower in followers:
+                    follower.cancel()
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
 
     def statistics(self) -> SidecarStatistics:
         """Return the counters as they are now."""
@@ -124,7 +141,7 @@ class Sidecar:
             block_size=block_size,
             window=self._window,
             lora_names=self._lora_names,
-            limits=PublisherLimits(inbox_capacity=INBOX_CAPACITY),
+            limits=self._limits,
         )
 
     async def _follow(self, endpoint: Endpoint, feed: _Feed) -> None:

@@ -343,3 +343,26 @@ async def test_leaving_the_indexer_ends_its_tasks_and_keeps_the_index(index, mak
             await until(lambda: digest_of("w1") == truth.digest())
         assert [task for task in asyncio.all_tasks() if task.get_name().startswith("kvist")] == []
         assert digest_of("w1") == truth.digest()
+
+
+async def test_an_error_of_the_body_leaves_the_indexer_as_it_is(index):
+    with pytest.raises(LookupError, match="mine"):
+        async with Indexer(index, block_size=BLOCK_SIZE):
+            raise LookupError("mine")
+
+
+async def test_cancelling_the_body_ends_the_indexer(index, memory_url):
+    is_inside = asyncio.Event()
+
+    async def body():
+        async with Indexer(index, block_size=BLOCK_SIZE) as indexer:
+            indexer.add_source("w1", memory_url)
+            is_inside.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(body())
+    await is_inside.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [task for task in asyncio.all_tasks() if task.get_name().startswith("kvist")] == []

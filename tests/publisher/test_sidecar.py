@@ -14,7 +14,10 @@ from kvist.events.codec import decode_batch
 from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
 from kvist.events.transports import Endpoint, open_publication, open_subscription
+from kvist.publisher import PublisherLimits
 from kvist.publisher.sidecar import Sidecar
+
+QUICK = PublisherLimits(heartbeat_s=0.05)
 
 
 def tokens_of(number: int) -> list[int]:
@@ -64,7 +67,7 @@ async def running(sidecar: Sidecar):
 
 def sidecar_of(*ports: int, **options) -> Sidecar:
     endpoints = [Endpoint.parse(f"tcp://127.0.0.1:{port}") for port in ports]
-    return Sidecar(endpoints, to="tcp://127.0.0.1:0", worker="w", **options)
+    return Sidecar(endpoints, to="tcp://127.0.0.1:0", worker="w", limits=QUICK, **options)
 
 
 async def test_an_engines_stream_becomes_canonical_batches_of_the_workers_name(start_vllm, port, until):
@@ -148,7 +151,7 @@ async def test_sglangs_signed_hashes_and_positional_events_are_understood(start_
     engine.publish(["BlockStored", [-6], None, tokens_of(2), 4, None, "GPU"])
     engine.publish(["BlockRemoved", [-5], "GPU"])
     endpoint = replace(Endpoint.parse(f"tcp://127.0.0.1:{port}"), engine="sglang")
-    async with running(Sidecar([endpoint], to="tcp://127.0.0.1:0", worker="w")) as observed:
+    async with running(Sidecar([endpoint], to="tcp://127.0.0.1:0", worker="w", limits=QUICK)) as observed:
         await until(lambda: observed.holding() == holding_of(2))
 
 
@@ -158,3 +161,27 @@ def test_a_wrong_value_is_refused_before_the_port_is_taken(free_port, options):
     with pytest.raises(InvalidValueError):
         Sidecar([], **{"to": url, "worker": "w", **options})
     open_publication(url).close()
+
+
+async def test_a_sidecar_whose_publishing_fails_ends_and_says_why(start_vllm, port, monkeypatch):
+    monkeypatch.setattr("kvist.publisher.sidecar.FAILURE_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kvist.events.transports.zmq.ZmqPublication.send", _broken_send)
+    start_vllm(port)
+    sidecar = sidecar_of(port, block_size=4)
+    async with asyncio.timeout(20):
+        await sidecar.run()
+    with pytest.raises(BrokenPipeError, match="no route"):
+        sidecar.close()
+
+
+def _broken_send(self, message):  # noqa: ARG001 - as ZmqPublication.send
+    raise BrokenPipeError("no route")
+
+
+async def test_an_engine_endpoint_that_cannot_be_bound_is_an_error_that_names_it(start_vllm, port):
+    start_vllm(port)
+    endpoint = replace(Endpoint.parse(f"tcp://127.0.0.1:{port}"), is_bound=True)
+    sidecar = Sidecar([endpoint], to="tcp://127.0.0.1:0", worker="w")
+    with pytest.raises(InvalidValueError, match=str(port)):
+        await sidecar.run()
+    sidecar.close()
