@@ -12,7 +12,7 @@ class GroupMetadata:
     """One KV group's view of the step.
 
     `block_tables`: int32 `[num_sequences, max_blocks]` by absolute ordinal, negative where absent;
-    `slot_mapping`: int64 `[num_tokens]`, block * block_size + offset.
+    `slot_mapping`: int64 `[num_tokens]`, block * block_size + offset, negative where another sequence writes the same.
     """
 
     block_tables: torch.Tensor

@@ -174,6 +174,7 @@ class EngineCore:
     def _fail(self, scheduled: Sequence[ScheduledRequest], error: Exception) -> list[RequestOutput]:
         logger.exception("step failed num_requests=%d", len(scheduled), exc_info=error)
         self._num_failed_steps += 1
+        self._scheduler.discard(scheduled)
         for request, _ in scheduled:
-            self.abort(request.request_id)
+            del self._requests[request.request_id]
         return [RequestOutput(request.request_id, error=f"the engine failed: {error}") for request, _ in scheduled]

@@ -72,12 +72,15 @@ class Runner:
     def _group(
         self, group_id: int, requests: Sequence[Request], sequence: IntArray, positions: IntArray
     ) -> GroupMetadata:
-        tables = [request.blocks.tables[group_id].block_ids for request in requests if request.blocks is not None]
-        padded = np.full((len(tables), max(map(len, tables))), ABSENT, dtype=np.int32)
+        tables = [request.blocks.tables[group_id] for request in requests if request.blocks is not None]
+        padded = np.full((len(tables), max(len(table.block_ids) for table in tables)), ABSENT, dtype=np.int32)
         for row, table in zip(padded, tables, strict=True):
-            row[: len(table)] = np.frombuffer(table, dtype=np.int32)
-        blocks = padded[sequence, positions // self._block_size].astype(np.int64)
-        slots = blocks * self._block_size + positions % self._block_size
+            row[: len(table.block_ids)] = np.frombuffer(table.block_ids, dtype=np.int32)
+        writable = padded.copy()
+        for row, table in zip(writable, tables, strict=True):
+            row[table.adopted] = ABSENT
+        blocks = writable[sequence, positions // self._block_size].astype(np.int64)
+        slots = np.where(blocks == ABSENT, ABSENT, blocks * self._block_size + positions % self._block_size)
         return GroupMetadata(self._to_device(padded), self._to_device(slots))
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:

@@ -77,11 +77,16 @@ class Scheduler:
         return scheduled
 
     def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Note that a step was computed: its full blocks can now be found by others."""
+        """Note that the step was computed."""
         for request, num_new in scheduled:
-            assert request.blocks is not None
             request.num_computed_tokens += num_new
-            self._kv_cache.commit(request.blocks, request.chain, request.token_ids, request.num_computed_tokens)
+        self._kv_cache.settle()
+
+    def discard(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Remove the requests of a step that failed, and what it should have left in the cache."""
+        for request, _ in scheduled:
+            self.remove(request)
+        self._kv_cache.revoke()
 
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and give back its blocks."""
@@ -106,7 +111,7 @@ class Scheduler:
             request = self._waiting[0]
             hit = self._kv_cache.match(request.chain, request.token_ids)
             num_new = min(len(request.token_ids) - hit.num_tokens, budget)
-            request.blocks = self._kv_cache.open(hit, hit.num_tokens + num_new)
+            request.blocks = self._kv_cache.open(hit, request.chain, request.token_ids, hit.num_tokens + num_new)
             if request.blocks is None:
                 break
             request.num_computed_tokens = hit.num_tokens
@@ -120,7 +125,7 @@ class Scheduler:
     def _grow(self, request: Request, num_new: int) -> bool:
         """Give the request room for its new tokens, at the cost of younger ones; False when it had to go itself."""
         assert request.blocks is not None
-        while not self._kv_cache.grow(request.blocks, request.num_computed_tokens + num_new):
+        while not self._kv_cache.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new):
             victim = self._running.pop()
             self._preempt(victim)
             if victim is request:

@@ -18,10 +18,14 @@ ABSENT = -1  # what kernels read at ordinals whose block is stale or was never n
 
 @dataclass(slots=True)
 class BlockTable:
-    """One group's blocks of a sequence by absolute ordinal, int32; ABSENT below `first_held`."""
+    """One group's blocks of a sequence by absolute ordinal, int32; ABSENT below `first_held`.
 
-    block_ids: array[int] = field(default_factory=lambda: array("i"))
-    first_held: int = 0
+    The blocks at the ordinals `adopted` are another's with the same content: the coming step must not write to them.
+    """
+
+    block_ids: array[int]
+    first_held: int
+    adopted: list[int] = field(default_factory=list)
 
     def held(self) -> list[int]:
         """Return the blocks the sequence holds, oldest first."""
@@ -40,10 +44,14 @@ class PrefixHit:
 
 @dataclass(slots=True)
 class SequenceBlocks:
-    """A running sequence's hold on the memory: one table a group. Only the manager changes it."""
+    """A running sequence's hold on the memory: a table a group, with slots for `num_tokens` tokens.
+
+    Only the manager changes it.
+    """
 
     tables: tuple[BlockTable, ...]
-    num_computed_tokens: int = 0
+    chain: BlockHashChain
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,10 @@ class KvCacheStatistics:
 
 class KvCacheManager:
     """Gives sequences blocks in all groups or in none, and keeps what they leave behind findable.
+
+    A step is a number of `open` and `grow` calls, one a sequence, then the computation, then `settle` or `revoke`. The
+    blocks that a step fills can be found as soon as they are given, also by sequences of the same step: in each layer
+    the keys of all tokens are written before any are read.
 
     Knows tokens, not tensors or time. Group ids, windows and hashes in the events it reports are those of `groups`.
     """
@@ -94,52 +106,54 @@ class KvCacheManager:
         )
         return PrefixHit(num_tokens, len(token_ids), block_ids, first_held)
 
-    def open(self, hit: PrefixHit, num_tokens: int) -> SequenceBlocks | None:
+    def open(
+        self, hit: PrefixHit, chain: BlockHashChain, token_ids: Sequence[int], num_tokens: int
+    ) -> SequenceBlocks | None:
         """Return a sequence that holds the hit and slots up to `num_tokens`, or None, with nothing changed.
 
-        None means that some group has too few free blocks now.
+        None means that some group has too few free blocks now. `hit` and `chain` are those of `match`.
         """
-        num_blocks = num_blocks_for(num_tokens, self.block_size)
-        num_new = num_blocks - hit.num_tokens // self.block_size
+        num_new = num_blocks_for(num_tokens, self.block_size) - hit.num_tokens // self.block_size
         for pool, block_ids in zip(self.pools, hit.block_ids, strict=True):
             if sum(map(pool.is_free, block_ids)) + num_new > pool.num_free:
                 return None
         tables = []
         for pool, block_ids, first_held in zip(self.pools, hit.block_ids, hit.first_held, strict=True):
             pool.acquire(block_ids)
-            table = array("i", [ABSENT] * first_held + block_ids + pool.allocate(num_new))
-            tables.append(BlockTable(table, first_held))
+            tables.append(
+                BlockTable(array("i", [ABSENT] * first_held + block_ids + pool.allocate(num_new)), first_held)
+            )
         self._num_hit_tokens += hit.num_tokens
         self._num_queried_tokens += hit.num_queried_tokens
-        return SequenceBlocks(tuple(tables), hit.num_tokens)
+        sequence = SequenceBlocks(tuple(tables), chain, hit.num_tokens)
+        self._cache_filled(sequence, token_ids, num_tokens)
+        return sequence
 
-    def grow(self, sequence: SequenceBlocks, num_tokens: int) -> bool:
-        """Give the sequence slots up to `num_tokens` in every group; on False no group gave any.
+    def grow(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> bool:
+        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False no group gave any.
 
         First the blocks that the coming step cannot see leave the sequence, whatever the result.
         """
         num_blocks = num_blocks_for(num_tokens, self.block_size)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            self._drop_stale(pool, table, sequence.num_computed_tokens)
+            self._drop_stale(pool, table, sequence.num_tokens)
         missing = [num_blocks - len(table.block_ids) for table in sequence.tables]
         if any(count > pool.num_free for pool, count in zip(self.pools, missing, strict=True)):
             return False
         for pool, table, count in zip(self.pools, sequence.tables, missing, strict=True):
-            if count > 0:
-                table.block_ids.extend(pool.allocate(count))
+            table.block_ids.extend(pool.allocate(max(0, count)))
+        self._cache_filled(sequence, token_ids, num_tokens)
         return True
 
-    def commit(
-        self, sequence: SequenceBlocks, chain: BlockHashChain, token_ids: Sequence[int], num_computed_tokens: int
-    ) -> None:
-        """Note that the first `num_computed_tokens` of `token_ids` are computed, and cache the blocks they fill."""
-        start = sequence.num_computed_tokens // self.block_size
-        sequence.num_computed_tokens = num_computed_tokens
-        if not self._has_prefix_cache:
-            return
-        chain.extend(token_ids)
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            pool.commit(table.block_ids, start, num_computed_tokens // self.block_size, chain, token_ids)
+    def settle(self) -> None:
+        """Note that every slot given since the last call was filled: the step is done."""
+        for pool in self.pools:
+            pool.settle()
+
+    def revoke(self) -> None:
+        """Forget the blocks that should have been filled since `settle`: the step failed, its sequences are closed."""
+        for pool in self.pools:
+            pool.revoke()
 
     def close(self, sequence: SequenceBlocks) -> None:
         """Give back all blocks of the sequence; its last ones are reused first. The sequence must not be used again."""
@@ -174,8 +188,18 @@ class KvCacheManager:
         for pool, count in zip(self.pools, counts, strict=True):
             pool.check_invariants(count)
 
-    def _drop_stale(self, pool: BlockPool, table: BlockTable, num_computed_tokens: int) -> None:
-        end = stale_range(num_computed_tokens, pool.group.window, self.block_size).end
+    def _cache_filled(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Put the blocks that the coming step fills into the cache."""
+        start, end = sequence.num_tokens // self.block_size, num_tokens // self.block_size
+        sequence.num_tokens = num_tokens
+        if not self._has_prefix_cache:
+            return
+        sequence.chain.extend(token_ids)
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            table.adopted = pool.cache(table.block_ids, start, end, sequence.chain, token_ids)
+
+    def _drop_stale(self, pool: BlockPool, table: BlockTable, history: int) -> None:
+        end = stale_range(history, pool.group.window, self.block_size).end
         if end <= table.first_held:
             return
         pool.release(table.block_ids[table.first_held : end].tolist())

@@ -40,6 +40,7 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(num_blocks))
         self._digests: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
+        self._fresh: list[int] = []
         if sink is not None:
             sink.created(window=group.window, group=group.group_id)
 
@@ -98,12 +99,15 @@ class BlockPool:
                 if self._digests[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
-    def commit(self, table: array[int], start: int, end: int, chain: BlockHashChain, token_ids: Sequence[int]) -> None:
-        """Put the blocks at ordinals [start, end) of a held table into the cache.
+    def cache(
+        self, table: array[int], start: int, end: int, chain: BlockHashChain, token_ids: Sequence[int]
+    ) -> list[int]:
+        """Put the blocks at ordinals [start, end) of a held table into the cache; return the ordinals it had already.
 
-        Where the cache already has a block's content, the table takes the cached block and gives up its own: so a
-        cached block's parents stay cached as long as it does (in a full group), and equal content costs one block.
+        There the table takes the cached block and gives up its own: so a cached block's parents stay cached as long as
+        it does (in a full group), and equal content costs one block.
         """
+        adopted = []
         run = start
         for ordinal in range(start, end):
             digest = chain.digests[ordinal]
@@ -111,13 +115,25 @@ class BlockPool:
             if cached is None:
                 self._cached[digest] = table[ordinal]
                 self._digests[table[ordinal]] = digest
+                self._fresh.append(table[ordinal])
                 continue
             self._report_stored(chain, token_ids, run, ordinal)
             run = ordinal + 1
             self.acquire((cached,))
             self.release((table[ordinal],))
             table[ordinal] = cached
+            adopted.append(ordinal)
         self._report_stored(chain, token_ids, run, end)
+        return adopted
+
+    def settle(self) -> None:
+        """Note that the blocks cached since the last call hold what they should."""
+        self._fresh.clear()
+
+    def revoke(self) -> None:
+        """Forget the blocks cached since `settle`, and report them removed."""
+        self._forget(self._fresh)
+        self._fresh.clear()
 
     def forget_free(self) -> None:
         """Drop every cached block that no sequence holds, and report them removed. O(free)."""

@@ -78,6 +78,15 @@ def test_a_shared_prefix_is_reported_as_cached_and_answers_alike(make_core, gene
     assert generate(core, [(prompt, greedy(1))])["0"][-1].num_cached_tokens == 0
 
 
+def test_requests_that_arrive_together_compute_a_shared_prefix_once(make_core, generate, greedy, tokens_of) -> None:
+    core = make_core("gemma3")
+    stem = make_prompt(40)
+    outputs = generate(core, [([*stem, 5 + i], greedy(4)) for i in range(3)])
+    assert [outputs[str(i)][-1].num_cached_tokens for i in range(3)] == [0, 40, 40]
+    alone = generate(make_core("gemma3", has_prefix_cache=False), [([*stem, 5 + i], greedy(4)) for i in range(3)])
+    assert [tokens_of(each) for each in outputs.values()] == [tokens_of(each) for each in alone.values()]
+
+
 @pytest.mark.parametrize("name", ["qwen3-sliding", "gemma3"])
 def test_a_system_prompt_stays_cached_although_a_decode_slid_past_it(name: str, make_core, generate, greedy) -> None:
     window, block_size = 8, 4
@@ -132,6 +141,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_engine(make_core, greedy, m
     assert [(o.request_id, o.error) for o in outputs] == [("0", f"the engine failed: {error}"), ("1", outputs[1].error)]
     core.check_invariants()
     assert core.statistics().num_failed_steps == 1
+    assert not any(pool.num_cached for pool in core.statistics().kv_cache.pools), "nothing was computed"
     left = [output for _ in range(3) for output in core.step()]
     assert left[-1].request_id == "2"
     assert left[-1].finish_reason == "length"

@@ -85,15 +85,16 @@ def run_sequence() -> Callable[..., int | None]:
         chain = BlockHashChain(manager.block_size)
         num_prompt = len(token_ids) - num_decodes
         hit = manager.match(chain, token_ids[:num_prompt])
-        computed = hit.num_tokens
-        sequence = manager.open(hit, min(num_prompt, computed + chunk))
+        computed = min(num_prompt, hit.num_tokens + chunk)
+        sequence = manager.open(hit, chain, token_ids, computed)
         if sequence is None:
             return None
         while computed < len(token_ids):
+            manager.settle()
             computed = min(num_prompt, computed + chunk) if computed < num_prompt else computed + 1
-            assert manager.grow(sequence, computed)
-            manager.commit(sequence, chain, token_ids[:computed], computed)
+            assert manager.grow(sequence, token_ids, computed)
             manager.check_invariants([sequence])
+        manager.settle()
         manager.close(sequence)
         return hit.num_tokens
 

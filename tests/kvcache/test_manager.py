@@ -5,7 +5,15 @@ import itertools
 import pytest
 
 from kvist.events import FULL
-from kvist.kvcache import BlockHashChain, KvCacheManager
+from kvist.kvcache import BlockHashChain, KvCacheManager, SequenceBlocks
+
+
+def admit(manager: KvCacheManager, token_ids: list[int], chain: BlockHashChain | None = None) -> SequenceBlocks:
+    """Open a sequence with room for all its tokens."""
+    chain = chain or BlockHashChain(manager.block_size)
+    sequence = manager.open(manager.match(chain, token_ids), chain, token_ids, len(token_ids))
+    assert sequence is not None
+    return sequence
 
 
 def test_a_second_request_reuses_all_full_blocks_but_never_the_last_token(make_groups, run_sequence) -> None:
@@ -19,10 +27,7 @@ def test_a_second_request_reuses_all_full_blocks_but_never_the_last_token(make_g
 def test_adapters_and_salts_do_not_share_blocks(make_groups) -> None:
     manager = KvCacheManager(make_groups(FULL), [16], 4)
     tokens = list(range(9))
-    chain = BlockHashChain(4, cache_salt="mine")
-    sequence = manager.open(manager.match(chain, tokens), 9)
-    assert sequence is not None
-    manager.commit(sequence, chain, tokens, 9)
+    admit(manager, tokens, BlockHashChain(4, cache_salt="mine"))
     assert manager.match(BlockHashChain(4, cache_salt="mine"), tokens).num_tokens == 8
     assert manager.match(BlockHashChain(4), tokens).num_tokens == 0
     assert manager.match(BlockHashChain(4, lora_name="mine"), tokens).num_tokens == 0
@@ -54,12 +59,13 @@ def test_a_stale_block_is_reported_removed_only_when_its_slot_is_reused(make_gro
 
 def test_opening_is_all_or_nothing_over_the_groups(make_groups) -> None:
     manager = KvCacheManager(make_groups(FULL, 100), [8, 2], 4)
-    hit = manager.match(BlockHashChain(4), list(range(12)))
-    assert manager.open(hit, 12) is None
+    tokens, chain = list(range(12)), BlockHashChain(4)
+    hit = manager.match(chain, tokens)
+    assert manager.open(hit, chain, tokens, 12) is None
     assert [pool.num_free for pool in manager.pools] == [8, 2]
-    sequence = manager.open(hit, 8)
+    sequence = manager.open(hit, chain, tokens, 8)
     assert sequence is not None
-    assert not manager.grow(sequence, 9)
+    assert not manager.grow(sequence, tokens, 9)
     assert [pool.num_free for pool in manager.pools] == [6, 0]
     manager.check_invariants([sequence])
 
@@ -67,26 +73,53 @@ def test_opening_is_all_or_nothing_over_the_groups(make_groups) -> None:
 def test_a_hit_on_free_blocks_counts_against_the_free_blocks(make_groups, run_sequence) -> None:
     manager = KvCacheManager(make_groups(FULL), [4], 4)
     run_sequence(manager, list(range(8)))
-    hit = manager.match(BlockHashChain(4), list(range(20)))
+    tokens, chain = list(range(20)), BlockHashChain(4)
+    hit = manager.match(chain, tokens)
     assert hit.num_tokens == 8
-    assert manager.open(hit, 20) is None
-    assert manager.open(hit, 16) is not None
+    assert manager.open(hit, chain, tokens, 20) is None
+    assert manager.open(hit, chain, tokens, 16) is not None
 
 
-def test_equal_content_computed_twice_ends_up_in_one_block(make_groups, follower) -> None:
+def test_sequences_of_one_step_share_what_the_first_of_them_computes(make_groups, follower) -> None:
+    manager = KvCacheManager(make_groups(FULL, 8), [16, 16], 4, follower)
+    first, second = admit(manager, list(range(10))), admit(manager, list(range(10)))
+    assert [list(table.block_ids[:2]) for table in second.tables] == [list(t.block_ids[:2]) for t in first.tables]
+    assert manager.statistics().num_hit_tokens == 8
+    assert [table.adopted for table in second.tables] == [[], []], "what is not computed is not written"
+    manager.check_invariants([first, second])
+    follower.assert_equals(manager)
+
+
+def test_equal_content_computed_twice_is_written_once_and_held_in_one_block(make_groups, follower) -> None:
     manager = KvCacheManager(make_groups(FULL, 8), [16, 16], 4, follower)
     tokens = list(range(10))
     chains = [BlockHashChain(4), BlockHashChain(4)]
     hits = [manager.match(chain, tokens) for chain in chains]
-    sequences = [manager.open(hit, 10) for hit in hits]
-    for sequence, chain in zip(sequences, chains, strict=True):
-        assert sequence is not None
-        manager.commit(sequence, chain, tokens, 10)
-    tables = [[list(table.block_ids[:2]) for table in sequence.tables] for sequence in sequences if sequence]
-    assert tables[0] == tables[1]
-    assert manager.statistics().pools[0].num_used == 4
-    manager.check_invariants(s for s in sequences if s)
+    first, second = (manager.open(hit, chain, tokens, 10) for hit, chain in zip(hits, chains, strict=True))
+    assert first is not None
+    assert second is not None
+    for mine, theirs in zip(first.tables, second.tables, strict=True):
+        assert mine.block_ids[:2] == theirs.block_ids[:2]
+        assert mine.block_ids[2] != theirs.block_ids[2]
+        assert (mine.adopted, theirs.adopted) == ([], [0, 1])
+    manager.settle()
+    assert manager.grow(second, [*tokens, 10, 11], 11)
+    assert [table.adopted for table in second.tables] == [[], []]
+    manager.check_invariants([first, second])
     follower.assert_equals(manager)
+
+
+def test_what_a_failed_step_should_have_filled_is_forgotten(make_groups, run_sequence, follower) -> None:
+    manager = KvCacheManager(make_groups(FULL, 8), [16, 16], 4, follower)
+    tokens = list(range(20))
+    run_sequence(manager, tokens[:9])
+    sequence = admit(manager, tokens)
+    assert manager.match(BlockHashChain(4), tokens).num_tokens == 16
+    manager.close(sequence)
+    manager.revoke()
+    assert manager.match(BlockHashChain(4), tokens).num_tokens == 8
+    follower.assert_equals(manager)
+    manager.check_invariants([])
 
 
 def test_leaf_blocks_go_before_their_parents(make_groups, run_sequence) -> None:
@@ -102,16 +135,8 @@ def test_flush_clears_everything_at_rest_and_only_free_blocks_otherwise(make_gro
     manager.flush()
     assert follower.num_clears == 1
     follower.assert_equals(manager)
-    chain = BlockHashChain(4)
-    sequence = manager.open(manager.match(chain, list(range(8))), 8)
-    assert sequence is not None
-    manager.commit(sequence, chain, list(range(8)), 8)
-    run_sequence_elsewhere = list(range(50, 70))
-    other = BlockHashChain(4)
-    second = manager.open(manager.match(other, run_sequence_elsewhere), 20)
-    assert second is not None
-    manager.commit(second, other, run_sequence_elsewhere, 20)
-    manager.close(second)
+    admit(manager, list(range(8)))
+    manager.close(admit(manager, list(range(50, 70))))
     manager.flush()
     assert follower.num_clears == 1
     assert [len(pool.cached_hashes()) for pool in manager.pools] == [2, 2]

@@ -39,7 +39,7 @@ class Sink:
         self.held = {group: set() for group in self.held}
 
 
-@dataclass
+@dataclass(eq=False)
 class Life:
     tokens: list[int]
     chain: BlockHashChain
@@ -56,45 +56,56 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.content: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in groups]
         self.lives: list[Life] = []
 
-    def write(self, life: Life, start: int, end: int) -> None:
-        """Store in each slot the whole prefix its key depends on."""
-        for table, content in zip(life.blocks.tables, self.content, strict=True):
-            for position in range(start, end):
-                slot = (table.block_ids[position // B], position % B)
-                assert slot[0] >= 0
-                content[slot] = tuple(life.tokens[: position + 1])
+    @rule(data=st.data(), prompts=st.lists(PROMPTS, max_size=3), chunk=st.integers(1, 12), is_failing=st.booleans())
+    def step(self, data: st.DataObject, prompts: list[tuple[int, int, int]], chunk: int, is_failing: bool) -> None:
+        """Grow some sequences, admit others, then compute all of it, or fail."""
+        growing = data.draw(st.lists(st.sampled_from(self.lives), unique=True)) if self.lives else []
+        batch = [(life, end) for life in growing if (end := self.grow(life, chunk)) is not None]
+        batch += [
+            (life, end) for prompt in prompts if (life := self.admit(prompt, chunk)) for end in [life.blocks.num_tokens]
+        ]
+        if is_failing and batch:
+            for life, _ in batch:
+                self.lives.remove(life)
+                self.manager.close(life.blocks)
+            self.manager.revoke()
+            return
+        for life, end in batch:
+            self.write(life, end)
+        for life, end in batch:
+            self.assert_window_readable(life, end)
+            life.computed = end
+        self.manager.settle()
 
-    def step(self, life: Life, end: int) -> None:
-        self.write(life, life.computed, end)
-        life.computed = end
-        self.manager.commit(life.blocks, life.chain, life.tokens, end)
+    def grow(self, life: Life, count: int) -> int | None:
+        if life.computed == len(life.tokens):
+            life.tokens.append(len(life.tokens) % 2)
+        end = min(len(life.tokens), life.computed + count)
+        return end if self.manager.grow(life.blocks, life.tokens, end) else None
 
-    @rule(prompt=PROMPTS, chunk=st.integers(1, 12))
-    def admit(self, prompt: tuple[int, int, int], chunk: int) -> None:
+    def admit(self, prompt: tuple[int, int, int], chunk: int) -> Life | None:
         stem, length, tail = prompt
         tokens = [1000 * stem + i for i in range(length)] + [50 + i for i in range(tail)]
         chain = BlockHashChain(B)
         hit = self.manager.match(chain, tokens)
         assert hit.num_tokens == self.longest_prefix(chain, len(tokens))
         free = [pool.num_free for pool in self.manager.pools]
-        blocks = self.manager.open(hit, min(len(tokens), hit.num_tokens + chunk))
+        blocks = self.manager.open(hit, chain, tokens, min(len(tokens), hit.num_tokens + chunk))
         if blocks is None:
             assert free == [pool.num_free for pool in self.manager.pools]
-            return
+            return None
         life = Life(tokens, chain, blocks, hit.num_tokens)
         self.lives.append(life)
-        self.step(life, min(len(tokens), hit.num_tokens + chunk))
+        return life
 
-    @precondition(lambda self: self.lives)
-    @rule(data=st.data(), count=st.integers(1, 9), token=st.integers(0, 1))
-    def advance(self, data: st.DataObject, count: int, token: int) -> None:
-        life = data.draw(st.sampled_from(self.lives))
-        if life.computed == len(life.tokens):
-            life.tokens.append(token)
-        end = min(len(life.tokens), life.computed + count)
-        if self.manager.grow(life.blocks, end):
-            self.assert_window_readable(life)
-            self.step(life, end)
+    def write(self, life: Life, end: int) -> None:
+        """Store in each slot the whole prefix its key depends on, but never into another's block."""
+        for table, content in zip(life.blocks.tables, self.content, strict=True):
+            for position in range(life.computed, end):
+                slot = (table.block_ids[position // B], position % B)
+                assert slot[0] >= 0
+                if position // B not in table.adopted:
+                    content[slot] = tuple(life.tokens[: position + 1])
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -117,11 +128,11 @@ class KvCacheMachine(RuleBasedStateMachine):
                 return num_blocks * B
         raise AssertionError("length 0 needs nothing")
 
-    def assert_window_readable(self, life: Life) -> None:
-        """Assert that every key the coming queries may read is the one this sequence wrote or reused."""
+    def assert_window_readable(self, life: Life, end: int) -> None:
+        """Assert that every key the step's queries may read is the one of this very prefix."""
         for table, content, window in zip(life.blocks.tables, self.content, WINDOWS, strict=True):
             first = max(0, life.computed + 1 - window) if isinstance(window, int) else 0
-            for position in range(first, life.computed):
+            for position in range(first, end):
                 slot = (table.block_ids[position // B], position % B)
                 assert content[slot] == tuple(life.tokens[: position + 1])
 

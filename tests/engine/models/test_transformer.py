@@ -43,7 +43,7 @@ class Harness:
         text = TextStream(None, ())
         request = Request("r", token_ids, SamplingParams(), 1, BlockHashChain(BLOCK), text, random.Random(0))
         hit = self.manager.match(request.chain, token_ids)
-        request.blocks = self.manager.open(hit, hit.num_tokens)
+        request.blocks = self.manager.open(hit, request.chain, token_ids, hit.num_tokens)
         request.num_computed_tokens = hit.num_tokens
         return request
 
@@ -51,15 +51,14 @@ class Harness:
         """Compute, and return the logits of every row."""
         for request, num_new in scheduled:
             assert request.blocks is not None
-            assert self.manager.grow(request.blocks, request.num_computed_tokens + num_new)
+            assert self.manager.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new)
         batch = self.runner.build_batch(scheduled)
         batch = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.input_ids)))
         with torch.inference_mode():
             logits = self.model(batch, self.kv_tensors)
         for request, num_new in scheduled:
-            assert request.blocks is not None
             request.num_computed_tokens += num_new
-            self.manager.commit(request.blocks, request.chain, request.token_ids, request.num_computed_tokens)
+        self.manager.settle()
         return logits
 
 
@@ -124,6 +123,22 @@ def test_a_reused_prefix_gives_the_logits_of_transformers(name: str, checkpoint,
     assert second.num_computed_tokens == 40
     got = harness.step(ScheduledRequest(second, 21))
     assert_close(got, oracle(name, shared + tail)[40:])
+
+
+@pytest.mark.parametrize("name", ["qwen3-sliding", "gemma3"])
+def test_equal_prompts_of_one_step_share_their_blocks_and_their_logits(name: str, checkpoint, oracle) -> None:
+    tokens = make_tokens(35, seed=5)
+    expected = oracle(name, tokens)
+    harness = Harness(checkpoint(name))
+    first, second = harness.open(tokens), harness.open(tokens)
+    got = harness.step(ScheduledRequest(first, 30), ScheduledRequest(second, 30))
+    assert_close(got, torch.cat([expected[:30]] * 2))
+    third = harness.open(tokens)
+    assert third.num_computed_tokens == 28
+    got = harness.step(*(ScheduledRequest(each, 35 - each.num_computed_tokens) for each in (first, second, third)))
+    assert_close(got, torch.cat([expected[30:], expected[30:], expected[28:]]))
+    assert second.blocks is not None
+    assert any(table.adopted for table in second.blocks.tables)
 
 
 def test_the_engine_generates_what_transformers_argmax_does(
