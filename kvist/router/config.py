@@ -59,6 +59,10 @@ class RouterConfig:
     ] = None
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
+    tls_certificate: Annotated[
+        str | None, Meta(description="PEM file to serve HTTPS with, the certificate first, then its chain")
+    ] = None
+    tls_key: Annotated[str | None, Meta(description="PEM file of the certificate's private key")] = None
     api_key: Annotated[
         Annotated[str, Meta(min_length=1)] | None, Meta(description="bearer key that clients must send")
     ] = None
@@ -103,7 +107,7 @@ class RouterConfig:
         for name, annotation in _annotations().items():
             _checked(name, getattr(self, name), annotation, strict=True)
         self._check_workers()
-        self._check_lists()
+        self._check_rest()
 
     def _check_workers(self) -> None:
         for url in self.worker_urls:
@@ -116,12 +120,15 @@ class RouterConfig:
         if self.kv_event_sources and self.block_size is None:
             raise InvalidValueError("block_size", None, "the engines' block size, since kv_event_sources are given")
 
-    def _check_lists(self) -> None:
+    def _check_rest(self) -> None:
         for network in self.allowed_event_networks:
             try:
                 ipaddress.ip_network(network)
             except ValueError as error:
                 raise InvalidValueError("allowed_event_networks", network, f"a network as CIDR ({error})") from None
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_certificate"
+            raise InvalidValueError(missing, None, "a PEM file, as certificate and key go together")
         if min(self.tier_credits) < 0:
             raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
 

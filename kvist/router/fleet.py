@@ -205,9 +205,12 @@ class Fleet:
         if identity.block_size is not None:
             self._index.adopt_block_size(identity.block_size)
         self._check_block_size(worker, self._index.block_size)
-        if not worker.configured_event_sources:
-            announced = identity.event_endpoint if worker.error is None else None
-            self._follow_announced(worker, announced, self._index)
+        if worker.error is not None:
+            self._index.follow(worker.url, ())
+        elif worker.configured_event_sources:
+            self._index.follow(worker.url, worker.configured_event_sources)
+        else:
+            self._follow_announced(worker, identity.event_endpoint, self._index)
 
     def _check_block_size(self, worker: Worker, block_size: int | None) -> None:
         """Hashes of other block sizes never match, so a worker that has one cannot be routed to by prefix."""
@@ -222,12 +225,14 @@ class Fleet:
         """Follow the announced stream, or none where it is not one that may be dialled."""
         endpoints: list[str] = []
         error = None
-        if announced is not None:
+        if announced is None:
+            error = "the worker announces no KV events, and none are configured for it"
+        else:
             try:
                 endpoints = [event_endpoint(worker.url, announced, self._config.allowed_event_networks)]
             except InvalidValueError as refusal:
                 error = str(refusal)
         if error is not None and error != worker.event_error:
-            logger.warning("announced event source refused url=%s reason=%s", worker.url, error)
+            logger.warning("worker is routed to by load alone url=%s reason=%s", worker.url, error)
         worker.event_error = error
         index.follow(worker.url, endpoints)

@@ -152,7 +152,10 @@ class _Passage:
         piece = await anext(body, b"")
         active.answered()
         metrics.first_byte(decision, self._router.now_s() - self._started_s)
-        responder.start(response.status, [*_without_request_id(response.headers), *self._own_headers(decision)])
+        own_headers = self._own_headers(decision)
+        own_names = {name for name, _ in own_headers}
+        theirs = [field for field in response.headers if field[0] not in own_names]
+        responder.start(response.status, theirs + own_headers)
         try:
             while piece:
                 usage_reader.feed(piece)
@@ -204,7 +207,3 @@ def _worker_failure(error: UpstreamError) -> RequestError:
 
 def _is_event_stream(headers: Headers) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)
-
-
-def _without_request_id(headers: Headers) -> Headers:
-    return [field for field in headers if field[0] != b"x-request-id"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 import time
 import uuid
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from urllib.parse import unquote
 
 import msgspec
 
+from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.api import AdminApi
@@ -72,7 +74,8 @@ class RouterService:
         """Return where the router listens."""
         assert self._server is not None
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        return f"http://{host}:{self._server.port}"
+        scheme = "http" if self._config.tls_certificate is None else "https"
+        return f"{scheme}://{host}:{self._server.port}"
 
     async def _start(self, exits: AsyncExitStack, started_s: float) -> None:
         config, now_s = self._config, time.monotonic
@@ -93,8 +96,9 @@ class RouterService:
             fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
         ).application()
         limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
-        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits)
+        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_tls_context(config))
         self._server = await exits.enter_async_context(server)
+        logger.info("router serves url=%s policy=%s cold_start_s=%.2f", self.url, config.policy, now_s() - started_s)
 
     async def _handle(self, request: Request, responder: Responder) -> None:
         """Answer any request, with an OpenAI error where it cannot be served."""
@@ -133,6 +137,17 @@ class RouterService:
 
 async def _load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
     return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))
+
+
+def _tls_context(config: RouterConfig) -> ssl.SSLContext | None:
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_certificate, config.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise InvalidValueError("tls_certificate", config.tls_certificate, f"readable PEM files ({error})") from None
+    return context
 
 
 def _has_dot_segment(path: str) -> bool:

@@ -44,6 +44,7 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"tier_credits": [1.0, -0.5]}, "tier_credits", "numbers >= 0"),
         ({"tier_credits": []}, "tier_credits", "array of length >= 1"),
         ({"admin_key": ""}, "admin_key", "str of length >= 1"),
+        ({"tls_certificate": "cert.pem"}, "tls_key", "certificate and key go together"),
         ({"max_attempts": 0}, "max_attempts", "int >= 1"),
     ],
 )
