@@ -58,7 +58,7 @@ NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(240, 272, 8)
 PIPELINE, CONTROL_BYTES = 512, 1024  # the rest is scratch for the keys and rows looked up ahead
 
 ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 20, 24, 40, 8, 20, 32
-OPERATION_BYTES = 32  # i64 kind, tier, parent hash, number of hashes
+OPERATION_BYTES = 32  # u64 kind, tier, parent hash, size of its hashes in bytes
 STORE_ROOT, STORE_CHILD, REMOVE = 0, 1, 2
 RECORD_HEADER_BYTES, RECORD_BITS, BUCKETS_PER_PAGE = 24, 13, 4096
 NUM_TRANSITIONS = 4096
@@ -72,6 +72,7 @@ NEEDS_HELP, ORPHAN, INVALID = -1, -2, -3
 _RECORD_MASK = (1 << RECORD_BITS) - 1
 _PURGE = 1 << 31
 _PREFETCH_AHEAD = 16
+_CLEAN_ROWS = 64
 _U1, _U2, _U3, _U4, _U27, _U30, _U31, _U32 = (np.uint64(n) for n in (1, 2, 3, 4, 27, 30, 31, 32))
 _VACANT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
 _TIER_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -115,6 +116,48 @@ _getu64 = _access("getu64", 64, types.uint64)
 _put32 = _access("put32", 32, types.int64, is_store=True)
 _put64 = _access("put64", 64, types.int64, is_store=True)
 _putu64 = _access("putu64", 64, types.uint64, is_store=True)
+
+
+def _word_access(name: str, *, is_store: bool) -> Any:
+    """Return an intrinsic on the words of an array, by address and index: in this form LLVM makes vectors of them."""
+    word = ir.IntType(64)
+
+    def pointer(builder: Any, args: Any) -> Any:
+        return builder.gep(builder.inttoptr(args[0], word.as_pointer()), [args[1]], inbounds=True, source_etype=word)
+
+    def load(_typing: Any, _array: Any, _index: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.load(pointer(builder, args), align=4, typ=word)
+
+        return types.uint64(types.int64, types.int64), generate
+
+    def store(_typing: Any, _array: Any, _index: Any, _value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            builder.store(args[2], pointer(builder, args), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.uint64), generate
+
+    function = store if is_store else load
+    function.__name__ = function.__qualname__ = name
+    return intrinsic(function)
+
+
+_get_word = _word_access("get_word", is_store=False)
+_put_word = _word_access("put_word", is_store=True)
+
+
+@intrinsic
+def _nonzero_words(_typing: Any, _address: Any) -> Any:
+    """Return eight bits: which of eight words are not zero. One vector comparison, and no jump to mispredict."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(64), 8)
+        words = builder.load(builder.inttoptr(args[0], vector.as_pointer()), align=4, typ=vector)
+        bits = builder.icmp_unsigned("!=", words, ir.Constant(vector, None))
+        return builder.zext(builder.bitcast(bits, ir.IntType(8)), ir.IntType(64))
+
+    return types.uint64(types.int64), generate
 
 
 @intrinsic
@@ -175,6 +218,13 @@ def _segment_of(control, key):
 def _home_row(control, segment, key):
     home = _home(key, _get64(control + SEGMENT_BITS), _get32(segment + 8))
     return _get64(segment) + home * ROW_BYTES
+
+
+@_jit("i8(i8,i8,u8)")
+def _locate(segments, bits, key):
+    """Home row of a key; for loops, which read the directory's address and the bits once."""
+    segment = segments + np.int64((key >> _U1) >> np.uint64(63 - bits)) * SEGMENT_BYTES
+    return _get64(segment) + _home(key, bits, _get32(segment + 8)) * ROW_BYTES
 
 
 @_jit("i8(i8,u8)")
@@ -679,10 +729,11 @@ def _remove_one(control, multiplier, block_hash, slot, tier, entry):
 @_jit("void(i8,i8,i8)")
 def _prefetch_rows(control, hashes, num_hashes):
     """Ask for the home rows of the next few hashes, so that their cache misses overlap."""
-    multiplier = _getu64(control + MULTIPLIER)
+    multiplier, segments = _getu64(control + MULTIPLIER), _get64(control + SEGMENTS)
+    bits = _get64(control + SEGMENT_BITS)
     for index in range(min(num_hashes, _PREFETCH_AHEAD)):
         key = _getu64(hashes + index * 8) * multiplier
-        row = _home_row(control, _segment_of(control, key), key)
+        row = _locate(segments, bits, key)
         _prefetch(row)
         _prefetch(row + 64)
 
@@ -729,13 +780,13 @@ def _store_chain(control, slot, tier, is_child, parent, hashes, num_hashes, star
     return 0
 
 
-@_jit("i8(i8,i8,i8,i8,u8,i8,i8)")
+@_jit("i8(i8,i8,i8,i8,i8,i8,i8)")
 def store(control, slot, tier, is_child, parent, num_hashes, start):
-    """Hold the input's hashes, as a chain below the parent; checked first, so that a refused chain changes nothing.
+    """Hold the input's hashes, as a chain below the parent (its bits); a refused chain changes nothing.
 
     Return 0, ORPHAN, INVALID, or NEEDS_HELP: then call again from `RESUME`. NUM_APPLIED grows by what is newly held.
     """
-    return _store_chain(control, slot, tier, is_child, parent, _get64(control + INPUT), num_hashes, start)
+    return _store_chain(control, slot, tier, is_child, np.uint64(parent), _get64(control + INPUT), num_hashes, start)
 
 
 @_jit("i8(i8,i8,i8,i8,i8,i8)")
@@ -771,7 +822,7 @@ def apply(control, slot, num_operations, first_operation, start):
     hashes = _get64(control + INPUT)
     for index in range(num_operations):
         operation = _get64(control + OPERATIONS) + index * OPERATION_BYTES
-        kind, tier, num_hashes = _get64(operation), _get64(operation + 8), _get64(operation + 24)
+        kind, tier, num_hashes = _get64(operation), _get64(operation + 8), _get64(operation + 24) >> 3
         if index >= first_operation:
             if kind == REMOVE:
                 result = _remove_all(control, slot, tier, hashes, num_hashes, start)
@@ -885,29 +936,42 @@ def _begin_dense(control, record):
                     word &= ~(_NIBBLE << np.uint64(bit))
                 held &= held - _U1
         _putu64(active + index * 8, word)
+    for index in range(num_words, num_words + 7):
+        _put_word(active, index, np.uint64(0))
     return num_words
 
 
 @_jit("i8(i8,i8,i8,i8,i8)")
 def _intersect_words(control, num_words, record, depth, output):
-    """Drop from the active words who is not in a dense set (nobody is, for record 0); return the end of the output."""
-    active, depths = _get64(control + ACTIVE), _get64(control + DEPTHS)
-    num_held = min(num_words, _get32(record + 20)) if record else 0
-    for index in range(num_words):
-        before = _getu64(active + index * 8)
-        after = np.uint64(0)
-        if index < num_held:
-            after = before & _closed_word(_getu64(record + RECORD_HEADER_BYTES + index * 8))
-        dropped = before ^ after
-        if dropped == np.uint64(0):
-            continue
-        _putu64(active + index * 8, after)
-        while dropped != np.uint64(0):
-            slot = _lowest_bit(dropped) >> 2
-            shift = np.uint64(slot * 4)
-            nibble, remaining = np.int64((dropped >> shift) & _NIBBLE), np.int64((after >> shift) & _NIBBLE)
-            output = _drop(depths, output, index * 16 + slot, nibble, remaining, depth)
-            dropped &= ~(_NIBBLE << shift)
+    """Drop from the active words who is not in a dense set (nobody is, for record 0); return the end of the output.
+
+    Active words come in eights, with zeros at the end; what is read there beyond a record does not matter.
+    """
+    active, depths, gone = _get64(control + ACTIVE), _get64(control + DEPTHS), _get64(control + WORDS)
+    payload, num_held, num_padded = record + RECORD_HEADER_BYTES, 0, (num_words + 7) & ~7
+    if record:
+        num_held = num_padded if _get32(record + 20) >= num_words else _get32(record + 20)
+    for index in range(num_held):
+        word = _get_word(active, index)
+        left = word & _closed_word(_get_word(payload, index))
+        _put_word(active, index, left)
+        _put_word(gone, index, word ^ left)
+    for index in range(num_held, num_padded):
+        _put_word(gone, index, _get_word(active, index))
+        _put_word(active, index, np.uint64(0))
+    for first in range(0, num_words, 8):
+        changed = _nonzero_words(gone + first * 8)
+        while changed != np.uint64(0):
+            index = first + _lowest_bit(changed)
+            changed &= changed - _U1
+            dropped, left = _get_word(gone, index), _get_word(active, index)
+            while dropped != np.uint64(0):
+                slot = _lowest_bit(dropped) >> 2
+                shift = np.uint64(slot * 4)
+                tiers = np.int64((dropped >> shift) & _NIBBLE)
+                remaining = np.int64((left >> shift) & _NIBBLE)
+                output = _drop(depths, output, index * 16 + slot, tiers, remaining, depth)
+                dropped &= ~(_NIBBLE << shift)
     return output
 
 
@@ -962,12 +1026,13 @@ def match(control, num_hashes):
     """
     multiplier, hashes, pipeline = _getu64(control + MULTIPLIER), _get64(control + INPUT), control + PIPELINE
     start, active = _get64(control + OUTPUT), _get64(control + ACTIVE)
+    segments, bits = _get64(control + SEGMENTS), _get64(control + SEGMENT_BITS)
     output, last, num_begun, num_words, num_active, depth = start, -1, 0, 0, 0, 0
     while depth < num_hashes:
         num_ahead = min(_PREFETCH_AHEAD, num_hashes - depth)
         for index in range(num_ahead):
             key = _getu64(hashes + (depth + index) * 8) * multiplier
-            row = _home_row(control, _segment_of(control, key), key)
+            row = _locate(segments, bits, key)
             _prefetch(row)
             _putu64(pipeline + index * 16, key)
             _put64(pipeline + index * 16 + 8, row)
@@ -1017,18 +1082,16 @@ def match(control, num_hashes):
 # --- Housekeeping ---------------------------------------------------------------------------------------------------
 
 
-@_jit("i8(i8,i8,i8,i8)")
-def _pack(address, old_end, end, capacity_bits):
-    """Move the rows in [address, old_end) to the very end, in order; return the first. See `rebuild`."""
-    capacity, bits = capacity_bits >> 8, capacity_bits & 255
+@_jit("i8(i8,i8,i8,i8,i8)")
+def _pack(address, old_end, end, bits, capacity):
+    """Move the rows in [address, old_end) up to the end, in order; return the first, negated if one passes its home."""
     first, cursor, fits = end, old_end, True
     while cursor > address:
         cursor -= ROW_BYTES
-        if _get32(cursor + 16) != 0:
-            first -= ROW_BYTES
-            _move(first, cursor, ROW_BYTES)
-            fits = fits and address + _home(_getu64(first), bits, capacity) * ROW_BYTES <= first
-    _vacate(address, min(first, end))
+        _move(first - ROW_BYTES, cursor, ROW_BYTES)  # a vacant one is overwritten: no jump to mispredict
+        first -= np.int64(_get32(cursor + 16) != 0) * ROW_BYTES
+        fits = fits and (first == end or address + _home(_getu64(first), bits, capacity) * ROW_BYTES <= first)
+    _vacate(address, first)
     return first if fits else -first
 
 
@@ -1036,9 +1099,9 @@ def _pack(address, old_end, end, capacity_bits):
 def rebuild(control, segment_index, capacity, rows, is_purge):
     """Lay a segment out anew, in place, for another capacity; with `is_purge`, take the retired slots out of it.
 
-    Its buffer must have room for `rows` and for the rows it has now, and the new ones (if any) are written here first.
-    One pass from left to right writes each row at max(home, end of the one before), which never passes the row that is
-    read: rows only move left. If the segment grows, they are packed to the right end first.
+    Its buffer must have room for `rows` and for the rows it has now. One pass from left to right writes each row at
+    max(home, end of the one before), which never passes the row that is read: rows only move left. If the segment
+    grows, they are packed to the right end first.
     Return the number of rows in use, with the guard; or 0, with nothing lost, if the padding is too small for that
     capacity; or NEEDS_HELP if a purged set needs a slab: then call again.
     """
@@ -1048,11 +1111,11 @@ def rebuild(control, segment_index, capacity, rows, is_purge):
     if rows > old_rows:
         read_end = address + rows * ROW_BYTES
         _vacate(address + old_rows * ROW_BYTES, read_end)
-        read = _pack(address, address + old_rows * ROW_BYTES, read_end - GUARD_ROWS * ROW_BYTES, capacity << 8 | bits)
+        read = _pack(address, address + old_rows * ROW_BYTES, read_end - GUARD_ROWS * ROW_BYTES, bits, capacity)
         _put32(segment + 12, rows)
         if read < 0:
             return 0
-    end, count = address, 0
+    end, clean, count = address, read, 0  # rows in [end, clean) are vacant, and so read already
     while read < read_end:
         old = _get32(read + 16)
         if old != 0:
@@ -1065,14 +1128,17 @@ def rebuild(control, segment_index, capacity, rows, is_purge):
                 _add_references(control, old, -1)
             if new != 0:
                 row = max(address + _home(key, bits, capacity) * ROW_BYTES, end)
-                _vacate(end, row)
+                if row >= clean:
+                    limit = min(row + _CLEAN_ROWS * ROW_BYTES, read)
+                    _vacate(clean, limit)
+                    clean = max(limit, row + ROW_BYTES)
                 _putu64(row, key)
                 _putu64(row + 8, parent)
                 _put32(row + 16, new)
                 end = row + ROW_BYTES
                 count += 1
         read += ROW_BYTES
-    _vacate(end, read_end)
+    _vacate(max(clean, end), read_end)
     _put64(control + NUM_ROWS, _get64(control + NUM_ROWS) + count - _get32(segment + 16))
     _put32(segment + 8, capacity)
     _put32(segment + 16, count)

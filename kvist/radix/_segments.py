@@ -11,6 +11,7 @@ from kvist.radix._memory import PAGE_BYTES, Heap, page_rounded
 
 # Rows beyond the last home, for the overflow of the last homes. A cluster that outgrows it makes the segment grow.
 PADDING_ROWS = 64
+_SMALL_BYTES = 64 * 1024  # below this a segment doubles, above it grows by an eighth
 _DIRECTORY = np.dtype([("address", "i8"), ("capacity", "u4"), ("rows", "u4"), ("count", "u4"), ("captured", "u4")])
 
 
@@ -28,6 +29,9 @@ class SegmentTable:
         control[compiled.SEGMENT_BITS >> 3] = bits
         control[compiled.SEGMENTS >> 3] = address = heap.allocate(self.num_segments * compiled.SEGMENT_BYTES)
         self.directory = np.frombuffer(heap.view(address), _DIRECTORY, self.num_segments)
+        # The same memory by field, at a tenth of the time: `_words[3 * index]` is an address, `_halves[6 * index + 2]`
+        # and those after it are capacity, rows and count.
+        self._words, self._halves = heap.view(address).cast("q"), heap.view(address).cast("I")
         # All segments begin as one and the same, vacant and without room.
         self._nothing = heap.allocate(PAGE_BYTES)
         heap.view(self._nothing)[:] = b"\xff" * PAGE_BYTES
@@ -44,36 +48,41 @@ class SegmentTable:
 
     def is_allocated(self, index: int) -> bool:
         """Tell whether a segment has memory of its own."""
-        return bool(self.directory["address"][index] != self._nothing)
+        is_own: bool = self._words[3 * index] != self._nothing
+        return is_own
+
+    def num_rows(self, index: int) -> int:
+        """Return the rows of a segment, vacant ones included."""
+        num_rows: int = self._halves[6 * index + 3]
+        return num_rows
 
     def grow(self, index: int) -> None:
-        """Give a full segment an eighth more room, at least a page; O(rows of one segment)."""
-        size_bytes = int(self.directory["rows"][index]) * compiled.ROW_BYTES
-        self._enlarge(index, size_bytes + size_bytes // 8 if self.is_allocated(index) else PAGE_BYTES)
+        """Give a full segment more room; O(rows of one segment)."""
+        size_bytes = self.num_rows(index) * compiled.ROW_BYTES
+        step = size_bytes if size_bytes < _SMALL_BYTES else size_bytes // 8
+        self._enlarge(index, size_bytes + step if self.is_allocated(index) else PAGE_BYTES)
 
     def _enlarge(self, index: int, size_bytes: int) -> None:
-        entry = self.directory[index]
-        if self.is_allocated(index):
-            size_bytes = max(size_bytes, self._heap.capacity_bytes(int(entry["address"])) + 1)
-            entry["address"] = self._heap.resize(int(entry["address"]), size_bytes)
+        address = self._words[3 * index]
+        if address != self._nothing:
+            size_bytes = page_rounded(max(size_bytes, self._heap.capacity_bytes(address) + 1))
+            address = self._heap.resize(address, size_bytes)
         else:
-            entry["address"] = self._heap.allocate(size_bytes)
-            entry["rows"] = 0
-        size_bytes = page_rounded(size_bytes)
+            size_bytes = page_rounded(size_bytes)
+            address = self._heap.allocate(size_bytes)
+            self._halves[6 * index + 3] = 0
+        self._words[3 * index] = address
         capacity = _num_rows(size_bytes) - PADDING_ROWS
         while compiled.rebuild(self._control_address, index, capacity, _num_rows(size_bytes), 0) == 0:
             size_bytes += PAGE_BYTES  # more padding, for the same homes
-            entry["address"] = self._heap.resize(int(entry["address"]), size_bytes)
+            self._words[3 * index] = address = self._heap.resize(address, size_bytes)
 
     def purge(self, index: int, help_out: Callable[[], None]) -> None:
         """Take the retired slots out of a segment; O(rows of one segment)."""
-        entry = self.directory[index]
         if not self.is_allocated(index):
             return
-        while (
-            compiled.rebuild(self._control_address, index, int(entry["capacity"]), int(entry["rows"]), 1)
-            == compiled.NEEDS_HELP
-        ):
+        capacity, num_rows = self._halves[6 * index + 2], self.num_rows(index)
+        while compiled.rebuild(self._control_address, index, capacity, num_rows, 1) == compiled.NEEDS_HELP:
             help_out()
 
     def shrinkable(self) -> list[int]:
@@ -86,14 +95,14 @@ class SegmentTable:
 
     def shrink(self, index: int) -> None:
         """Give back what a segment does not need, all of it if it has no row; O(rows of one segment)."""
-        entry = self.directory[index]
-        address, count = int(entry["address"]), int(entry["count"])
+        address, count = self._words[3 * index], self._halves[6 * index + 4]
         if count == 0:
             self._heap.free(address)
-            entry["address"], entry["capacity"], entry["rows"] = self._nothing, 0, compiled.GUARD_ROWS
+            self.directory[index] = (self._nothing, 0, compiled.GUARD_ROWS, 0, 0)
             return
         size_bytes = page_rounded((count * 5 // 4 + PADDING_ROWS) * compiled.ROW_BYTES)
         capacity = _num_rows(size_bytes) - PADDING_ROWS
-        num_needed = compiled.rebuild(self._control_address, index, capacity, int(entry["rows"]), 0)
-        entry["rows"] = max(_num_rows(size_bytes), num_needed)
-        entry["address"] = self._heap.resize(address, int(entry["rows"]) * compiled.ROW_BYTES)
+        num_needed = compiled.rebuild(self._control_address, index, capacity, self.num_rows(index), 0)
+        num_rows = max(_num_rows(size_bytes), num_needed)
+        self._halves[6 * index + 3] = num_rows
+        self._words[3 * index] = self._heap.resize(address, num_rows * compiled.ROW_BYTES)

@@ -10,6 +10,7 @@ from kvist.radix._memory import Heap
 from kvist.radix._slots import MAX_SLOTS
 
 _SLAB_BYTES = 256 * 1024
+_OVERREAD_BYTES = 64  # a match reads dense sets in vectors
 _BUCKET_PAGE_BYTES = compiled.BUCKETS_PER_PAGE * 4
 _MAX_SLABS = 1 << (31 - compiled.RECORD_BITS)
 _SLAB = np.dtype(
@@ -59,7 +60,7 @@ class SetArena:
         capacity = min(1 << compiled.RECORD_BITS, max(4, _SLAB_BYTES // record_bytes))
         slab_id = self._free_slab_ids.pop() if self._free_slab_ids else self._new_slab_id()
         slab = self.slabs()[slab_id]
-        slab["address"] = self._heap.allocate(capacity * record_bytes)
+        slab["address"] = self._heap.allocate(capacity * record_bytes + _OVERREAD_BYTES)
         slab["record_bytes"], slab["capacity"], slab["class"] = record_bytes, capacity, size_class
         slab["used"] = slab["fresh"] = slab["free"] = slab["previous"] = slab["next"] = 0
         self.classes["head"][size_class] = slab_id  # asked for only while the class has no slab with room

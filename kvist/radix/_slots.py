@@ -32,6 +32,7 @@ class SlotTable:
         self._heap = heap
         self._control = control
         self._slots: dict[WorkerRank, int] = {}
+        self._ranks_of: dict[str, list[WorkerRank]] = {}
         self._free: list[int] = []
         self._capacity = 64
         # Copied when a slot is reused, so that an earlier match still names whom it meant.
@@ -53,6 +54,10 @@ class SlotTable:
         """Return the ranks that have a slot, with it."""
         return list(self._slots.items())
 
+    def ranks_of(self, worker: str) -> list[WorkerRank]:
+        """Return the ranks of a worker that have a slot."""
+        return list(self._ranks_of.get(worker, ()))
+
     def add(self, source: WorkerRank) -> int:
         """Give a rank the lowest free slot."""
         if self._free:
@@ -65,12 +70,16 @@ class SlotTable:
                 self._double()
             self.ranks.append(source)
         self._slots[source] = slot
+        self._ranks_of.setdefault(source.worker, []).append(source)
         self.table()[slot] = (0, 0, compiled.LIVE, (0, 0, 0))
         return slot
 
     def remove(self, source: WorkerRank) -> int | None:
         """Take the slot from a rank; return it if blocks still refer to it, and a sweep must free it."""
         slot = self._slots.pop(source)
+        self._ranks_of[source.worker].remove(source)
+        if not self._ranks_of[source.worker]:
+            del self._ranks_of[source.worker]
         entry = self.table()[slot]
         is_referenced = entry["num_held"] > 0
         self.table()[slot] = (0, 0, compiled.RETIRED, (0, 0, 0))

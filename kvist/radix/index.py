@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import struct
+from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -22,7 +22,6 @@ from kvist.radix._snapshot import member_rows, take
 from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, Statistics, StoreResult, StoreStatus
 
 _U64_END = 1 << 64
-_OPERATION = struct.Struct("=qqQq")
 _PARENT_NOT_FOUND = StoreResult(StoreStatus.PARENT_BLOCK_NOT_FOUND, 0)
 _INVALID = StoreResult(StoreStatus.INVALID_BLOCK_SEQUENCE, 0)
 _COUNTERS = [
@@ -39,7 +38,7 @@ class RadixIndex:
     Hashes are canonical sequence hashes (`kvist.events.hashing`): each names one block below one parent.
     """
 
-    def __init__(self, *, initial_blocks: int = 0, segment_bits: int = 10, seed: int | None = None) -> None:
+    def __init__(self, *, initial_blocks: int = 0, segment_bits: int = 8, seed: int | None = None) -> None:
         """Reserve room for `initial_blocks`; the table is cut into `2**segment_bits` segments.
 
         `seed` fixes the odd number that hashes are multiplied with; by default it is secret, so that nobody who chooses
@@ -55,7 +54,7 @@ class RadixIndex:
         control[compiled.SELF >> 3] = self._address
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
         for field, value in ((compiled.MULTIPLIER, multiplier), (compiled.INVERSE, pow(multiplier, -1, _U64_END))):
-            control[field >> 3] = value - _U64_END if value >> 63 else value
+            control[field >> 3] = _signed(value)
         self._segments = SegmentTable(self._heap, control, segment_bits, initial_blocks)
         self._sets = SetArena(self._heap, control)
         self._slots = SlotTable(self._heap, control)
@@ -81,10 +80,11 @@ class RadixIndex:
         is_new = slot is None
         if slot is None:
             slot = self._slots.add(source)
-        control, address, is_child, start = self._control, self._address, parent_hash is not None, 0
+        control, address, start = self._control, self._address, 0
+        is_child, parent = (0, 0) if parent_hash is None else (1, _signed(parent_hash))
         control[compiled.NUM_APPLIED >> 3] = 0
         while True:
-            result = compiled.store(address, slot, tier, is_child, parent_hash or 0, num_hashes, start)
+            result = compiled.store(address, slot, int(tier), is_child, parent, num_hashes, start)
             if result != compiled.NEEDS_HELP:
                 break
             self._help_out()
@@ -103,7 +103,7 @@ class RadixIndex:
             return num_hashes
         control, start = self._control, 0
         control[compiled.NUM_NOT_FOUND >> 3] = 0
-        while compiled.remove(self._address, slot, tier, num_hashes, start) == compiled.NEEDS_HELP:
+        while compiled.remove(self._address, slot, int(tier), num_hashes, start) == compiled.NEEDS_HELP:
             self._help_out()
             start = control[compiled.RESUME >> 3]
         return control[compiled.NUM_NOT_FOUND >> 3]
@@ -111,29 +111,29 @@ class RadixIndex:
     def apply(self, source: WorkerRank, events: Iterable[Event]) -> ApplyResult:
         """Apply a batch's events in order, as `store`, `remove` and `clear` would; heartbeats are passed over.
 
-        The fast way in: one compiled call for all events between two `Cleared`.
+        The fast way in: one compiled call for all events between two `Cleared`. Raises InvalidValueError, with nothing
+        applied since the last `Cleared`, for what no decoder lets through: a parent that is no u64, or half a hash.
         """
-        result = _Tally()
-        operations: list[tuple[int, int, int, int]] = []
+        result = ApplyResult()
+        operations: list[int] = []
         hashes: list[bytes] = []
         for event in events:
-            if isinstance(event, Stored):
-                parent, num_hashes = event.parent, len(event.hashes) // 8
-                if len(event.hashes) % 8 or not (parent is None or 0 <= parent < _U64_END):
-                    result.num_invalid += 1
-                    continue
-                kind = compiled.STORE_ROOT if parent is None else compiled.STORE_CHILD
-                operations.append((kind, event.tier, parent or 0, num_hashes))
+            kind = type(event)
+            if kind is Stored:
+                parent, packed = event.parent, event.hashes
+                if parent is None:
+                    operations += (compiled.STORE_ROOT, event.tier, 0, len(packed))
+                else:
+                    operations += (compiled.STORE_CHILD, event.tier, parent, len(packed))
+                hashes.append(packed)
+            elif kind is Removed:
+                operations += (compiled.REMOVE, event.tier, 0, len(event.hashes))
                 hashes.append(event.hashes)
-            elif isinstance(event, Removed):
-                operations.append((compiled.REMOVE, event.tier, 0, len(event.hashes) // 8))
-                hashes.append(event.hashes[: len(event.hashes) // 8 * 8])
-            elif isinstance(event, Cleared):
-                self._apply(source, operations, hashes, result)
+            elif kind is Cleared:
+                result = self._apply(source, operations, hashes, result)
                 self.clear(source.worker, source.rank)
                 operations, hashes = [], []
-        self._apply(source, operations, hashes, result)
-        return ApplyResult(result.num_stored, result.num_not_found, result.num_parent_not_found, result.num_invalid)
+        return self._apply(source, operations, hashes, result)
 
     def clear(self, worker: str, rank: int | None = None) -> None:
         """Note that a rank, or every rank of a worker, holds nothing any more; at once, whatever it held."""
@@ -196,7 +196,7 @@ class RadixIndex:
         while num_rows < max_rows and (self._sweeping or self._retired):
             if not self._sweeping:
                 self._sweeping, self._retired, self._cursor = self._retired, [], 0
-            num_rows += 1 + int(self._segments.directory["rows"][self._cursor])
+            num_rows += 1 + self._segments.num_rows(self._cursor)
             self._segments.purge(self._cursor, self._help_out)
             self._cursor += 1
             if self._cursor == self._segments.num_segments:
@@ -207,7 +207,7 @@ class RadixIndex:
         shrinkable = self._segments.shrinkable() if num_rows < max_rows else []
         while shrinkable and num_rows < max_rows:
             index = shrinkable.pop()
-            num_rows += 1 + int(self._segments.directory["rows"][index])
+            num_rows += 1 + self._segments.num_rows(index)
             self._segments.shrink(index)
         return bool(num_rows >= max_rows or self._sweeping or self._retired or self._sets.has_spare_buckets)
 
@@ -231,40 +231,39 @@ class RadixIndex:
     # --- Inside -----------------------------------------------------------------------------------------------------
 
     def _apply(
-        self, source: WorkerRank, operations: list[tuple[int, int, int, int]], hashes: list[bytes], result: _Tally
-    ) -> None:
+        self, source: WorkerRank, operations: list[int], hashes: list[bytes], before: ApplyResult
+    ) -> ApplyResult:
+        """Carry out operations, four numbers each, on hashes that follow one another; add to the outcome so far."""
         if not operations:
-            return
+            return before
+        try:
+            packed_operations = array("Q", operations)
+        except (OverflowError, TypeError):
+            raise InvalidValueError("parent", operations[2::4], "unsigned 64-bit integers or None") from None
+        packed_hashes = b"".join(hashes)
+        if any(size_bytes & 7 for size_bytes in operations[3::4]):
+            raise InvalidValueError("hashes", operations[3::4], "multiples of 8 bytes")
         slot = self._slots.get(source)
         if slot is None:
             slot = self._slots.add(source)
-        packed = b"".join(hashes)
-        size_bytes = len(packed), len(operations) * compiled.OPERATION_BYTES
-        if size_bytes[0] > len(self._input_bytes) or size_bytes[1] > len(self._operations):
-            self._enlarge_input(*size_bytes)
-        self._input_bytes[: len(packed)] = packed
-        for index, operation in enumerate(operations):
-            _OPERATION.pack_into(self._operations, index * compiled.OPERATION_BYTES, *operation)
+        num_hash_bytes, num_operation_bytes = len(packed_hashes), 8 * len(operations)
+        if num_hash_bytes > len(self._input_bytes) or num_operation_bytes > len(self._operations):
+            self._enlarge_input(num_hash_bytes, num_operation_bytes)
+        self._input_bytes[:num_hash_bytes] = packed_hashes
+        self._operations[:num_operation_bytes] = memoryview(packed_operations).cast("B")
         control, first, start = self._control, 0, 0
-        fields = [
-            f >> 3 for f in (compiled.NUM_APPLIED, compiled.NUM_NOT_FOUND, compiled.NUM_ORPHANS, compiled.NUM_INVALID)
-        ]
-        for field in fields:
+        for field in _COUNTERS:
             control[field] = 0
-        while compiled.apply(self._address, slot, len(operations), first, start) == compiled.NEEDS_HELP:
+        while compiled.apply(self._address, slot, len(operations) // 4, first, start) == compiled.NEEDS_HELP:
             self._help_out()
             first, start = control[compiled.RESUME_OPERATION >> 3], control[compiled.RESUME >> 3]
-        num_stored, num_not_found, num_parent_not_found, num_invalid = (control[field] for field in _COUNTERS)
-        result.num_stored += num_stored
-        result.num_not_found += num_not_found
-        result.num_parent_not_found += num_parent_not_found
-        result.num_invalid += num_invalid
+        return ApplyResult(*[old + control[field] for old, field in zip(before, _COUNTERS, strict=True)])
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
         if rank is not None:
             source = WorkerRank(worker, rank)
             return [] if self._slots.get(source) is None else [source]
-        return [source for source, _ in self._slots.items() if source.worker == worker]
+        return self._slots.ranks_of(worker)
 
     def _retire(self, source: WorkerRank) -> None:
         slot = self._slots.remove(source)
@@ -308,10 +307,6 @@ class RadixIndex:
         self._operations = self._heap.view(self._operations_address)
 
 
-class _Tally:
-    """Counts over the compiled calls of one batch."""
-
-    __slots__ = ("num_invalid", "num_not_found", "num_parent_not_found", "num_stored")
-
-    def __init__(self) -> None:
-        self.num_stored = self.num_not_found = self.num_parent_not_found = self.num_invalid = 0
+def _signed(bits: int) -> int:
+    """Return the i64 with the bits of a u64."""
+    return bits - _U64_END if bits >> 63 else bits

@@ -30,8 +30,7 @@ class StoreResult(NamedTuple):
     num_stored: int
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyResult:
+class ApplyResult(NamedTuple):
     """The outcome of the events of one batch. Blocks count once a tier."""
 
     num_stored: int = 0
@@ -64,7 +63,7 @@ class Match(Mapping[WorkerRank, Depths]):
 
     @property
     def _table(self) -> NDArray[np.uint32]:
-        return np.frombuffer(self._rows, np.uint32).reshape(-1, 1 + NUM_TIERS)
+        return np.ndarray((len(self), 1 + NUM_TIERS), np.uint32, self._rows)
 
     @property
     def holder_ids(self) -> NDArray[np.uint32]:

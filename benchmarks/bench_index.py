@@ -1,0 +1,364 @@
+"""How fast, how small and how even is the index, beside the RadixTree of ai-dynamo-runtime in the same run?
+
+Bounds: a hot match by instructions per block and by the call from Python, a cold one by memory latency; applying by the
+Python objects of events when they are short, by cache misses and growth when they are long; memory by 20-byte rows at
+loads from 0.78 to 0.875. The peer is compiled Rust, called as its Python API has it: a list of ints to match, one event
+as JSON bytes to apply. Its scores can only be read as a dict, so a match is timed with its answer read on both sides
+(ours: the arrays a policy reads), and once more without. Repetitions alternate; CPU time counts the peer's own thread
+too, and does not depend on what else the machine runs.
+
+    python benchmarks/bench_index.py [--quick] [--save]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import repeat
+from pathlib import Path
+from time import perf_counter, process_time, thread_time
+from typing import Any
+
+import numpy as np
+from _common import best_and_spread, report, table, time_call_us
+from dynamo.llm import RadixTree
+
+from kvist.events import Removed, Stored, Tier, WorkerRank
+from kvist.radix import RadixIndex
+
+RANKS = [WorkerRank(f"w{worker}", 0) for worker in range(4096)]
+NUM_WORKERS, QUERY_BLOCKS = 256, 1000
+Row = list[object]
+
+
+def hashes_of(rng: np.random.Generator, *shape: int) -> Any:
+    """Return block hashes; below 2**63, because the peer's JSON takes no more."""
+    return rng.integers(1, 2**63, shape, dtype=np.uint64)
+
+
+def peer_event(parent: int | None, hashes: list[int]) -> bytes:
+    """Return a stored event as the peer takes it, with one number for both of its hashes of a block."""
+    blocks = [{"block_hash": block, "tokens_hash": block} for block in hashes]
+    return json.dumps({"event_id": 0, "data": {"stored": {"parent_hash": parent, "blocks": blocks}}}).encode()
+
+
+def compare(name: str, ours: Callable[[], object], peers: Callable[[], object], num_calls: int, num_reps: int) -> Row:
+    """Return a row: the best of either side on the wall and of CPU, and the CPU ratio of alternating repetitions."""
+    pairs = [(time_call_us(ours, num_calls), time_call_us(peers, num_calls)) for _ in range(num_reps)]
+    return row_of(name, pairs)
+
+
+def row_of(name: str, pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> Row:
+    """Return a row from the (wall, CPU) times of both sides in each repetition."""
+    low, middle, high = best_and_spread(theirs[1] / own[1] for own, theirs in pairs)
+    own_wall, own_cpu = (min(own[i] for own, _ in pairs) for i in range(2))
+    peer_wall, peer_cpu = (min(theirs[i] for _, theirs in pairs) for i in range(2))
+    return [
+        name,
+        f"{own_wall:.3g}",
+        f"{own_cpu:.3g}",
+        f"{peer_wall:.3g}",
+        f"{peer_cpu:.3g}",
+        f"{peer_wall / own_wall:.1f}x",
+        f"{middle:.1f}x ({low:.1f}-{high:.1f})",
+    ]
+
+
+def bench_match(quick: bool) -> list[Row]:
+    """Match 1,000 blocks: hot, held by 256 workers, and cold, in a table that no cache holds."""
+    rng = np.random.default_rng(1)
+    num_chains = 400 if quick else 4000
+    index, tree = RadixIndex(), RadixTree()
+    same, stairs, chains = (
+        hashes_of(rng, *shape) for shape in ((QUERY_BLOCKS,), (QUERY_BLOCKS,), (num_chains, QUERY_BLOCKS))
+    )
+    depths = (rng.permutation(NUM_WORKERS) + 1) * (QUERY_BLOCKS // NUM_WORKERS)
+    for worker in range(NUM_WORKERS):
+        for chain in (same, stairs[: depths[worker]]):
+            index.store(RANKS[worker], Tier.GPU, None, chain)
+            tree.apply_event(worker, peer_event(None, chain.tolist()))
+    for number, chain in enumerate(chains):
+        event = peer_event(None, chain.tolist())
+        for worker in (number % NUM_WORKERS, (number * 7 + 1) % NUM_WORKERS):
+            index.store(RANKS[worker], Tier.GPU, None, chain)
+            tree.apply_event(worker, event)
+
+    def ours(query: Any) -> Callable[[], object]:
+        def call() -> object:
+            match = index.match(query)
+            return match.holder_ids, match.depths
+
+        return call
+
+    def peers(query: Any) -> Callable[[], object]:
+        as_list = query.tolist()
+        return lambda: tree.find_matches(as_list).scores
+
+    num_reps = 5 if quick else 15
+    same_list, stairs_list = same.tolist(), stairs.tolist()
+    order = random.Random(1).sample(range(num_chains), num_chains)
+    lists = [chain.tolist() for chain in chains]
+    mine, theirs = iter(order * 2), iter(order * 2)
+    per_rep = num_chains // num_reps
+    return [
+        compare("hot, 256 workers, one depth, answer read", ours(same), peers(same), 200, num_reps),
+        compare("hot, 256 workers, 250 depths, answer read", ours(stairs), peers(stairs), 200, num_reps),
+        compare(
+            "hot, one depth, call only", lambda: index.match(same), lambda: tree.find_matches(same_list), 200, num_reps
+        ),
+        compare(
+            "hot, 250 depths, call only",
+            lambda: index.match(stairs),
+            lambda: tree.find_matches(stairs_list),
+            200,
+            num_reps,
+        ),
+        compare(
+            f"cold, {num_chains * QUERY_BLOCKS:,} blocks, 2 workers a chain, answer read",
+            lambda: ours(chains[next(mine)])(),
+            lambda: tree.find_matches(lists[next(theirs)]).scores,
+            per_rep,
+            num_reps,
+        ),
+    ]
+
+
+def timed_loop(function: Callable[..., object], *columns: Any) -> tuple[float, float]:
+    """Return the seconds of calling a function along columns of arguments: on the wall, and of CPU."""
+    gc.collect()
+    wall, cpu = perf_counter(), process_time()
+    for arguments in zip(*columns, strict=True):
+        function(*arguments)
+    return perf_counter() - wall, process_time() - cpu
+
+
+def bench_apply(quick: bool) -> list[Row]:
+    """Store events of 1, 8 and 64 new blocks, in an index that grows from nothing and in one with room reserved."""
+    rows: list[Row] = []
+    num_blocks = 40_000 if quick else 1_000_000
+    for length in (1, 8, 64):
+        num_events = min(num_blocks // length, 200_000)
+        times: dict[str, list[Any]] = {}
+        for repetition in range(3 if quick else 5):
+            chains = hashes_of(np.random.default_rng(repetition), num_events, length)
+            events = [Stored(chain.tobytes()) for chain in chains]
+            batches = [events[first : first + 32] for first in range(0, num_events, 32)]
+            growing, reserved, single, tree = (
+                RadixIndex(),
+                RadixIndex(initial_blocks=num_events * length),
+                RadixIndex(),
+                RadixTree(),
+            )
+            peer_events = [peer_event(None, chain.tolist()) for chain in chains]
+            peer = timed_loop(tree.apply_event, repeat(0, num_events), peer_events)
+            del peer_events
+            of_rank = repeat(RANKS[0], len(batches))
+            root = [repeat(each, num_events) for each in (RANKS[0], Tier.GPU, None)]
+            for name, seconds in (
+                ("apply, 32 events a call", timed_loop(growing.apply, of_rank, batches)),
+                ("the same, room reserved", timed_loop(reserved.apply, repeat(RANKS[0], len(batches)), batches)),
+                ("store, one event a call", timed_loop(single.store, *root, list(chains))),
+            ):
+                scale = 1e9 / (num_events * length)
+                pair = tuple((wall * scale, cpu * scale) for wall, cpu in (seconds, peer))
+                times.setdefault(f"{length} block{'s' * (length > 1)}: {name}", []).append(pair)
+        rows += [row_of(name, pairs) for name, pairs in times.items()]
+    return rows
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Return this process's resident size now, and its highest since `forget_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
+    return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024
+
+
+def forget_peak() -> None:
+    """Make the peak of the resident size begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def sweep_all(index: RadixIndex) -> None:
+    """Do all housekeeping that is left."""
+    while index.sweep():
+        pass
+
+
+def fill_single(index: RadixIndex, chains: Any, rng: np.random.Generator) -> None:
+    """Give each chain to one of 256 workers."""
+    for chain, worker in zip(chains, rng.integers(0, NUM_WORKERS, len(chains)), strict=True):
+        index.store(RANKS[worker], Tier.GPU, None, chain)
+
+
+def fill_eight(index: RadixIndex, chains: Any, rng: np.random.Generator) -> None:
+    """Give each chain to a random 8 of 256 workers; first one worker for all chains, then the second, and so on."""
+    workers = np.empty((len(chains), 8), np.int16)
+    for first in range(0, len(chains), 10_000):
+        part = rng.random((len(chains[first : first + 10_000]), NUM_WORKERS), np.float32)
+        workers[first : first + 10_000] = np.argpartition(part, 8, axis=1)[:, :8]
+    for column in range(8):
+        for chain, worker in zip(chains, workers[:, column], strict=True):
+            index.store(RANKS[worker], Tier.GPU, None, chain)
+
+
+def fill_fleet(index: RadixIndex, chains: Any, rng: np.random.Generator) -> None:
+    """Give chains to 4,096 workers: 1 to 16 holders each, every hundredth 512; tails are evicted, workers restart."""
+    for number, chain in enumerate(chains):
+        num_holders = 512 if number % 100 == 0 else int(rng.geometric(0.4)) % 16 + 1
+        for worker in rng.integers(0, len(RANKS), num_holders):
+            index.store(RANKS[worker], Tier.GPU, None, chain[: len(chain) - int(rng.integers(0, 8))])
+        if number % 20 == 0:  # a worker restarts, and stores again some of what it had
+            worker = int(rng.integers(0, len(RANKS)))
+            index.clear(RANKS[worker].worker)
+            for again in rng.integers(0, number + 1, 20):
+                index.store(RANKS[worker], Tier.GPU, None, chains[again])
+            index.sweep(200_000)
+
+
+MIXES: dict[str, tuple[Callable[[RadixIndex, Any, np.random.Generator], None], int]] = {
+    "one of 256 workers a chain, chains of 128": (fill_single, 128),
+    "a random 8 of 256 a chain, chains of 128": (fill_eight, 128),
+    "a random 8 of 256 a chain, chains of 16": (fill_eight, 16),
+    "4,096 workers with churn, chains of 64": (fill_fleet, 64),
+}
+
+
+def bench_memory(mix: str, quick: bool) -> list[Row]:
+    """Fill an index with ten million blocks in one of the mixes; bytes a block by own account and resident."""
+    fill, length = MIXES[mix]
+    rng = np.random.default_rng(1)
+    chains = hashes_of(rng, (300_000 if quick else 10_000_000) // length, length)
+    index = RadixIndex()
+    index.match(chains[0])
+    rng.random((10_000, NUM_WORKERS), np.float32)  # scratch of the fill itself
+    gc.collect()
+    before, _ = resident_bytes()
+    forget_peak()
+    fill(index, chains, rng)
+    filled = index.statistics()
+    _, peak = resident_bytes()
+    sweep_all(index)
+    statistics = index.statistics()
+    resting, _ = resident_bytes()
+    per_block = [
+        f"{size / statistics.num_blocks:.1f}"
+        for size in (statistics.size_bytes, filled.peak_bytes, resting - before, peak - before)
+    ]
+    return [[mix, f"{statistics.num_blocks:,}", f"{statistics.num_held:,}", f"{statistics.num_sets:,}", *per_block]]
+
+
+def bench_pauses(quick: bool) -> list[Row]:
+    """Time every call while an index grows to ten million blocks, changes, and is emptied; without garbage collection.
+
+    The longest wall time includes whatever else the machine ran; the CPU time is the call's own.
+    """
+    rng = np.random.default_rng(1)
+    num_events = (300_000 if quick else 10_000_000) // 8
+    chains = hashes_of(rng, num_events, 8)
+    index = RadixIndex()
+    calls: dict[str, list[tuple[float, float]]] = {}
+    gc.collect()
+    gc.disable()
+
+    def timed(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        wall, cpu = perf_counter(), thread_time()
+        result = function(*arguments)
+        calls.setdefault(name, []).append((thread_time() - cpu, perf_counter() - wall))
+        return result
+
+    for number, chain in enumerate(chains):
+        timed("store 8 blocks, growing", index.store, RANKS[number % NUM_WORKERS], Tier.GPU, None, chain)
+    for number in range(0, num_events, 64):
+        batch = [Removed(chains[i].tobytes()) for i in range(number, min(number + 32, num_events))]
+        timed("apply, 32 removals of 8", index.apply, RANKS[number % NUM_WORKERS], batch)
+        timed("match 8 blocks", index.match, chains[number])
+    for number in range(num_events // 10):
+        timed("store on a second worker", index.store, RANKS[1000 + number % 999], Tier.GPU, None, chains[number])
+    for worker in range(0, NUM_WORKERS, 2):
+        timed("remove_worker", index.remove_worker, RANKS[worker].worker)
+    while timed("sweep(50_000)", index.sweep):
+        pass
+    for source in index.ranks():
+        timed("remove_worker", index.remove_worker, source.worker)
+    while timed("sweep(50_000)", index.sweep):
+        pass
+    assert index.statistics().num_blocks == 0
+    rows: list[Row] = []
+    for name, seconds in calls.items():
+        cpu, wall = np.array(seconds).T * 1e3
+        high, median = np.quantile(cpu, 0.9999), np.median(cpu)
+        rows.append([name, f"{len(cpu):,}", f"{median:.4f}", f"{high:.3f}", f"{cpu.max():.2f}", f"{wall.max():.2f}"])
+    return rows
+
+
+COMPARISON = [
+    "case",
+    "kvist, wall",
+    "kvist, CPU",
+    "RadixTree, wall",
+    "RadixTree, CPU",
+    "wall, best to best",
+    "CPU, median (range)",
+]
+SECTIONS: dict[str, tuple[str, list[str], Callable[[bool], list[Row]]]] = {
+    "match": (
+        "Match of 1,000 blocks, µs a call",
+        COMPARISON,
+        bench_match,
+    ),
+    "apply": (
+        "Stored events of new blocks, ns a block",
+        COMPARISON,
+        bench_apply,
+    ),
+    "memory": (
+        "Memory, bytes a block",
+        ["mix", "blocks", "held", "sets", "own, resting", "own, peak", "resident, resting", "resident, peak"],
+        lambda quick: [row for mix in MIXES for row in in_process("memory", quick, mix)],
+    ),
+    "pauses": (
+        "Time of single calls, ms",
+        ["call", "calls", "CPU, median", "CPU, 99.99th percentile", "CPU, longest", "wall, longest"],
+        bench_pauses,
+    ),
+}
+
+
+def in_process(section: str, quick: bool, mix: str = "") -> list[Row]:
+    """Run a section in a process of its own, so that none inherits another's memory."""
+    command = [sys.executable, __file__, "--section", section, "--mix", mix, *(["--quick"] if quick else [])]
+    rows: list[Row] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return rows
+
+
+def main() -> None:
+    """Run all sections, or print one as JSON for the process that asked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="small sizes, for a look")
+    parser.add_argument("--save", action="store_true", help="write below benchmarks/results")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--mix", default="", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.section:
+        is_mix = options.section == "memory" and options.mix
+        print(
+            json.dumps(
+                bench_memory(options.mix, options.quick) if is_mix else SECTIONS[options.section][2](options.quick)
+            )
+        )
+        return
+    start = perf_counter()
+    results = {name: in_process(name, options.quick) for name in SECTIONS}
+    parts = [f"## {title}\n\n{table(headers, results[name])}" for name, (title, headers, _) in SECTIONS.items()]
+    facts = {"is_quick": options.quick, "wall_s": round(perf_counter() - start), "rows": results}
+    packages = ("numpy", "numba", "ai-dynamo-runtime")
+    report("bench_index", "\n\n".join(["# The index", *parts]), facts, packages, options.save)
+
+
+if __name__ == "__main__":
+    main()
