@@ -220,6 +220,7 @@ async def test_while_a_rank_is_resyncing_it_says_so(indexer, make_truth, until, 
     publication = Mute(Endpoint.parse(memory_url), wire)
     with publisher_at(publication, limits=PublisherLimits(coalesce_s=0.0, heartbeat_s=0.02)) as publisher:
         indexer.add_source("w1", memory_url)
+        await until(lambda: indexer.states("w1"))  # or the first batch would be missed, and never replayed
         truth = make_truth(publisher)
         truth.store()
         await until(lambda: indexer.is_exact("w1", 0))
