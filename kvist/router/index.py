@@ -84,9 +84,9 @@ class FleetIndex:
         wanted = tuple(endpoints)
         for endpoint in wanted:
             Endpoint.parse(endpoint)
+        self._statuses.pop(worker, None)
         if wanted == self._endpoints.get(worker, ()):
             return
-        self._statuses.pop(worker, None)
         if self._endpoints.pop(worker, ()) and self._indexer is not None:
             self._indexer.remove_source(worker)
         if wanted:

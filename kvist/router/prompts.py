@@ -27,7 +27,7 @@ CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
 
 INLINE_BODY_BYTES = 2048
-"""Up to here a body is tokenised on the event loop, which costs it at most 0.5 ms; 32 kB would cost 20 ms. Measured with
+"""Up to here a body is tokenised on the event loop, at a cost of at most 0.5 ms; 32 kB would cost 20 ms. Measured with
 the bundled tokeniser on a 2-core Xeon; a hop to a thread and back takes 0.05 ms, and more on a busy machine."""
 
 CHARS_PER_TOKEN = 4

@@ -139,8 +139,8 @@ class ScriptedWorker:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the condition holds, at most five seconds."""
-    async with asyncio.timeout(5):
+    """Wait until the condition holds, at most twenty seconds."""
+    async with asyncio.timeout(20):
         while not await condition():  # noqa: ASYNC110 - what is waited for is behind a socket
             await asyncio.sleep(0.005)
 
@@ -209,7 +209,7 @@ class RunningRouter:
 @asynccontextmanager
 async def running_router(*urls: str, ready: bool = True, **values: Any) -> AsyncIterator[RunningRouter]:
     """A router on a free port, once every worker has been judged."""
-    fast = {"health_interval_s": 0.05, "health_timeout_s": 2.0, "breaker_cooldown_s": 0.2, "drain_timeout_s": 2.0}
+    fast = {"health_interval_s": 0.05, "health_timeout_s": 10.0, "breaker_cooldown_s": 0.2, "drain_timeout_s": 2.0}
     config = RouterConfig(worker_urls=urls, port=0, **(fast | values))
     async with (
         RouterService(config) as service,

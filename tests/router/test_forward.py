@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from random import Random
 from typing import Any
 
 import httpx
@@ -231,6 +232,46 @@ async def test_an_answer_cut_in_the_middle_is_seen_as_cut(worker, router, http_b
         with pytest.raises(httpx.RemoteProtocolError):
             await front.complete()
         assert total_load(front) == 0
+
+
+async def test_whatever_happens_to_workers_and_clients_nothing_stays_counted(worker, router, http_bytes, until) -> None:
+    chance = Random(5)
+
+    async def unreliable(_: Any, writer: asyncio.StreamWriter) -> None:
+        luck = chance.random()
+        if luck < 0.2:
+            writer.write(http_bytes.response(b"busy", status=503))
+        elif luck < 0.3:
+            raise ConnectionResetError
+        elif luck < 0.6:
+            writer.write(http_bytes.event_stream_head)
+            for text in "abcd":
+                writer.write(http_bytes.chunk(events(text)[0]))
+                await writer.drain()
+                await asyncio.sleep(0.002)
+            if luck < 0.4:
+                raise ConnectionResetError
+            writer.write(http_bytes.chunk(b""))
+        else:
+            await asyncio.sleep(luck / 50)
+            writer.write(http_bytes.response(http_bytes.completion()))
+
+    async def ask(front: Any) -> int | None:
+        try:
+            async with asyncio.timeout(chance.choice([0.005, 0.02, 5])):
+                return (await front.complete(list(range(100)))).status_code
+        except (TimeoutError, httpx.RemoteProtocolError):
+            return None
+
+    a, b, c = (worker(answer=unreliable) for _ in range(3))
+    async with a, b, c, router(a.url, b.url, c.url, breaker_failures=1000) as front:
+        statuses = await asyncio.gather(*(ask(front) for _ in range(120)))
+        assert 200 in statuses
+        assert set(statuses) <= {200, 502, 503, None}
+        await until(lambda: total_load(front) == 0)
+        loads = (await front.client.get("/get_loads")).json()["loads"]
+        assert all(load["prefill_tokens"] == load["decode_blocks"] == 0 for load in loads)
+        assert {each["circuit"] for each in (await front.workers()).values()} == {"closed"}
 
 
 async def test_an_open_circuit_takes_no_requests_and_one_trial_closes_it(worker, router, http_bytes, until) -> None:
