@@ -31,7 +31,7 @@ class TileShape(NamedTuple):
 
 
 def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
-    """A tile whose accumulators stay in registers: compiled for sm_80 and sm_90, no kernel spills. Speed is not tuned.
+    """A tile whose accumulators stay in registers: no 16-bit kernel spills on sm_80 and sm_90. Speed is not tuned.
 
     float32 is there to compare with, not for speed: its products keep full precision, so they miss the tensor cores
     and want many registers. In 16 bits, 64 rows of 128 spill with 4 warps on sm_80, and 64 rows of 512 with 8 warps on
