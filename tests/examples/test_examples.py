@@ -1,0 +1,31 @@
+"""Each example runs as printed in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(*arguments: str) -> str:
+    """Return what an example prints; it must end well."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_embedded_publisher_is_followed_by_an_index() -> None:
+    assert "gpu-0 rank 0 holds 3 of 4 blocks" in run(str(EXAMPLES / "embedded_publisher.py"))
+
+
+def test_the_tiny_model_can_be_trained_again(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "train_tiny_model"), "--out", str(tmp_path), "--minutes", "0.02", "--seed", "0")
+    assert "held_out_loss=" in output
+    assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_examples_are_short() -> None:
+    for example in EXAMPLES.glob("*.py"):
+        assert len(example.read_text().splitlines()) <= 80, example
