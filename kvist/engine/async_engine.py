@@ -114,7 +114,9 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop
         self._ids = itertools.count()
         self._generations: dict[str, Generation] = {}
+        self._flushes: set[asyncio.Future[None]] = set()
         self._is_stopping = False
+        self._has_ended = False
         self.num_refused = 0
 
     async def __aenter__(self) -> Self:
@@ -129,12 +131,12 @@ class AsyncEngine:
         """Stop after the step in progress; what is unfinished ends with an error."""
         self._commands.put(self._stop)
         await asyncio.to_thread(self._thread.join, self._close_timeout_s)
-        self._fail_open()
+        self._end_open()
 
     @property
     def is_alive(self) -> bool:
         """Return whether requests are being computed."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._has_ended
 
     def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
         """Queue the sequences and return their outputs to come.
@@ -160,14 +162,15 @@ class AsyncEngine:
         """Forget all cached blocks that no request is using; returns when it is done. Raises EngineStoppedError."""
         if not self.is_alive:
             raise EngineStoppedError
-        done = asyncio.Event()
+        done = self._loop.create_future()
+        self._flushes.add(done)
 
         def flush() -> None:
             self._core.flush_cache()
-            self._loop.call_soon_threadsafe(done.set)
+            self._loop.call_soon_threadsafe(self._flushed, done)
 
         self._commands.put(flush)
-        await done.wait()
+        await done
 
     def statistics(self) -> EngineStatistics:
         """Return the core's counts, which change while they are read."""
@@ -177,16 +180,16 @@ class AsyncEngine:
         """Step while there is work, else sleep until a command comes."""
         try:
             while not self._is_stopping:
-                self._obey(is_waiting=not self._core.has_work)
+                self._run_commands(is_waiting=not self._core.has_work)
                 outputs = self._core.step()
                 if outputs:
                     self._loop.call_soon_threadsafe(self._deliver, outputs)
         finally:
             if not self._is_stopping:
                 logger.critical("engine thread died")
-                self._loop.call_soon_threadsafe(self._fail_open)
+                self._loop.call_soon_threadsafe(self._end_open)
 
-    def _obey(self, is_waiting: bool) -> None:
+    def _run_commands(self, is_waiting: bool) -> None:
         if is_waiting:
             self._commands.get()()
         while not self._commands.empty():
@@ -208,7 +211,18 @@ class AsyncEngine:
             if output.is_last:
                 del self._generations[output.request_id]
 
-    def _fail_open(self) -> None:
+    def _flushed(self, done: asyncio.Future[None]) -> None:
+        self._flushes.discard(done)
+        if not done.done():  # the caller may have been cancelled
+            done.set_result(None)
+
+    def _end_open(self) -> None:
+        """Let nobody wait for a thread that computes no more."""
+        self._has_ended = True
+        for done in self._flushes:
+            if not done.done():
+                done.set_exception(EngineStoppedError())
+        self._flushes.clear()
         for request_id, generation in self._generations.items():
             generation.put(RequestOutput(request_id, error="the engine has stopped"))
         self._generations.clear()

@@ -70,10 +70,20 @@ def _plan(config: EngineConfig) -> _Plan:
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise InvalidValueError("max_model_len", max_model_len, f"at most the model's {model.max_position}")
-    device = torch.device(config.device)
+    device = _device(config.device)
     name = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, name)
     return _Plan(model, group_layers(model.layer_kv(), max_model_len), max_model_len, dtype, device)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidValueError("device", name, "cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidValueError("device", name, "cpu: this torch sees no CUDA device")
+    return device
 
 
 def _num_blocks(config: EngineConfig, plan: _Plan) -> int:

@@ -128,7 +128,7 @@ async def test_what_is_unfinished_at_the_end_gets_an_error(make_core, greedy) ->
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-async def test_when_the_thread_dies_nobody_waits_for_ever(make_core, greedy, monkeypatch, until) -> None:
+async def test_when_the_thread_dies_nobody_waits_for_ever(make_core, greedy, monkeypatch) -> None:
     def bug(*_: object) -> None:
         raise AssertionError("our own bug")
 
@@ -136,4 +136,13 @@ async def test_when_the_thread_dies_nobody_waits_for_ever(make_core, greedy, mon
     async with AsyncEngine(make_core("qwen3"), max_num_open=3) as engine:
         answers = await collect(engine.generate([SequenceInput(PROMPT, greedy(3))]))
         assert answers[0].error == "the engine has stopped"
-        await until(lambda: not engine.is_alive)
+        assert not engine.is_alive
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_flush_during_the_death_of_the_thread_is_told(make_core, monkeypatch) -> None:
+    core = make_core("qwen3")
+    monkeypatch.setattr(core, "flush_cache", lambda: 1 / 0)
+    async with AsyncEngine(core, max_num_open=3) as engine:
+        with pytest.raises(EngineStoppedError):
+            await engine.flush_cache()

@@ -41,6 +41,11 @@ def test_a_longer_context_than_the_models_is_refused(make_core) -> None:
         make_core("qwen3", max_model_len=513)
 
 
+def test_an_unknown_device_is_refused(make_core) -> None:
+    with pytest.raises(InvalidValueError, match="device: got 'gpu', expected cpu, cuda or cuda:N"):
+        make_core("qwen3", device="gpu")
+
+
 def test_groups_follow_the_windows(make_core) -> None:
     windows = [pool.window for pool in make_core("gemma3").statistics().kv_cache.pools]
     assert windows == [FULL, 8]

@@ -10,15 +10,15 @@ from kvist.engine.models.config import Llama3Scaling, RopeConfig
 
 
 class RotaryTable:
-    """Cosines and sines of every position, float32 `[max_len, 1, head_dim]` each."""
+    """Cosines and sines of every position, float32 `[max_len, 1, head_dim / 2]` each."""
 
     def __init__(self, config: RopeConfig, head_dim: int, max_len: int) -> None:
         frequencies = rope_frequencies(config, head_dim)
-        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies).repeat(1, 2).unsqueeze(1)
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies).unsqueeze(1)
         self._cos, self._sin = angles.cos(), angles.sin()
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines `[num_tokens, 1, head_dim]` at absolute positions."""
+        """Return cosines and sines `[num_tokens, 1, head_dim / 2]` at absolute positions."""
         return self._cos[positions], self._sin[positions]
 
 
@@ -31,9 +31,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Return `[num_tokens, num_heads, head_dim]` turned by its positions; computed in float32, cast back."""
-    wide = x.float()
-    first, second = wide.chunk(2, dim=-1)
-    return (wide * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
