@@ -141,7 +141,7 @@ class RequestParser:
         headers = parse_fields(block)
         control = pick(headers, _CONTROL_FIELDS)
         is_http11 = version == b"1.1"
-        target = _origin_form(method, target, _single_host(control[b"host"], is_http11))
+        target = _origin_form(method, target, _single_host(control[b"host"]))
         options = list_members(control[b"connection"])
         _refuse_upgrade(control[b"upgrade"])
         self._body = self._framing(control, is_http11)
@@ -207,10 +207,8 @@ def _require_http1(version: bytes) -> None:
     raise RequestRefusedError(505, "http_version_not_supported", "the HTTP versions supported are 1.1 and 1.0")
 
 
-def _single_host(hosts: list[bytes], is_http11: bool) -> bytes | None:
-    """The one Host; only HTTP/1.0 may leave it out, as load balancers' health checks do."""
-    if not hosts and not is_http11:
-        return None
+def _single_host(hosts: list[bytes]) -> bytes:
+    """The one Host, which HTTP/1.0 would let a client leave out: whoever proxies such a request would have to guess."""
     if len(hosts) != 1:
         raise MalformedHttpError(f"{len(hosts)} host headers where one is required")
     if not _HOST.fullmatch(hosts[0]):
@@ -218,13 +216,13 @@ def _single_host(hosts: list[bytes], is_http11: bool) -> bytes | None:
     return hosts[0]
 
 
-def _origin_form(method: bytes, target: bytes, host: bytes | None) -> bytes:
+def _origin_form(method: bytes, target: bytes, host: bytes) -> bytes:
     """`target` as path and query; an absolute one must name the host the Host header names."""
     if target == b"*" and method == b"OPTIONS":
         return target
     if not target.startswith(b"/") and (absolute := _ABSOLUTE_FORM.fullmatch(target)):
         authority, target = absolute.groups()
-        if host is None or authority.lower() != host.lower():
+        if authority.lower() != host.lower():
             raise MalformedHttpError("the authority of the target differs from the host header")
         if not target.startswith(b"/"):
             target = b"/" + target

@@ -67,8 +67,8 @@ async def test_reading_pauses_while_a_client_pipelines_more_than_it_may(
 @pytest.mark.parametrize(
     ("request_bytes", "is_closing", "connection"),
     [
-        (b"GET / HTTP/1.0\r\n\r\n", True, "close"),
-        (b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n", False, "keep-alive"),
+        (b"GET / HTTP/1.0\r\nHost: a\r\n\r\n", True, "close"),
+        (b"GET / HTTP/1.0\r\nHost: a\r\nConnection: keep-alive\r\n\r\n", False, "keep-alive"),
         (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n", True, "close"),
         (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: x, Close\r\n\r\n", True, "close"),
         (GET, False, None),
@@ -205,7 +205,7 @@ async def test_an_answer_that_is_never_read_does_not_hold_the_connection(
     server = await serve(handler, write_timeout_s=0.05, linger_timeout_s=0.05)
     client = await connect(server)
     client.writer.transport.pause_reading()
-    client.send(b"GET / HTTP/1.0\r\n\r\n")
+    client.send(b"GET / HTTP/1.0\r\nHost: a\r\n\r\n")
     await until(lambda: server.statistics().num_requests)
     await until(lambda: server.statistics().num_connections == 0)
 

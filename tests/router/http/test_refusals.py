@@ -87,6 +87,7 @@ ACCEPTED_BY_H11 = {
     "a del in a value": (get(HOST + b"X: a\x7fb\r\n"), 400),
     "length and chunked": (post(b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n", HELLO), 400),
     "chunked and length": (post(b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n", HELLO), 400),
+    "no host on http/1.0": (b"GET / HTTP/1.0\r\n\r\n", 400),
     "chunked on http/1.0": (b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + HELLO, 400),
     "two equal lengths": (post(b"Content-Length: 5\r\nContent-Length: 5\r\n"), 400),
     "a list of equal lengths": (post(b"Content-Length: 5, 5\r\n"), 400),
