@@ -14,14 +14,12 @@ from kvist.errors import InvalidValueError
 from kvist.router.config import RouterConfig
 from kvist.router.service import RouterService
 
-CERTIFICATE = Path(__file__).parent / "http" / "localhost.pem"
 
-
-async def test_clients_are_served_over_https(worker) -> None:
+async def test_clients_are_served_over_https(worker, certificate) -> None:
     async with worker() as one:
-        files = {"tls_certificate": str(CERTIFICATE), "tls_key": str(CERTIFICATE)}
+        files = {"tls_certificate": str(certificate.chain), "tls_key": str(certificate.chain)}
         config = RouterConfig(worker_urls=(one.url,), port=0, policy="random", **files)
-        trust = ssl.create_default_context(cafile=str(CERTIFICATE))
+        trust = ssl.create_default_context(cafile=certificate.authority)
         async with RouterService(config) as service, httpx.AsyncClient(verify=trust, trust_env=False) as client:
             assert service.url.startswith("https://")
             assert (await client.get(service.url + "/health")).status_code == 200

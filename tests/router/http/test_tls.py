@@ -3,7 +3,6 @@
 import asyncio
 import ssl
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,21 +10,19 @@ import pytest
 
 from kvist.router.http import ConnectError, Handler, HttpServer, UpstreamPool
 
-CERTIFICATE = Path(__file__).with_name("localhost.pem")
-
 
 @pytest.fixture
-async def worker(echo: Handler) -> AsyncIterator[str]:
+async def worker(echo: Handler, certificate: Any) -> AsyncIterator[str]:
     """The base URL of a worker behind TLS."""
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    tls.load_cert_chain(CERTIFICATE)
+    tls.load_cert_chain(certificate.chain)
     async with HttpServer(echo, tls=tls) as server:
         yield f"https://127.0.0.1:{server.port}"
 
 
 @pytest.fixture
-def trust() -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=str(CERTIFICATE))
+def trust(certificate: Any) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=certificate.authority)
 
 
 async def test_a_worker_behind_tls_is_reached_and_its_connection_reused(worker: str, trust: ssl.SSLContext) -> None:
