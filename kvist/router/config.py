@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint
 from kvist.router.policy import (
     DEFAULT_DECODE_SCALE,
     DEFAULT_RECENT_SCALE,
@@ -112,9 +113,11 @@ class RouterConfig:
     def _check_workers(self) -> None:
         for url in self.worker_urls:
             check_worker_url("worker_urls", url)
-        for url in self.kv_event_sources:
+        for url, endpoints in self.kv_event_sources.items():
             if url not in self.worker_urls:
                 raise InvalidValueError("kv_event_sources", url, f"one of worker_urls {list(self.worker_urls)}")
+            for endpoint in endpoints:
+                check_event_source(endpoint)
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise InvalidValueError("worker_urls", list(self.worker_urls), "each worker once")
         if self.kv_event_sources and self.block_size is None:
@@ -191,6 +194,14 @@ def check_worker_url(name: str, url: str) -> None:
         has_origin = False
     if not has_origin or parts.username is not None or parts.query or parts.fragment or url.endswith("/"):
         raise InvalidValueError(name, url, "http(s)://host[:port][/prefix]")
+
+
+def check_event_source(endpoint: str) -> None:
+    """Raise InvalidValueError unless the endpoint is the URL of an event stream."""
+    try:
+        Endpoint.parse(endpoint)
+    except ValueError as error:
+        raise InvalidValueError("kv_event_sources", endpoint, f"the URL of an event stream ({error})") from None
 
 
 def option_help() -> dict[str, str]:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
-from kvist.router.config import RouterConfig, check_worker_url
+from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.discovery import Identity, ServedModel, event_endpoint, probe
 from kvist.router.health import CircuitBreaker, HealthGauge
 from kvist.router.http import UpstreamError, UpstreamPool
@@ -125,6 +125,8 @@ class Fleet:
         Event sources given here are followed whatever the worker announces.
         """
         check_worker_url("url", url)
+        for endpoint in event_sources:
+            check_event_source(endpoint)
         if (present := self._workers.get(url)) is not None:
             raise WorkerConflictError(url, present.state)
         config = self._config

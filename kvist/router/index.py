@@ -81,7 +81,7 @@ class FleetIndex:
 
         Raises InvalidValueError for an endpoint that is no URL of a stream; then nothing has changed.
         """
-        wanted = tuple(endpoints)
+        wanted = tuple(dict.fromkeys(endpoints))
         for endpoint in wanted:
             Endpoint.parse(endpoint)
         self._statuses.pop(worker, None)

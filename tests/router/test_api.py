@@ -57,6 +57,8 @@ async def test_without_an_admin_key_a_foreign_page_or_proxy_may_not_administer(r
         (b'{"url": "w:1"}', 400),
         (b'{"url": "http://w:1", "weight": 2}', 400),
         (b'{"url": "http://w:1/?x=1"}', 400),
+        (b'{"url": "http://w:1", "kv_event_sources": ["http://w:2"]}', 400),
+        (b'{"url": "http://w:1", "kv_event_sources": ["tcp://[::1:2"]}', 400),
     ],
 )
 async def test_a_worker_that_makes_no_sense_is_refused(router, body: bytes, status: int) -> None:

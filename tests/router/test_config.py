@@ -40,6 +40,11 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
             "block_size",
             "since kv_event_sources are given",
         ),
+        (
+            {"worker_urls": [WORKER], "block_size": 16, "kv_event_sources": {WORKER: ["tcp://[::1:5557"]}},
+            "kv_event_sources",
+            "the URL of an event stream",
+        ),
         ({"allowed_event_networks": ["10.0.0.0/33"]}, "allowed_event_networks", "a network as CIDR"),
         ({"tier_credits": [1.0, -0.5]}, "tier_credits", "numbers >= 0"),
         ({"tier_credits": []}, "tier_credits", "array of length >= 1"),

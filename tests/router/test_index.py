@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
@@ -135,13 +137,35 @@ async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine)
                 assert samples["kvist_index_bytes"] > 0
 
 
+async def test_the_turns_of_a_chat_find_their_prefix(worker, router, engine, tmp_path: Path) -> None:
+    words = [f"w{idx}" for idx in range(100)]
+    tokenizer = Tokenizer(models.WordLevel({word: idx for idx, word in enumerate(words)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    first, second = (
+        {"role": "user", "content": " ".join(words[:40])},
+        {"role": "user", "content": " ".join(words[40:80])},
+    )
+    async with worker() as one, worker() as other:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            async with router(one.url, other.url, model_path=str(tmp_path)) as front:
+                cache.store(list(range(40)))
+                await front.until_overlap(one.url, list(range(40)), 2)
+                answer = await front.client.post(
+                    "/v1/chat/completions", json={"model": "m", "messages": [first, second]}
+                )
+                assert (answer.headers["x-kvist-worker"], answer.headers["x-kvist-overlap-tokens"]) == (one.url, "32")
+
+
 async def test_streams_wait_for_the_first_block_size(engine, until: Any) -> None:
     import time
 
     with engine("w") as cache:
         cache.store(TOKENS)
         async with FleetIndex(None, time.monotonic) as index:
-            index.follow("w", [cache.publisher.endpoint])
+            index.follow("w", [cache.publisher.endpoint] * 2)
             assert index.endpoints("w") == (cache.publisher.endpoint,)
             assert index.ranks("w") == []
             index.adopt_block_size(16)
