@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -28,7 +29,7 @@ from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Job, read_body, read_chat, read_completion
 from kvist.engine.server.metrics import EngineCollector
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, KvistError
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.responses import Model, ModelList
 from kvist.openai.tokenization import ChatTokenizer
@@ -88,13 +89,7 @@ class _Server:
                 Route("/server_info", self._server_info),
                 Route("/flush_cache", self._flush_cache, methods=["POST"]),
             ],
-            exception_handlers={
-                RequestError: _refuse,
-                InvalidValueError: _refuse,
-                EngineOverloadedError: _refuse,
-                EngineStoppedError: _refuse,
-                ClientDisconnect: _refuse,
-            },
+            exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _refuse),
         )
 
     async def _chat(self, request: Request) -> Response:
@@ -184,8 +179,12 @@ def _refusal(error: Exception) -> RequestError:
             return RequestError(400, str(error), param=error.field, code=code)
         case EngineOverloadedError() | EngineStoppedError():
             return RequestError(503, str(error), code="unavailable")
-        case _:
+        case HTTPException():
+            return RequestError(error.status_code, error.detail)
+        case ClientDisconnect():
             return RequestError(499, "the client went away")
+        case _:  # Starlette logs it after this answer
+            return RequestError(500, "internal error")
 
 
 def _json(value: Any) -> Response:

@@ -53,6 +53,9 @@ class Harness:
             assert request.blocks is not None
             assert self.manager.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new)
         batch = self.runner.build_batch(scheduled)
+        for group in batch.groups:
+            written = group.slot_mapping[group.slot_mapping >= 0]
+            assert len(written.unique()) == len(written), "a slot is written twice"
         batch = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.input_ids)))
         with torch.inference_mode():
             logits = self.model(batch, self.kv_tensors)

@@ -158,6 +158,13 @@ def test_a_bad_request_is_refused_by_name(
     served.wait_until_idle()
 
 
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", CHAT, 405)])
+def test_what_there_is_not_is_refused_in_the_same_shape(method: str, path: str, status: int, served) -> None:
+    response = httpx.request(method, served.url + path)
+    assert response.status_code == status
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_broken_json_is_refused(post) -> None:
     response = post(CHAT, content=b'{"messages": ')
     assert response.status_code == 400
