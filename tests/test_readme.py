@@ -1,0 +1,55 @@
+"""The README is a promise: what it shows runs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    """Return the README's code blocks in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+
+
+def commands() -> list[str]:
+    """Return the kvist commands shown, with their continuation lines joined."""
+    text = "\n".join(blocks("sh")).replace("\\\n", " ")
+    return [line for line in text.splitlines() if line.startswith("kvist ")]
+
+
+def test_the_example_runs() -> None:
+    (example,) = blocks("python")
+    assert len(example.splitlines()) <= 20
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PublisherStatistics(" in done.stdout
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_command_has_only_flags_that_exist(command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    module = importlib.import_module(f"kvist.cli.{name}")
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    module.add_arguments(parser)
+    parser.parse_args(arguments)
+
+
+def test_every_make_target_shown_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make ([a-z]+)", "\n".join([README, *blocks("sh")])):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_every_file_named_exists() -> None:
+    for path in re.findall(r"`((?:docs|examples|benchmarks|tests)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
