@@ -3,3 +3,7 @@
 `forward` is the life of one request, `policy` the choice, `load` and `fleet` what it is made from, `index` what is
 known of the caches; `service` builds it all from one `config`. `http` is the data path, `api` the admin endpoints.
 """
+
+from kvist.router.config import RouterConfig
+
+__all__ = ["RouterConfig"]
