@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
+
     from kvist.engine.core import EngineCore
     from kvist.publisher import KvEventPublisher
 
@@ -95,8 +98,6 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(
     args: argparse.Namespace, listener: socket.socket, core: EngineCore, publisher: KvEventPublisher | None
 ) -> int:
-    import uvicorn
-
     from kvist.cli._publisher_metrics import PublisherCollector
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.server.app import ServedModel, create_app
@@ -111,26 +112,30 @@ async def _serve(
     )
     url = f"http://{args.host}:{listener.getsockname()[1]}"
     events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
+    async with AsyncEngine(core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S) as engine:
+        app = create_app(engine, tokenizer, model, collectors=[PublisherCollector(publisher)] if publisher else [])
+        server = _server(app, ready_line=f"kvist serve: {model.names[0]} on {url}, {events}")
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+        await server.serve(sockets=[listener])
+    return 0
+
+
+def _server(app: Starlette, ready_line: str) -> uvicorn.Server:
+    import uvicorn
 
     class Server(uvicorn.Server):
         """Says when it is ready, and leaves signals to this command: uvicorn would end the process by them."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            print(f"kvist serve: {model.names[0]} on {url}, {events}", flush=True)
+            print(ready_line, flush=True)
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    async with AsyncEngine(core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S) as engine:
-        app = create_app(engine, tokenizer, model, collectors=[PublisherCollector(publisher)] if publisher else [])
-        server = Server(
-            uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_HTTP_CLOSE_S
-            )
-        )
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
-        await server.serve(sockets=[listener])
-    return 0
+    options = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=_HTTP_CLOSE_S
+    )
+    return Server(options)
