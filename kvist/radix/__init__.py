@@ -6,6 +6,7 @@ A radix tree laid out in flat arrays and compiled with Numba. Rows are block has
 layout and everything that is hot; `index` is the face; `values` is what it answers. No I/O, no clock, one thread.
 """
 
+from kvist.radix._snapshot import Snapshot
 from kvist.radix.index import RadixIndex
 from kvist.radix.values import (
     ApplyResult,
@@ -24,6 +25,7 @@ __all__ = [
     "Match",
     "RadixIndex",
     "RankDigest",
+    "Snapshot",
     "SnapshotChunk",
     "Statistics",
     "StoreResult",

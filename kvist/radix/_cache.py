@@ -44,8 +44,14 @@ def jit_for(source: Path) -> Callable[[str], _Decorator]:
             before = _config.CACHE_DIR
             _config.CACHE_DIR = "" if directory is None else str(directory)
             try:
+                is_inner = function.__name__.startswith("_")  # called by compiled code alone
                 compiled: Callable[..., Any] = numba.njit(
-                    signature, cache=directory is not None, error_model="numpy", boundscheck=False
+                    signature,
+                    cache=directory is not None,
+                    error_model="numpy",
+                    boundscheck=False,
+                    no_cpython_wrapper=is_inner,
+                    no_cfunc_wrapper=True,
                 )(function)
             finally:
                 _config.CACHE_DIR = before

@@ -31,6 +31,9 @@ Class, 8: 0 u32 record bytes  4 u32 first slab with room (0 = none; slab 0 is ne
 Bucket: u32 set id, head of a chain. Pages of 4,096 buckets; linear hashing adds or merges one page at a time.
 Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u32 set  4 u32 operation
     8 u32 stamp of set  12 u32 result  16 u32 stamp of result
+Snapshot, 48: 0 i64 directory  8 segment and  16 row of the cursor  24 stack  32 its depth  40 output, of rows
+    Its directory, 24 an entry: 0 i64 address of a copy (0: the segment is as it was)  8 u32 capacity  12 u32 rows
+    16 i64 address of one byte a row: 1 once the row was put on the stack
 Slot, 32: 0 i64 number of (block, tier) held  8 u64 digest of them  16 u32 state
 """
 
@@ -57,6 +60,7 @@ NEED_KIND, NEED_ARG, RESUME, RESUME_OPERATION, NUM_CONFLICTS, IS_CAPTURING = ran
 NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(240, 272, 8)
 PIPELINE, CONTROL_BYTES = 512, 1024  # the rest is scratch for the keys and rows looked up ahead
 
+SNAPSHOT_BYTES, SNAPSHOT_ENTRY_BYTES = 48, 24
 ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 20, 24, 40, 8, 20, 32
 OPERATION_BYTES = 32  # u64 kind, tier, parent hash, size of its hashes in bytes
 STORE_ROOT, STORE_CHILD, REMOVE = 0, 1, 2
@@ -1187,3 +1191,79 @@ def merge_buckets(control):
         _put32(link, _get32(upper + index * 4))
         _put32(upper + index * 4, 0)
     _put64(control + NUM_BUCKETS, num_buckets)
+
+
+# --- Snapshots ------------------------------------------------------------------------------------------------------
+
+
+@_jit("void(i8,i8,i8,i8)")
+def pin(control, address, num_rows, change):
+    """Count the rows of a copy as references to their sets (change 1), or no longer (change -1)."""
+    for row in range(address, address + num_rows * ROW_BYTES, ROW_BYTES):
+        _add_references(control, _get32(row + 16), change)
+
+
+@_jit("i8(i8,i8,i8)")
+def _snapshot_rows(control, snapshot, segment_index):
+    """Address of a segment's rows as they were."""
+    copy = _get64(_get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES)
+    return copy if copy else _get64(_get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES)
+
+
+@_jit("i8(i8,i8,i8,i8)")
+def _push_if_new(control, snapshot, segment_index, row_index):
+    """Put a row on the stack, unless it was there before; return its address, or 0."""
+    entry = _get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
+    mark = _get64(entry + 16) + (row_index & ~3)  # marks are bytes, read four at a time
+    bit = 1 << ((row_index & 3) * 8)
+    if _get32(mark) & bit:
+        return 0
+    _put32(mark, _get32(mark) | bit)
+    depth = _get64(snapshot + 32)
+    _put64(_get64(snapshot + 24) + depth * 8, segment_index << 32 | row_index)
+    _put64(snapshot + 32, depth + 1)
+    return _snapshot_rows(control, snapshot, segment_index) + row_index * ROW_BYTES
+
+
+@_jit("void(i8,i8,i8)")
+def _push_ancestors(control, snapshot, row):
+    """Put the known ancestors of a row on the stack, as far as they are not there yet."""
+    multiplier, bits = _getu64(control + MULTIPLIER), _get64(control + SEGMENT_BITS)
+    while row:
+        parent = _getu64(row + 8) * multiplier
+        if parent == _getu64(row):
+            return
+        segment_index = np.int64((parent >> _U1) >> np.uint64(63 - bits))
+        entry = _get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
+        address = _snapshot_rows(control, snapshot, segment_index)
+        row = _seek(address + _home(parent, bits, _get32(entry + 8)) * ROW_BYTES, parent)
+        if _set_at(row, parent) == 0:
+            return
+        row = _push_if_new(control, snapshot, segment_index, (row - address) // ROW_BYTES)
+
+
+@_jit("i8(i8,i8,i8)")
+def snapshot_next(control, snapshot, max_rows):
+    """Write the next rows as they were, each after its parent; return how many, 0 at the end."""
+    output, count = _get64(snapshot + 40), 0
+    while count < max_rows:
+        depth = _get64(snapshot + 32)
+        if depth > 0:  # the top of the stack is the eldest
+            top = _get64(_get64(snapshot + 24) + (depth - 1) * 8)
+            row = _snapshot_rows(control, snapshot, top >> 32) + (top & 0xFFFF_FFFF) * ROW_BYTES
+            _move(output + count * ROW_BYTES, row, ROW_BYTES)
+            _put64(snapshot + 32, depth - 1)
+            count += 1
+            continue
+        segment_index, row_index = _get64(snapshot + 8), _get64(snapshot + 16)
+        if segment_index == 1 << _get64(control + SEGMENT_BITS):
+            return count
+        if row_index == _get32(_get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12):
+            _put64(snapshot + 8, segment_index + 1)
+            _put64(snapshot + 16, 0)
+            continue
+        _put64(snapshot + 16, row_index + 1)
+        row = _snapshot_rows(control, snapshot, segment_index) + row_index * ROW_BYTES
+        if _get32(row + 16) != 0:
+            _push_ancestors(control, snapshot, _push_if_new(control, snapshot, segment_index, row_index))
+    return count

@@ -13,12 +13,14 @@ from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
-from kvist.radix._snapshot import rows_of
+from kvist.radix._snapshot import rows_at
 
 _U64 = (1 << 64) - 1
 
 
-def check(heap: Heap, control: memoryview, segments: SegmentTable, sets: SetArena, slots: SlotTable) -> None:
+def check(
+    heap: Heap, control: memoryview, segments: SegmentTable, sets: SetArena, slots: SlotTable, copies: dict[int, int]
+) -> None:
     """Raise AssertionError unless rows, sets and slots agree with the documented layout and with each other."""
     references: Counter[int] = Counter()
     held: dict[int, tuple[int, int]] = {}
@@ -27,7 +29,8 @@ def check(heap: Heap, control: memoryview, segments: SegmentTable, sets: SetAren
     num_rows = 0
     for index in range(segments.num_segments):
         num_rows += _check_segment(heap, control, segments, index)
-        for key, _, set_id in rows_of(heap, segments, index)[_occupied(heap, segments, index)].tolist():
+        rows = _rows(heap, segments, index)
+        for key, _, set_id in rows[rows["set_id"] != 0].tolist():
             references[set_id] += 1
             for member in np.frombuffer(slots.members_of(set_id), np.uint32).tolist():
                 slot, tiers = member >> 4, member & 15
@@ -38,17 +41,20 @@ def check(heap: Heap, control: memoryview, segments: SegmentTable, sets: SetAren
                         count, digest = held.get(slot, (0, 0))
                         held[slot] = count + 1, digest + block_digest(key * inverse & _U64, tier) & _U64
     assert num_rows == control[compiled.NUM_ROWS >> 3], "rows are counted"
+    for address, num_copied in copies.items():
+        references.update(rows_at(heap, address, num_copied)["set_id"].tolist())
     _check_slots(slots, held, control)
-    _check_sets(heap, control, sets, {s: n for s, n in references.items() if not s & compiled.INLINE})
+    _check_sets(heap, control, sets, {s: n for s, n in references.items() if s and not s & compiled.INLINE})
 
 
-def _occupied(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.bool_]:
-    occupied: NDArray[np.bool_] = rows_of(heap, segments, index)["set_id"] != 0
-    return occupied
+def _rows(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]:
+    entry = segments.directory[index]
+    return rows_at(heap, int(entry["address"]), int(entry["rows"]))
 
 
 def _check_segment(heap: Heap, control: memoryview, segments: SegmentTable, index: int) -> int:
-    rows, occupied = rows_of(heap, segments, index), _occupied(heap, segments, index)
+    rows = _rows(heap, segments, index)
+    occupied = rows["set_id"] != 0
     entry, bits = segments.directory[index], control[compiled.SEGMENT_BITS >> 3]
     positions, keys = np.flatnonzero(occupied), rows["key"][occupied]
     assert len(keys) == entry["count"], f"segment {index} counts its rows"

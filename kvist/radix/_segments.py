@@ -88,7 +88,7 @@ class SegmentTable:
     def shrinkable(self) -> list[int]:
         """Return the segments that hold far more memory than their rows need."""
         directory = self.directory
-        is_large = directory["rows"] * compiled.ROW_BYTES >= 2 * PAGE_BYTES
+        is_large = directory["rows"] * compiled.ROW_BYTES > PAGE_BYTES
         is_sparse = (directory["count"] * 2 < directory["capacity"]) & is_large
         is_vacant = (directory["count"] == 0) & (directory["address"] != self._nothing)
         return [int(index) for index in np.flatnonzero(is_sparse | is_vacant)]

@@ -1,8 +1,12 @@
-"""Snapshots: who holds what at one moment, parents first, in chunks."""
+"""Snapshots: all that was held when one began, parents first, while the index goes on changing.
+
+A segment is copied just before it is first written to; what nobody writes to is read in place. Rows are marked as they
+are put out, and a row's ancestors go before it, whichever segments they are in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,12 +19,12 @@ from kvist.radix._slots import SlotTable
 from kvist.radix.values import SnapshotChunk
 
 ROW = np.dtype([("key", "u8"), ("parent", "u8"), ("set_id", "u4")])
+_ENTRY = np.dtype([("copy", "i8"), ("capacity", "u4"), ("rows", "u4"), ("marks", "i8")])
 
 
-def rows_of(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]:
-    """Return a view of a segment's rows, the vacant ones as well; drop it before the segment is resized."""
-    entry = segments.directory[index]
-    return np.frombuffer(heap.view(int(entry["address"])), ROW, int(entry["rows"]))
+def rows_at(heap: Heap, address: int, num_rows: int) -> NDArray[np.void]:
+    """Return a view of rows, the vacant ones as well; drop it before their buffer is resized."""
+    return np.frombuffer(heap.view(address), ROW, num_rows)
 
 
 def member_rows(chunk: SnapshotChunk, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -35,58 +39,100 @@ def member_rows(chunk: SnapshotChunk, slots: NDArray[np.int64]) -> NDArray[np.ui
     return rows
 
 
-def _depths(hashes: NDArray[np.uint64], parents: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Return each block's number of ancestors that are known."""
-    order = np.argsort(hashes)
-    at = np.minimum(np.searchsorted(hashes[order], parents), len(hashes) - 1)
-    above = np.where(hashes[order][at] == parents, order[at], np.arange(len(hashes)))
-    depths: NDArray[np.int64] = (above != np.arange(len(hashes))).astype(np.int64)
-    for _ in range(32):  # pointer doubling; parents that form a cycle never come to rest
-        depths, above = depths + depths[above], above[above]
-    return depths
+class Snapshot:
+    """Iterates over the chunks of one moment. `close` it, or use it as a context, unless it is read to its end."""
 
+    def __init__(
+        self,
+        heap: Heap,
+        control: memoryview,
+        segments: SegmentTable,
+        slots: SlotTable,
+        max_blocks: int,
+        closed: Callable[[Snapshot], None],
+    ) -> None:
+        self._heap, self._control, self._segments, self._slots = heap, control, segments, slots
+        self._max_blocks, self._closed, self._is_open = max_blocks, closed, True
+        self._ranks: list[WorkerRank] = list(slots.ranks)
+        self._is_live: NDArray[np.bool_] = slots.table()["state"] == compiled.LIVE
+        self._inverse = np.uint64(control[compiled.INVERSE >> 3] % (1 << 64))
+        self.copies: dict[int, int] = {}  # address of a copy: its number of rows
+        directory = segments.directory
+        mark_bytes = directory["rows"].astype(np.int64) + 7 & ~3
+        self._marks = heap.allocate(int(mark_bytes.sum()))
+        self._stack = heap.allocate(8 * control[compiled.NUM_ROWS >> 3] + 8)
+        self._output = heap.allocate(max_blocks * compiled.ROW_BYTES)
+        self._state = heap.allocate(compiled.SNAPSHOT_BYTES + segments.num_segments * compiled.SNAPSHOT_ENTRY_BYTES)
+        head = heap.view(self._state).cast("q")
+        head[0], head[3], head[5] = self._state + compiled.SNAPSHOT_BYTES, self._stack, self._output
+        entries = np.frombuffer(heap.view(self._state)[compiled.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
+        self._entries: NDArray[np.void] = entries
+        entries["capacity"], entries["rows"] = directory["capacity"], directory["rows"]
+        entries["marks"] = self._marks + np.cumsum(mark_bytes) - mark_bytes
+        directory["captured"] = 0
+        control[compiled.IS_CAPTURING >> 3] = 1
 
-def take(
-    heap: Heap, control: memoryview, segments: SegmentTable, slots: SlotTable, max_blocks: int
-) -> Iterator[SnapshotChunk]:
-    """Copy what is held now; yield it in chunks."""
-    tables = [rows_of(heap, segments, i) for i in range(segments.num_segments) if segments.is_allocated(i)]
-    rows = np.concatenate([table[table["set_id"] != 0] for table in tables]) if tables else np.empty(0, ROW)
-    inverse = np.uint64(control[compiled.INVERSE >> 3] % (1 << 64))
-    hashes = rows["key"] * inverse
-    ids = np.unique(rows["set_id"])
-    is_live = slots.table()["state"] == compiled.LIVE
-    sets = [np.frombuffer(slots.members_of(int(set_id)), np.uint32) for set_id in ids]
-    sets = [members[is_live[members >> 4]] for members in sets]
-    is_held = np.array([len(members) > 0 for members in sets], bool)[np.searchsorted(ids, rows["set_id"])]
-    rows, hashes = rows[is_held], hashes[is_held]
-    order = np.argsort(_depths(hashes, rows["parent"]), kind="stable") if len(rows) else np.empty(0, np.int64)
-    ranks = slots.ranks
-    return _chunks(
-        hashes[order], rows["parent"][order], np.searchsorted(ids, rows["set_id"][order]), sets, list(ranks), max_blocks
-    )
+    def capture(self, index: int) -> None:
+        """Copy a segment that is about to be written to, if that was not done; O(rows of one segment)."""
+        entry = self._segments.directory[index]
+        if entry["captured"] or not self._is_open:
+            return
+        num_rows = int(entry["rows"])
+        copy = self._heap.allocate(num_rows * compiled.ROW_BYTES)
+        rows_at(self._heap, copy, num_rows)[:] = rows_at(self._heap, int(entry["address"]), num_rows)
+        compiled.pin(self._control[compiled.SELF >> 3], copy, num_rows, 1)
+        self.copies[copy] = num_rows
+        self._entries["copy"][index] = copy
+        entry["captured"] = 1
 
+    def __iter__(self) -> Snapshot:
+        return self
 
-def _chunks(
-    hashes: NDArray[np.uint64],
-    parents: NDArray[np.uint64],
-    set_index: NDArray[np.int64],
-    sets: list[NDArray[np.uint32]],
-    ranks: list[WorkerRank],
-    max_blocks: int,
-) -> Iterator[SnapshotChunk]:
-    for start in range(0, len(hashes), max_blocks):
-        here = slice(start, start + max_blocks)
-        used, set_idx = np.unique(set_index[here], return_inverse=True)
-        members = [sets[i] for i in used]
-        offsets = np.concatenate([[0], np.cumsum([len(each) for each in members])]).astype(np.uint32)
-        joined = np.concatenate(members)
-        present, position = np.unique(joined >> 4, return_inverse=True)
-        yield SnapshotChunk(
-            tuple(ranks[slot] for slot in present),
-            hashes[here],
-            parents[here],
-            set_idx.astype(np.uint32),
-            offsets,
-            (position << 4).astype(np.uint32) | joined & 15,
+    def __next__(self) -> SnapshotChunk:
+        while self._is_open:
+            num_rows = compiled.snapshot_next(self._control[compiled.SELF >> 3], self._state, self._max_blocks)
+            if num_rows == 0:
+                self.close()
+                break
+            chunk = self._chunk(rows_at(self._heap, self._output, num_rows))
+            if len(chunk.hashes):
+                return chunk
+        raise StopIteration
+
+    def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
+        ids, set_idx = np.unique(rows["set_id"], return_inverse=True)
+        sets = [np.frombuffer(self._slots.members_of(set_id), np.uint32) for set_id in ids.tolist()]
+        sets = [members[self._is_live[members >> 4]] for members in sets]
+        lengths = np.array([len(members) for members in sets], np.uint32)
+        is_held = lengths[set_idx] > 0
+        members = np.concatenate(sets)
+        slots, rank_idx = np.unique(members >> 4, return_inverse=True)
+        return SnapshotChunk(
+            ranks=tuple(self._ranks[slot] for slot in slots.tolist()),
+            hashes=rows["key"][is_held] * self._inverse,
+            parents=rows["parent"][is_held],
+            set_idx=set_idx[is_held].astype(np.uint32),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
+            members=rank_idx.astype(np.uint32) << 4 | members & 15,
         )
+
+    def close(self) -> None:
+        """End the snapshot; the index copies nothing for it any more. May be called again."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._control[compiled.IS_CAPTURING >> 3] = 0
+        del self._entries
+        for address in (self._marks, self._stack, self._output, self._state):
+            self._heap.free(address)
+        self._closed(self)
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self.close()

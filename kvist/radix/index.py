@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import weakref
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
-from kvist.radix._snapshot import member_rows, take
+from kvist.radix._snapshot import Snapshot, member_rows
 from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, Statistics, StoreResult, StoreStatus
 
 _U64_END = 1 << 64
@@ -64,6 +65,8 @@ class RadixIndex:
         self._retired: list[int] = []  # waiting for a sweep to begin
         self._sweeping: list[int] = []  # free once the sweep under way is through
         self._cursor = 0
+        self._snapshot: weakref.ref[Snapshot] | None = None
+        self._stale_copies: dict[int, int] = {}  # of closed snapshots; address: number of rows
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
@@ -118,18 +121,17 @@ class RadixIndex:
         operations: list[int] = []
         hashes: list[bytes] = []
         for event in events:
-            kind = type(event)
-            if kind is Stored:
+            if isinstance(event, Stored):
                 parent, packed = event.parent, event.hashes
                 if parent is None:
                     operations += (compiled.STORE_ROOT, event.tier, 0, len(packed))
                 else:
                     operations += (compiled.STORE_CHILD, event.tier, parent, len(packed))
                 hashes.append(packed)
-            elif kind is Removed:
+            elif isinstance(event, Removed):
                 operations += (compiled.REMOVE, event.tier, 0, len(event.hashes))
                 hashes.append(event.hashes)
-            elif kind is Cleared:
+            elif isinstance(event, Cleared):
                 result = self._apply(source, operations, hashes, result)
                 self.clear(source.worker, source.rank)
                 operations, hashes = [], []
@@ -182,7 +184,9 @@ class RadixIndex:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
-        check(self._heap, self._control, self._segments, self._sets, self._slots)
+        snapshot = None if self._snapshot is None else self._snapshot()
+        copies = self._stale_copies | (snapshot.copies if snapshot is not None else {})
+        check(self._heap, self._control, self._segments, self._sets, self._slots, copies)
 
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
@@ -193,10 +197,16 @@ class RadixIndex:
         now and then while it returns False.
         """
         num_rows = 0
+        while self._stale_copies and num_rows < max_rows:
+            copy, num_copied = self._stale_copies.popitem()
+            compiled.pin(self._address, copy, num_copied, -1)
+            self._heap.free(copy)
+            num_rows += num_copied
         while num_rows < max_rows and (self._sweeping or self._retired):
             if not self._sweeping:
                 self._sweeping, self._retired, self._cursor = self._retired, [], 0
             num_rows += 1 + self._segments.num_rows(self._cursor)
+            self._capture(self._cursor)
             self._segments.purge(self._cursor, self._help_out)
             self._cursor += 1
             if self._cursor == self._segments.num_segments:
@@ -208,14 +218,27 @@ class RadixIndex:
         while shrinkable and num_rows < max_rows:
             index = shrinkable.pop()
             num_rows += 1 + self._segments.num_rows(index)
+            self._capture(index)
             self._segments.shrink(index)
         return bool(num_rows >= max_rows or self._sweeping or self._retired or self._sets.has_spare_buckets)
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
-    def snapshot(self, max_blocks_per_chunk: int = 65_536) -> Iterator[SnapshotChunk]:
-        """Yield all that is held at the time of the call, parents before children; later changes do not show."""
-        return take(self._heap, self._control, self._segments, self._slots, max_blocks_per_chunk)
+    def snapshot(self, max_blocks_per_chunk: int = 4096) -> Snapshot:
+        """Return an iterator over all that is held now, parents before children; later changes do not show.
+
+        One snapshot at a time. While it is open, the first change to each segment copies it. Blocks stored by corrupt
+        peers, whose parents form a cycle, come in some order.
+        """
+        if max_blocks_per_chunk < 1:
+            raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
+        if self._snapshot is not None and self._snapshot() is not None:
+            raise InvalidValueError("snapshot", "a second one", "the open one to be read to its end or closed first")
+        snapshot = Snapshot(
+            self._heap, self._control, self._segments, self._slots, max_blocks_per_chunk, self._forget_snapshot
+        )
+        self._snapshot = weakref.ref(snapshot)
+        return snapshot
 
     def restore(self, chunk: SnapshotChunk) -> None:
         """Hold what a chunk of a snapshot holds, beside what is held already; chunks may come in any order."""
@@ -275,8 +298,20 @@ class RadixIndex:
         kind, argument = self._control[compiled.NEED_KIND >> 3], self._control[compiled.NEED_ARG >> 3]
         if kind == compiled.NEED_SEGMENT:
             self._segments.grow(argument)
+        elif kind == compiled.NEED_CAPTURE:
+            self._capture(argument)
         else:
             self._sets.add_slab(argument)
+
+    def _capture(self, index: int) -> None:
+        """Let an open snapshot copy a segment that is about to change."""
+        snapshot = None if self._snapshot is None else self._snapshot()
+        if snapshot is not None:
+            snapshot.capture(index)
+
+    def _forget_snapshot(self, snapshot: Snapshot) -> None:
+        self._stale_copies.update(snapshot.copies)
+        self._snapshot = None
 
     def _load(self, hashes: NDArray[np.uint64]) -> int:
         """Copy hashes to where compiled code reads them; return how many."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
-from kvist.radix import RadixIndex, StoreStatus
+from kvist.radix import RadixIndex, Snapshot, SnapshotChunk, StoreStatus
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
@@ -47,6 +49,7 @@ class IndexMachine(RuleBasedStateMachine):
     def start(self, segment_bits: int, seed: int) -> None:
         self.index = RadixIndex(segment_bits=segment_bits, seed=seed)
         self.oracle = type(self).make_oracle()
+        self.snapshot: Snapshot | None = None
 
     @rule(source=sources, tier=tiers, chain=chains, start=st.integers(0, 11), length=st.integers(0, 12))
     def store_part_of_a_chain(self, source: WorkerRank, tier: Tier, chain: list[int], start: int, length: int) -> None:
@@ -118,22 +121,57 @@ class IndexMachine(RuleBasedStateMachine):
         assert statistics.num_blocks == self.oracle.num_blocks
         assert statistics.num_retired == 0
 
-    @rule(max_blocks=st.integers(1, 30), is_onto_itself=st.booleans())
-    def move_to_another_index(self, max_blocks: int, is_onto_itself: bool) -> None:
-        copy = self.index if is_onto_itself else RadixIndex(segment_bits=2)
+    @rule(max_blocks=st.integers(1, 30))
+    def begin_a_snapshot(self, max_blocks: int) -> None:
+        if self.snapshot is None:
+            self.snapshot = self.index.snapshot(max_blocks)
+            self.chunks: list[SnapshotChunk] = []
+            self.was = copy.deepcopy(self.oracle)
+            self.max_blocks = max_blocks
+
+    @rule(num_chunks=st.integers(1, 5))
+    def read_some_of_the_snapshot(self, num_chunks: int) -> None:
+        if self.snapshot is not None:
+            self.chunks += itertools.islice(self.snapshot, num_chunks)
+
+    @rule(is_abandoned=st.booleans())
+    def end_the_snapshot(self, is_abandoned: bool) -> None:
+        if self.snapshot is None:
+            return
+        if is_abandoned:
+            self.snapshot.close()
+        else:
+            self.chunks += self.snapshot
+            self.check_chunks()
+        self.snapshot = None
+
+    def check_chunks(self) -> None:
+        """What was read is what was held when the snapshot began, parents first, and can be restored."""
+        hashes = {block for held in self.was.held.values() for block, _ in held}
+        restored = RadixIndex(segment_bits=2)
         seen: set[int] = set()
-        hashes = {block for held in self.oracle.held.values() for block, _ in held}
-        chunks = list(self.index.snapshot(max_blocks))
-        parents = {b: p for chunk in chunks for b, p in zip(chunk.hashes.tolist(), chunk.parents.tolist(), strict=True)}
-        for chunk in chunks:
-            assert 0 < len(chunk.hashes) <= max_blocks
+        parents = {
+            b: p for each in self.chunks for b, p in zip(each.hashes.tolist(), each.parents.tolist(), strict=True)
+        }
+        for chunk in reversed(self.chunks):
+            restored.restore(chunk)
+        for chunk in self.chunks:
+            assert 0 < len(chunk.hashes) <= self.max_blocks
             for block in chunk.hashes.tolist():
+                assert block not in seen
                 is_parent_first = parents[block] in {*seen, block} or parents[block] not in hashes
                 assert is_parent_first or is_below_a_cycle(parents, block)
                 seen.add(block)
-            copy.restore(chunk)
         assert seen == hashes
-        self.index = copy
+        restored.check_invariants()
+        for source in RANKS:
+            assert restored.digest(source) == self.was.digest(source)
+
+    @rule()
+    def restore_the_index_onto_itself(self) -> None:
+        if self.snapshot is None:
+            for chunk in self.index.snapshot(7):
+                self.index.restore(chunk)
 
     @invariant()
     def scores_are_the_oracles(self) -> None:

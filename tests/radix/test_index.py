@@ -1,0 +1,288 @@
+"""The index by example: what it answers, refuses, counts and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvist.errors import InvalidValueError
+from kvist.events import Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.radix import ApplyResult, Depths, RadixIndex, RankDigest, StoreStatus
+
+W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
+U64 = Callable[..., NDArray[np.uint64]]
+
+
+@pytest.fixture
+def index() -> RadixIndex:
+    return RadixIndex(segment_bits=3, seed=7)
+
+
+def gpu_depths(index: RadixIndex, hashes: NDArray[np.uint64]) -> dict[WorkerRank, int]:
+    return {source: depths.gpu for source, depths in index.match(hashes).items()}
+
+
+def sweep_all(index: RadixIndex) -> None:
+    while index.sweep():
+        pass
+
+
+def random_hashes(*shape: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).integers(0, 2**64, shape, dtype=np.uint64)
+
+
+def test_scores_are_leading_blocks_held_now_in_the_worked_example(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2, 3, 4))
+    index.store(W1, Tier.GPU, None, u64(1, 2))
+    assert gpu_depths(index, u64(1, 2, 3, 9)) == {W0: 3, W1: 2}
+    assert index.remove(W0, Tier.GPU, u64(2)) == 0
+    assert gpu_depths(index, u64(1, 2, 3, 4)) == {W0: 1, W1: 2}
+    assert index.remove(W0, Tier.GPU, u64(999, 1)) == 1
+    assert gpu_depths(index, u64(1, 2)) == {W1: 2}
+    assert index.statistics().num_blocks == 4
+    assert index.store(W1, Tier.GPU, 777, u64(5)).status is StoreStatus.PARENT_BLOCK_NOT_FOUND
+    assert index.store(W1, Tier.GPU, 2, u64(2)).status is StoreStatus.INVALID_BLOCK_SEQUENCE
+    assert index.statistics().num_blocks == 4
+
+
+def test_removing_a_suffix_frees_its_blocks_and_may_be_repeated(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2, 3))
+    assert index.remove(W0, Tier.GPU, u64(3, 2, 1)) == 0
+    assert index.remove(W0, Tier.GPU, u64(3, 2, 1)) == 3
+    assert index.statistics().num_blocks == 0
+    index.check_invariants()
+
+
+def test_a_block_removed_in_the_middle_and_stored_again_restores_the_whole_score(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2, 3, 4))
+    index.remove(W0, Tier.GPU, u64(2))
+    assert index.store(W0, Tier.GPU, 1, u64(2)).num_stored == 1
+    assert gpu_depths(index, u64(1, 2, 3, 4)) == {W0: 4}
+
+
+def test_storing_again_is_no_error_and_stores_nothing(index: RadixIndex, u64: U64) -> None:
+    assert index.store(W0, Tier.GPU, None, u64(1, 2)).num_stored == 2
+    before = index.digest(W0)
+    assert index.store(W0, Tier.GPU, None, u64(1, 2, 3)) == (StoreStatus.OK, 1)
+    assert index.remove(W0, Tier.GPU, u64(3)) == 0
+    assert index.digest(W0) == before
+
+
+def test_tiers_are_cumulative_and_a_parent_may_be_in_any_tier(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2))
+    assert index.store(W0, Tier.HOST, 2, u64(3)).status is StoreStatus.OK
+    assert index.store(W0, Tier.EXTERNAL, 3, u64(4)).status is StoreStatus.OK
+    index.store(W1, Tier.DISK, None, u64(1))
+    match = index.match(u64(1, 2, 3, 4, 5))
+    assert match[W0] == Depths(gpu=2, host=3, disk=3, external=4)
+    assert match[W1] == Depths(gpu=0, host=0, disk=1, external=1)
+
+
+def test_a_match_is_a_mapping_and_its_rows_ascend(index: RadixIndex, u64: U64) -> None:
+    for depth in (3, 1, 2):
+        index.store(WorkerRank("w", depth), Tier.GPU, None, u64(1, 2, 3)[:depth])
+    match = index.match(u64(1, 2, 3))
+    assert match.depths.tolist() == [[1] * 4, [2] * 4, [3] * 4]
+    assert match.ranks == [WorkerRank("w", depth) for depth in (1, 2, 3)] == list(match)
+    assert [match.rank_of(holder) for holder in match.holder_ids.tolist()] == match.ranks
+    assert match.num_blocks == 3
+    assert len(match) == 3
+    assert WorkerRank("x", 0) not in match
+    assert len(index.match(u64())) == 0
+
+
+def test_a_match_still_names_whom_it_meant_after_their_slots_were_reused(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1))
+    match = index.match(u64(1))
+    index.remove_worker("w0")
+    sweep_all(index)
+    index.store(W1, Tier.GPU, None, u64(1))
+    assert index.match(u64(1)).holder_ids.tolist() == match.holder_ids.tolist()
+    assert list(match) == [W0]
+
+
+def test_a_refused_chain_changes_nothing(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2))
+    before = index.statistics(), index.digest(W0), index.ranks()
+    assert index.store(W0, Tier.GPU, 2, u64(3, 4, 4)).status is StoreStatus.INVALID_BLOCK_SEQUENCE
+    assert index.store(W0, Tier.GPU, 9, u64(3, 4)).status is StoreStatus.PARENT_BLOCK_NOT_FOUND
+    assert index.store(W1, Tier.GPU, 2, u64(3)).status is StoreStatus.PARENT_BLOCK_NOT_FOUND
+    assert (index.statistics(), index.digest(W0), index.ranks()) == before
+
+
+def test_a_block_stored_below_two_parents_keeps_the_first_and_is_counted(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2))
+    assert index.store(W1, Tier.GPU, None, u64(7, 2)).status is StoreStatus.OK
+    assert index.statistics().num_parent_conflicts == 1
+    assert gpu_depths(index, u64(7, 2)) == {W1: 2}
+    parents = {h: p for c in index.snapshot() for h, p in zip(c.hashes.tolist(), c.parents.tolist(), strict=True)}
+    assert parents == {1: 1, 2: 1, 7: 7}
+
+
+def test_a_cleared_rank_scores_nothing_at_once_and_others_keep_their_scores(index: RadixIndex, u64: U64) -> None:
+    other_rank = WorkerRank("w0", 1)
+    for source in (W0, other_rank, W1):
+        index.store(source, Tier.GPU, None, u64(1, 2))
+    index.clear("w0", 0)
+    assert gpu_depths(index, u64(1, 2)) == {other_rank: 2, W1: 2}
+    assert index.digest(W0) == RankDigest(0, 0)
+    index.clear("w0")
+    assert gpu_depths(index, u64(1, 2)) == {W1: 2}
+    assert set(index.ranks()) == {W0, other_rank, W1}
+    index.remove_worker("w0")
+    assert index.ranks() == [W1]
+    index.store(W0, Tier.GPU, None, u64(1))
+    assert gpu_depths(index, u64(1, 2)) == {W0: 1, W1: 2}
+
+
+def test_a_chain_of_a_hundred_thousand_blocks_needs_no_recursion() -> None:
+    index, chain = RadixIndex(), random_hashes(100_000)
+    assert index.store(W0, Tier.GPU, None, chain).num_stored == 100_000
+    assert gpu_depths(index, chain) == {W0: 100_000}
+    blocks = [block for chunk in index.snapshot() for block in chunk.hashes.tolist()]
+    assert blocks == chain.tolist()
+    assert index.remove(W0, Tier.GPU, chain[::-1].copy()) == 0
+    assert index.statistics().num_blocks == 0
+    index.check_invariants()
+
+
+def test_a_batch_is_applied_in_order(index: RadixIndex, u64: U64) -> None:
+    events = [
+        Stored(u64(1, 2).tobytes()),
+        Cleared(),
+        Stored(u64(3).tobytes(), 2),
+        Stored(u64(1, 2).tobytes(), None, Tier.HOST),
+        Stored(u64(3, 4).tobytes(), 2),
+        Stored(u64(4).tobytes(), 4),
+        Heartbeat(3, 0),
+        Removed(u64(3, 9).tobytes()),
+    ]
+    result = index.apply(W0, events)
+    assert result == ApplyResult(num_stored=6, num_not_found=1, num_parent_not_found=1, num_invalid=1)
+    assert index.match(u64(1, 2, 3, 4)).to_dict() == {W0: Depths(0, 2, 2, 2)}
+
+
+def test_what_is_no_hash_is_refused_by_name(index: RadixIndex, u64: U64) -> None:
+    with pytest.raises(InvalidValueError, match="uint64"):
+        index.match(np.array([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(InvalidValueError, match="parent_hash"):
+        index.store(W0, Tier.GPU, -1, u64(1))
+    with pytest.raises(InvalidValueError, match="parent"):
+        index.apply(W0, [Stored(b"", 2**64)])
+    with pytest.raises(InvalidValueError, match="hashes"):
+        index.apply(W0, [Stored(b"123")])
+    with pytest.raises(InvalidValueError, match="segment_bits"):
+        RadixIndex(segment_bits=-1)
+    with pytest.raises(InvalidValueError, match="initial_blocks"):
+        RadixIndex(initial_blocks=-1)
+
+
+def test_strided_and_read_only_hashes_are_taken(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 0, 2, 0)[::2])
+    assert gpu_depths(index, np.frombuffer(u64(1, 2).tobytes(), np.uint64)) == {W0: 2}
+
+
+@pytest.mark.parametrize("segment_bits", [0, 4, 8])
+def test_segments_grow_with_the_index_and_are_given_back(segment_bits: int) -> None:
+    index, chains = RadixIndex(segment_bits=segment_bits), random_hashes(600, 100)
+    empty_bytes = index.statistics().size_bytes
+    for number, chain in enumerate(chains):
+        index.store(WorkerRank(f"w{number % 7}", 0), Tier.GPU, None, chain)
+    index.check_invariants()
+    statistics = index.statistics()
+    assert statistics.num_blocks == statistics.num_held == 60_000
+    assert statistics.size_bytes < empty_bytes + 60_000 * 60
+    for chain in chains[50:]:
+        for worker in range(7):
+            index.remove(WorkerRank(f"w{worker}", 0), Tier.GPU, chain)
+    sweep_all(index)
+    index.check_invariants()
+    assert all(gpu_depths(index, chain) == {WorkerRank(f"w{n % 7}", 0): 100} for n, chain in enumerate(chains[:50]))
+    assert index.statistics().size_bytes < statistics.size_bytes * 2 / 3
+    for worker in range(7):
+        index.remove_worker(f"w{worker}")
+    sweep_all(index)
+    index.check_invariants()
+    assert index.statistics().size_bytes < empty_bytes + 100_000
+
+
+def test_reserved_room_is_not_outgrown() -> None:
+    index = RadixIndex(initial_blocks=50_000)
+    reserved_bytes = index.statistics().size_bytes
+    index.store(W0, Tier.GPU, None, random_hashes(45_000))
+    assert index.statistics().size_bytes < reserved_bytes + 1_000_000
+
+
+def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behind() -> None:
+    index, prefix, tails = RadixIndex(), random_hashes(8), random_hashes(4096, 4, seed=2)
+    fleet = [WorkerRank(f"w{number}", 0) for number in range(4096)]
+    for source, tail in zip(fleet, tails, strict=True):
+        index.store(source, Tier.GPU, None, prefix)
+        index.store(source, Tier.GPU, int(prefix[-1]), tail)
+    assert index.statistics().num_blocks == 8 + 4 * 4096
+    match = index.match(np.concatenate([prefix, tails[5]]))
+    assert len(match) == 4096
+    assert sorted(match.depths[:, 0].tolist()) == [8] * 4095 + [12]
+    assert match.rank_of(int(match.holder_ids[-1])) == fleet[5]
+    for source in fleet[::2]:
+        index.remove_worker(source.worker)
+    assert len(index.match(prefix)) == 2048
+    sweep_all(index)
+    assert len(index.match(prefix)) == 2048
+    index.check_invariants()
+    for source in fleet[1::2]:
+        index.remove_worker(source.worker)
+    sweep_all(index)
+    statistics = index.statistics()
+    assert (statistics.num_blocks, statistics.num_sets, statistics.num_ranks, statistics.num_retired) == (0, 0, 0, 0)
+    index.check_invariants()
+
+
+def test_many_distinct_sets_split_and_merge_their_buckets() -> None:
+    index, blocks = RadixIndex(), random_hashes(20_000)
+    for bit in range(15):
+        held = blocks[np.arange(len(blocks)) >> bit & 1 == 1]
+        index.store(WorkerRank(f"w{bit * 20}", 0), Tier.GPU, None, held)
+    assert index.statistics().num_sets > 16_000
+    index.check_invariants()
+    for bit in range(15):
+        index.remove_worker(f"w{bit * 20}")
+    sweep_all(index)
+    assert index.statistics().num_sets == 0
+    index.check_invariants()
+
+
+def test_a_snapshot_shows_its_moment_while_everything_changes() -> None:
+    index, chains = RadixIndex(segment_bits=4), random_hashes(50, 20)
+    for number, chain in enumerate(chains):
+        index.store(WorkerRank(f"w{number % 5}", 0), Tier.GPU, None, chain)
+    digests = {source: index.digest(source) for source in index.ranks()}
+    copy = RadixIndex(segment_bits=0)
+    with index.snapshot(max_blocks_per_chunk=100) as snapshot:
+        for number, chunk in enumerate(snapshot):
+            copy.restore(chunk)
+            index.store(W1, Tier.HOST, None, random_hashes(500, seed=number + 10))
+            index.remove(WorkerRank(f"w{number % 5}", 0), Tier.GPU, chains[number])
+            index.remove_worker(f"w{number}")
+            index.sweep()
+            index.check_invariants()
+    assert {source: copy.digest(source) for source in copy.ranks()} == digests
+    copy.check_invariants()
+    sweep_all(index)
+    index.check_invariants()
+
+
+def test_only_one_snapshot_is_open_at_a_time_and_a_forgotten_one_closes_itself(index: RadixIndex, u64: U64) -> None:
+    index.store(W0, Tier.GPU, None, u64(1, 2))
+    forgotten = index.snapshot()
+    with pytest.raises(InvalidValueError, match="snapshot"):
+        index.snapshot()
+    index.store(W0, Tier.HOST, None, u64(1, 2))
+    del forgotten
+    assert len(list(index.snapshot())) == 1
+    with pytest.raises(InvalidValueError, match="max_blocks_per_chunk"):
+        index.snapshot(0)
