@@ -5,7 +5,7 @@ Fields that nobody here reads are left alone, since other engines take more than
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -52,14 +52,11 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the batch, a single prompt being a batch of one; raises RequestError for a mixed list."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        token_ids = [item for item in self.prompt if isinstance(item, int)]
-        if len(token_ids) == len(self.prompt):
-            return [token_ids]
-        texts: list[Prompt] = [item for item in self.prompt if isinstance(item, str)]
-        lists: list[Prompt] = [item for item in self.prompt if isinstance(item, list)]
-        for batch in (texts, lists):
-            if len(batch) == len(self.prompt):
-                return batch
+        kinds = set(map(type, self.prompt))  # once over what may be thousands of token ids
+        if kinds == {int}:
+            return [cast(list[int], self.prompt)]
+        if kinds in ({str}, {list}):
+            return cast(list[Prompt], self.prompt)
         raise RequestError(
             400, "prompt: expected all strings, all token ids, or all lists of token ids", param="prompt"
         )
