@@ -10,7 +10,7 @@ tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publis
 from __future__ import annotations
 
 from dataclasses import dataclass
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Publication, Subscription
@@ -31,8 +31,8 @@ class Endpoint:
     @classmethod
     def parse(cls, url: str) -> Endpoint:
         """Parse and check a URL; raises InvalidValueError naming what is wrong with it."""
-        parts = urlsplit(url)
-        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        address, _, query = url.partition("?")
+        options = dict(parse_qsl(query, keep_blank_values=True))
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidValueError("endpoint", url, f"only the options {', '.join(_OPTIONS)}, not {name}")
@@ -42,7 +42,6 @@ class Endpoint:
         bind = options.get("bind", "0")
         if bind not in ("0", "1"):
             raise InvalidValueError("endpoint", url, "bind to be 0 or 1")
-        address = url.partition("?")[0]
         replay = _replay_address(url, address, options.get("replay_port"))
         return cls(address, replay, engine, bind == "1")
 

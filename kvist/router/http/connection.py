@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvist.router.http.deadline import Deadline
-from kvist.router.http.errors import ClientDisconnectedError, RequestRefusedError
+from kvist.router.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
 from kvist.router.http.fields import render_head, status_line
 from kvist.router.http.limits import HttpLimits
 from kvist.router.http.request import Request, RequestParser
@@ -188,7 +188,7 @@ class ServerConnection(asyncio.Protocol):
             self._close()
 
     def _log_failure(self, error: BaseException | None) -> None:
-        if isinstance(error, ClientDisconnectedError):
+        if isinstance(error, ClientDisconnectedError | UpstreamError):  # a peer's failure, and known to the handler
             return
         self._state.num_handler_failures += 1
         logger.error("request handler failed reason=%s", error or "response not finished", exc_info=error)
