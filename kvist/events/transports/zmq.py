@@ -33,6 +33,12 @@ REPLAY_HWM = 1_000
 """Replies in flight to one client: the replay thread waits for the client beyond that."""
 REPLAY_SEND_TIMEOUT_S = 2.0
 """How long one reply may wait for its client; then the rest of that replay is dropped."""
+MAX_MESSAGE_BYTES = 64 << 20
+"""The payload a subscriber accepts. Not ZeroMQ's own limit, which would end the connection for good."""
+MAX_REQUEST_BYTES = 4096
+"""A frame of a replay request."""
+PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 15.0
+"""When a subscriber gives up a connection whose other end vanished without a word, and connects anew."""
 MAX_REPLAY_BYTES = 1 << 30
 """Payload a subscriber accepts in one replay; more is a peer gone wrong."""
 
@@ -50,6 +56,7 @@ class ZmqPublication:
         self._stream.setsockopt(zmq.SNDHWM, SEND_HWM)
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.SNDHWM, REPLAY_HWM)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
         self._router.setsockopt(zmq.SNDTIMEO, int(REPLAY_SEND_TIMEOUT_S * 1000))
         # Mandatory: a full or vanished client is an error here, instead of a reply that silently disappears.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -164,6 +171,8 @@ class ZmqSubscription:
         self._stream = _LoopSocket(self._context, zmq.SUB)
         self._stream.socket.setsockopt(zmq.RCVHWM, RECEIVE_HWM)
         self._stream.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        self._stream.socket.setsockopt(zmq.HEARTBEAT_IVL, int(PING_INTERVAL_S * 1000))
+        self._stream.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(PING_TIMEOUT_S * 1000))
         self._stream.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._stream.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2_000)
         self._monitor = self._stream.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
@@ -227,7 +236,7 @@ class ZmqSubscription:
         return None
 
     def _message(self, frames: list[bytes]) -> Message | None:
-        if len(frames) != 3 or len(frames[1]) != 8:
+        if len(frames) != 3 or len(frames[1]) != 8 or len(frames[2]) > MAX_MESSAGE_BYTES:
             self.num_malformed += 1
             return None
         return Message(frames[0], int.from_bytes(frames[1], "big"), frames[2])

@@ -129,7 +129,8 @@ async def test_the_client_understands_old_and_new_replies(open_socket, replies_h
     assert {message.topic for message in replayed} == {b"kv-events" if replies_have_topics else b""}
 
 
-async def test_frames_of_another_shape_are_counted_and_skipped(open_socket):
+async def test_frames_of_another_shape_or_size_are_counted_and_skipped(open_socket, monkeypatch):
+    monkeypatch.setattr("kvist.events.transports.zmq.MAX_MESSAGE_BYTES", 1000)
     publisher = open_socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     async with ZmqSubscription(Endpoint(f"tcp://127.0.0.1:{port}", None)) as subscription:
@@ -137,10 +138,11 @@ async def test_frames_of_another_shape_are_counted_and_skipped(open_socket):
         while not receiving.done():
             publisher.send_multipart([b"only a topic"])
             publisher.send_multipart([b"t", b"short", b"x"])
+            publisher.send_multipart([b"t", be64(8), bytes(1001)])
             publisher.send_multipart([b"t", be64(9), b"good"])
             await asyncio.wait([receiving], timeout=0.02)
         assert receiving.result()[0] == Message(b"t", 9, b"good")
-        assert subscription.num_malformed >= 2
+        assert subscription.num_malformed >= 3
 
 
 async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, free_port):
