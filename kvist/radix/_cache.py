@@ -19,15 +19,15 @@ _config: Any = numba.config
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def cache_directory(source: Path) -> Path | None:
-    """Return a directory for the machine code of `source` that can be written now, or None where there is none.
+def cache_directory(*sources: Path) -> Path | None:
+    """Return a directory for the machine code of `sources` that can be written now, or None where there is none.
 
     `NUMBA_CACHE_DIR` is honoured; otherwise it lies in `XDG_CACHE_HOME`, or in `.cache` of the home directory.
     """
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     try:
         base = _config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(base) / "kvist" / f"{source.stem.strip('_')}-{digest}"
+        directory = Path(base) / "kvist" / f"{sources[0].stem.strip('_')}-{digest}"
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
@@ -35,23 +35,17 @@ def cache_directory(source: Path) -> Path | None:
         return None
 
 
-def jit_for(source: Path) -> Callable[[str], _Decorator]:
-    """Return a decorator factory that compiles functions of `source` at once, for one explicit signature each."""
-    directory = cache_directory(source)
+def jit_for(*sources: Path) -> Callable[[str], _Decorator]:
+    """Return a decorator factory that compiles functions of these sources at once, for one explicit signature each."""
+    directory = cache_directory(*sources)
 
     def jit(signature: str) -> _Decorator:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             before = _config.CACHE_DIR
             _config.CACHE_DIR = "" if directory is None else str(directory)
             try:
-                is_inner = function.__name__.startswith("_")  # called by compiled code alone
                 compiled: Callable[..., Any] = numba.njit(
-                    signature,
-                    cache=directory is not None,
-                    error_model="numpy",
-                    boundscheck=False,
-                    no_cpython_wrapper=is_inner,
-                    no_cfunc_wrapper=True,
+                    signature, cache=directory is not None, error_model="numpy", boundscheck=False
                 )(function)
             finally:
                 _config.CACHE_DIR = before

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.digest import block_digest
-from kvist.radix import _compiled as compiled
+from kvist.radix import _layout as layout
 from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable
 from kvist.radix._sets import SetArena
@@ -24,7 +24,7 @@ def check(
     """Raise AssertionError unless rows, sets and slots agree with the documented layout and with each other."""
     references: Counter[int] = Counter()
     held: dict[int, tuple[int, int]] = {}
-    inverse = control[compiled.INVERSE >> 3] & _U64
+    inverse = control[layout.INVERSE >> 3] & _U64
     table = slots.table()
     num_rows = 0
     for index in range(segments.num_segments):
@@ -35,16 +35,16 @@ def check(
             for member in np.frombuffer(slots.members_of(set_id), np.uint32).tolist():
                 slot, tiers = member >> 4, member & 15
                 assert tiers, "a member belongs to some tier"
-                assert table["state"][slot] in (compiled.LIVE, compiled.RETIRED), f"slot {slot} is free, but in use"
+                assert table["state"][slot] in (layout.LIVE, layout.RETIRED), f"slot {slot} is free, but in use"
                 for tier in range(4):
                     if tiers >> tier & 1:
                         count, digest = held.get(slot, (0, 0))
                         held[slot] = count + 1, digest + block_digest(key * inverse & _U64, tier) & _U64
-    assert num_rows == control[compiled.NUM_ROWS >> 3], "rows are counted"
+    assert num_rows == control[layout.NUM_ROWS >> 3], "rows are counted"
     for address, num_copied in copies.items():
         references.update(rows_at(heap, address, num_copied)["set_id"].tolist())
     _check_slots(slots, held, control)
-    _check_sets(heap, control, sets, {s: n for s, n in references.items() if s and not s & compiled.INLINE})
+    _check_sets(heap, control, sets, {s: n for s, n in references.items() if s and not s & layout.INLINE})
 
 
 def _rows(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]:
@@ -55,10 +55,10 @@ def _rows(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]:
 def _check_segment(heap: Heap, control: memoryview, segments: SegmentTable, index: int) -> int:
     rows = _rows(heap, segments, index)
     occupied = rows["set_id"] != 0
-    entry, bits = segments.directory[index], control[compiled.SEGMENT_BITS >> 3]
+    entry, bits = segments.directory[index], control[layout.SEGMENT_BITS >> 3]
     positions, keys = np.flatnonzero(occupied), rows["key"][occupied]
     assert len(keys) == entry["count"], f"segment {index} counts its rows"
-    assert not occupied[-compiled.GUARD_ROWS :].any(), f"segment {index} ends in vacant rows"
+    assert not occupied[-layout.GUARD_ROWS :].any(), f"segment {index} ends in vacant rows"
     assert (rows["key"][~occupied] == np.uint64(_U64)).all(), f"vacant rows of segment {index} have the highest key"
     assert (keys[:-1] < keys[1:]).all(), f"segment {index} is sorted"
     if bits:
@@ -75,10 +75,10 @@ def _check_slots(slots: SlotTable, held: dict[int, tuple[int, int]], control: me
     table = slots.table()
     live = {slot for _, slot in slots.items()}
     for slot, (num_held, digest, state, _) in enumerate(table.tolist()):
-        assert (state == compiled.LIVE) == (slot in live), f"slot {slot} is live exactly if a rank has it"
-        if state == compiled.LIVE:
+        assert (state == layout.LIVE) == (slot in live), f"slot {slot} is live exactly if a rank has it"
+        if state == layout.LIVE:
             assert held.get(slot, (0, 0)) == (num_held, digest), f"slot {slot} counts and digests what it holds"
-    assert (table["state"] == compiled.RETIRED).sum() == control[compiled.NUM_RETIRED >> 3], "retired slots are counted"
+    assert (table["state"] == layout.RETIRED).sum() == control[layout.NUM_RETIRED >> 3], "retired slots are counted"
 
 
 def _check_sets(heap: Heap, control: memoryview, sets: SetArena, references: dict[int, int]) -> None:
@@ -95,7 +95,7 @@ def _check_sets(heap: Heap, control: memoryview, sets: SetArena, references: dic
             count, stamp, _, _, num_members, num_words = np.frombuffer(raw[:24], np.uint32).tolist()
             if stamp == 0:
                 continue
-            set_id = slab_id << compiled.RECORD_BITS | index
+            set_id = slab_id << layout.RECORD_BITS | index
             assert count == references.get(set_id), f"set {set_id} counts the rows that refer to it"
             payload_bytes = num_words * 8 or num_members * 4
             living[set_id] = raw[16 : 24 + payload_bytes]
@@ -105,29 +105,29 @@ def _check_sets(heap: Heap, control: memoryview, sets: SetArena, references: dic
     assert living.keys() == references.keys(), "the sets that rows refer to exist, and no others"
     assert len(stamps) == len(living), "stamps are unique"
     assert len(set(living.values())) == len(living), "equal sets have equal ids"
-    assert len(living) == control[compiled.NUM_SETS >> 3], "sets are counted"
+    assert len(living) == control[layout.NUM_SETS >> 3], "sets are counted"
     _check_buckets(heap, control, slabs, set(living))
 
 
 def _check_buckets(heap: Heap, control: memoryview, slabs: NDArray[np.void], living: set[int]) -> None:
-    num_buckets = control[compiled.NUM_BUCKETS >> 3]
-    pages = heap.view(control[compiled.BUCKETS >> 3]).cast("q")
+    num_buckets = control[layout.NUM_BUCKETS >> 3]
+    pages = heap.view(control[layout.BUCKETS >> 3]).cast("q")
     found = set()
-    for page in range(num_buckets // compiled.BUCKETS_PER_PAGE):
+    for page in range(num_buckets // layout.BUCKETS_PER_PAGE):
         heads = np.frombuffer(heap.view(pages[page]), np.uint32)
         for index in np.flatnonzero(heads).tolist():
             set_id = int(heads[index])
             while set_id:
                 assert set_id not in found, "a set is in one bucket"
                 found.add(set_id)
-                slab = slabs[set_id >> compiled.RECORD_BITS]
-                at = (set_id & ((1 << compiled.RECORD_BITS) - 1)) * int(slab["record_bytes"])
+                slab = slabs[set_id >> layout.RECORD_BITS]
+                at = (set_id & ((1 << layout.RECORD_BITS) - 1)) * int(slab["record_bytes"])
                 header = np.frombuffer(heap.view(int(slab["address"]))[at : at + 24], np.uint32).tolist()
-                span = compiled.BUCKETS_PER_PAGE
+                span = layout.BUCKETS_PER_PAGE
                 while span < num_buckets:
                     span *= 2
                 bucket = header[2] & (span - 1)
                 bucket = bucket if bucket < num_buckets else bucket & (span // 2 - 1)
-                assert bucket == page * compiled.BUCKETS_PER_PAGE + index, f"set {set_id} is in its bucket"
+                assert bucket == page * layout.BUCKETS_PER_PAGE + index, f"set {set_id} is in its bucket"
                 set_id = header[3]
     assert found == living, "every set can be found"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvist.radix import _compiled as compiled
+from kvist.radix import _layout as layout
 from kvist.radix._memory import PAGE_BYTES, Heap, page_rounded
 
 # Rows beyond the last home, for the overflow of the last homes. A cluster that outgrows it makes the segment grow.
@@ -16,7 +17,7 @@ _DIRECTORY = np.dtype([("address", "i8"), ("capacity", "u4"), ("rows", "u4"), ("
 
 
 def _num_rows(size_bytes: int) -> int:
-    return size_bytes // compiled.ROW_BYTES
+    return size_bytes // layout.ROW_BYTES
 
 
 class SegmentTable:
@@ -24,10 +25,10 @@ class SegmentTable:
 
     def __init__(self, heap: Heap, control: memoryview, bits: int, initial_blocks: int) -> None:
         self._heap = heap
-        self._control_address = control[compiled.SELF >> 3]
+        self._control_address = control[layout.SELF >> 3]
         self.num_segments = 1 << bits
-        control[compiled.SEGMENT_BITS >> 3] = bits
-        control[compiled.SEGMENTS >> 3] = address = heap.allocate(self.num_segments * compiled.SEGMENT_BYTES)
+        control[layout.SEGMENT_BITS >> 3] = bits
+        control[layout.SEGMENTS >> 3] = address = heap.allocate(self.num_segments * layout.SEGMENT_BYTES)
         self.directory = np.frombuffer(heap.view(address), _DIRECTORY, self.num_segments)
         # The same memory by field, at a tenth of the time: `_words[3 * index]` is an address, `_halves[6 * index + 2]`
         # and those after it are capacity, rows and count.
@@ -35,14 +36,14 @@ class SegmentTable:
         # All segments begin as one and the same, vacant and without room.
         self._nothing = heap.allocate(PAGE_BYTES)
         heap.view(self._nothing)[:] = b"\xff" * PAGE_BYTES
-        for row in range(compiled.GUARD_ROWS):
-            at = row * compiled.ROW_BYTES + 16
+        for row in range(layout.GUARD_ROWS):
+            at = row * layout.ROW_BYTES + 16
             heap.view(self._nothing)[at : at + 4] = bytes(4)
         self.directory["address"] = self._nothing
-        self.directory["rows"] = compiled.GUARD_ROWS
+        self.directory["rows"] = layout.GUARD_ROWS
         if initial_blocks:
             share = initial_blocks * 8 // 7 // self.num_segments
-            size_bytes = (share + share // 64 + PADDING_ROWS) * compiled.ROW_BYTES
+            size_bytes = (share + share // 64 + PADDING_ROWS) * layout.ROW_BYTES
             for index in range(self.num_segments):
                 self._enlarge(index, size_bytes)
 
@@ -58,7 +59,7 @@ class SegmentTable:
 
     def grow(self, index: int) -> None:
         """Give a full segment more room; O(rows of one segment)."""
-        size_bytes = self.num_rows(index) * compiled.ROW_BYTES
+        size_bytes = self.num_rows(index) * layout.ROW_BYTES
         step = size_bytes if size_bytes < _SMALL_BYTES else size_bytes // 8
         self._enlarge(index, size_bytes + step if self.is_allocated(index) else PAGE_BYTES)
 
@@ -82,13 +83,13 @@ class SegmentTable:
         if not self.is_allocated(index):
             return
         capacity, num_rows = self._halves[6 * index + 2], self.num_rows(index)
-        while compiled.rebuild(self._control_address, index, capacity, num_rows, 1) == compiled.NEEDS_HELP:
+        while compiled.rebuild(self._control_address, index, capacity, num_rows, 1) == layout.NEEDS_HELP:
             help_out()
 
     def shrinkable(self) -> list[int]:
         """Return the segments that hold far more memory than their rows need."""
         directory = self.directory
-        is_large = directory["rows"] * compiled.ROW_BYTES > PAGE_BYTES
+        is_large = directory["rows"] * layout.ROW_BYTES > PAGE_BYTES
         is_sparse = (directory["count"] * 2 < directory["capacity"]) & is_large
         is_vacant = (directory["count"] == 0) & (directory["address"] != self._nothing)
         return [int(index) for index in np.flatnonzero(is_sparse | is_vacant)]
@@ -98,11 +99,11 @@ class SegmentTable:
         address, count = self._words[3 * index], self._halves[6 * index + 4]
         if count == 0:
             self._heap.free(address)
-            self.directory[index] = (self._nothing, 0, compiled.GUARD_ROWS, 0, 0)
+            self.directory[index] = (self._nothing, 0, layout.GUARD_ROWS, 0, 0)
             return
-        size_bytes = page_rounded((count * 5 // 4 + PADDING_ROWS) * compiled.ROW_BYTES)
+        size_bytes = page_rounded((count * 5 // 4 + PADDING_ROWS) * layout.ROW_BYTES)
         capacity = _num_rows(size_bytes) - PADDING_ROWS
         num_needed = compiled.rebuild(self._control_address, index, capacity, self.num_rows(index), 0)
         num_rows = max(_num_rows(size_bytes), num_needed)
         self._halves[6 * index + 3] = num_rows
-        self._words[3 * index] = self._heap.resize(address, num_rows * compiled.ROW_BYTES)
+        self._words[3 * index] = self._heap.resize(address, num_rows * layout.ROW_BYTES)

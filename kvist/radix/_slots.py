@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.radix import _compiled as compiled
+from kvist.radix import _layout as layout
 from kvist.radix._memory import Heap
 
 MAX_SLOTS = 1 << 20
 _SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("unused", "u4", 3)])
 # Scratch of the compiled code, in bytes a slot; the fixed part leaves room for one member more than there are slots.
 _SCRATCH = (
-    (compiled.MEMBERS, 4),
-    (compiled.WORDS, 4),
-    (compiled.ACTIVE, 4),
-    (compiled.DEPTHS, 16),
-    (compiled.OUTPUT, 20),
+    (layout.MEMBERS, 4),
+    (layout.WORDS, 4),
+    (layout.ACTIVE, 4),
+    (layout.DEPTHS, 16),
+    (layout.OUTPUT, 20),
 )
 _SCRATCH_FIXED_BYTES = 64
 
@@ -37,14 +38,14 @@ class SlotTable:
         self._capacity = 64
         # Copied when a slot is reused, so that an earlier match still names whom it meant.
         self.ranks: list[WorkerRank] = []
-        control[compiled.SLOTS >> 3] = heap.allocate(self._capacity * compiled.SLOT_BYTES)
+        control[layout.SLOTS >> 3] = heap.allocate(self._capacity * layout.SLOT_BYTES)
         self._scratch = heap.allocate(1)
         self.output = heap.view(self._scratch)
         self._place_scratch()
 
     def table(self) -> NDArray[np.void]:
         """Return a view of the slots; drop it before a slot is added."""
-        return np.frombuffer(self._heap.view(self._control[compiled.SLOTS >> 3]), _SLOT, len(self.ranks))
+        return np.frombuffer(self._heap.view(self._control[layout.SLOTS >> 3]), _SLOT, len(self.ranks))
 
     def get(self, source: WorkerRank) -> int | None:
         """Return the slot of a rank, if it has one."""
@@ -71,7 +72,7 @@ class SlotTable:
             self.ranks.append(source)
         self._slots[source] = slot
         self._ranks_of.setdefault(source.worker, []).append(source)
-        self.table()[slot] = (0, 0, compiled.LIVE, (0, 0, 0))
+        self.table()[slot] = (0, 0, layout.LIVE, (0, 0, 0))
         return slot
 
     def remove(self, source: WorkerRank) -> int | None:
@@ -82,17 +83,17 @@ class SlotTable:
             del self._ranks_of[source.worker]
         entry = self.table()[slot]
         is_referenced = entry["num_held"] > 0
-        self.table()[slot] = (0, 0, compiled.RETIRED, (0, 0, 0))
+        self.table()[slot] = (0, 0, layout.RETIRED, (0, 0, 0))
         if not is_referenced:
             self.free(slot)
             return None
-        self._control[compiled.NUM_RETIRED >> 3] += 1
-        self._control[compiled.RETIRE_EPOCH >> 3] += 1
+        self._control[layout.NUM_RETIRED >> 3] += 1
+        self._control[layout.RETIRE_EPOCH >> 3] += 1
         return slot
 
     def free_swept(self, slots: list[int]) -> None:
         """Make retired slots usable again; no block may refer to them any more."""
-        self._control[compiled.NUM_RETIRED >> 3] -= len(slots)
+        self._control[layout.NUM_RETIRED >> 3] -= len(slots)
         for slot in slots:
             self.free(slot)
 
@@ -105,8 +106,8 @@ class SlotTable:
         if self._capacity == MAX_SLOTS:
             raise InvalidValueError("ranks", self._capacity + 1, f"at most {MAX_SLOTS} ranks, with those not yet swept")
         self._capacity *= 2
-        address = self._control[compiled.SLOTS >> 3]
-        self._control[compiled.SLOTS >> 3] = self._heap.resize(address, self._capacity * compiled.SLOT_BYTES)
+        address = self._control[layout.SLOTS >> 3]
+        self._control[layout.SLOTS >> 3] = self._heap.resize(address, self._capacity * layout.SLOT_BYTES)
         self._place_scratch()
 
     def _place_scratch(self) -> None:
@@ -117,10 +118,10 @@ class SlotTable:
         for field, each in _SCRATCH:
             self._control[field >> 3] = at
             at += _SCRATCH_FIXED_BYTES + self._capacity * each
-        self.output = self._heap.view(self._scratch)[self._control[compiled.OUTPUT >> 3] - self._scratch :]
+        self.output = self._heap.view(self._scratch)[self._control[layout.OUTPUT >> 3] - self._scratch :]
 
     def members_of(self, set_id: int) -> bytes:
         """Return a set's members, ascending, as u32."""
-        num_members = compiled.list_members(self._control[compiled.SELF >> 3], set_id)
-        start = self._control[compiled.MEMBERS >> 3] - self._scratch
+        num_members = compiled.list_members(self._control[layout.SELF >> 3], set_id)
+        start = self._control[layout.MEMBERS >> 3] - self._scratch
         return bytes(self._heap.view(self._scratch)[start : start + num_members * 4])

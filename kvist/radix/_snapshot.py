@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.radix import _compiled as compiled
+from kvist.radix import _layout as layout
 from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable
 from kvist.radix._slots import SlotTable
@@ -54,23 +55,23 @@ class Snapshot:
         self._heap, self._control, self._segments, self._slots = heap, control, segments, slots
         self._max_blocks, self._closed, self._is_open = max_blocks, closed, True
         self._ranks: list[WorkerRank] = list(slots.ranks)
-        self._is_live: NDArray[np.bool_] = slots.table()["state"] == compiled.LIVE
-        self._inverse = np.uint64(control[compiled.INVERSE >> 3] % (1 << 64))
+        self._is_live: NDArray[np.bool_] = slots.table()["state"] == layout.LIVE
+        self._inverse = np.uint64(control[layout.INVERSE >> 3] % (1 << 64))
         self.copies: dict[int, int] = {}  # address of a copy: its number of rows
         directory = segments.directory
         mark_bytes = directory["rows"].astype(np.int64) + 7 & ~3
         self._marks = heap.allocate(int(mark_bytes.sum()))
-        self._stack = heap.allocate(8 * control[compiled.NUM_ROWS >> 3] + 8)
-        self._output = heap.allocate(max_blocks * compiled.ROW_BYTES)
-        self._state = heap.allocate(compiled.SNAPSHOT_BYTES + segments.num_segments * compiled.SNAPSHOT_ENTRY_BYTES)
+        self._stack = heap.allocate(8 * control[layout.NUM_ROWS >> 3] + 8)
+        self._output = heap.allocate(max_blocks * layout.ROW_BYTES)
+        self._state = heap.allocate(layout.SNAPSHOT_BYTES + segments.num_segments * layout.SNAPSHOT_ENTRY_BYTES)
         head = heap.view(self._state).cast("q")
-        head[0], head[3], head[5] = self._state + compiled.SNAPSHOT_BYTES, self._stack, self._output
-        entries = np.frombuffer(heap.view(self._state)[compiled.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
+        head[0], head[3], head[5] = self._state + layout.SNAPSHOT_BYTES, self._stack, self._output
+        entries = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
         self._entries: NDArray[np.void] = entries
         entries["capacity"], entries["rows"] = directory["capacity"], directory["rows"]
         entries["marks"] = self._marks + np.cumsum(mark_bytes) - mark_bytes
         directory["captured"] = 0
-        control[compiled.IS_CAPTURING >> 3] = 1
+        control[layout.IS_CAPTURING >> 3] = 1
 
     def capture(self, index: int) -> None:
         """Copy a segment that is about to be written to, if that was not done; O(rows of one segment)."""
@@ -78,9 +79,9 @@ class Snapshot:
         if entry["captured"] or not self._is_open:
             return
         num_rows = int(entry["rows"])
-        copy = self._heap.allocate(num_rows * compiled.ROW_BYTES)
+        copy = self._heap.allocate(num_rows * layout.ROW_BYTES)
         rows_at(self._heap, copy, num_rows)[:] = rows_at(self._heap, int(entry["address"]), num_rows)
-        compiled.pin(self._control[compiled.SELF >> 3], copy, num_rows, 1)
+        compiled.pin(self._control[layout.SELF >> 3], copy, num_rows, 1)
         self.copies[copy] = num_rows
         self._entries["copy"][index] = copy
         entry["captured"] = 1
@@ -90,7 +91,7 @@ class Snapshot:
 
     def __next__(self) -> SnapshotChunk:
         while self._is_open:
-            num_rows = compiled.snapshot_next(self._control[compiled.SELF >> 3], self._state, self._max_blocks)
+            num_rows = compiled.snapshot_next(self._control[layout.SELF >> 3], self._state, self._max_blocks)
             if num_rows == 0:
                 self.close()
                 break
@@ -121,7 +122,7 @@ class Snapshot:
         if not self._is_open:
             return
         self._is_open = False
-        self._control[compiled.IS_CAPTURING >> 3] = 0
+        self._control[layout.IS_CAPTURING >> 3] = 0
         del self._entries
         for address in (self._marks, self._stack, self._output, self._state):
             self._heap.free(address)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Removed, Stored, Tier, WorkerRank
 from kvist.radix import _compiled as compiled
+from kvist.radix import _layout as layout
 from kvist.radix._invariants import check
 from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable
@@ -25,9 +26,7 @@ from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, St
 _U64_END = 1 << 64
 _PARENT_NOT_FOUND = StoreResult(StoreStatus.PARENT_BLOCK_NOT_FOUND, 0)
 _INVALID = StoreResult(StoreStatus.INVALID_BLOCK_SEQUENCE, 0)
-_COUNTERS = [
-    field >> 3 for field in (compiled.NUM_APPLIED, compiled.NUM_NOT_FOUND, compiled.NUM_ORPHANS, compiled.NUM_INVALID)
-]
+_COUNTERS = [field >> 3 for field in (layout.NUM_APPLIED, layout.NUM_NOT_FOUND, layout.NUM_ORPHANS, layout.NUM_INVALID)]
 _HASH_FORMAT: Any = np.dtype(np.uint64).char
 
 
@@ -50,11 +49,11 @@ class RadixIndex:
         if initial_blocks < 0:
             raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
         self._heap = Heap()
-        self._address = self._heap.allocate(compiled.CONTROL_BYTES)
+        self._address = self._heap.allocate(layout.CONTROL_BYTES)
         self._control = control = self._heap.view(self._address).cast("q")
-        control[compiled.SELF >> 3] = self._address
+        control[layout.SELF >> 3] = self._address
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
-        for field, value in ((compiled.MULTIPLIER, multiplier), (compiled.INVERSE, pow(multiplier, -1, _U64_END))):
+        for field, value in ((layout.MULTIPLIER, multiplier), (layout.INVERSE, pow(multiplier, -1, _U64_END))):
             control[field >> 3] = _signed(value)
         self._segments = SegmentTable(self._heap, control, segment_bits, initial_blocks)
         self._sets = SetArena(self._heap, control)
@@ -85,18 +84,18 @@ class RadixIndex:
             slot = self._slots.add(source)
         control, address, start = self._control, self._address, 0
         is_child, parent = (0, 0) if parent_hash is None else (1, _signed(parent_hash))
-        control[compiled.NUM_APPLIED >> 3] = 0
+        control[layout.NUM_APPLIED >> 3] = 0
         while True:
             result = compiled.store(address, slot, int(tier), is_child, parent, num_hashes, start)
-            if result != compiled.NEEDS_HELP:
+            if result != layout.NEEDS_HELP:
                 break
             self._help_out()
-            start = control[compiled.RESUME >> 3]
+            start = control[layout.RESUME >> 3]
         if result == 0:
-            return StoreResult(StoreStatus.OK, control[compiled.NUM_APPLIED >> 3])
+            return StoreResult(StoreStatus.OK, control[layout.NUM_APPLIED >> 3])
         if is_new:
             self._slots.remove(source)
-        return _PARENT_NOT_FOUND if result == compiled.ORPHAN else _INVALID
+        return _PARENT_NOT_FOUND if result == layout.ORPHAN else _INVALID
 
     def remove(self, source: WorkerRank, tier: Tier, hashes: NDArray[np.uint64]) -> int:
         """Note that a rank no longer holds blocks in a tier, in any order; return how many of them it did not hold."""
@@ -105,11 +104,11 @@ class RadixIndex:
         if slot is None:
             return num_hashes
         control, start = self._control, 0
-        control[compiled.NUM_NOT_FOUND >> 3] = 0
-        while compiled.remove(self._address, slot, int(tier), num_hashes, start) == compiled.NEEDS_HELP:
+        control[layout.NUM_NOT_FOUND >> 3] = 0
+        while compiled.remove(self._address, slot, int(tier), num_hashes, start) == layout.NEEDS_HELP:
             self._help_out()
-            start = control[compiled.RESUME >> 3]
-        return control[compiled.NUM_NOT_FOUND >> 3]
+            start = control[layout.RESUME >> 3]
+        return control[layout.NUM_NOT_FOUND >> 3]
 
     def apply(self, source: WorkerRank, events: Iterable[Event]) -> ApplyResult:
         """Apply a batch's events in order, as `store`, `remove` and `clear` would; heartbeats are passed over.
@@ -124,12 +123,12 @@ class RadixIndex:
             if isinstance(event, Stored):
                 parent, packed = event.parent, event.hashes
                 if parent is None:
-                    operations += (compiled.STORE_ROOT, event.tier, 0, len(packed))
+                    operations += (layout.STORE_ROOT, event.tier, 0, len(packed))
                 else:
-                    operations += (compiled.STORE_CHILD, event.tier, parent, len(packed))
+                    operations += (layout.STORE_CHILD, event.tier, parent, len(packed))
                 hashes.append(packed)
             elif isinstance(event, Removed):
-                operations += (compiled.REMOVE, event.tier, 0, len(event.hashes))
+                operations += (layout.REMOVE, event.tier, 0, len(event.hashes))
                 hashes.append(event.hashes)
             elif isinstance(event, Cleared):
                 result = self._apply(source, operations, hashes, result)
@@ -172,12 +171,12 @@ class RadixIndex:
         """Return the sizes and counters of this moment."""
         control = self._control
         return Statistics(
-            num_blocks=control[compiled.NUM_ROWS >> 3],
+            num_blocks=control[layout.NUM_ROWS >> 3],
             num_held=int(self._slots.table()["num_held"].sum()),
             num_ranks=len(self._slots.items()),
-            num_retired=control[compiled.NUM_RETIRED >> 3],
-            num_sets=control[compiled.NUM_SETS >> 3],
-            num_parent_conflicts=control[compiled.NUM_CONFLICTS >> 3],
+            num_retired=control[layout.NUM_RETIRED >> 3],
+            num_sets=control[layout.NUM_SETS >> 3],
+            num_parent_conflicts=control[layout.NUM_CONFLICTS >> 3],
             size_bytes=self._heap.size_bytes,
             peak_bytes=self._heap.peak_bytes,
         )
@@ -247,9 +246,9 @@ class RadixIndex:
         rows = member_rows(chunk, np.array(slots, np.int64))
         num_rows, start = len(rows), 0
         self._load(rows.reshape(-1))
-        while compiled.restore(self._address, num_rows, start) == compiled.NEEDS_HELP:
+        while compiled.restore(self._address, num_rows, start) == layout.NEEDS_HELP:
             self._help_out()
-            start = self._control[compiled.RESUME >> 3]
+            start = self._control[layout.RESUME >> 3]
 
     # --- Inside -----------------------------------------------------------------------------------------------------
 
@@ -277,9 +276,9 @@ class RadixIndex:
         control, first, start = self._control, 0, 0
         for field in _COUNTERS:
             control[field] = 0
-        while compiled.apply(self._address, slot, len(operations) // 4, first, start) == compiled.NEEDS_HELP:
+        while compiled.apply(self._address, slot, len(operations) // 4, first, start) == layout.NEEDS_HELP:
             self._help_out()
-            first, start = control[compiled.RESUME_OPERATION >> 3], control[compiled.RESUME >> 3]
+            first, start = control[layout.RESUME_OPERATION >> 3], control[layout.RESUME >> 3]
         return ApplyResult(*[old + control[field] for old, field in zip(before, _COUNTERS, strict=True)])
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
@@ -295,10 +294,10 @@ class RadixIndex:
 
     def _help_out(self) -> None:
         """Provide what compiled code asked for before it can go on."""
-        kind, argument = self._control[compiled.NEED_KIND >> 3], self._control[compiled.NEED_ARG >> 3]
-        if kind == compiled.NEED_SEGMENT:
+        kind, argument = self._control[layout.NEED_KIND >> 3], self._control[layout.NEED_ARG >> 3]
+        if kind == layout.NEED_SEGMENT:
             self._segments.grow(argument)
-        elif kind == compiled.NEED_CAPTURE:
+        elif kind == layout.NEED_CAPTURE:
             self._capture(argument)
         else:
             self._sets.add_slab(argument)
@@ -335,8 +334,8 @@ class RadixIndex:
         self._place_input()
 
     def _place_input(self) -> None:
-        self._control[compiled.INPUT >> 3] = self._input_address
-        self._control[compiled.OPERATIONS >> 3] = self._operations_address
+        self._control[layout.INPUT >> 3] = self._input_address
+        self._control[layout.OPERATIONS >> 3] = self._operations_address
         self._input_bytes = self._heap.view(self._input_address)
         self._input: Any = self._input_bytes.cast(_HASH_FORMAT)
         self._operations = self._heap.view(self._operations_address)
