@@ -196,8 +196,12 @@ class Session(Generic[T]):
         return steps + self._release()
 
     def doubt(self, now_s: float) -> None:
-        """Trust nothing until a replay proves that the stream goes on: the peer was away."""
+        """Trust nothing until a replay proves that the stream goes on: the peer was away.
+
+        What was held back is dropped: it may be another process's, and if it is not, the replay has it.
+        """
         self._is_doubted = True
+        self._held.clear()
         if self._ask_at_s is None:
             self._ask(now_s)
 

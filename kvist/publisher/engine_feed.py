@@ -16,6 +16,8 @@ _logger = logging.getLogger(__name__)
 
 IDLE_S = 5.0
 """After this much silence the engine is asked whether its last message is still the one we know."""
+MAX_IDLE_DOUBLINGS = 6
+"""How often that wait doubles while there is no answer: a question in vain holds up the stream for a moment."""
 
 _DECODERS: dict[str, Callable[[bytes, str], DecodedEngineBatch]] = {"vllm": vllm.decode, "sglang": sglang.decode}
 
@@ -33,7 +35,7 @@ class EngineFeedTarget(Protocol):
 class EngineFeed:
     """Feeds an engine's batches to the target in order and without a hole; clears it when that cannot be proven.
 
-    A gap, a reconnection and every `IDLE_S` of silence lead to a replay from the last message applied, that one
+    A gap, a reconnection and silence for `IDLE_S` lead to a replay from the last message applied, that one
     included. Only if it comes back with the same bytes did the engine go on where it was.
     """
 
@@ -45,6 +47,7 @@ class EngineFeed:
         self._session: Session[bytes] = Session()
         self._restarts = RestartDetector()
         self._has_replay = False
+        self._num_silences = 0
         self._last_heard_s: float | None = None
         self.num_batches = 0
         self.num_malformed = 0
@@ -64,6 +67,7 @@ class EngineFeed:
     def reconnected(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
         self._last_heard_s = now_s
+        self._num_silences = 0
         self._session.doubt(now_s)
 
     def questions(self, now_s: float) -> list[Question]:
@@ -71,21 +75,24 @@ class EngineFeed:
         due = self._session.question(now_s)
         if due is not None:
             return [Question(None, max(0, due - 1))]
-        is_resyncing = self._session.state is SourceState.RESYNCING
-        if is_resyncing or self._last_heard_s is None or now_s - self._last_heard_s < IDLE_S:
+        idle_s = IDLE_S * 2 ** min(self._num_silences, MAX_IDLE_DOUBLINGS)
+        is_idle = self._last_heard_s is not None and now_s - self._last_heard_s >= idle_s
+        if not is_idle or self._session.state is SourceState.RESYNCING:
             return []
         self._last_heard_s = now_s
-        return [Question(None, max(0, self._session.expected_sequence - 1))] if self._has_replay else []
+        return [Question(None, max(0, self._session.expected_sequence - 1))]
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
         self._last_heard_s = now_s
         is_idle = self._session.state is not SourceState.RESYNCING
-        if messages is None or not (messages or self._has_replay):
-            # No evidence either way: an idle engine is believed to be the same.
+        if messages is None or (is_idle and not messages and not self._has_replay):
+            self._num_silences += 1
+            # No evidence either way, or an engine that never keeps anything: while idle it is believed to be the same.
             steps = [] if is_idle else self._session.replayed(None, None, now_s)
         else:
-            self._has_replay = True
+            self._has_replay |= bool(messages)
+            self._num_silences = 0
             frames = [(message.sequence, message.payload) for message in messages]
             last_sequence = question.start_sequence if self._session.expected_sequence else None
             epoch = self._restarts.replayed(frames, last_sequence)

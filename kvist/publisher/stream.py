@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
@@ -104,14 +104,11 @@ class Coalescer:
         if not isinstance(event, Stored | Removed):
             self._settle()
             self._events.append(event)
-            return
-        if self._size_bytes + len(event.hashes) > MAX_BATCH_HASH_BYTES and self._size_bytes:
-            self._close()
-        if not self._continues(event):
-            self._settle()
-            self._last = event
-        self._pieces.append(event.hashes)
-        self._size_bytes += len(event.hashes)
+        elif len(event.hashes) <= MAX_BATCH_HASH_BYTES:
+            self._extend(event)
+        else:
+            for piece in _cut(event):
+                self._extend(piece)
 
     def take(self) -> list[tuple[Event, ...]]:
         """Return everything added, in order and cut into batches, and start anew."""
@@ -119,13 +116,22 @@ class Coalescer:
         closed, self._closed = self._closed, []
         return closed
 
+    def _extend(self, event: Stored | Removed) -> None:
+        if self._size_bytes + len(event.hashes) > MAX_BATCH_HASH_BYTES:
+            self._close()
+        if not self._continues(event):
+            self._settle()
+            self._last = event
+        self._pieces.append(event.hashes)
+        self._size_bytes += len(event.hashes)
+
     def _continues(self, event: Stored | Removed) -> bool:
         last = self._last
         if type(event) is not type(last) or last is None or event.tier != last.tier:
             return False
         if isinstance(event, Removed):
             return True
-        return event.parent is not None and event.parent.to_bytes(_HASH_BYTES, "little") == self._pieces[-1][-8:]
+        return event.parent is not None and event.parent == _last_hash(self._pieces[-1])
 
     def _settle(self) -> None:
         last = self._last
@@ -145,6 +151,20 @@ class Coalescer:
             self._closed.append(tuple(self._events))
         self._events = []
         self._size_bytes = 0
+
+
+def _cut(event: Stored | Removed) -> Iterator[Stored | Removed]:
+    """Yield events of bounded size that amount to a larger one."""
+    for start in range(0, len(event.hashes), MAX_BATCH_HASH_BYTES):
+        hashes = event.hashes[start : start + MAX_BATCH_HASH_BYTES]
+        if isinstance(event, Removed):
+            yield Removed(hashes, event.tier)
+        else:
+            yield Stored(hashes, _last_hash(event.hashes[:start]) if start else event.parent, event.tier)
+
+
+def _last_hash(hashes: bytes) -> int:
+    return int.from_bytes(hashes[-_HASH_BYTES:], "little")
 
 
 def topic_of(source: WorkerRank) -> bytes:

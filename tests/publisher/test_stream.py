@@ -66,6 +66,16 @@ def test_a_flood_is_cut_into_batches_of_bounded_size():
     assert {len(batch[0].hashes) for batch in batches} == {MAX_BATCH_HASH_BYTES}
 
 
+def test_one_event_larger_than_a_batch_is_cut_along_its_chain():
+    num_hashes = 2 * MAX_BATCH_HASH_BYTES // 8 + 5
+    batches = coalesced(Stored(packed(*range(1, num_hashes + 1)), 77, Tier.HOST), Removed(packed(*range(num_hashes))))
+    stored = [event for batch in batches for event in batch if isinstance(event, Stored)]
+    assert b"".join(event.hashes for event in stored) == packed(*range(1, num_hashes + 1))
+    assert [event.parent for event in stored] == [77, MAX_BATCH_HASH_BYTES // 8, 2 * MAX_BATCH_HASH_BYTES // 8]
+    assert {event.tier for event in stored} == {Tier.HOST}
+    assert max(sum(len(event.hashes) for event in batch) for batch in batches) <= MAX_BATCH_HASH_BYTES
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from([Tier.GPU, Tier.HOST])), max_size=40))
 def test_coalescing_never_changes_what_the_events_add_up_to(choices):
     events = [

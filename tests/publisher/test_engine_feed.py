@@ -1,0 +1,146 @@
+"""An engine's stream without epochs, played to the feed: nothing of a former process is ever believed."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvist.errors import MalformedMessageError
+from kvist.events.session import SourceState
+from kvist.events.transports import Message
+from kvist.publisher.engine_feed import IDLE_S, EngineFeed
+
+
+class Copy:
+    """A target that keeps the time stamps of the batches applied since it was last cleared."""
+
+    def __init__(self) -> None:
+        self.applied: list[float] = []
+        self.num_cleared = 0
+
+    def apply(self, batch) -> None:
+        if batch.timestamp_s < 0:
+            raise MalformedMessageError("test", "made of bad dreams")
+        self.applied.append(batch.timestamp_s)
+
+    def clear(self) -> None:
+        self.applied.clear()
+        self.num_cleared += 1
+
+
+class Engine:
+    """A process: numbers from 0, a replay buffer, and a time stamp of its own in each batch."""
+
+    def __init__(self, first_timestamp_s: float, num_kept: int) -> None:
+        self.published: list[float] = []
+        self._first_timestamp_s = first_timestamp_s
+        self._num_kept = num_kept
+
+    def publish(self) -> Message:
+        sequence = len(self.published)
+        self.published.append(self._first_timestamp_s + sequence)
+        return self.message(sequence)
+
+    def message(self, sequence: int) -> Message:
+        return Message(b"", sequence, msgspec.msgpack.encode([self.published[sequence], [], 0]))
+
+    def replay(self, start: int) -> list[Message]:
+        first_kept = len(self.published) - self._num_kept
+        return [self.message(sequence) for sequence in range(max(start, first_kept, 0), len(self.published))]
+
+
+def exhaust(feed: EngineFeed, engine: Engine, now_s: float) -> None:
+    """Answer the feed's questions until it has none, not even a moment later."""
+    while questions := feed.questions(now_s := now_s + 0.9 * IDLE_S):
+        for question in questions:
+            for _ in feed.answered(question, engine.replay(question.start_sequence), now_s):
+                pass
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(
+        st.sampled_from(["deliver", "deliver", "lose", "restart", "wait", "answer", "silence", "garbage"]), max_size=50
+    ),
+    st.sampled_from([1, 3, 1000]),
+)
+def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(choices, num_kept):
+    copy, now_s, num_processes = Copy(), 100.0, 1
+    feed = EngineFeed("vllm", "test", copy)
+    engine = Engine(1000.0, num_kept)
+    is_reconnected = True
+    feed.reconnected(now_s)
+    for choice in choices:
+        now_s += 0.1
+        if choice == "restart":
+            num_processes += 1
+            engine = Engine(1000.0 * num_processes, num_kept)
+            is_reconnected = False
+        elif choice == "lose":
+            engine.publish()
+        elif choice == "wait":
+            now_s += IDLE_S
+        elif choice == "deliver":
+            message = engine.publish()
+            if not is_reconnected:  # told before what the connection brings, as the transport promises
+                feed.reconnected(now_s)
+                is_reconnected = True
+            feed.received(message, now_s)
+        elif choice == "garbage" and is_reconnected:
+            feed.received(Message(b"", len(engine.published), b"\xff\xff"), now_s)
+            engine = Engine(1000.0 * (num_processes := num_processes + 1), num_kept)
+            is_reconnected = False
+        else:
+            for question in feed.questions(now_s):
+                answer = None if choice == "silence" else engine.replay(question.start_sequence)
+                for _ in feed.answered(question, answer, now_s):
+                    pass
+        if is_reconnected and feed.session.state is not SourceState.RESYNCING:
+            said = engine.published[: feed.session.expected_sequence]
+            assert copy.applied == said[len(said) - len(copy.applied) :]
+            if feed.session.state is SourceState.LIVE:
+                assert copy.applied == said
+    if not is_reconnected:
+        feed.reconnected(now_s)
+    exhaust(feed, engine, now_s + 100 * IDLE_S)
+    assert copy.applied == engine.published[len(engine.published) - len(copy.applied) :]
+
+
+def test_an_idle_engine_is_asked_now_and_then_and_more_rarely_if_it_does_not_answer():
+    feed = EngineFeed("vllm", "test", Copy())
+    engine = Engine(1000.0, 1000)
+    feed.received(engine.publish(), 0.0)
+    now_s = 0.0
+    kept = engine.replay(0)
+    for wait, answer in [(1, kept), (1, kept), (1, None), (2, None), (4, kept), (1, kept)]:
+        assert feed.questions(now_s + wait * IDLE_S - 0.1) == []
+        now_s += wait * IDLE_S
+        (question,) = feed.questions(now_s)
+        list(feed.answered(question, answer, now_s))
+
+
+def test_an_idle_engine_that_does_not_answer_is_believed():
+    copy = Copy()
+    feed = EngineFeed("vllm", "test", copy)
+    engine = Engine(1000.0, 1000)
+    feed.received(engine.publish(), 0.0)
+    feed.reconnected(0.0)
+    exhaust(feed, engine, 0.0)
+    (question,) = feed.questions(2 * IDLE_S)
+    assert list(feed.answered(question, None, 2 * IDLE_S)) == []
+    assert feed.session.state is SourceState.LIVE
+    assert copy.applied == engine.published
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff", msgspec.msgpack.encode([-1.0, [], 0])])
+def test_a_malformed_batch_is_counted_and_its_number_used_up(payload, caplog):
+    copy = Copy()
+    feed = EngineFeed("vllm", "test", copy)
+    feed.received(Message(b"", 0, payload), 0.0)
+    feed.received(Message(b"", 1, payload + b" "), 0.0)
+    feed.received(Message(b"", 2, msgspec.msgpack.encode([5.0, [], 0])), 0.0)
+    assert copy.applied == [5.0]
+    assert feed.num_malformed == 2
+    assert caplog.text.count("malformed batch skipped") == 1
