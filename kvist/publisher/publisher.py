@@ -22,14 +22,15 @@ from kvist.events.types import Batch, Tier, WorkerRank
 from kvist.events.windows import UNKNOWN, KnownWindow, Window
 from kvist.publisher.outbox import Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
-from kvist.publisher.stream import RankStream, StreamStatistics, new_epoch
+from kvist.publisher.stream import RankStream, StreamStatistics, new_epoch, topic_of
 
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
 
 _NUM_EVENTS_A_SLICE = 8
-"""Events hashed before the thread offers the interpreter lock, while it keeps up: an engine in the same process waits
-for one slice of about 0.1 ms, not for the interpreter's switch interval of 5 ms."""
+"""Events hashed before the thread offers the interpreter lock, while it keeps up. An engine in the same process then
+waits for one slice of about 0.2 ms, not for the interpreter's switch interval of 5 ms: with 256 blocks a step, the p99
+of a 3 ms step is 5.7 ms instead of 15.2 ms (benchmarks/results/publisher.md, two busy EPYC cores)."""
 _NUM_EVENTS_A_PASS = 4096
 """Events taken before their batches are sent, so that a flood is not held back until it ends."""
 _RETRY_S = 0.02
@@ -110,6 +111,7 @@ class KvEventPublisher:
         """
         if block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
+        topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry
         self._worker = worker
         self._block_size = block_size
         self._window = window
@@ -300,7 +302,7 @@ class KvEventPublisher:
         timestamp_s = time.time()
         for stream in self._streams.values():
             for batch in stream.close_batches(timestamp_s):
-                message = _message(stream, batch)
+                message = _message(batch)
                 self._replay_buffer.append(message)  # before it is sent, or a subscriber could ask in vain
                 self._outbox.put(message)
         self._outbox.flush(self._publication)
@@ -314,7 +316,7 @@ class KvEventPublisher:
             return  # a heartbeat would only report what is still on its way as missing
         timestamp_s = time.time()
         for stream in self._streams.values():
-            self._outbox.put(_message(stream, stream.heartbeat(timestamp_s)))
+            self._outbox.put(_message(stream.heartbeat(timestamp_s)))
             self._num_heartbeats += 1
         self._outbox.flush(self._publication)
 
@@ -329,8 +331,8 @@ class KvEventPublisher:
         return RankStream(source, self._block_size, self._epoch, window=self._window, lora_names=self._lora_names)
 
 
-def _message(stream: RankStream, batch: Batch) -> Message:
-    return Message(stream.topic, batch.sequence, encode_batch(batch))
+def _message(batch: Batch) -> Message:
+    return Message(topic_of(batch.source), batch.sequence, encode_batch(batch))
 
 
 def _kept(items: _Items) -> _Items:

@@ -17,7 +17,7 @@ from kvist.events.transports import Endpoint, open_publication, open_subscriptio
 from kvist.events.windows import KnownWindow
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
-from kvist.publisher.stream import RankStream
+from kvist.publisher.stream import RankStream, topic_of
 
 _logger = logging.getLogger(__name__)
 
@@ -60,7 +60,9 @@ class Sidecar:
     ) -> None:
         """Bind the publication at the URL `to`; raises InvalidValueError when a value is wrong or the port taken."""
         # Raises now for a value that would otherwise be refused only when the first event comes.
-        RankStream(WorkerRank(worker, 0), 1 if block_size is None else block_size, epoch=0, window=window)
+        source = WorkerRank(worker, 0)
+        topic_of(source)
+        RankStream(source, 1 if block_size is None else block_size, epoch=0, window=window)
         self._worker = worker
         self._window = window
         self._lora_names = lora_names

@@ -41,7 +41,6 @@ class RankStream:
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
     ) -> None:
-        self.topic = topic_of(source)
         self._source = source
         self._block_size = block_size
         self._epoch = epoch

@@ -245,9 +245,10 @@ def test_a_limit_out_of_range_is_refused_by_name(field, value):
         PublisherLimits(**{field: value})
 
 
-def test_a_wrong_block_size_is_refused_before_anything_is_bound():
-    with pytest.raises(InvalidValueError, match="block_size"):
-        KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=0)
+@pytest.mark.parametrize(("field", "value"), [("block_size", 0), ("worker", "http://host:8000")])
+def test_a_wrong_value_is_refused_before_anything_is_bound(field, value):
+    with pytest.raises(InvalidValueError, match=field):
+        KvEventPublisher("tcp://127.0.0.1:0", **{"worker": "w", "block_size": 4, "num_ranks": 0, field: value})
 
 
 def test_a_taken_port_is_an_error_that_names_the_endpoint():
