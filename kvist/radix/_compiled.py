@@ -92,6 +92,7 @@ from kvist.radix._layout import (
 _RECORD_MASK = (1 << RECORD_BITS) - 1
 _PURGE = 1 << 31
 _PREFETCH_AHEAD = 16
+_PIPELINE_MASK = 2 * _PREFETCH_AHEAD - 1
 _CLEAN_ROWS = 64
 _U1, _U2, _U3, _U4, _U27, _U30, _U31, _U32 = (np.uint64(n) for n in (1, 2, 3, 4, 27, 30, 31, 32))
 _VACANT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
@@ -932,19 +933,23 @@ def match(control, num_hashes):
     multiplier, hashes, pipeline = getu64(control + MULTIPLIER), get64(control + INPUT), control + PIPELINE
     start, active = get64(control + OUTPUT), get64(control + ACTIVE)
     segments, bits = get64(control + SEGMENTS), get64(control + SEGMENT_BITS)
-    output, last, num_begun, num_words, num_active, depth = start, -1, 0, 0, 0, 0
+    output, last, num_begun, num_words, num_active, num_located, depth = start, -1, 0, 0, 0, 0, 0
     while depth < num_hashes:
-        num_ahead = min(_PREFETCH_AHEAD, num_hashes - depth)
-        for index in range(num_ahead):
-            key = getu64(hashes + (depth + index) * 8) * multiplier
+        # One group is looked up while the lines of the next one are on their way; a row may lie in the second line.
+        for index in range(num_located, min(num_hashes, depth + 2 * _PREFETCH_AHEAD)):
+            key = getu64(hashes + index * 8) * multiplier
             row = _locate(segments, bits, key)
             prefetch(row)
-            putu64(pipeline + index * 16, key)
-            put64(pipeline + index * 16 + 8, row)
+            prefetch(row + 64)
+            entry = pipeline + (index & _PIPELINE_MASK) * 16
+            putu64(entry, key)
+            put64(entry + 8, row)
+        num_located = min(num_hashes, depth + 2 * _PREFETCH_AHEAD)
         is_done = False
-        for index in range(num_ahead):
-            key = getu64(pipeline + index * 16)
-            set_id = _set_at(_seek(get64(pipeline + index * 16 + 8), key), key)
+        for index in range(depth, min(num_hashes, depth + _PREFETCH_AHEAD)):
+            entry = pipeline + (index & _PIPELINE_MASK) * 16
+            key = getu64(entry)
+            set_id = _set_at(_seek(get64(entry + 8), key), key)
             if set_id == last:
                 depth += 1
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -42,8 +43,9 @@ class SegmentTable:
         self.directory["address"] = self._nothing
         self.directory["rows"] = layout.GUARD_ROWS
         if initial_blocks:
-            share = initial_blocks * 8 // 7 // self.num_segments
-            size_bytes = (share + share // 64 + PADDING_ROWS) * layout.ROW_BYTES
+            share = initial_blocks / self.num_segments
+            fullest = share + 4 * math.sqrt(share)  # hashes are spread at random: hardly any segment gets more
+            size_bytes = (int(fullest * 8 / 7) + 1 + PADDING_ROWS) * layout.ROW_BYTES
             for index in range(self.num_segments):
                 self._enlarge(index, size_bytes)
 

@@ -54,16 +54,19 @@ class Match(Mapping[WorkerRank, Depths]):
     A mapping for convenience; a policy reads the arrays, whose rows ascend by the last column of `depths`.
     """
 
-    __slots__ = ("_ranks", "_rows", "num_blocks")
+    __slots__ = ("_arrays", "_ranks", "_rows", "num_blocks")
 
     def __init__(self, ranks: list[WorkerRank], rows: bytes, num_blocks: int) -> None:
         self._ranks = ranks
         self._rows = rows
+        self._arrays: NDArray[np.uint32] | None = None  # made when asked for: not every match is read
         self.num_blocks = num_blocks
 
     @property
     def _table(self) -> NDArray[np.uint32]:
-        return np.ndarray((len(self), 1 + NUM_TIERS), np.uint32, self._rows)
+        if self._arrays is None:
+            self._arrays = np.ndarray((len(self), 1 + NUM_TIERS), np.uint32, self._rows)
+        return self._arrays
 
     @property
     def holder_ids(self) -> NDArray[np.uint32]:
