@@ -145,17 +145,9 @@ class CanonicalFollower:
 
     def _has_our_block_size(self, batch: Batch) -> bool:
         if batch.block_size == self._block_size:
+            self._counters.failure = None
             return True
-        self._counters.num_refused_batches += 1
-        if self._counters.failure is None:
-            self._counters.failure = f"block_size {batch.block_size}, expected {self._block_size}"
-            _logger.error(
-                "stream refused: its blocks are not of this index's size worker=%s rank=%d block_size=%d expected=%d",
-                self._worker,
-                batch.rank,
-                batch.block_size,
-                self._block_size,
-            )
+        self._counters.refuse(self._worker, batch.block_size, self._block_size)
         if self._sessions.pop(batch.rank, None) is not None:
             self._index.clear(self._worker, batch.rank)
             self._resyncing.discard(WorkerRank(self._worker, batch.rank))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from kvist.events import EngineCleared, WorkerRank
+from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.session import Session, SourceState
@@ -36,6 +36,7 @@ class EngineFollower:
         self._counters = counters
         self._streams: dict[int, RankStream] = {}
         self._now_s = 0.0
+        self._has_our_block_size = False
         self._feed = EngineFeed(engine, worker, self)
 
     @property
@@ -75,6 +76,7 @@ class EngineFollower:
         for rank in ranks:
             check_rank(rank, self._worker)
         for event in batch.events:
+            self._check_block_size(event)
             self._stream(event.rank).admit(event)
         for rank in ranks:
             for canonical in self._streams[rank].close_batches(0.0):
@@ -90,6 +92,16 @@ class EngineFollower:
         for rank in self._streams:
             self._index.clear(self._worker, rank)
             self._streams[rank] = self._new_stream(rank)
+
+    def _check_block_size(self, event: EngineEvent) -> None:
+        """Note a block size that the normaliser will leave out; hybrid models have some of them beside ours."""
+        if not isinstance(event, EngineStored):
+            return
+        if event.block_size == self._block_size:
+            self._has_our_block_size = True
+            self._counters.failure = None
+        elif not self._has_our_block_size:
+            self._counters.refuse(self._worker, event.block_size, self._block_size)
 
     def _ranks(self) -> set[WorkerRank]:
         return {WorkerRank(self._worker, rank) for rank in self._streams}

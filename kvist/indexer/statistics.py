@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvist.events.session import Session, SourceState
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,18 @@ class SourceCounters:
         self.last_event_at_s = now_s
         if timestamp_s is not None:
             self.lag_s = max(0.0, wall_s - timestamp_s)
+
+    def refuse(self, worker: str, block_size: int, expected: int) -> None:
+        """Count a batch or event whose blocks are of another size; log it, naming both, once until one fits."""
+        self.num_refused_batches += 1
+        if self.failure is None:
+            self.failure = f"block_size {block_size}, expected {expected}"
+            _logger.error(
+                "stream refused: its blocks are not of this index's size worker=%s block_size=%d expected=%d",
+                worker,
+                block_size,
+                expected,
+            )
 
     def frozen(
         self,

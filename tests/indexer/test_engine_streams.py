@@ -170,13 +170,18 @@ async def test_garbage_between_an_engines_batches_is_counted_and_skipped(
     assert caplog.text.count("malformed batch") == 1
 
 
-async def test_blocks_of_another_size_are_left_out(start_vllm, port, add_vllm, digest_of, until, caplog):
+async def test_blocks_of_another_size_are_refused_and_the_error_names_both(
+    start_vllm, port, add_vllm, indexer, digest_of, until, caplog
+):
     engine = start_vllm(port)
     engine.store(0, list(range(16)))
-    engine.store(1, tokens_of(1))
     add_vllm()
+    await until(lambda: sole(indexer).num_refused_batches == 1)
+    assert sole(indexer).failure == "block_size 16, expected 4"
+    assert caplog.text.count("stream refused") == 1
+    engine.store(1, tokens_of(1))  # a hybrid model has blocks of both sizes
     await until(lambda: digest_of(WORKER) == digest_of_roots(1))
-    assert "engine_block_size=16 block_size=4" in caplog.text
+    assert sole(indexer).failure is None
 
 
 async def test_a_kvist_publisher_that_replaces_the_engine_is_recognised(

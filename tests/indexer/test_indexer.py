@@ -247,6 +247,10 @@ async def test_a_stream_of_another_block_size_is_refused_and_the_error_names_bot
     assert digest_of("w1") == (0, 0)
     assert indexer.states("w1") == {}
     assert caplog.text.count("stream refused") == 1
+    with publisher_at(memory_url) as publisher:
+        publisher.stored([1], list(range(4)))
+        await until(lambda: indexer.is_exact("w1", 0) and digest_of("w1")[0] == 1)
+    assert sole(indexer).failure is None
 
 
 async def test_malformed_batches_are_counted_logged_once_and_skipped(
