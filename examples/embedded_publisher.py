@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvist.events import FULL
+from kvist.events import FULL, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.indexer import Indexer
 from kvist.publisher import KvEventPublisher
@@ -39,7 +39,7 @@ async def main() -> None:
             await asyncio.to_thread(serve_one_request, publisher)
             prompt_hashes = block_hashes(PROMPT, BLOCK_SIZE)
             async with asyncio.timeout(30):
-                while not (indexer.is_exact("gpu-0", 0) and len(index.match(prompt_hashes))):  # noqa: ASYNC110
+                while index.digest(WorkerRank("gpu-0", 0)).num_blocks != 3:  # noqa: ASYNC110 - no event to wait for
                     await asyncio.sleep(0.01)
             for (worker, rank), depths in index.match(prompt_hashes).items():
                 print(f"{worker} rank {rank} holds {depths.gpu} of {len(prompt_hashes)} blocks in GPU memory")
