@@ -1116,9 +1116,9 @@ def _snapshot_rows(control, snapshot, segment_index):
     return copy if copy else get64(get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES)
 
 
-@_jit("i8(i8,i8,i8,i8)")
-def _push_if_new(control, snapshot, segment_index, row_index):
-    """Put a row on the stack, unless it was there before; return its address, or 0."""
+@_jit("i8(i8,i8,i8)")
+def _push_if_new(snapshot, segment_index, row_index):
+    """Put a row on the stack and return 1, or 0 if it was there before."""
     entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
     mark = get64(entry + 16) + (row_index & ~3)  # marks are bytes, read four at a time
     bit = 1 << ((row_index & 3) * 8)
@@ -1128,48 +1128,53 @@ def _push_if_new(control, snapshot, segment_index, row_index):
     depth = get64(snapshot + 32)
     put64(get64(snapshot + 24) + depth * 8, segment_index << 32 | row_index)
     put64(snapshot + 32, depth + 1)
-    return _snapshot_rows(control, snapshot, segment_index) + row_index * ROW_BYTES
+    return 1
 
 
-@_jit("void(i8,i8,i8)")
-def _push_ancestors(control, snapshot, row):
-    """Put the known ancestors of a row on the stack, as far as they are not there yet."""
-    multiplier, bits = getu64(control + MULTIPLIER), get64(control + SEGMENT_BITS)
-    while row:
-        parent = getu64(row + 8) * multiplier
-        if parent == getu64(row):
-            return
-        segment_index = np.int64((parent >> _U1) >> np.uint64(63 - bits))
-        entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
-        address = _snapshot_rows(control, snapshot, segment_index)
-        row = _seek(address + _home(parent, bits, get32(entry + 8)) * ROW_BYTES, parent)
-        if _set_at(row, parent) == 0:
-            return
-        row = _push_if_new(control, snapshot, segment_index, (row - address) // ROW_BYTES)
+@_jit("i8(i8,i8)")
+def _push_parent(control, snapshot):
+    """Put the parent of the row on top of the stack above it; return 0 if there is none, or it was there before."""
+    top = get64(get64(snapshot + 24) + (get64(snapshot + 32) - 1) * 8)
+    row = _snapshot_rows(control, snapshot, top >> 32) + (top & 0xFFFF_FFFF) * ROW_BYTES
+    key, bits = getu64(row + 8) * getu64(control + MULTIPLIER), get64(control + SEGMENT_BITS)
+    segment_index = np.int64((key >> _U1) >> np.uint64(63 - bits))
+    entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
+    address = _snapshot_rows(control, snapshot, segment_index)
+    row = _seek(address + _home(key, bits, get32(entry + 8)) * ROW_BYTES, key)
+    if _set_at(row, key) == 0:
+        return 0
+    return _push_if_new(snapshot, segment_index, (row - address) // ROW_BYTES)
 
 
 @_jit("i8(i8,i8,i8)")
 def snapshot_next(control, snapshot, max_rows):
-    """Write the next rows as they were, each after its parent; return how many, 0 at the end."""
+    """Write the next rows as they were, each after its parent; return how many, or -1 at the end.
+
+    A call takes a bounded number of steps, so it may return 0 rows though there are more.
+    """
     output, count = get64(snapshot + 40), 0
-    while count < max_rows:
+    for _ in range(4 * max_rows):
+        if count == max_rows:
+            break
         depth = get64(snapshot + 32)
-        if depth > 0:  # the top of the stack is the eldest
+        if get64(snapshot + 48) != 0:  # climbing from a new row to its eldest ancestor
+            put64(snapshot + 48, _push_parent(control, snapshot))
+        elif depth > 0:  # the eldest is on top
             top = get64(get64(snapshot + 24) + (depth - 1) * 8)
             row = _snapshot_rows(control, snapshot, top >> 32) + (top & 0xFFFF_FFFF) * ROW_BYTES
             move(output + count * ROW_BYTES, row, ROW_BYTES)
             put64(snapshot + 32, depth - 1)
             count += 1
-            continue
-        segment_index, row_index = get64(snapshot + 8), get64(snapshot + 16)
-        if segment_index == 1 << get64(control + SEGMENT_BITS):
-            return count
-        if row_index == get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12):
-            put64(snapshot + 8, segment_index + 1)
-            put64(snapshot + 16, 0)
-            continue
-        put64(snapshot + 16, row_index + 1)
-        row = _snapshot_rows(control, snapshot, segment_index) + row_index * ROW_BYTES
-        if get32(row + 16) != 0:
-            _push_ancestors(control, snapshot, _push_if_new(control, snapshot, segment_index, row_index))
+        else:
+            segment_index, row_index = get64(snapshot + 8), get64(snapshot + 16)
+            if segment_index == 1 << get64(control + SEGMENT_BITS):
+                return count if count else -1
+            if row_index == get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12):
+                put64(snapshot + 8, segment_index + 1)
+                put64(snapshot + 16, 0)
+            else:
+                put64(snapshot + 16, row_index + 1)
+                row = _snapshot_rows(control, snapshot, segment_index) + row_index * ROW_BYTES
+                if get32(row + 16) != 0:
+                    put64(snapshot + 48, _push_if_new(snapshot, segment_index, row_index))
     return count

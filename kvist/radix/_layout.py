@@ -25,7 +25,8 @@ Class, 8: 0 u32 record bytes  4 u32 first slab with room (0 = none; slab 0 is ne
 Bucket: u32 set id, head of a chain. Pages of 4,096 buckets; linear hashing adds or merges one page at a time.
 Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u32 set  4 u32 operation
     8 u32 stamp of set  12 u32 result  16 u32 stamp of result
-Snapshot, 48: 0 i64 directory  8 segment and  16 row of the cursor  24 stack  32 its depth  40 output, of rows
+Snapshot, 56: 0 i64 directory  8 segment and  16 row of the cursor  24 stack  32 its depth  40 output, of rows
+    48 1 while the ancestors of the top of the stack are still to be looked for
     Its directory, 24 an entry: 0 i64 address of a copy (0: the segment is as it was)  8 u32 capacity  12 u32 rows
     16 i64 address of one byte a row: 1 once the row was put on the stack
 Slot, 32: 0 i64 number of (block, tier) held  8 u64 digest of them  16 u32 state
@@ -41,7 +42,7 @@ NEED_KIND, NEED_ARG, RESUME, RESUME_OPERATION, NUM_CONFLICTS, IS_CAPTURING = ran
 NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(240, 272, 8)
 PIPELINE, CONTROL_BYTES = 512, 2048  # the rest is scratch for the keys and rows looked up ahead
 
-SNAPSHOT_BYTES, SNAPSHOT_ENTRY_BYTES = 48, 24
+SNAPSHOT_BYTES, SNAPSHOT_ENTRY_BYTES = 56, 24
 ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 20, 24, 40, 8, 20, 32
 OPERATION_BYTES = 32  # u64 kind, tier, parent hash, size of its hashes in bytes
 STORE_ROOT, STORE_CHILD, REMOVE = 0, 1, 2

@@ -41,7 +41,10 @@ def member_rows(chunk: SnapshotChunk, slots: NDArray[np.int64]) -> NDArray[np.ui
 
 
 class Snapshot:
-    """Iterates over the chunks of one moment. `close` it, or use it as a context, unless it is read to its end."""
+    """Iterates over the chunks of one moment, some of which may be empty, so that no step takes long.
+
+    Close it, or use it as a context, unless it is read to its end.
+    """
 
     def __init__(
         self,
@@ -90,15 +93,13 @@ class Snapshot:
         return self
 
     def __next__(self) -> SnapshotChunk:
-        while self._is_open:
-            num_rows = compiled.snapshot_next(self._control[layout.SELF >> 3], self._state, self._max_blocks)
-            if num_rows == 0:
-                self.close()
-                break
-            chunk = self._chunk(rows_at(self._heap, self._output, num_rows))
-            if len(chunk.hashes):
-                return chunk
-        raise StopIteration
+        if not self._is_open:
+            raise StopIteration
+        num_rows = compiled.snapshot_next(self._control[layout.SELF >> 3], self._state, self._max_blocks)
+        if num_rows < 0:
+            self.close()
+            raise StopIteration
+        return self._chunk(rows_at(self._heap, self._output, num_rows))
 
     def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
         ids, set_idx = np.unique(rows["set_id"], return_inverse=True)
@@ -106,7 +107,7 @@ class Snapshot:
         sets = [members[self._is_live[members >> 4]] for members in sets]
         lengths = np.array([len(members) for members in sets], np.uint32)
         is_held = lengths[set_idx] > 0
-        members = np.concatenate(sets)
+        members = np.concatenate([np.empty(0, np.uint32), *sets])
         slots, rank_idx = np.unique(members >> 4, return_inverse=True)
         return SnapshotChunk(
             ranks=tuple(self._ranks[slot] for slot in slots.tolist()),

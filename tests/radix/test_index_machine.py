@@ -156,7 +156,7 @@ class IndexMachine(RuleBasedStateMachine):
         for chunk in reversed(self.chunks):
             restored.restore(chunk)
         for chunk in self.chunks:
-            assert 0 < len(chunk.hashes) <= self.max_blocks
+            assert len(chunk.hashes) <= self.max_blocks
             for block in chunk.hashes.tolist():
                 assert block not in seen
                 is_parent_first = parents[block] in {*seen, block} or parents[block] not in hashes
