@@ -13,6 +13,7 @@ without one. Losses are by high-water mark: a PUB socket drops for the subscribe
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 from contextlib import suppress
@@ -41,6 +42,8 @@ PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 15.0
 """When a subscriber gives up a connection whose other end vanished without a word, and connects anew."""
 MAX_REPLAY_BYTES = 1 << 30
 """Payload a subscriber accepts in one replay; more is a peer gone wrong."""
+
+_logger = logging.getLogger(__name__)
 
 _Socket: TypeAlias = zmq.Socket[bytes]
 _Context: TypeAlias = zmq.Context[_Socket]
@@ -155,6 +158,8 @@ class ZmqSubscription:
         self.num_malformed = 0
         self._num_connects = 0
         self._endpoint = endpoint
+        # An engine that may connect from anywhere has told nobody where it can be asked.
+        self._replay_address = None if _is_wildcard(endpoint.replay_address) else endpoint.replay_address
         self._context: _Context = zmq.Context.instance()
 
     @property
@@ -206,12 +211,12 @@ class ZmqSubscription:
 
     async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
         """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
-        if self._endpoint.replay_address is None:
+        if self._replay_address is None:
             return None
         dealer = _LoopSocket(self._context, zmq.DEALER)
         try:
             dealer.socket.setsockopt(zmq.RCVHWM, REPLAY_HWM)
-            _connect(dealer.socket, self._endpoint.replay_address)
+            _connect(dealer.socket, self._replay_address)
             request = (b"", start_sequence.to_bytes(8, "big"), *(() if topic is None else (topic,)))
             dealer.socket.send_multipart(request, zmq.NOBLOCK)
             return await self._collect(dealer, timeout_s)
@@ -238,6 +243,16 @@ class ZmqSubscription:
     def _message(self, frames: list[bytes]) -> Message | None:
         if len(frames) != 3 or len(frames[1]) != 8 or len(frames[2]) > MAX_MESSAGE_BYTES:
             self.num_malformed += 1
+            if self.num_malformed == 1:
+                sizes = [len(frame) for frame in frames[:4]]
+                _logger.warning(
+                    "malformed message skipped: not topic, 8 bytes and a payload of at most %d MiB "
+                    "source=%s num_frames=%d frame_bytes=%s",
+                    MAX_MESSAGE_BYTES >> 20,
+                    self._endpoint.address,
+                    len(frames),
+                    sizes,
+                )
             return None
         return Message(frames[0], int.from_bytes(frames[1], "big"), frames[2])
 
@@ -282,6 +297,7 @@ class _LoopSocket:
 
 def _bind(zmq_socket: _Socket, address: str) -> str:
     _refuse_to_steal(address)
+    _allow_ipv6(zmq_socket, address)
     bindable = f"{address.removesuffix(':0')}:*" if address.endswith(":0") else address
     try:
         zmq_socket.bind(bindable)
@@ -300,7 +316,18 @@ def _refuse_to_steal(address: str) -> None:
 
 
 def _connect(zmq_socket: _Socket, address: str) -> None:
+    _allow_ipv6(zmq_socket, address)
     try:
         zmq_socket.connect(address)
     except zmq.ZMQError as error:
         raise InvalidValueError("endpoint", address, f"an address to connect to ({error.strerror})") from error
+
+
+def _allow_ipv6(zmq_socket: _Socket, address: str) -> None:
+    """Allow IPv6 where it is written out; a name stays IPv4, for engines listen on that by default."""
+    if address.startswith("tcp://["):
+        zmq_socket.setsockopt(zmq.IPV6, 1)
+
+
+def _is_wildcard(address: str | None) -> bool:
+    return address is not None and address.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))

@@ -129,7 +129,7 @@ async def test_the_client_understands_old_and_new_replies(open_socket, replies_h
     assert {message.topic for message in replayed} == {b"kv-events" if replies_have_topics else b""}
 
 
-async def test_frames_of_another_shape_or_size_are_counted_and_skipped(open_socket, monkeypatch):
+async def test_frames_of_another_shape_or_size_are_counted_logged_once_and_skipped(open_socket, monkeypatch, caplog):
     monkeypatch.setattr("kvist.events.transports.zmq.MAX_MESSAGE_BYTES", 1000)
     publisher = open_socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
@@ -143,11 +143,14 @@ async def test_frames_of_another_shape_or_size_are_counted_and_skipped(open_sock
             await asyncio.wait([receiving], timeout=0.02)
         assert receiving.result()[0] == Message(b"t", 9, b"good")
         assert subscription.num_malformed >= 3
+    assert caplog.text.count("malformed message skipped") == 1
+    assert f"source=tcp://127.0.0.1:{port} num_frames=1 frame_bytes=[12]" in caplog.text
 
 
-async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, free_port):
+@pytest.mark.parametrize("host", ["127.0.0.1", "*", "0.0.0.0"])
+async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, free_port, host):
     port = free_port()
-    async with ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:{port}?bind=1")) as subscription:
+    async with ZmqSubscription(Endpoint.parse(f"tcp://{host}:{port}?bind=1")) as subscription:
         publisher = open_socket(zmq.PUB)
         publisher.connect(f"tcp://127.0.0.1:{port}")
         receiving = asyncio.create_task(subscription.receive())
@@ -155,6 +158,24 @@ async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, fr
             publisher.send_multipart([b"t", be64(0), b"x"])
             await asyncio.wait([receiving], timeout=0.02)
         assert receiving.result()[0] == Message(b"t", 0, b"x")
+        if host != "127.0.0.1":
+            assert await subscription.replay(None, 0, timeout_s=60) is None
+
+
+async def test_an_address_may_be_ipv6(kept):
+    try:
+        publication = open_publication("tcp://[::1]:0")
+    except InvalidValueError:
+        pytest.skip("this machine has no IPv6")
+    kept.messages = [Message(b"t", 0, b"x")]
+    publication.serve_replay(kept)
+    async with ZmqSubscription(Endpoint.parse(publication.endpoint)) as subscription:
+        assert await subscription.replay(b"", 0, timeout_s=10) == [Message(b"t", 0, b"x")]
+        receiving = asyncio.create_task(subscription.receive())
+        while not receiving.done():
+            publication.send(Message(b"t", 1, b"y"))
+            await asyncio.wait([receiving], timeout=0.02)
+    publication.close()
 
 
 def test_port_zero_takes_free_ports_and_the_endpoint_names_both():
