@@ -21,6 +21,7 @@ from kvist.events.types import (
     NonEmpty,
     NonNegative,
     Positive,
+    Rank,
     Removed,
     Stored,
     Tier,
@@ -48,7 +49,7 @@ class _RawBatch(msgspec.Struct, tag=_BATCH_TAG, array_like=True, frozen=True, gc
     """A batch whose events are still bytes, so that each can be judged alone."""
 
     worker: NonEmpty
-    rank: NonNegative
+    rank: Rank
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive

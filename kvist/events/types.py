@@ -16,6 +16,9 @@ import msgspec
 NonNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(gt=0)]
 NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
+# Bounded well above what is deployed: without a bound, garbage could make everything kept by rank grow.
+MAX_RANKS = 4096
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
 
 
 class Tier(IntEnum):
@@ -75,7 +78,7 @@ class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False
     """
 
     worker: NonEmpty
-    rank: NonNegative
+    rank: Rank
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive

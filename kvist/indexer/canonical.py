@@ -13,7 +13,7 @@ from kvist.events.follow import Question
 from kvist.events.session import Clear, Holding, Session, SourceState, Step
 from kvist.events.transports import Message
 from kvist.indexer.statistics import SourceCounters
-from kvist.indexer.target import Index, check_rank
+from kvist.indexer.target import Index
 
 _logger = logging.getLogger(__name__)
 
@@ -134,7 +134,6 @@ class CanonicalFollower:
         """Return the message's batch; None, counted and once logged, when it is malformed or of another block size."""
         try:
             batch, num_unknown_events = decode_batch(message.payload, self._worker)
-            check_rank(batch.rank, self._worker)
         except MalformedMessageError as error:
             self._counters.num_malformed += 1
             if self._counters.num_malformed == 1:

@@ -11,7 +11,7 @@ from kvist.events.follow import Question
 from kvist.events.session import Session, SourceState
 from kvist.events.transports import Message
 from kvist.indexer.statistics import SourceCounters
-from kvist.indexer.target import Index, check_rank
+from kvist.indexer.target import Index
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.stream import RankStream
 
@@ -73,8 +73,6 @@ class EngineFollower:
     def apply(self, batch: DecodedEngineBatch) -> None:
         """Filter, hash and apply an engine's batch (called by the feed)."""
         ranks = {event.rank for event in batch.events}
-        for rank in ranks:
-            check_rank(rank, self._worker)
         for event in batch.events:
             self._check_block_size(event)
             self._stream(event.rank).admit(event)

@@ -1,21 +1,11 @@
-"""What the indexer needs of an index, and what it lets in; `kvist.radix.RadixIndex` is such an index."""
+"""What the indexer needs of an index; `kvist.radix.RadixIndex` is such an index."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Protocol
 
-from kvist.errors import MalformedMessageError
 from kvist.events import Event, WorkerRank
-
-MAX_RANKS = 4096
-"""Data-parallel ranks a stream may name; without a bound, garbage could make the index grow."""
-
-
-def check_rank(rank: int, source: str) -> None:
-    """Raise MalformedMessageError for a rank that no deployment has."""
-    if not 0 <= rank < MAX_RANKS:
-        raise MalformedMessageError(source, f"rank is {rank}, expected 0 to {MAX_RANKS - 1}")
 
 
 class RankDigest(Protocol):

@@ -26,7 +26,7 @@ class EngineFeedTarget(Protocol):
     """What an engine's stream is fed into."""
 
     def apply(self, batch: DecodedEngineBatch) -> None:
-        """Take the next batch of the engine; raises MalformedMessageError if it makes no sense, and leaves it."""
+        """Take the next batch of the engine; never raises for what it says."""
 
     def clear(self) -> None:
         """Forget every rank of the engine: it restarted, or events were lost."""
@@ -108,10 +108,10 @@ class EngineFeed:
             return
         try:
             batch = self._decode(step.body, self._name)
-            self._target.apply(batch)
         except MalformedMessageError as error:
             self._count_malformed(str(error))
             return
+        self._target.apply(batch)
         self.num_batches += 1
         if batch.num_malformed_events:
             self._count_malformed(f"{batch.num_malformed_events} events are not the dialect's")

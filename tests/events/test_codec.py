@@ -70,7 +70,7 @@ events = st.one_of(
 batches = st.builds(
     Batch,
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
-    u64,
+    st.integers(0, 4095),
     u64,
     u64,
     st.integers(1, 2**32),
@@ -119,6 +119,7 @@ def test_an_event_of_unknown_type_or_tier_is_skipped_and_counted(unknown):
         (1, "", r"\[1\]"),
         (1, 5, r"\[1\]"),
         (2, -1, r"\[2\]"),
+        (2, 4096, r"\[2\]"),
         (3, -1, r"\[3\]"),
         (3, None, r"\[3\]"),
         (4, -1, r"\[4\]"),

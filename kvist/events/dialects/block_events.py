@@ -18,7 +18,7 @@ from kvist.events.codec import DECODE_ERRORS
 from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
 from kvist.events.dialects.extra_keys import read_extra_keys
 from kvist.events.engine import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
-from kvist.events.types import NonNegative, Tier
+from kvist.events.types import NonNegative, Rank, Tier
 from kvist.events.windows import FULL, UNKNOWN, Window
 
 # An engine's positional form: for each tag, what its fields are called.
@@ -71,13 +71,13 @@ _KNOWN_TYPES = {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
 class _Batch(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timestamp_s: float
     events: list[_RawEvent]
-    rank: NonNegative | None = None
+    rank: Rank | None = None
 
 
 class _UnreadBatch(msgspec.Struct, array_like=True, frozen=True, gc=False):
     timestamp_s: float
     events: list[msgspec.Raw]
-    rank: NonNegative | None = None
+    rank: Rank | None = None
 
 
 class _Unusable(Enum):

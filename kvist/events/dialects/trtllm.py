@@ -17,7 +17,7 @@ import msgspec
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
 from kvist.events.engine import EngineCreated, EngineEvent, EngineRemoved, EngineStored
-from kvist.events.types import NonNegative, Tier
+from kvist.events.types import NonNegative, Rank, Tier
 from kvist.events.windows import UNKNOWN, Window
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class _Event(msgspec.Struct, frozen=True, gc=False):
     data: _Created | _Stored | _Removed | _Updated
     window_size: int | None = None
     layer_group_id: NonNegative | None = None
-    attention_dp_rank: NonNegative | None = None
+    attention_dp_rank: Rank | None = None
 
     @property
     def window(self) -> Window:

@@ -209,6 +209,7 @@ def test_ranks_are_numbered_apart():
         removed("no"),
         removed(1, window="wide"),
         removed(1) | {"attention_dp_rank": -1},
+        removed(1) | {"attention_dp_rank": 4096},
         removed(1) | {"layer_group_id": "first"},
     ],
     ids=repr,

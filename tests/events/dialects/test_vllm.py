@@ -312,13 +312,14 @@ def test_fields_that_a_later_version_adds_are_ignored():
         msgspec.msgpack.encode([math.nan, [], 0]),
         msgspec.msgpack.encode([1.5, None, 0]),
         msgspec.msgpack.encode([1.5, [], -1]),
+        msgspec.msgpack.encode([1.5, [], 4096]),
         b"\xdd\xff\xff\xff\xff",
         b"\x91" * 100_000,
         b"\x93\xcb\x3f\xf8\x00\x00\x00\x00\x00\x00" + b"\x91" * 100_000,
         HYBRID[:-1],
         HYBRID + b"\x00",
     ],
-    ids=range(12),
+    ids=range(13),
 )
 def test_what_is_no_batch_is_malformed(payload):
     with pytest.raises(MalformedMessageError) as caught:
