@@ -24,6 +24,8 @@ class PublisherCollector(Collector):
         num_filtered = sum(stream.filter.num_filtered for stream in streams)
         yield _counter("events_passed", "Events of the published window group.", num_passed)
         yield _counter("events_filtered", "Events of other window groups, left out.", num_filtered)
+        num_malformed = sum(stream.num_malformed for stream in streams)
+        yield _counter("events_malformed", "Events of wrong types, for which the rank was cleared.", num_malformed)
         yield _counter("events_lost", "Events lost because the publisher lagged.", statistics.num_lost_events)
         yield _counter("batches_dropped", "Batches left to replay.", statistics.num_dropped_batches)
         yield _counter("messages_sent", "Messages handed to the transport.", statistics.num_sent_messages)

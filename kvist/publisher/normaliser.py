@@ -211,9 +211,11 @@ class Normaliser:
     def _end_chain_at(self, engine_hash: EngineHash, length: int) -> None:
         if length > self._block_size:
             self._num_by_status[Status.OVERSIZE_BLOCK] += 1
-            _logger.debug(
-                "block dropped: too long rank=%d length=%d block_size=%d", self._rank, length, self._block_size
-            )
+            is_told = self._num_by_status[Status.WRONG_BLOCK_SIZE] > 0
+            if self._num_by_status[Status.OVERSIZE_BLOCK] == 1 and not is_told:
+                _logger.warning(
+                    "block left out: too long rank=%d length=%d block_size=%d", self._rank, length, self._block_size
+                )
             return
         self._partial_blocks[engine_hash] = None
         if len(self._partial_blocks) > self._max_partial_blocks:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineEvent
+from kvist.events.engine import EngineCleared, EngineEvent
 from kvist.events.types import Batch, Event, Removed, Stored, WorkerRank
 from kvist.events.windows import KnownWindow
 from kvist.publisher.filter import FilterStatistics, WindowFilter
@@ -17,6 +18,10 @@ MAX_BATCH_HASH_BYTES = 64 << 10
 """Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
 
 _HASH_BYTES = 8
+# What arguments of wrong types end in, sooner or later. A typed caller never causes it.
+_MALFORMED_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +29,7 @@ class StreamStatistics:
     """What one rank's stream did since it was made."""
 
     num_events: int
+    num_malformed: int
     num_batches: int
     filter: FilterStatistics
     normaliser: NormaliserStatistics
@@ -48,11 +54,24 @@ class RankStream:
         self._normaliser = Normaliser(block_size, rank=source.rank, lora_names=lora_names)
         self._coalescer = Coalescer()
         self._num_events = 0
+        self._num_malformed = 0
         self._next_sequence = 0
 
     def admit(self, event: EngineEvent) -> None:
-        """Take one engine event into the batch being built; never raises for what the engine reported."""
+        """Take one engine event into the batch being built; never raises for what the engine reported.
+
+        For an event whose values are not even of the right types the rank is cleared: it may have been a removal.
+        """
         self._num_events += 1
+        try:
+            self._admit(event)
+        except _MALFORMED_ERRORS as error:
+            self._num_malformed += 1
+            if self._num_malformed == 1:
+                _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
+            self._admit(EngineCleared(self._source.rank))
+
+    def _admit(self, event: EngineEvent) -> None:
         for passed in self._filter.admit(event):
             for canonical in self._normaliser.normalise(passed):
                 self._coalescer.add(canonical)
@@ -72,7 +91,11 @@ class RankStream:
     def statistics(self) -> StreamStatistics:
         """Return the counters as they are now."""
         return StreamStatistics(
-            self._num_events, self._next_sequence, self._filter.statistics(), self._normaliser.statistics()
+            num_events=self._num_events,
+            num_malformed=self._num_malformed,
+            num_batches=self._next_sequence,
+            filter=self._filter.statistics(),
+            normaliser=self._normaliser.statistics(),
         )
 
     def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:

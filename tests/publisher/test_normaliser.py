@@ -132,10 +132,12 @@ def test_a_hole_ends_the_chain(normaliser):
     assert counts(normaliser) == {}
 
 
-def test_a_block_longer_than_the_block_size_ends_the_chain_and_is_counted(normaliser):
+def test_a_block_longer_than_the_block_size_ends_the_chain_is_counted_and_warned_of_once(normaliser, caplog):
     event = store(1, 2, 3, token_ids=TOKENS[:13], block_lengths=[4, 5, 4])
     assert normaliser.normalise(event) == (Stored(pack(C1)),)
-    assert counts(normaliser) == {Status.OVERSIZE_BLOCK: 1}
+    assert normaliser.normalise(event) == ()
+    assert counts(normaliser) == {Status.OVERSIZE_BLOCK: 2}
+    assert caplog.text.count("too long rank=0 length=5 block_size=4") == 1
 
 
 def test_tokens_of_blocks_that_were_skipped_are_not_guessed_at(normaliser):

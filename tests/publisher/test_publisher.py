@@ -219,6 +219,11 @@ def test_no_thread_outlives_a_closed_publisher():
         {"block_hashes": [None], "token_ids": tokens_of(1)},
         {"block_hashes": [1], "token_ids": tokens_of(1), "parent_block_hash": 404},
         {"block_hashes": [], "token_ids": []},
+        {"block_hashes": [[1]], "token_ids": tokens_of(1)},
+        {"block_hashes": [1], "token_ids": tokens_of(1), "lora_name": 5},
+        {"block_hashes": [1], "token_ids": tokens_of(1), "tier": 9},
+        {"block_hashes": [1], "token_ids": tokens_of(1), "group": []},
+        {"block_hashes": [1], "token_ids": tokens_of(1), "block_lengths": ["four"]},
     ],
 )
 def test_a_malformed_report_publishes_nothing_and_stops_nothing(publication, garbage):

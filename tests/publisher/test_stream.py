@@ -127,6 +127,20 @@ def test_statistics_tell_events_and_batches():
     assert statistics.normaliser.num_stored_blocks == 1
 
 
+def test_a_removal_of_what_is_no_hash_clears_the_rank_and_is_warned_of_once(caplog):
+    stream = RankStream(SOURCE, block_size=4, epoch=77)
+    stream.admit(stored(101, [1, 2, 3, 4]))
+    stream.close_batches(0.0)
+    for _ in range(2):
+        stream.admit(EngineRemoved([101, ["102"]], rank=3))
+    stream.admit(stored(103, [5, 6, 7, 8]))
+    (batch,) = stream.close_batches(0.0)
+    assert [type(event) for event in batch.events] == [Cleared, Cleared, Stored]
+    assert stream.heartbeat(0.0).events[0].num_blocks == 1
+    assert stream.statistics().num_malformed == 2
+    assert caplog.text.count("malformed event") == 1
+
+
 @pytest.mark.parametrize("worker", ["", "a b", "a/b", "a#", "a*", "a>", "a\n"])
 def test_a_worker_name_that_no_topic_can_carry_is_refused(worker):
     with pytest.raises(InvalidValueError, match="worker"):
