@@ -16,6 +16,7 @@ import asyncio
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -47,6 +48,7 @@ _logger = logging.getLogger(__name__)
 
 _Socket: TypeAlias = zmq.Socket[bytes]
 _Context: TypeAlias = zmq.Context[_Socket]
+_REPLAY_RETRY_MS = 10
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -60,7 +62,6 @@ class ZmqPublication:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.SNDHWM, REPLAY_HWM)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        self._router.setsockopt(zmq.SNDTIMEO, int(REPLAY_SEND_TIMEOUT_S * 1000))
         # Mandatory: a full or vanished client is an error here, instead of a reply that silently disappears.
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._server: _ReplayServer | None = None
@@ -144,11 +145,21 @@ class _ReplayServer:
         client, start = request[0], int.from_bytes(request[2], "big")
         has_topic = len(request) == 4
         for message in self._source.replay(request[3] if has_topic else b"", start):
-            if self._is_stopping:
-                return
             topic = (message.topic,) if has_topic else ()
-            self._router.send_multipart((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
-        self._router.send_multipart((client, b"", *((b"",) if has_topic else ()), _END, b""))
+            self._send((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
+        self._send((client, b"", *((b"",) if has_topic else ()), _END, b""))
+
+    def _send(self, frames: tuple[bytes, ...]) -> None:
+        """Wait for a client that is full, but neither long nor once the thread is to stop."""
+        give_up_at_s = time.monotonic() + REPLAY_SEND_TIMEOUT_S
+        while True:
+            try:
+                self._router.send_multipart(frames, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                if self._is_stopping or time.monotonic() >= give_up_at_s:
+                    raise
+                self._stop_receiver.poll(_REPLAY_RETRY_MS)
 
 
 class ZmqSubscription:
