@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypedDict
+
+import msgspec
 
 from kvist.engine.models.config import Activation, LayerConfig, Llama3Scaling, ModelConfig, RopeConfig
 from kvist.errors import InvalidValueError
@@ -13,16 +16,72 @@ from kvist.events.windows import FULL, KnownWindow
 
 SLIDING, WHOLE = "sliding_attention", "full_attention"
 
+PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+PositiveNumber: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+
+
+class _Generation(TypedDict, total=False):
+    eos_token_id: int | list[int]
+
+
+class _Fields(_Generation, total=False):
+    """What is read of config.json, and as what; a field that is null counts as left out."""
+
+    architectures: list[str]
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    head_dim: PositiveInt
+    max_position_embeddings: PositiveInt
+    sliding_window: int
+    sliding_window_pattern: PositiveInt
+    _sliding_window_pattern: PositiveInt
+    max_window_layers: int
+    layer_types: list[str]
+    hidden_act: str
+    hidden_activation: str
+    rms_norm_eps: PositiveNumber
+    rope_theta: PositiveNumber
+    rope_local_base_freq: PositiveNumber
+    rope_parameters: dict[str, Any]
+    rope_scaling: dict[str, Any]
+    query_pre_attn_scalar: PositiveNumber
+    attn_logit_softcapping: PositiveNumber
+    final_logit_softcapping: PositiveNumber
+    attention_bias: bool
+    mlp_bias: bool
+    tie_word_embeddings: bool
+    use_sliding_window: bool
+    use_bidirectional_attention: bool
+    quantization_config: dict[str, Any]
+
+
+class _Rope(TypedDict, total=False):
+    rope_type: str
+    type: str
+    rope_theta: PositiveNumber
+    factor: PositiveNumber
+    low_freq_factor: PositiveNumber
+    high_freq_factor: PositiveNumber
+    original_max_position_embeddings: PositiveNumber
+    partial_rotary_factor: PositiveNumber
+
 
 def load_model_config(model_dir: Path) -> ModelConfig:
     """Return the model's configuration; raises InvalidValueError that names the field and what is supported."""
-    raw = _read_object(model_dir / "config.json")
+    raw = _checked(read_json_object(model_dir / "config.json"), _Fields)
     architecture = str((raw.get("architectures") or [None])[0])
     family = _FAMILIES.get(architecture)
     if family is None:
         raise InvalidValueError("architectures", raw.get("architectures"), f"one of {sorted(_FAMILIES)}")
+    if "quantization_config" in raw:
+        method = raw["quantization_config"].get("quant_method")
+        raise InvalidValueError("quantization_config", method, "none: weights are floating-point numbers")
     generation = model_dir / "generation_config.json"
-    extra = _read_object(generation) if generation.is_file() else {}
+    extra = _checked(read_json_object(generation), _Generation) if generation.is_file() else {}
     try:
         return family(raw | {"architecture": architecture, "eos_token_ids": _eos(raw) | _eos(extra)})
     except KeyError as missing:
@@ -130,7 +189,10 @@ def _single_rope(raw: dict[str, Any]) -> RopeConfig:
     return _rope(raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw.get("rope_theta", 10_000.0))
 
 
-def _rope(params: Mapping[str, Any], default_theta: float) -> RopeConfig:
+def _rope(params: Any, default_theta: float) -> RopeConfig:
+    if not isinstance(params, dict):
+        raise InvalidValueError("rope_parameters", params, "an object")
+    params = _checked(params, _Rope)
     kind = params.get("rope_type") or params.get("type") or "default"
     theta = params.get("rope_theta", default_theta)
     if params.get("partial_rotary_factor", 1.0) != 1.0:
@@ -151,7 +213,20 @@ def _eos(raw: dict[str, Any]) -> frozenset[int]:
     return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _checked(raw: dict[str, Any], fields: type[_Fields | _Generation | _Rope]) -> dict[str, Any]:
+    """Return the object without its nulls, each of `fields` of its type; raises InvalidValueError that names one."""
+    given = {name: value for name, value in raw.items() if value is not None}
+    try:
+        return given | msgspec.convert(given, fields)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        expected = reason.removeprefix("Expected ").partition(", got")[0]
+        name = re.split(r"[.\[`]", path)[0]
+        raise InvalidValueError(name, given[name], expected) from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a file of a model directory; raises InvalidValueError."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

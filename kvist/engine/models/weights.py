@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvist.engine.models.checkpoint_config import read_json_object
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.layers import PackedLinear, RMSNorm
 from kvist.engine.models.transformer import CausalLM
@@ -17,6 +17,7 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache.groups import KvGroup
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _NUM_NAMED = 5  # of the offending weights, in an error
 
 
@@ -30,7 +31,7 @@ def load_model(
 ) -> CausalLM:
     """Return the model with every parameter filled from the checkpoint: norms in float32, all else in `dtype`.
 
-    Raises InvalidValueError when there are no weights, when some are missing or unknown, or when a shape differs.
+    Raises InvalidValueError when there are no weights, some are missing or unknown, or a shape or dtype is wrong.
     """
     files = weight_files(model_dir)
     with _default_dtype(dtype), device:
@@ -45,6 +46,8 @@ def load_model(
             continue
         if target.shape != tensor.shape:
             raise InvalidValueError(f"shape of {name}", list(tensor.shape), f"{list(target.shape)} by config.json")
+        if tensor.dtype not in _DTYPES:  # such weights are quantised: they mean nothing without their scales
+            raise InvalidValueError(f"dtype of {name}", str(tensor.dtype), f"one of {list(map(str, _DTYPES))}")
         target.copy_(tensor)
         missing.discard(name)
     if missing:
@@ -61,8 +64,10 @@ def load_model(
 def weight_files(model_dir: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint; raises InvalidValueError when one is not there."""
     if (model_dir / _INDEX).is_file():
-        shards = sorted(set(json.loads((model_dir / _INDEX).read_text())["weight_map"].values()))
-        files = [model_dir / shard for shard in shards]
+        weight_map = read_json_object(model_dir / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise InvalidValueError(f"{_INDEX}: weight_map", weight_map, "an object of file names by weight")
+        files = [model_dir / shard for shard in sorted(set(map(str, weight_map.values())))]
     else:
         files = [model_dir / _SINGLE]
     for path in files:

@@ -85,11 +85,33 @@ def test_end_tokens_come_from_both_files(edited: Edit) -> None:
         ({"layer_types": ["full_attention"]}, "layer_types"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "sliding_window"),
+        ({"sliding_window": "8"}, "sliding_window: got '8', expected `int`"),
+        ({"head_dim": -16}, "head_dim: got -16, expected `int` >= 1"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps: got 'small', expected `float`"),
+        ({"eos_token_id": ["end"]}, r"eos_token_id: got \['end'\]"),
+        ({"rope_parameters": ["llama3"]}, r"rope_parameters: got \['llama3'\], expected `object`"),
+        ({"rope_parameters": {"rope_theta": "1e6"}}, "rope_theta: got '1e6', expected `float`"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config: got 'fp8'"),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(edited: Edit, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
         load_model_config(edited("qwen3", **changes))
+
+
+def test_a_field_that_is_null_counts_as_left_out(edited: Edit) -> None:
+    path = edited("qwen3")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"rms_norm_eps": None, "rope_scaling": None}))
+    assert load_model_config(path).norm_eps == 1e-6
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": None}))
+    with pytest.raises(InvalidValueError, match="vocab_size: got None, expected a value"):
+        load_model_config(path)
+
+
+def test_frequencies_by_layer_type_are_objects(edited: Edit) -> None:
+    with pytest.raises(InvalidValueError, match="rope_parameters: got 'default', expected an object"):
+        load_model_config(edited("gemma3", rope_parameters={"full_attention": "default"}))
 
 
 def test_a_gemma_that_looks_ahead_is_refused(edited: Edit) -> None:

@@ -73,6 +73,7 @@ def test_a_redundant_tied_head_is_accepted(rewritten) -> None:
         (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"none for model\.layers\.1\.self_attn\.k_proj"),
         (lambda t: t.update({"model.layers.0.mlp.experts": torch.ones(1)}), r"model\.layers\.0\.mlp\.experts"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape of model\.norm\.weight: got \[3\]"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}), r"dtype of model\.norm\.weight"),
         (lambda t: t.clear(), "and 20 more"),
     ],
 )
@@ -87,4 +88,14 @@ def test_a_directory_without_weights_is_refused(checkpoint: Callable[[str], Path
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(InvalidValueError, match="a safetensors file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": ["a.safetensors"]}'])
+def test_an_index_of_shards_that_is_none_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path, content: str
+) -> None:
+    shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(InvalidValueError, match=r"model\.safetensors\.index\.json"):
         load(tmp_path)
