@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, process_time
@@ -46,7 +48,12 @@ def report(name: str, markdown: str, results: dict[str, Any], packages: Sequence
         ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
     ).stdout.strip()
     versions = {"python": platform.python_version(), **{package: version(package) for package in packages}}
-    line = json.dumps({"name": name, "device": device(), "versions": versions, "commit": commit, **results})
+    load = round(os.getloadavg()[2], 1)
+    facts = {"name": name, "date": date.today().isoformat(), "device": device(), "load_15_min": load, "commit": commit}
+    line = json.dumps({**facts, "versions": versions, **results})
+    markdown += f"\n\n{facts['date']}, {facts['device']}, load {load}, commit {commit}, " + ", ".join(
+        f"{package} {number}" for package, number in versions.items()
+    )
     print(markdown)
     print(line)
     if save:
