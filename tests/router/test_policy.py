@@ -86,8 +86,15 @@ def test_overlaps_below_the_minimum_count_as_none() -> None:
 
 def test_load_wins_over_a_shared_system_prompt() -> None:
     """A short shared prefix on one worker does not keep it once its work exceeds what the prefix spares."""
-    holder, others = candidate("holder", overlap=(2,), decode_blocks=30), candidate("idle")
-    assert decide(KvPolicy(), TEN_BLOCKS, [holder, others], 0, random.Random(1)).chosen is others
+    holders = [candidate(overlap=(2,), decode_blocks=100), candidate(overlap=(2,), prefill_tokens=48)]
+    for holder in holders:
+        idle = candidate("idle")
+        assert decide(KvPolicy(), TEN_BLOCKS, [holder, idle], 0, random.Random(1)).chosen is idle
+
+
+def test_a_cached_prompt_wins_over_one_running_request() -> None:
+    holder = candidate("holder", overlap=(8,), running_requests=1, decode_blocks=40)
+    assert decide(KvPolicy(), TEN_BLOCKS, [candidate("idle"), holder], 0, random.Random(1)).chosen is holder
 
 
 def test_cold_ties_are_spread_over_all_workers() -> None:
