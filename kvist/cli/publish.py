@@ -15,7 +15,9 @@ HELP = "publish an engine's KV events as canonical batches"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
-    parser.add_argument("--engine", choices=("vllm", "sglang"), required=True, help="whose stream it is")
+    parser.add_argument(
+        "--engine", type=str.lower, choices=("vllm", "sglang"), required=True, help="whose stream it is"
+    )
     parser.add_argument(
         "--endpoint",
         action="append",

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif name in _LISTS:
             parser.add_argument(flag, nargs="+", metavar="VALUE", **options)
         elif name == "policy":
-            parser.add_argument(flag, choices=POLICY_NAMES, **options)
+            parser.add_argument(flag, type=str.lower, choices=POLICY_NAMES, **options)
         else:
             parser.add_argument(flag, metavar="VALUE", **options)
 

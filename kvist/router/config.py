@@ -106,7 +106,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for name, annotation in _annotations().items():
-            _checked(name, getattr(self, name), annotation, strict=True)
+            object.__setattr__(self, name, _checked(name, getattr(self, name), annotation, strict=True))
         self._check_workers()
         self._check_rest()
 
@@ -219,6 +219,8 @@ def _description(annotation: Any) -> str:
 
 
 def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
+    if name == "policy" and isinstance(value, str):
+        value = value.lower()
     try:
         return msgspec.convert(value, annotation, strict=strict)
     except msgspec.ValidationError as error:

@@ -35,7 +35,7 @@ def test_without_arguments_the_defaults_hold() -> None:
 
 def test_flags_are_read_in_their_keys_types() -> None:
     read = config(
-        *("--worker-urls", WORKER, "http://b:2", "--policy", "random", "--block-size", "32", "--port", "0"),
+        *("--worker-urls", WORKER, "http://b:2", "--policy", "Random", "--block-size", "32", "--port", "0"),
         *("--tier-credits", "1", "0.5", "--temperature", "0.25", "--kv-event-source", f"{WORKER}=tcp://h:1"),
         *("--kv-event-source", f"{WORKER}=tcp://h:3?replay_port=9"),
     )

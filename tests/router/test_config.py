@@ -80,6 +80,13 @@ def test_each_policy_name_makes_the_policy_of_that_name(name: Any) -> None:
     assert RouterConfig(policy=name).make_policy().name == name
 
 
+@pytest.mark.parametrize("name", ["least-loaded", "Least-Loaded", "LEAST-LOADED"])
+def test_a_policys_name_may_be_in_any_case(name: Any) -> None:
+    assert (
+        RouterConfig(policy=name) == RouterConfig.from_mapping({"policy": name}) == RouterConfig(policy="least-loaded")
+    )
+
+
 def test_the_kv_policy_gets_its_knobs() -> None:
     values = {
         "prefill_scale": 2.0,

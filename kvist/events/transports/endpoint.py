@@ -36,7 +36,7 @@ class Endpoint:
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidValueError("endpoint", url, f"only the options {', '.join(_OPTIONS)}, not {name}")
-        engine = options.get("engine", "vllm")
+        engine = options.get("engine", "vllm").lower()
         if engine not in _ENGINES:
             raise InvalidValueError("endpoint", url, f"engine to be one of {', '.join(_ENGINES)}")
         bind = options.get("bind", "0")

@@ -15,6 +15,7 @@ from kvist.events.transports import Endpoint
         ("tcp://h:0", Endpoint("tcp://h:0", "tcp://h:0")),
         ("tcp://[::1]:5557", Endpoint("tcp://[::1]:5557", "tcp://[::1]:5558")),
         ("tcp://*:5557?engine=sglang&bind=1", Endpoint("tcp://*:5557", "tcp://*:5558", "sglang", True)),
+        ("tcp://h:1?engine=SGLang", Endpoint("tcp://h:1", "tcp://h:2", "sglang")),
         ("ipc:///run/k", Endpoint("ipc:///run/k", "ipc:///run/k.replay")),
         ("memory://m", Endpoint("memory://m", "memory://m")),
     ],
