@@ -144,19 +144,23 @@ class AsyncEngine:
         Raises InvalidValueError for one that can never be served, EngineOverloadedError, or EngineStoppedError; then
         none was queued.
         """
+        self.check_room(len(inputs))
         for each in inputs:
             self._core.check_prompt(each.prompt_token_ids, each.params)
-        if not self.is_alive:
-            raise EngineStoppedError
-        if len(self._generations) + len(inputs) > self._max_num_open:
-            self.num_refused += 1
-            raise EngineOverloadedError(len(self._generations), self._max_num_open)
         request_ids = [str(next(self._ids)) for _ in inputs]
         generation = Generation(request_ids, self._abort)
         for request_id, each in zip(request_ids, inputs, strict=True):
             self._generations[request_id] = generation
             self._commands.put(partial(self._core.add_request, request_id, *each))
         return generation
+
+    def check_room(self, num_sequences: int) -> None:
+        """Raise EngineOverloadedError, or EngineStoppedError, if so many sequences cannot be opened now. O(1)."""
+        if not self.is_alive:
+            raise EngineStoppedError
+        if len(self._generations) + num_sequences > self._max_num_open:
+            self.num_refused += 1
+            raise EngineOverloadedError(len(self._generations), self._max_num_open)
 
     async def flush_cache(self) -> None:
         """Forget all cached blocks that no request is using; returns when it is done. Raises EngineStoppedError."""

@@ -66,7 +66,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample, for chat and text completions alike; names and ranges are vLLM's.
 
     `top_k` counts tokens, 0 or -1 meaning all. `logprobs` is a bool in chat (with `top_logprobs` alternatives) and a
-    number of alternatives in text completions: `num_logprobs` reads both.
+    number of alternatives in text completions: `num_logprobs` reads both. `echo` and the fields after it are read so
+    that an engine that cannot do them can say so.
     """
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
@@ -88,6 +89,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bool | Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     echo: bool = False
+    suffix: str | None = None
+    best_of: int | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: dict[str, Any] | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -142,22 +147,33 @@ def _decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _refusal(body, str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        fields, reason = _fields(body), error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"body: not valid JSON ({error})") from None
+    if None in fields.values():  # to OpenAI a null is a field left out, and some clients spell out every field
+        try:
+            return msgspec.convert({name: value for name, value in fields.items() if value is not None}, decoder.type)
+        except msgspec.ValidationError as error:
+            reason = error
+    raise _refusal(fields, str(reason))
 
 
-def _refusal(body: bytes, error: str) -> RequestError:
+def _fields(body: bytes) -> dict[str, Any]:
+    """Return a body's fields; none when it is no object, or broken further on than its first wrong field."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _refusal(fields: dict[str, Any], error: str) -> RequestError:
     """Return msgspec's words (`Expected … - at `$.field``) as field, value and expectation."""
     reason, _, path = error.partition(" - at `$")
     expected = reason[:1].lower() + reason[1:]
     param = path.removesuffix("`").lstrip(".") or None
     if param is None:
         return RequestError(400, f"body: {expected}")
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # broken further on
-        fields = {}
     if param in fields:
         return RequestError(400, f"{param}: got {fields[param]!r:.100}, {expected}", param=param)
     return RequestError(400, f"{param}: {expected}", param=param)

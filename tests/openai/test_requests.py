@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import (
     CompletionRequest,
+    SamplingParams,
     decode_chat_request,
     decode_completion_request,
     decode_sampling_params,
@@ -84,6 +85,16 @@ def test_a_refusal_names_field_value_and_what_was_expected() -> None:
     assert caught.value.message == "temperature: got -1, expected `float` >= 0.0"
 
 
+def test_a_null_is_a_field_left_out() -> None:
+    params = decode_sampling_params(b'{"temperature": null, "n": null, "stop": null, "top_k": null, "seed": 3}')
+    assert params == SamplingParams(seed=3)
+    assert decode_completion_request(b'{"prompt": [5], "add_special_tokens": null}').prompts == [[5]]
+    with pytest.raises(RequestError, match="missing required field `prompt`"):
+        decode_completion_request(b'{"prompt": null}')
+    with pytest.raises(RequestError, match="top_p: got 7"):
+        decode_sampling_params(b'{"temperature": null, "top_p": 7}')
+
+
 def test_more_tokens_at_least_than_at_most_is_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens: got 5"):
         decode_sampling_params(b'{"min_tokens": 5, "max_completion_tokens": 4}')
@@ -113,6 +124,14 @@ def test_no_body_raises_anything_but_a_request_error(body: bytes) -> None:
             request = decode(body)
             if isinstance(request, CompletionRequest):
                 assert request.prompts
+
+
+def test_a_body_nested_beyond_reason_is_refused() -> None:
+    body = b'{"prompt": "x", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    for decode in (decode_completion_request, decode_sampling_params):
+        with pytest.raises(RequestError) as caught:
+            decode(body)
+        assert caught.value.status == 400
 
 
 def test_a_refusal_has_the_shape_that_openai_clients_read() -> None:

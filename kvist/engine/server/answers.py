@@ -183,7 +183,7 @@ async def collect(generation: Generation, job: Job, shape: Shape) -> ChatComplet
 async def stream_events(generation: Generation, job: Job, shape: Shape) -> AsyncIterator[bytes]:
     """Yield the answer as server-sent events, `[DONE]` last; if the engine fails, an error stands for the rest."""
     counter = UsageCounter(job)
-    for index in range(len(job.prompts) * job.params.n):
+    for index in range(job.num_sequences):
         opening = shape.opening(index)
         if opening is not None:
             yield encode_event(opening)

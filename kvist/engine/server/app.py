@@ -101,6 +101,7 @@ class _Server:
     async def _answer(self, request: Request, read_job: ReadJob, make_shape: MakeShape, prefix: str) -> Response:
         body = await read_body(request, self._max_body_bytes)
         job = await read_job(body, self._tokenizer, self._model.names)
+        self._engine.check_room(job.num_sequences)  # first: a short body can ask for millions
         generation = self._engine.generate(job.sequences(self._tokenizer))
         heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0])
         shape = make_shape(heading, self._tokenizer)

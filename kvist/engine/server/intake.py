@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,6 +39,11 @@ class Job:
     cache_salt: str | None
     is_stream: bool
     has_stream_usage: bool
+
+    @property
+    def num_sequences(self) -> int:
+        """Return how many choices there are in all."""
+        return len(self.prompts) * self.params.n
 
     def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:
         """Return one input a choice; with a seed, each choice of a prompt gets its own."""
@@ -98,9 +103,21 @@ def _check(
     if request.model is not None and request.model not in model_names:
         message = f"model: got {request.model!r}, expected one of {list(model_names)}"
         raise RequestError(404, message, param="model", code="model_not_found")
-    if params.echo:
-        raise RequestError(400, "echo: got true, expected false: prompts are not echoed", param="echo")
+    for field, value in _unsupported(params):
+        message = f"{field}: got {value!r:.100}, expected it left out: this engine cannot do it"
+        raise RequestError(400, message, param=field)
     return params
+
+
+def _unsupported(params: SamplingParams) -> Iterator[tuple[str, object]]:
+    """Yield what is asked for and would change the answer, but is not done here: to ignore it were a wrong answer."""
+    for field in ("echo", "suffix", "logit_bias"):
+        if value := getattr(params, field):
+            yield field, value
+    if params.best_of not in (None, params.n):
+        yield "best_of", params.best_of
+    if params.response_format and params.response_format.get("type") != "text":
+        yield "response_format", params.response_format
 
 
 def _job(

@@ -92,6 +92,11 @@ def test_a_text_completion_without_a_limit_is_short(post) -> None:
     assert body["usage"]["completion_tokens"] == 16
 
 
+def test_options_that_ask_for_nothing_are_accepted(post) -> None:
+    idle = {"echo": False, "suffix": None, "best_of": 2, "n": 2, "logit_bias": {}, "response_format": {"type": "text"}}
+    assert post(TEXT, {"prompt": "x", "max_tokens": 1, **idle}).status_code == 200
+
+
 def test_token_ids_are_taken_as_they_are(post) -> None:
     body = post(TEXT, {"prompt": [[5, 6, 7], [8, 9]], "max_tokens": 2}).json()
     assert body["usage"]["prompt_tokens"] == 5
@@ -145,6 +150,11 @@ def test_the_openai_client_understands_it(served) -> None:
         (TEXT, {"prompt": [99999]}, 400, "got 99999, expected token ids below"),
         (TEXT, {"prompt": "x", "max_tokens": 1, "min_tokens": 2}, 400, "min_tokens"),
         (TEXT, {"prompt": ["x"] * 41}, 503, "at most 40"),
+        (TEXT, {"prompt": [[5]] * 20_000, "n": 128}, 503, "at most 40"),
+        (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix: got 'y'"),
+        (TEXT, {"prompt": "x", "best_of": 3}, 400, "best_of: got 3"),
+        (CHAT, {"messages": QUESTION, "logit_bias": {"7": 100}}, 400, "logit_bias"),
+        (CHAT, {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "response_format"),
     ],
 )
 def test_a_bad_request_is_refused_by_name(
