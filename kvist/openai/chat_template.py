@@ -15,6 +15,7 @@ import jinja2.ext
 import jinja2.nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, Message
 
@@ -43,14 +44,17 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Compile `source`; `special_tokens` (bos_token, eos_token…) are visible to it. Raises TemplateSyntaxError."""
+        """Compile `source`; `special_tokens` (bos_token, eos_token…) are visible to it. Raises InvalidValueError."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise InvalidValueError("chat template", source[:80], f"jinja2 ({error}, line {error.lineno})") from None
         self._special_tokens = dict(special_tokens)
         self._takes_parts = _loops_over_content(environment.parse(source))
 

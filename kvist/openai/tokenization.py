@@ -168,10 +168,13 @@ def _template_source(model_dir: Path, config: dict[str, Any]) -> str | None:
     """The file beside the model wins over the old place in tokenizer_config.json, as in transformers."""
     path = model_dir / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidValueError(path.name, str(path), f"UTF-8 ({error})") from None
     source = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
         source = named.get("default")
     return source if isinstance(source, str) else None
 

@@ -187,6 +187,14 @@ def test_a_directory_without_a_tokeniser_is_named(tmp_path: Path) -> None:
         ChatTokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("template", [b"{% for %}", b"\xff\xfe{{ messages }}"])
+def test_a_template_that_cannot_be_read_is_named(model_dir: Path, tmp_path: Path, template: bytes) -> None:
+    (tmp_path / "tokenizer.json").write_text((model_dir / "tokenizer.json").read_text())
+    (tmp_path / "chat_template.jinja").write_bytes(template)
+    with pytest.raises(InvalidValueError, match=r"chat.template"):
+        ChatTokenizer.load(tmp_path)
+
+
 def test_a_template_cannot_reach_the_interpreter(model_dir: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_text((model_dir / name).read_text())
