@@ -45,7 +45,10 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
     model = load_model(config.model_dir, plan.model, plan.groups, plan.max_model_len, plan.dtype, plan.device)
     num_blocks = [_num_blocks(config, plan)] * len(plan.groups)
     check_sequence_fits(plan.groups, num_blocks, config.block_size, plan.max_model_len, config.max_num_batched_tokens)
-    kv_tensors = allocate_kv_tensors(plan.groups, num_blocks, config.block_size, plan.dtype, plan.device)
+    try:
+        kv_tensors = allocate_kv_tensors(plan.groups, num_blocks, config.block_size, plan.dtype, plan.device)
+    except RuntimeError as error:  # torch's word for out of memory, on the CPU as on a GPU
+        raise InvalidValueError("num_blocks", num_blocks[0], f"no more than fit into memory ({error})") from error
     kv_cache = KvCacheManager(plan.groups, num_blocks, config.block_size, sink, config.has_prefix_cache)
     logger.info(
         "engine loaded architecture=%s max_model_len=%d num_groups=%d num_blocks=%d block_size=%d dtype=%s device=%s",

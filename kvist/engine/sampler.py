@@ -47,7 +47,8 @@ def _draw(
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    probs = (logits.double() / column([each.temperature for each in params])).softmax(dim=-1)
+    below_best = logits.double() - logits.amax(dim=-1, keepdim=True)  # at most 0: no temperature makes it overflow
+    probs = (below_best / column([each.temperature for each in params])).softmax(dim=-1)
     if not is_filtered:
         return _at_quantiles(probs, column(uniforms)).flatten().tolist()
     min_p = column([each.min_p for each in params])

@@ -36,6 +36,13 @@ def test_memory_is_split_evenly_over_the_groups(make_core) -> None:
     assert [pool.num_blocks for pool in core.statistics().kv_cache.pools] == [3 * 2**20 // block_bytes] * 2
 
 
+def test_more_memory_than_there_is_is_refused(make_core) -> None:
+    with pytest.raises(
+        InvalidValueError, match="num_blocks: got .*, expected no more than fit into memory"
+    ):
+        make_core("qwen3", num_blocks=10**12)
+
+
 def test_a_longer_context_than_the_models_is_refused(make_core) -> None:
     with pytest.raises(InvalidValueError, match="max_model_len: got 513, expected at most the model's 512"):
         make_core("qwen3", max_model_len=513)

@@ -63,6 +63,12 @@ def test_temperature_zero_is_the_largest_logit() -> None:
     assert draw(3, temperature=0.0) == {0: 3}
 
 
+@pytest.mark.parametrize("temperature", [1e-10, 1e-320])
+def test_a_temperature_next_to_zero_is_the_largest_logit_too(temperature: float) -> None:
+    assert draw(3, temperature=temperature) == {0: 3}
+    assert draw(3, temperature=temperature, top_p=0.9) == {0: 3}
+
+
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     logits = torch.randn(4, 50)
