@@ -37,9 +37,7 @@ def test_memory_is_split_evenly_over_the_groups(make_core) -> None:
 
 
 def test_more_memory_than_there_is_is_refused(make_core) -> None:
-    with pytest.raises(
-        InvalidValueError, match="num_blocks: got .*, expected no more than fit into memory"
-    ):
+    with pytest.raises(InvalidValueError, match=r"num_blocks: got .* fit into memory"):
         make_core("qwen3", num_blocks=10**12)
 
 
