@@ -65,6 +65,8 @@ class Fleet:
         await self._tasks.__aenter__()
         for url in self._config.worker_urls:
             self.add(url, self._config.kv_event_sources.get(url, ()))
+        # A router that listened before it had asked anybody would refuse its first requests.
+        await asyncio.gather(*(worker.was_checked.wait() for worker in self._workers.values()))
         return self
 
     async def __aexit__(
@@ -190,6 +192,7 @@ class Fleet:
 
     def _checked(self, worker: Worker, failure: str | None) -> None:
         worker.last_failure = failure
+        worker.was_checked.set()
         if worker.health.record(failure is None):
             logger.log(
                 logging.INFO if failure is None else logging.WARNING,

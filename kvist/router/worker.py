@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,7 +22,10 @@ class WorkerState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One engine. `error` says why it may not serve, `event_error` why its announced events are not followed."""
+    """One engine. `error` says why it may not serve, `event_error` why its announced events are not followed.
+
+    `was_checked` is set from the first health check on, however it went.
+    """
 
     url: str
     configured_event_sources: tuple[str, ...]
@@ -32,6 +36,7 @@ class Worker:
     error: str | None = None
     event_error: str | None = None
     last_failure: str | None = None
+    was_checked: asyncio.Event = field(default_factory=asyncio.Event)
     _model_ids: frozenset[str] | None = None
     adapters: frozenset[str | None] = frozenset()
 

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -15,8 +17,18 @@ import pytest
 UP = [sys.executable, "-m", "kvist", "--log-level", "warning", "up", "--port", "0"]
 
 
+@contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command for as long as the block lasts, whatever happens in it."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.terminate()
+
+
 @pytest.fixture(autouse=True)
-def _no_process_is_left_behind() -> None:
+def _no_process_is_left_behind() -> Iterator[None]:
     """Whatever a command started must be gone when it is."""
     yield
     left = [process for process in psutil.Process().children(recursive=True) if "kvist" in process.cmdline()]
@@ -28,7 +40,7 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
     done = subprocess.run([*UP, "--exit", "--json"], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 36
+    assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 48
     assert facts["prompt_tokens"] == facts["baseline_prompt_tokens"]
     assert facts["cached_tokens"] > facts["baseline_cached_tokens"]
     assert facts["events_filtered"] > 0
@@ -38,13 +50,13 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
 @pytest.mark.xdist_group("whole system")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything_within_5_seconds(number: signal.Signals) -> None:
-    with subprocess.Popen([*UP, "--no-demo"], stdout=subprocess.PIPE, text=True) as process:
+    with started(*UP, "--no-demo") as process:
         assert process.stdout is not None
         url = next(word for line in process.stdout if "Serving on" in line for word in line.split() if "://" in word)
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 3
-        models = json.load(urllib.request.urlopen(f"{url}/v1/models", timeout=10))
-        assert models["data"]
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
+            assert json.load(answer)["data"]
         os.kill(process.pid, number)
         assert process.wait(timeout=5) == 0
         assert not [child for child in children if child.is_running()]

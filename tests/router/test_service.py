@@ -72,3 +72,10 @@ async def test_a_service_that_is_cancelled_ends(worker) -> None:
         serving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await serving
+
+
+async def test_the_first_request_finds_every_worker(worker) -> None:
+    async with worker() as one:
+        config = RouterConfig(worker_urls=(one.url, "http://127.0.0.1:9"), port=0, policy="random")
+        async with RouterService(config) as service, httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(service.url + "/readiness")).json()["workers"]["healthy"] == 1
