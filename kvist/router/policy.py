@@ -40,7 +40,7 @@ DEFAULT_RECENT_SCALE = 0.03
 """Enough to spread what shares little: over a minute it grows to the work of many requests. In the same simulation, 0
 sends paced clients, whom in-flight load never shows, to half of the workers, 0.03 to all. Conversations that outgrow
 the cache find more the higher it is (80, 81, 84 % at 0, 0.03, 0.1); but with 0.1 the trace waits 10 % longer for a
-first token on 8 workers at load 0.95 (mean over four shifts of its arrivals)."""
+first token on 8 workers at load 0.95 (mean over four random shifts of its arrivals; one alone tells nothing there)."""
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):
