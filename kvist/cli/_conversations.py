@@ -22,7 +22,7 @@ _FILES = f"You are an assistant for people who work with files and paths in Pyth
 _TEXT = f"You are an assistant for people who work with text and regular expressions in Python. {_RULES}"
 _CONCURRENCY = f"You are an assistant for people who write concurrent programs in Python. {_RULES}"
 
-_MAX_QUOTE_CHARS = 360
+_MAX_QUOTE_CHARS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,34 @@ def _conversation(system_prompt: str, *functions: Callable[..., Any]) -> Convers
 
 
 CONVERSATIONS = (
-    _conversation(_FILES, os.path.join, os.path.abspath, os.walk, os.makedirs),
-    _conversation(_TEXT, re.compile, re.findall, re.sub, str.split),
-    _conversation(_CONCURRENCY, threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run),
-    _conversation(_FILES, shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move),
-    _conversation(_TEXT, str.strip, str.join, str.format, re.escape),
-    _conversation(_CONCURRENCY, asyncio.gather, asyncio.wait_for, asyncio.Queue.join, threading.Thread.join),
+    _conversation(_FILES, os.path.join, os.path.abspath, os.walk, os.makedirs, os.path.split),
+    _conversation(_TEXT, re.compile, re.findall, re.sub, str.split, str.replace),
+    _conversation(_CONCURRENCY, threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run, asyncio.sleep),
+    _conversation(_FILES, shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move, shutil.which),
+    _conversation(_TEXT, str.strip, str.join, str.format, re.escape, re.split),
+    _conversation(_CONCURRENCY, asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join),
 )
-"""Six conversations of four turns over three system prompts."""
+"""Six conversations of five turns over three system prompts."""
+
+
+class Dialogue:
+    """A conversation under way; `messages` holds the answers that were really given."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.messages = [{"role": "system", "content": conversation.system_prompt}]
+        self._turns = list(conversation.turns)
+
+    @property
+    def has_turns_left(self) -> bool:
+        """Return whether the user has more to say."""
+        return bool(self._turns)
+
+    def ask(self) -> Turn:
+        """Let the user speak; return what was added to `messages`."""
+        turn = self._turns.pop(0)
+        self.messages.append({"role": "user", "content": turn.text})
+        return turn
+
+    def hear(self, answer: str) -> None:
+        """Add the answer."""
+        self.messages.append({"role": "assistant", "content": answer})

@@ -13,13 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from random import Random
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from kvist.cli._conversations import CONVERSATIONS, Conversation, Turn
+from kvist.cli._conversations import CONVERSATIONS, Dialogue, Turn
 
 _NUM_ROUNDS = 2
-_MAX_CONCURRENCY = 4
+_NUM_CLIENTS = 4
 _MAX_TOKENS = 24
 _REQUEST_TIMEOUT_S = 120.0
 _SETTLE_TIMEOUT_S = 10.0
@@ -38,6 +39,9 @@ class Served:
     error: str | None = None
 
 
+Progress: TypeAlias = Callable[[Served], None]
+
+
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """Everything both policies served, in the order in which requests ended."""
@@ -47,7 +51,7 @@ class DemoResult:
 
 
 async def run_demo(
-    router_url: str, baseline_url: str, worker_urls: list[str], model: str, progress: Callable[[Served], None]
+    router_url: str, baseline_url: str, worker_urls: list[str], model: str, progress: Progress
 ) -> DemoResult:
     """Send every conversation through both routers, `_NUM_ROUNDS` times each; `progress` hears of each request."""
     result = DemoResult([], [])
@@ -57,10 +61,7 @@ async def run_demo(
     for round_idx in range(_NUM_ROUNDS):
         for url, served in runs if round_idx % 2 == 0 else reversed(runs):
             await _flush(worker_urls, router_url)
-            limit = asyncio.Semaphore(_MAX_CONCURRENCY)
-            async with asyncio.TaskGroup() as group:
-                for conversation in CONVERSATIONS:
-                    group.create_task(_converse(url, model, conversation, limit, served, progress))
+            await _converse(url, model, Random(round_idx), served, progress)
     return result
 
 
@@ -88,23 +89,24 @@ def _median_ms(served: Iterable[Served]) -> float | None:
     return round(statistics.median(times) * 1000, 2) if times else None
 
 
-async def _converse(
-    url: str,
-    model: str,
-    conversation: Conversation,
-    limit: asyncio.Semaphore,
-    served: list[Served],
-    progress: Callable[[Served], None],
-) -> None:
-    """Ask turn after turn; the history holds the answers that were really given."""
-    messages = [{"role": "system", "content": conversation.system_prompt}]
-    for turn in conversation.turns:
-        messages.append({"role": "user", "content": turn.text})
-        async with limit:
-            one = await asyncio.to_thread(_ask, url, model, turn, messages)
-        served.append(one)
-        progress(one)
-        messages.append({"role": "assistant", "content": one.answer})
+async def _converse(url: str, model: str, random: Random, served: list[Served], progress: Progress) -> None:
+    """Let four clients go on with whatever conversation waits, one turn at a time: users do not queue up in order."""
+    waiting = [Dialogue(conversation) for conversation in CONVERSATIONS]
+
+    async def client() -> None:
+        while waiting:
+            dialogue = waiting.pop(random.randrange(len(waiting)))
+            turn = dialogue.ask()
+            one = await asyncio.to_thread(_ask, url, model, turn, dialogue.messages)
+            served.append(one)
+            progress(one)
+            dialogue.hear(one.answer)
+            if dialogue.has_turns_left:
+                waiting.append(dialogue)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(_NUM_CLIENTS):
+            group.create_task(client())
 
 
 def _ask(url: str, model: str, turn: Turn, messages: list[dict[str, str]]) -> Served:

@@ -40,7 +40,7 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
     done = subprocess.run([*UP, "--exit", "--json"], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 48
+    assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 60
     assert facts["prompt_tokens"] == facts["baseline_prompt_tokens"]
     assert facts["cached_tokens"] > facts["baseline_cached_tokens"]
     assert facts["events_filtered"] > 0
