@@ -10,7 +10,8 @@ A step takes 6 ms + 40 µs a prefill token + 0.044 µs a token of context read: 
 KV cache a token) on one H100 (3 TB/s, 25k tokens/s of prefill), with room for 400k cached tokens. Attention within
 prefill and memory held by running requests are left out. Reading a block for 150 steps costs 150 · 0.044 / 40 = 0.17
 of computing it, and a new request meets about half of an older one's steps, so 0.1 was the prediction for decode_scale.
-It was nearly right: 0.03 hits more in chats, and the rest cannot tell. Near saturation a row moves by a quarter with the arrivals.
+It was nearly right: 0.03 hits more in chats, and the rest cannot tell. Near saturation a row moves by a quarter with
+the arrivals.
 
     python benchmarks/bench_policy.py [--quick] [--save] [--trace TRACE.jsonl]
 
