@@ -16,8 +16,8 @@ import msgspec
 
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
-from kvist.events.engine import EngineCreated, EngineEvent, EngineRemoved, EngineStored
-from kvist.events.types import NonNegative, Rank, Tier
+from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.types import MAX_RANKS, NonNegative, Rank, Tier
 from kvist.events.windows import UNKNOWN, Window
 
 _logger = logging.getLogger(__name__)
@@ -113,12 +113,15 @@ class EventIdTracker:
 def decode(
     events: Iterable[Mapping[str, Any]], block_size: int, tracker: EventIdTracker | None = None
 ) -> DecodedEngineBatch:
-    """Return polled events as engine events, in order; their ids go to `tracker`. Never raises for their content."""
+    """Return polled events as engine events, in order. Never raises for their content.
+
+    Where the `tracker` finds a gap in their ids the rank is cleared: what is missing may have been a removal.
+    """
     decoded: list[EngineEvent] = []
     num_ignored = num_malformed = num_unhashable = 0
     for raw in events:
         if tracker is not None:
-            _observe_id(raw, tracker)
+            decoded += _observe_id(raw, tracker)
         try:
             event = msgspec.convert(raw, _Event)
             engine_events = _engine_events(event, block_size)
@@ -134,10 +137,13 @@ def decode(
     return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed, num_unhashable)
 
 
-def _observe_id(raw: object, tracker: EventIdTracker) -> None:
-    if isinstance(raw, Mapping) and isinstance(raw.get("event_id"), int):
-        rank = raw.get("attention_dp_rank")
-        tracker.observe(raw["event_id"], rank if isinstance(rank, int) else 0)
+def _observe_id(raw: object, tracker: EventIdTracker) -> list[EngineEvent]:
+    """Return what a gap before this event amounts to."""
+    if not isinstance(raw, Mapping) or not isinstance(raw.get("event_id"), int):
+        return []
+    rank = raw.get("attention_dp_rank")
+    rank = rank if isinstance(rank, int) and 0 <= rank < MAX_RANKS else 0
+    return [] if tracker.observe(raw["event_id"], rank) is None else [EngineCleared(rank)]
 
 
 def _is_unknown_type(raw: object) -> bool:

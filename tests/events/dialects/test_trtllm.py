@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvist.events.dialects import trtllm
 from kvist.events.dialects.trtllm import EventIdGap, EventIdTracker
-from kvist.events.engine import EngineCreated, EngineRemoved, EngineStored
+from kvist.events.engine import EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.types import Removed, Stored, Tier
 from kvist.events.windows import UNKNOWN
@@ -183,6 +183,13 @@ def test_every_event_is_numbered_even_one_that_is_not_decoded():
     assert tracker.num_gaps == 1
 
 
+def test_a_rank_is_cleared_where_its_events_have_a_gap():
+    raw = [removed(number) | {"event_id": number, "attention_dp_rank": 1} for number in (1, 2, 4)]
+    first, second, cleared, last = trtllm.decode(raw, B, EventIdTracker()).events
+    assert (first.block_hashes, second.block_hashes, last.block_hashes) == ([1], [2], [4])
+    assert cleared == EngineCleared(rank=1)
+
+
 def test_ranks_are_numbered_apart():
     tracker = EventIdTracker()
     trtllm.decode([removed(1) | {"event_id": 1, "attention_dp_rank": r} for r in (0, 1)], B, tracker)
@@ -215,7 +222,7 @@ def test_ranks_are_numbered_apart():
     ids=repr,
 )
 def test_a_malformed_event_is_counted_and_the_others_are_kept(broken):
-    decoded = trtllm.decode([removed(1), broken, removed(2)], B, EventIdTracker())
+    decoded = trtllm.decode([removed(1), broken, removed(2)], B)
     assert [e.block_hashes for e in decoded.events] == [[1], [2]]
     assert (decoded.num_malformed_events, decoded.num_ignored_events) == (1, 0)
 
