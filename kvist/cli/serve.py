@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
 
+    from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.core import EngineCore
     from kvist.publisher import KvEventPublisher
 
@@ -24,6 +25,7 @@ HELP = "serve a model with the bundled engine"
 
 # Together below the 5 s that whoever sends SIGTERM should have to wait.
 _HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S = 2, 1.0, 1.0
+_DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,22 +116,29 @@ async def _serve(
     events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
     async with AsyncEngine(core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S) as engine:
         app = create_app(engine, tokenizer, model, collectors=[PublisherCollector(publisher)] if publisher else [])
-        server = _server(app, ready_line=f"kvist serve: {model.names[0]} on {url}, {events}")
+        server = _server(app, engine, ready_line=f"kvist serve: {model.names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         await server.serve(sockets=[listener])
     return 0
 
 
-def _server(app: Starlette, ready_line: str) -> uvicorn.Server:
+def _server(app: Starlette, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
     import uvicorn
 
     class Server(uvicorn.Server):
-        """Says when it is ready, and leaves signals to this command: uvicorn would end the process by them."""
+        """Says when it is ready, and ends requests in order, where uvicorn would cut them off.
+
+        Leaves signals to this command: uvicorn would end the process by them.
+        """
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             print(ready_line, flush=True)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().call_later(_DRAIN_S, engine.stop)
+            await super().shutdown(sockets)
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -128,9 +128,13 @@ class AsyncEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop after the step in progress; what is unfinished ends with an error."""
-        self._commands.put(self._stop)
+        """Stop as `stop` does, and wait for the step in progress."""
+        self.stop()
         await asyncio.to_thread(self._thread.join, self._close_timeout_s)
+
+    def stop(self) -> None:
+        """Compute no more steps, and end what is unfinished with an error; nothing new is taken."""
+        self._commands.put(self._stop)
         self._end_open()
 
     @property

@@ -80,16 +80,25 @@ async def test_it_serves_publishes_and_ends_when_asked() -> None:
             assert await running.process.wait() == 0
 
 
-async def test_a_stream_in_progress_does_not_hold_up_the_end() -> None:
+async def test_requests_in_progress_do_not_hold_up_the_end_and_are_told() -> None:
     ask = {"prompt": "x", "max_tokens": 8000, "ignore_eos": True, "stream": True}
     async with serve("--kv-events", "none") as running, httpx.AsyncClient(base_url=running.url) as client:
         assert (await client.get("/server_info")).json()["kv_events"] is None
+        whole = asyncio.create_task(client.post("/v1/completions", json=ask | {"stream": False}))
         async with client.stream("POST", "/v1/completions", json=ask) as response:
             lines = response.aiter_lines()
             await anext(lines)
+            async with asyncio.timeout(20):
+                while "requests_running 2.0" not in (await client.get("/metrics")).text:
+                    pass
             running.process.send_signal(signal.SIGINT)
             async with asyncio.timeout(5):
+                rest = [line async for line in lines if line]
+                answer = await whole
                 assert await running.process.wait() == 0
+        assert "the engine has stopped" in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert answer.json()["error"]["message"] == "the engine has stopped"
 
 
 @pytest.mark.parametrize(
