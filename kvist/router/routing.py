@@ -6,6 +6,7 @@ Nothing here sends or counts, so `POST /route` explains a decision by making it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from http import HTTPStatus
 from random import Random
 
@@ -56,9 +57,13 @@ class Routing:
         if num_usable_tokens <= 0:
             return {}
         lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
-        return self._index.match(
-            block_hashes(ask.token_ids[:num_usable_tokens], block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
-        )
+        hashes_of = partial(block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
+        overlaps = self._index.match(hashes_of(ask.token_ids[:num_usable_tokens]))
+        # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
+        if self._index.match(hashes_of(ask.token_ids[: block_size + 1], is_eagle=True)):
+            eagle_hashes = hashes_of(ask.token_ids[: num_usable_tokens + 1], is_eagle=True)
+            overlaps = {**overlaps, **self._index.match(eagle_hashes)}
+        return overlaps
 
     def choose(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = ()) -> Decision:
         """Return the decision among the workers that may take the request, but for the excluded ones.

@@ -39,6 +39,17 @@ async def test_adapters_and_salts_have_blocks_of_their_own(worker, router) -> No
         assert [answer.headers["x-kvist-overlap-tokens"] for answer in answers] == ["16", "32", "48"]
 
 
+async def test_an_engine_with_eagle_is_matched_by_its_own_hashes(worker, router) -> None:
+    async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
+        front.hold(a.url, TOKENS[:16])
+        eagle_hashes = block_hashes(TOKENS[:49], 16, is_eagle=True)
+        front.service._index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
+        decision = await front.explain(TOKENS)
+        overlaps = {one["worker"]: one["overlap_blocks"]["gpu"] for one in decision["candidates"]}
+        assert overlaps == {a.url: 1, b.url: 3}
+        assert decision["worker"] == b.url
+
+
 async def test_a_block_elsewhere_in_the_hierarchy_counts_less(worker, router) -> None:
     async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
         front.hold(a.url, TOKENS[:48], Tier.DISK)
