@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import ChatCompletionRequest, Message
+from kvist.openai.requests import ChatCompletionRequest, Message, is_text_part
 
 # Marks the end of the last message, where `continue_final_message` cuts; no text of a conversation contains it.
 _CUT = "\ue000kvist-cut\ue000"
@@ -91,7 +91,7 @@ class ChatTemplate:
 
 
 def _texts(parts: Sequence[Any]) -> list[str]:
-    return [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return [part["text"] for part in parts if is_text_part(part)]
 
 
 def _with_parsed_arguments(call: Any) -> Any:

@@ -16,6 +16,11 @@ TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt: TypeAlias = str | list[int]
 
 
+def is_text_part(part: Any) -> bool:
+    """Return whether a part of a message's content is text; images, audio and what is malformed are not."""
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
+
+
 class StreamOptions(msgspec.Struct, frozen=True):
     """What a stream carries beside the text."""
 

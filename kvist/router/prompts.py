@@ -20,6 +20,7 @@ from kvist.openai.requests import (
     TokenId,
     decode_chat_request,
     decode_completion_request,
+    is_text_part,
 )
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -141,14 +142,10 @@ def _text_before_first_image(request: ChatCompletionRequest) -> ChatCompletionRe
         if not isinstance(content, list):
             continue
         for part_idx, part in enumerate(content):
-            if not _is_text(part):
+            if not is_text_part(part):
                 texts = content[:part_idx]
                 kept: list[Message] = request.messages[:message_idx]
                 if texts or not kept:
                     kept = [*kept, message | {"content": texts or ""}]
                 return msgspec.structs.replace(request, messages=kept, add_generation_prompt=False)
     return request
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str)

@@ -19,6 +19,7 @@ from kvist.openai.requests import (
     decode_chat_request,
     decode_completion_request,
     decode_sampling_params,
+    is_text_part,
 )
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -79,6 +80,7 @@ async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[st
     """Return the job of a chat request; raises RequestError that names the field."""
     request = decode_chat_request(body)
     params = _check(request, decode_sampling_params(body), model_names)
+    _check_is_text(request)
     prompt = await _off_loop(lambda: tokenizer.tokenize_chat(request), len(body))
     return _job(request, params, (prompt,))
 
@@ -107,6 +109,16 @@ def _check(
         message = f"{field}: got {value!r:.100}, expected it left out: this engine cannot do it"
         raise RequestError(400, message, param=field)
     return params
+
+
+def _check_is_text(request: ChatCompletionRequest) -> None:
+    for message_idx, message in enumerate(request.messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not is_text_part(part):
+                kind = part.get("type") if isinstance(part, dict) else part
+                message_field = f"messages[{message_idx}].content"
+                raise RequestError(400, f"{message_field}: got a part {kind!r:.100}, expected text", param="messages")
 
 
 def _unsupported(params: SamplingParams) -> Iterator[tuple[str, object]]:

@@ -222,7 +222,7 @@ class ZmqSubscription:
 
     async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
         """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
-        if self._replay_address is None:
+        if self._replay_address is None or await _is_refused(self._replay_address, timeout_s):
             return None
         dealer = _LoopSocket(self._context, zmq.DEALER)
         try:
@@ -342,3 +342,22 @@ def _allow_ipv6(zmq_socket: _Socket, address: str) -> None:
 
 def _is_wildcard(address: str | None) -> bool:
     return address is not None and address.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:"))
+
+
+async def _is_refused(address: str, timeout_s: float) -> bool:
+    """Return whether nobody listens at a TCP address: ZeroMQ would try again without a word, and waste the wait.
+
+    Stock engines serve no replay unless they are told to.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://"):
+        return False
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

@@ -154,6 +154,12 @@ def test_the_openai_client_understands_it(served) -> None:
         (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix: got 'y'"),
         (TEXT, {"prompt": "x", "best_of": 3}, 400, "best_of: got 3"),
         (CHAT, {"messages": QUESTION, "logit_bias": {"7": 100}}, 400, "logit_bias"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "part 'image_url', expected text",
+        ),
         (CHAT, {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, "response_format"),
     ],
 )

@@ -202,3 +202,9 @@ def test_port_zero_takes_free_ports_and_the_endpoint_names_both():
 def test_an_interface_this_machine_does_not_have_is_an_error_that_names_it():
     with pytest.raises(InvalidValueError, match=r"no-such-interface"):
         open_publication("tcp://no-such-interface:5557")
+
+
+async def test_a_replay_that_nobody_serves_is_given_up_without_waiting(free_port):
+    async with ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:{free_port()}")) as subscription:
+        async with asyncio.timeout(20):
+            assert await subscription.replay(None, 0, timeout_s=60) is None
