@@ -35,17 +35,23 @@ def cache_directory(*sources: Path) -> Path | None:
         return None
 
 
-def jit_for(*sources: Path) -> Callable[[str], _Decorator]:
+def jit_for(*sources: Path) -> Callable[..., _Decorator]:
     """Return a decorator factory that compiles functions of these sources at once, for one explicit signature each."""
     directory = cache_directory(*sources)
 
-    def jit(signature: str) -> _Decorator:
+    def jit(signature: str, *, is_inlined: bool = False) -> _Decorator:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             before = _config.CACHE_DIR
             _config.CACHE_DIR = "" if directory is None else str(directory)
             try:
                 compiled: Callable[..., Any] = numba.njit(
-                    signature, cache=directory is not None, error_model="numpy", boundscheck=False
+                    signature,
+                    cache=directory is not None,
+                    error_model="numpy",
+                    boundscheck=False,
+                    forceinline=is_inlined,
+                    no_cfunc_wrapper=True,
+                    no_cpython_wrapper=function.__name__.startswith("_"),  # a sixth of the time to compile
                 )(function)
             finally:
                 _config.CACHE_DIR = before

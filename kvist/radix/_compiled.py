@@ -18,31 +18,39 @@ import numpy as np
 from kvist.radix import _intrinsics, _layout
 from kvist.radix._cache import jit_for
 from kvist.radix._intrinsics import (
+    clear,
+    equal_keys,
+    get8,
     get32,
     get64,
     get_word,
     getu64,
+    held_rows,
+    intersect_words,
     lowest_bit,
     move,
-    nonzero_words,
     prefetch,
     put32,
     put64,
-    put_word,
     putu64,
 )
 from kvist.radix._layout import (
     ACTIVE,
+    BUCKET_BYTES,
+    BUCKET_PASSED,
+    BUCKET_ROWS,
+    BUCKET_SETS,
     BUCKETS,
     BUCKETS_PER_PAGE,
     CLASS_BYTES,
     CLASSES,
+    CLEAR,
     DEPTHS,
-    GUARD_ROWS,
     INLINE,
     INPUT,
     INVALID,
     IS_CAPTURING,
+    LOOSE_ROW_BYTES,
     MEMBERS,
     MULTIPLIER,
     NEED_ARG,
@@ -50,6 +58,7 @@ from kvist.radix._layout import (
     NEED_KIND,
     NEED_SEGMENT,
     NEED_SLAB,
+    NEEDS_CLEAR,
     NEEDS_HELP,
     NEXT_STAMP,
     NUM_APPLIED,
@@ -75,7 +84,6 @@ from kvist.radix._layout import (
     RESUME_OPERATION,
     RETIRE_EPOCH,
     RETIRED,
-    ROW_BYTES,
     SEGMENT_BITS,
     SEGMENT_BYTES,
     SEGMENTS,
@@ -84,22 +92,28 @@ from kvist.radix._layout import (
     SLOT_BYTES,
     SLOTS,
     SNAPSHOT_ENTRY_BYTES,
+    STORE_CHILD,
+    STORE_ROOT,
     TRANSITION_BYTES,
     TRANSITIONS,
+    UNREADABLE,
     WORDS,
 )
 
 _RECORD_MASK = (1 << RECORD_BITS) - 1
 _PURGE = 1 << 31
 _PREFETCH_AHEAD = 16
-_PIPELINE_MASK = 2 * _PREFETCH_AHEAD - 1
-_CLEAN_ROWS = 64
-_U1, _U2, _U3, _U27, _U30, _U31, _U32 = (np.uint64(n) for n in (1, 2, 3, 27, 30, 31, 32))
-_VACANT = np.uint64(0xFFFF_FFFF_FFFF_FFFF)
+_GROUP = 32  # hashes a match looks up while the homes of as many are on their way
+_FARTHEST_BYTES = 1024 * BUCKET_BYTES  # between home and row; so no count of passers reaches the id of a set, 8,192
+_NO_HIT = np.uint64(1 << BUCKET_ROWS)
+_FULL = np.uint64((1 << BUCKET_ROWS) - 1)
+_FULLEST_EIGHTHS = 7  # of a segment's rows may be held: more, and a search passes too many buckets
+_U1, _U2, _U3, _U8, _U27, _U30, _U31, _U32 = (np.uint64(n) for n in (1, 2, 3, 8, 27, 30, 31, 32))
 _TIER_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
 _ABOVE_1, _ABOVE_2, _LOWEST = (np.uint64(n * 0x1111_1111_1111_1111) for n in (0xE, 0xC, 1))
 _NIBBLE = np.uint64(15)
+_NIL, _STORED_TAG, _REMOVED_TAG, _CLEARED_TAG, _HEARTBEAT_TAG = 0xC0, *b"srch"  # first letters are enough
 
 _jit = jit_for(Path(__file__), Path(_intrinsics.__file__), Path(_layout.__file__))
 
@@ -109,7 +123,7 @@ _jit = jit_for(Path(__file__), Path(_intrinsics.__file__), Path(_layout.__file__
 
 @_jit("i8(u8,i8,i8)")
 def _home(key, segment_bits, capacity):
-    """Index of a key's home row in its segment."""
+    """Index of a key's home bucket in its segment."""
     return (np.int64((key << np.uint64(segment_bits)) >> _U32) * capacity) >> 32
 
 
@@ -121,47 +135,65 @@ def _segment_of(control, key):
 
 
 @_jit("i8(i8,i8,u8)")
-def _home_row(control, segment, key):
-    home = _home(key, get64(control + SEGMENT_BITS), get32(segment + 8))
-    return get64(segment) + home * ROW_BYTES
+def _home_bucket(control, segment, key):
+    return get64(segment) + _home(key, get64(control + SEGMENT_BITS), get32(segment + 8)) * BUCKET_BYTES
 
 
 @_jit("i8(i8,i8,u8)")
 def _locate(segments, bits, key):
-    """Home row of a key; for loops, which read the directory's address and the bits once."""
+    """Home bucket of a key; for loops, which read the directory's address and the bits once."""
     segment = segments + np.int64((key >> _U1) >> np.uint64(63 - bits)) * SEGMENT_BYTES
-    return get64(segment) + _home(key, bits, get32(segment + 8)) * ROW_BYTES
+    return get64(segment) + _home(key, bits, get32(segment + 8)) * BUCKET_BYTES
 
 
 @_jit("i8(i8,u8)")
-def _seek(row, key):
-    """First row, from a key's home on, whose key is not smaller. Counting four at a time saves a mispredicted jump."""
+def _find(bucket, key):
+    """A key's row, from its home bucket on, or 0 if there is none."""
     while True:
-        smaller = (
-            np.int64(getu64(row) < key)
-            + np.int64(getu64(row + ROW_BYTES) < key)
-            + np.int64(getu64(row + 2 * ROW_BYTES) < key)
-            + np.int64(getu64(row + 3 * ROW_BYTES) < key)
-        )
-        row += smaller * ROW_BYTES
-        if smaller < 4:
-            return row
+        hits = equal_keys(bucket, key)
+        while hits != np.uint64(0):
+            row = bucket + BUCKET_SETS + lowest_bit(hits) * 4
+            if get32(row) != 0:
+                return row
+            hits &= hits - _U1
+        if get32(bucket + BUCKET_PASSED) == 0:
+            return 0
+        bucket += BUCKET_BYTES
 
 
-@_jit("i8(i8,u8)")
-def _set_at(row, key):
-    """Set id of the row if it is this key's, else 0."""
-    return get32(row + 16) if getu64(row) == key else 0
+@_jit("i8(i8)")
+def _bucket_of(row):
+    return row & -BUCKET_BYTES
 
 
-@_jit("void(i8,i8)")
-def _vacate(row, end):
-    """Mark the rows in [row, end) vacant."""
-    while row < end:
-        putu64(row, _VACANT)
-        put64(row + 8, 0)
-        put32(row + 16, 0)
-        row += ROW_BYTES
+@_jit("i8(i8,i8)")
+def _row_index(address, row):
+    """Index of a row in the segment that begins at an address."""
+    bucket = _bucket_of(row)
+    return ((bucket - address) >> 6) * BUCKET_ROWS + ((row - bucket - BUCKET_SETS) >> 2)
+
+
+@_jit("i8(i8,i8)")
+def _row_at(address, row_index):
+    return address + row_index // BUCKET_ROWS * BUCKET_BYTES + BUCKET_SETS + row_index % BUCKET_ROWS * 4
+
+
+@_jit("u8(i8)")
+def _key_of(row):
+    bucket = _bucket_of(row)
+    return getu64(bucket + (row - bucket - BUCKET_SETS) * 2)
+
+
+@_jit("i8(i8,i8,i8)")
+def _parent_at(address, num_buckets, row_index):
+    """Address of a row's parent."""
+    return address + num_buckets * BUCKET_BYTES + row_index * 8
+
+
+@_jit("i8(i8,i8)")
+def _parent_of(segment, row):
+    address = get64(segment)
+    return _parent_at(address, get32(segment + 12), _row_index(address, row))
 
 
 @_jit("i8(i8,i8,i8)")
@@ -188,34 +220,45 @@ def _need_capture(control, segment):
     return _need(control, NEED_CAPTURE, (segment - get64(control + SEGMENTS)) // SEGMENT_BYTES)
 
 
+@_jit("i8(i8,i8,u8,u8,i8)")
+def _place(segment, home, key, parent, set_id):
+    """Put a new row into the first bucket with room from its home on; return 0 if there is none."""
+    end = min(get64(segment) + get32(segment + 12) * BUCKET_BYTES, home + _FARTHEST_BYTES)
+    bucket, held = home, held_rows(home)
+    while held == _FULL:
+        bucket += BUCKET_BYTES
+        if bucket >= end:
+            return 0
+        held = held_rows(bucket)
+    slot = lowest_bit(~held)
+    row = bucket + BUCKET_SETS + slot * 4
+    putu64(bucket + slot * 8, key)
+    put32(row, set_id)
+    putu64(_parent_of(segment, row), parent)
+    for passed in range(home, bucket, BUCKET_BYTES):
+        put32(passed + BUCKET_PASSED, get32(passed + BUCKET_PASSED) + 1)
+    return row
+
+
 @_jit("i8(i8,i8,i8,u8,u8,i8)")
-def _insert_row(control, segment, row, key, parent, set_id):
-    """Put a new row at its place, moving its successors up to the next vacancy; needs a bigger segment if full."""
-    count, capacity = get32(segment + 16), get32(segment + 8)
-    end = get64(segment) + (get32(segment + 12) - GUARD_ROWS) * ROW_BYTES
-    gap = row
-    while get32(gap + 16) != 0:
-        gap += ROW_BYTES
-    if gap >= end or count >= capacity - (capacity >> 3):
+def _insert_row(control, segment, home, key, parent, set_id):
+    """Put a new row into a segment; needs a bigger one if it is full."""
+    count = get32(segment + 16)
+    if count * 8 >= get32(segment + 8) * (BUCKET_ROWS * _FULLEST_EIGHTHS):
         return _need_segment(control, segment)
-    move(row + ROW_BYTES, row, gap - row)
-    putu64(row, key)
-    putu64(row + 8, parent)
-    put32(row + 16, set_id)
+    if _place(segment, home, key, parent, set_id) == 0:
+        return _need_segment(control, segment)
     put32(segment + 16, count + 1)
     put64(control + NUM_ROWS, get64(control + NUM_ROWS) + 1)
     return 0
 
 
-@_jit("void(i8,i8,i8)")
-def _delete_row(control, segment, row):
-    """Take a row out; successors that are not at home move down, so that no tombstone is left."""
-    bits, capacity, address = get64(control + SEGMENT_BITS), get32(segment + 8), get64(segment)
-    end = row + ROW_BYTES
-    while get32(end + 16) != 0 and address + _home(getu64(end), bits, capacity) * ROW_BYTES < end:
-        end += ROW_BYTES
-    move(row, row + ROW_BYTES, end - row - ROW_BYTES)
-    _vacate(end - ROW_BYTES, end)
+@_jit("void(i8,i8,i8,i8)")
+def _delete_row(control, segment, home, row):
+    """Take a row out. No other moves: those that passed its bucket are still found by the counts of passers."""
+    for passed in range(home, _bucket_of(row), BUCKET_BYTES):
+        put32(passed + BUCKET_PASSED, get32(passed + BUCKET_PASSED) - 1)
+    put32(row, 0)
     put32(segment + 16, get32(segment + 16) - 1)
     put64(control + NUM_ROWS, get64(control + NUM_ROWS) - 1)
 
@@ -406,7 +449,7 @@ def _intern_members(control, num_members, content_hash):
     if num_members == 1:
         return INLINE | get32(members)
     num_words = (get32(members + (num_members - 1) * 4) >> 8) + 1
-    if num_members <= 2 * num_words:
+    if num_members <= num_words:
         return _intern(control, members, num_members, 0, content_hash)
     words = get64(control + WORDS)
     for word in range(num_words):
@@ -453,7 +496,7 @@ def _with_tiers(control, set_id, slot, before, after):
         content_hash = (get32(record + 8) + change) & 0xFFFF_FFFF
         num_members, num_words = get32(record + 16), get32(record + 20)
         num_members += np.int64(before == 0) - np.int64(after == 0)
-        if num_words and num_members > 2 * (num_words + 1) and slot >> 4 < num_words:  # stays dense: change the word
+        if num_words and num_members > num_words and slot >> 4 < num_words:  # stays dense: change the word
             words = get64(control + WORDS)
             move(words, record + RECORD_HEADER_BYTES, num_words * 8)
             word, shift = words + (slot >> 4) * 8, np.uint64((slot & 15) * 4)
@@ -572,48 +615,50 @@ def _block_digest(block_hash, tier):
     return x ^ (x >> _U31)
 
 
-@_jit("i8(i8,i8,u8,u8,i8,i8,i8)")
-def _store_one(control, multiplier, block_hash, parent, slot, tier, entry):
+@_jit("i8(i8,u8,u8,i8,i8)")
+def _store_one(control, block_hash, parent, slot, tier):
     """Hold one block; return 1 if it was not held before, 0 if it was, negative if help is needed first."""
-    key = block_hash * multiplier
+    key = block_hash * getu64(control + MULTIPLIER)
     segment = _segment_of(control, key)
-    row = _seek(_home_row(control, segment, key), key)
-    old = _set_at(row, key)
-    if old == 0:
+    home = _home_bucket(control, segment, key)
+    row = _find(home, key)
+    if row == 0:
         if _is_uncaptured(control, segment):
             return _need_capture(control, segment)
-        if _insert_row(control, segment, row, key, parent, INLINE | slot << 4 | 1 << tier) < 0:
-            return NEEDS_HELP
-    else:
-        base = old
-        if old & INLINE and _is_retired(control, (old & (INLINE - 1)) >> 4):
-            base = 0  # only somebody who is gone held it: as good as new
-        new = _changed(control, base, slot, tier, 1)
-        if new == old:
-            return 0
-        if new < 0:
-            return NEEDS_HELP
-        if _is_uncaptured(control, segment):
-            return _need_capture(control, segment)
-        if base == 0:
-            putu64(row + 8, parent)
-        elif getu64(row + 8) != parent:
-            put64(control + NUM_CONFLICTS, get64(control + NUM_CONFLICTS) + 1)
-        put32(row + 16, new)
-        _add_references(control, new, 1)
-        _add_references(control, old, -1)
-    put64(entry, get64(entry) + 1)
-    putu64(entry + 8, getu64(entry + 8) + _block_digest(block_hash, tier))
+        result = _insert_row(control, segment, home, key, parent, INLINE | slot << 4 | 1 << tier)
+        return result if result < 0 else 1
+    old = get32(row)
+    base = old
+    if old & INLINE and _is_retired(control, (old & (INLINE - 1)) >> 4):
+        base = 0  # only somebody who is gone held it: as good as new
+    new = _changed(control, base, slot, tier, 1)
+    if new == old:
+        return 0
+    if new < 0:
+        return NEEDS_HELP
+    if _is_uncaptured(control, segment):
+        return _need_capture(control, segment)
+    known = _parent_of(segment, row)
+    if base == 0:
+        putu64(known, parent)
+    elif getu64(known) != parent:
+        put64(control + NUM_CONFLICTS, get64(control + NUM_CONFLICTS) + 1)
+    put32(row, new)
+    _add_references(control, new, 1)
+    _add_references(control, old, -1)
     return 1
 
 
-@_jit("i8(i8,i8,u8,i8,i8,i8)")
-def _remove_one(control, multiplier, block_hash, slot, tier, entry):
+@_jit("i8(i8,u8,i8,i8)")
+def _remove_one(control, block_hash, slot, tier):
     """Cease to hold one block; return 1 if it was held, 0 if not, negative if help is needed first."""
-    key = block_hash * multiplier
+    key = block_hash * getu64(control + MULTIPLIER)
     segment = _segment_of(control, key)
-    row = _seek(_home_row(control, segment, key), key)
-    old = _set_at(row, key)
+    home = _home_bucket(control, segment, key)
+    row = _find(home, key)
+    if row == 0:
+        return 0
+    old = get32(row)
     new = _changed(control, old, slot, tier, 0)
     if new == old:
         return 0
@@ -622,68 +667,82 @@ def _remove_one(control, multiplier, block_hash, slot, tier, entry):
     if _is_uncaptured(control, segment):
         return _need_capture(control, segment)
     if new == 0:
-        _delete_row(control, segment, row)
+        _delete_row(control, segment, home, row)
     else:
-        put32(row + 16, new)
+        put32(row, new)
         _add_references(control, new, 1)
     _add_references(control, old, -1)
-    put64(entry, get64(entry) - 1)
-    putu64(entry + 8, getu64(entry + 8) - _block_digest(block_hash, tier))
     return 1
 
 
+@_jit("void(i8,i8,i8,u8)")
+def _credit(control, slot, num_held, digest):
+    """Add to what a slot holds: a number of (block, tier) and their digest."""
+    entry = get64(control + SLOTS) + slot * SLOT_BYTES
+    put64(entry, get64(entry) + num_held)
+    putu64(entry + 8, getu64(entry + 8) + digest)
+
+
 @_jit("void(i8,i8,i8)")
-def _prefetch_rows(control, hashes, num_hashes):
-    """Ask for the home rows of the next few hashes, so that their cache misses overlap."""
-    multiplier, segments = getu64(control + MULTIPLIER), get64(control + SEGMENTS)
-    bits = get64(control + SEGMENT_BITS)
-    for index in range(min(num_hashes, _PREFETCH_AHEAD)):
-        key = getu64(hashes + index * 8) * multiplier
-        row = _locate(segments, bits, key)
-        prefetch(row)
-        prefetch(row + 64)
+def _prefetch_home(control, at, end):
+    """Ask for the home of the hash at an address, and for the parents of the rows there, if that is before the end."""
+    if at < end:
+        key = getu64(at) * getu64(control + MULTIPLIER)
+        segment = _segment_of(control, key)
+        home = _home_bucket(control, segment, key)
+        prefetch(home)
+        prefetch(_parent_of(segment, home + BUCKET_SETS))
+
+
+@_jit("void(i8,i8,i8)")
+def _prefetch_first(control, hashes, end):
+    """Ask for the homes of the first hashes; each one dealt with asks for another, so that cache misses overlap."""
+    for at in range(hashes, min(end, hashes + _PREFETCH_AHEAD * 8), 8):
+        _prefetch_home(control, at, end)
 
 
 @_jit("i8(i8,i8,i8,u8,i8,i8)")
 def _check_chain(control, slot, is_child, parent, hashes, num_hashes):
     """INVALID if a block is its own parent, ORPHAN if this slot does not hold the first parent in any tier, else 0."""
-    previous = parent
-    for index in range(num_hashes):
-        block_hash = getu64(hashes + index * 8)
-        if block_hash == previous and (index > 0 or is_child):
-            return INVALID
-        previous = block_hash
+    num_same = 0
+    for index in range(1, num_hashes):
+        num_same += np.int64(get_word(hashes, index) == get_word(hashes, index - 1))
+    if num_same > 0 or (is_child and num_hashes > 0 and getu64(hashes) == parent):
+        return INVALID
     if is_child:
         key = parent * getu64(control + MULTIPLIER)
-        row = _seek(_home_row(control, _segment_of(control, key), key), key)
-        if _tiers_of(control, _set_at(row, key), slot) == 0:
+        row = _find(_home_bucket(control, _segment_of(control, key), key), key)
+        if row == 0 or _tiers_of(control, get32(row), slot) == 0:
             return ORPHAN
     return 0
 
 
-@_jit("i8(i8,i8,i8,i8,u8,i8,i8,i8)")
-def _store_chain(control, slot, tier, is_child, parent, hashes, num_hashes, start):
-    multiplier = getu64(control + MULTIPLIER)
-    _prefetch_rows(control, hashes, num_hashes)
+@_jit("i8(i8,i8,i8,i8,u8,i8,i8,i8,i8)")
+def _store_chain(control, slot, tier, is_child, parent, hashes, num_hashes, start, end):
+    """Hold a chain of hashes, beyond which others follow up to an end."""
     if start == 0:
         refusal = _check_chain(control, slot, is_child, parent, hashes, num_hashes)
         if refusal < 0:
             return refusal
-    entry = get64(control + SLOTS) + slot * SLOT_BYTES
+    if start > 0:
+        parent = getu64(hashes + start * 8 - 8)
+    elif not is_child and num_hashes > 0:
+        parent = getu64(hashes)
+    num_stored, digest, result = 0, np.uint64(0), 0
     for index in range(start, num_hashes):
-        if index & (_PREFETCH_AHEAD - 1) == 0 and index > 0:
-            _prefetch_rows(control, hashes + index * 8, num_hashes - index)
+        _prefetch_home(control, hashes + (index + _PREFETCH_AHEAD) * 8, end)
         block_hash = getu64(hashes + index * 8)
-        if index > 0:
-            parent = getu64(hashes + index * 8 - 8)
-        elif not is_child:
-            parent = block_hash
-        result = _store_one(control, multiplier, block_hash, parent, slot, tier, entry)
+        result = _store_one(control, block_hash, parent, slot, tier)
         if result < 0:
             put64(control + RESUME, index)
-            return NEEDS_HELP
-        put64(control + NUM_APPLIED, get64(control + NUM_APPLIED) + result)
-    return 0
+            break
+        if result > 0:
+            num_stored += 1
+            digest += _block_digest(block_hash, tier)
+        parent = block_hash
+    _credit(control, slot, num_stored, digest)
+    put64(control + NUM_APPLIED, get64(control + NUM_APPLIED) + num_stored)
+    return NEEDS_HELP if result < 0 else 0
 
 
 @_jit("i8(i8,i8,i8,i8,i8,i8,i8)")
@@ -692,22 +751,30 @@ def store(control, slot, tier, is_child, parent, num_hashes, start):
 
     Return 0, ORPHAN, INVALID, or NEEDS_HELP: then call again from `RESUME`. NUM_APPLIED grows by what is newly held.
     """
-    return _store_chain(control, slot, tier, is_child, np.uint64(parent), get64(control + INPUT), num_hashes, start)
+    hashes = get64(control + INPUT)
+    end = hashes + num_hashes * 8
+    _prefetch_first(control, hashes + start * 8, end)
+    return _store_chain(control, slot, tier, is_child, np.uint64(parent), hashes, num_hashes, start, end)
 
 
-@_jit("i8(i8,i8,i8,i8,i8,i8)")
-def _remove_all(control, slot, tier, hashes, num_hashes, start):
-    multiplier = getu64(control + MULTIPLIER)
-    entry = get64(control + SLOTS) + slot * SLOT_BYTES
-    for index in range(start, num_hashes):
-        if index & (_PREFETCH_AHEAD - 1) == 0 or index == start:
-            _prefetch_rows(control, hashes + index * 8, num_hashes - index)
-        result = _remove_one(control, multiplier, getu64(hashes + index * 8), slot, tier, entry)
+@_jit("i8(i8,i8,i8,i8,i8,i8,i8)")
+def _remove_all(control, slot, tier, hashes, num_hashes, start, end):
+    """Cease to hold hashes, beyond which others follow up to an end."""
+    num_removed, digest, index, result = 0, np.uint64(0), start, 0
+    while index < num_hashes:
+        _prefetch_home(control, hashes + (index + _PREFETCH_AHEAD) * 8, end)
+        block_hash = getu64(hashes + index * 8)
+        result = _remove_one(control, block_hash, slot, tier)
         if result < 0:
             put64(control + RESUME, index)
-            return NEEDS_HELP
-        put64(control + NUM_NOT_FOUND, get64(control + NUM_NOT_FOUND) + 1 - result)
-    return 0
+            break
+        if result > 0:
+            num_removed += 1
+            digest += _block_digest(block_hash, tier)
+        index += 1
+    _credit(control, slot, -num_removed, np.uint64(0) - digest)
+    put64(control + NUM_NOT_FOUND, get64(control + NUM_NOT_FOUND) + index - start - num_removed)
+    return NEEDS_HELP if result < 0 else 0
 
 
 @_jit("i8(i8,i8,i8,i8,i8)")
@@ -716,33 +783,131 @@ def remove(control, slot, tier, num_hashes, start):
 
     Return 0, or NEEDS_HELP: then call again from `RESUME`.
     """
-    return _remove_all(control, slot, tier, get64(control + INPUT), num_hashes, start)
+    hashes = get64(control + INPUT)
+    end = hashes + num_hashes * 8
+    _prefetch_first(control, hashes + start * 8, end)
+    return _remove_all(control, slot, tier, hashes, num_hashes, start, end)
+
+
+@_jit("u8(i8,i8)")
+def _big_endian(address, num_bytes):
+    number = np.uint64(0)
+    for index in range(num_bytes):
+        number = (number << _U8) | np.uint64(get8(address + index))
+    return number
+
+
+@_jit("i8(i8)")
+def _uint_bytes(head):
+    """Bytes that follow the first one of an unsigned integer in msgpack; -1 if it begins something else."""
+    if head < 0x80:
+        return 0
+    return 1 << (head - 0xCC) if 0xCC <= head <= 0xCF else -1
+
+
+@_jit("i8(i8,i8,i8,i8)")
+def _read_chain(operation, at, is_stored, target):
+    """Read the fields of one `Stored` or `Removed` into an operation, its hashes to the target; return their end.
+
+    UNREADABLE for half a hash, and for a parent or tier that is none.
+    """
+    size_bytes = 1 << (get8(at) - 0xC4)  # bin 8, 16 or 32
+    num_hash_bytes = np.int64(_big_endian(at + 1, size_bytes))
+    at += 1 + size_bytes
+    if num_hash_bytes & 7:
+        return UNREADABLE
+    move(target, at, num_hash_bytes)
+    at += num_hash_bytes
+    kind, parent = REMOVE, np.uint64(0)
+    if is_stored:
+        head = get8(at)
+        if head == _NIL:
+            kind, at = STORE_ROOT, at + 1
+        else:
+            num_bytes = _uint_bytes(head)
+            if num_bytes < 0:
+                return UNREADABLE
+            kind, parent = STORE_CHILD, _big_endian(at + 1, num_bytes) if num_bytes else np.uint64(head)
+            at += 1 + num_bytes
+    tier = get8(at)
+    if tier > 3:
+        return UNREADABLE
+    put64(operation, kind)
+    put64(operation + 8, tier)
+    putu64(operation + 16, parent)
+    put64(operation + 24, num_hash_bytes >> 3)
+    return at + 1
+
+
+@_jit("i8(i8)")
+def read_events(control):
+    """Turn the input, a msgpack array of events as our own encoder writes it, into operations.
+
+    Their hashes are moved to the front of the input, where they follow one another. Return the number of operations,
+    or UNREADABLE.
+    """
+    at = target = get64(control + INPUT)
+    head = get8(at)
+    num_events, at = head & 15, at + 1
+    if head >= 0xDC:  # array 16 or 32
+        num_events = np.int64(_big_endian(at, 2 << (head - 0xDC)))
+        at += 2 << (head - 0xDC)
+    operation = get64(control + OPERATIONS)
+    for _ in range(num_events):
+        fields, tag = get8(at) & 15, get8(at + 2)
+        at += 2 + (get8(at + 1) & 31)
+        if (tag == _STORED_TAG and fields == 4) or (tag == _REMOVED_TAG and fields == 3):
+            at = _read_chain(operation, at, tag == _STORED_TAG, target)
+            if at < 0:
+                return UNREADABLE
+            target += get64(operation + 24) * 8
+            operation += OPERATION_BYTES
+        elif tag == _CLEARED_TAG and fields == 1:
+            put64(operation, CLEAR)
+            put64(operation + 24, 0)
+            operation += OPERATION_BYTES
+        elif tag == _HEARTBEAT_TAG and fields == 3:
+            at += 1 + _uint_bytes(get8(at))
+            at += 1 + _uint_bytes(get8(at))
+        else:
+            return UNREADABLE
+    return (operation - get64(control + OPERATIONS)) // OPERATION_BYTES
 
 
 @_jit("i8(i8,i8,i8,i8,i8)")
 def apply(control, slot, num_operations, first_operation, start):
-    """Carry out stores and removals in order, whose hashes follow one another in the input.
+    """Carry out operations in order, whose hashes follow one another in the input.
 
-    Return the number of hashes used up; or NEEDS_HELP: then call again from `RESUME_OPERATION` and `RESUME`.
+    Return 0; or NEEDS_HELP or NEEDS_CLEAR: then call again from `RESUME_OPERATION` and `RESUME`.
     """
-    hashes = get64(control + INPUT)
+    hashes, operations = get64(control + INPUT), get64(control + OPERATIONS)
+    end = hashes
     for index in range(num_operations):
-        operation = get64(control + OPERATIONS) + index * OPERATION_BYTES
-        kind, tier, num_hashes = get64(operation), get64(operation + 8), get64(operation + 24) >> 3
-        if index >= first_operation:
-            if kind == REMOVE:
-                result = _remove_all(control, slot, tier, hashes, num_hashes, start)
-            else:
-                parent = getu64(operation + 16)
-                result = _store_chain(control, slot, tier, kind, parent, hashes, num_hashes, start)
-            if result == NEEDS_HELP:
-                put64(control + RESUME_OPERATION, index)
-                return NEEDS_HELP
-            if result == ORPHAN:
-                put64(control + NUM_ORPHANS, get64(control + NUM_ORPHANS) + 1)
-            elif result == INVALID:
-                put64(control + NUM_INVALID, get64(control + NUM_INVALID) + 1)
-            start = 0
+        num_hashes = get64(operations + index * OPERATION_BYTES + 24)
+        if index < first_operation:
+            hashes += num_hashes * 8
+        end += num_hashes * 8
+    _prefetch_first(control, hashes + start * 8, end)
+    for index in range(first_operation, num_operations):
+        operation = operations + index * OPERATION_BYTES
+        kind, tier, num_hashes = get64(operation), get64(operation + 8), get64(operation + 24)
+        if kind == CLEAR:
+            put64(control + RESUME_OPERATION, index + 1)
+            put64(control + RESUME, 0)
+            return NEEDS_CLEAR
+        if kind == REMOVE:
+            result = _remove_all(control, slot, tier, hashes, num_hashes, start, end)
+        else:
+            parent = getu64(operation + 16)
+            result = _store_chain(control, slot, tier, kind, parent, hashes, num_hashes, start, end)
+        if result == NEEDS_HELP:
+            put64(control + RESUME_OPERATION, index)
+            return NEEDS_HELP
+        if result == ORPHAN:
+            put64(control + NUM_ORPHANS, get64(control + NUM_ORPHANS) + 1)
+        elif result == INVALID:
+            put64(control + NUM_INVALID, get64(control + NUM_INVALID) + 1)
+        start = 0
         hashes += num_hashes * 8
     return 0
 
@@ -753,18 +918,18 @@ def restore(control, num_rows, start):
 
     Return 0, or NEEDS_HELP: then call again from `RESUME`.
     """
-    multiplier = getu64(control + MULTIPLIER)
     for index in range(start, num_rows):
         row = get64(control + INPUT) + index * 24
-        member = get64(row + 16)
-        entry = get64(control + SLOTS) + (member >> 4) * SLOT_BYTES
+        block_hash, member = getu64(row), get64(row + 16)
         for tier in range(4):
             if member >> tier & 1:
-                result = _store_one(control, multiplier, getu64(row), getu64(row + 8), member >> 4, tier, entry)
+                result = _store_one(control, block_hash, getu64(row + 8), member >> 4, tier)
                 if result < 0:
                     put64(control + RESUME, index)
                     return NEEDS_HELP
-                put64(control + NUM_APPLIED, get64(control + NUM_APPLIED) + result)
+                if result > 0:
+                    _credit(control, member >> 4, 1, _block_digest(block_hash, tier))
+                    put64(control + NUM_APPLIED, get64(control + NUM_APPLIED) + 1)
     return 0
 
 
@@ -790,8 +955,8 @@ def _drop(depths, output, slot, dropped, remaining, depth):
     at = depths + slot * 16
     if dropped == 15:
         put32(output, slot)
-        for tier in range(4):
-            put32(output + 4 + tier * 4, depth)
+        put64(output + 4, depth << 32 | depth)
+        put64(output + 12, depth << 32 | depth)
         return output + 20
     for tier in range(4):
         if dropped >> tier & 1:
@@ -843,41 +1008,35 @@ def _begin_dense(control, record):
                 held &= held - _U1
         putu64(active + index * 8, word)
     for index in range(num_words, num_words + 7):
-        put_word(active, index, np.uint64(0))
+        putu64(active + index * 8, np.uint64(0))
     return num_words
 
 
-@_jit("i8(i8,i8,i8,i8,i8)")
+@_jit("i8(i8,i8,i8,i8,i8)", is_inlined=True)
 def _intersect_words(control, num_words, record, depth, output):
     """Drop from the active words who is not in a dense set (nobody is, for record 0); return the end of the output.
 
     Active words come in eights, with zeros at the end; what is read there beyond a record does not matter.
     """
     active, depths, gone = get64(control + ACTIVE), get64(control + DEPTHS), get64(control + WORDS)
-    payload, num_held, num_padded = record + RECORD_HEADER_BYTES, 0, (num_words + 7) & ~7
-    if record:
-        num_held = num_padded if get32(record + 20) >= num_words else get32(record + 20)
-    for index in range(num_held):
-        word = get_word(active, index)
-        left = word & _closed_word(get_word(payload, index))
-        put_word(active, index, left)
-        put_word(gone, index, word ^ left)
-    for index in range(num_held, num_padded):
-        put_word(gone, index, get_word(active, index))
-        put_word(active, index, np.uint64(0))
-    for first in range(0, num_words, 8):
-        changed = nonzero_words(gone + first * 8)
+    payload = record + RECORD_HEADER_BYTES if record else active
+    num_held = get32(record + 20) if record else 0
+    for base in range(0, num_words, 64):
+        # All words first, then those that changed: which of them did is random, and a jump on it would be mispredicted.
+        changed = np.uint64(0)
+        for first in range(base, min(num_words, base + 64), 8):
+            each = intersect_words(active + first * 8, payload + first * 8, num_held - first, gone + first * 8)
+            changed |= each << np.uint64(first - base)
         while changed != np.uint64(0):
-            index = first + lowest_bit(changed)
+            index = base + lowest_bit(changed)
             changed &= changed - _U1
-            dropped, left = get_word(gone, index), get_word(active, index)
+            dropped, left = getu64(gone + index * 8), getu64(active + index * 8)
             while dropped != np.uint64(0):
-                slot = lowest_bit(dropped) >> 2
-                shift = np.uint64(slot * 4)
-                tiers = np.int64((dropped >> shift) & _NIBBLE)
-                remaining = np.int64((left >> shift) & _NIBBLE)
-                output = _drop(depths, output, index * 16 + slot, tiers, remaining, depth)
-                dropped &= ~(_NIBBLE << shift)
+                shift = lowest_bit(dropped) & 60
+                tiers = np.int64((dropped >> np.uint64(shift)) & _NIBBLE)
+                remaining = np.int64((left >> np.uint64(shift)) & _NIBBLE)
+                output = _drop(depths, output, index * 16 + (shift >> 2), tiers, remaining, depth)
+                dropped &= ~(_NIBBLE << np.uint64(shift))
     return output
 
 
@@ -924,6 +1083,25 @@ def _intersect_list(control, num_active, set_id, depth, output):
     return output
 
 
+@_jit("void(i8,i8,u8,i8,i8,i8,i8)")
+def _look_ahead(segments, bits, multiplier, hashes, pipeline, first, end):
+    """Note where the homes of a group of hashes are, beside those of the group before, and ask for them."""
+    homes = pipeline + ((first & _GROUP) - first) * 8
+    for index in range(first, end):
+        home = _locate(segments, bits, getu64(hashes + index * 8) * multiplier)
+        prefetch(home)
+        put64(homes + index * 8, home)
+
+
+@_jit("i8(i8,u8)")
+def _set_at_home(home, key):
+    """Set id of a key's row if that is in its home bucket, as most are; else a number that is the id of no set.
+
+    No jump to mispredict: where no key is found, the number read is the count of passers.
+    """
+    return get32(home + BUCKET_SETS + lowest_bit(equal_keys(home, key) | _NO_HIT) * 4)
+
+
 @_jit("i8(i8,i8)")
 def match(control, num_hashes):
     """Write, per slot that holds the first block, its cumulative depth in each tier; return the number of slots.
@@ -933,26 +1111,24 @@ def match(control, num_hashes):
     multiplier, hashes, pipeline = getu64(control + MULTIPLIER), get64(control + INPUT), control + PIPELINE
     start, active = get64(control + OUTPUT), get64(control + ACTIVE)
     segments, bits = get64(control + SEGMENTS), get64(control + SEGMENT_BITS)
-    output, last, num_begun, num_words, num_active, num_located, depth = start, -1, 0, 0, 0, 0, 0
-    while depth < num_hashes:
-        # One group is looked up while the lines of the next one are on their way; a row may lie in the second line.
-        for index in range(num_located, min(num_hashes, depth + 2 * _PREFETCH_AHEAD)):
-            key = getu64(hashes + index * 8) * multiplier
-            row = _locate(segments, bits, key)
-            prefetch(row)
-            prefetch(row + 64)
-            entry = pipeline + (index & _PIPELINE_MASK) * 16
-            putu64(entry, key)
-            put64(entry + 8, row)
-        num_located = min(num_hashes, depth + 2 * _PREFETCH_AHEAD)
-        is_done = False
-        for index in range(depth, min(num_hashes, depth + _PREFETCH_AHEAD)):
-            entry = pipeline + (index & _PIPELINE_MASK) * 16
-            key = getu64(entry)
-            set_id = _set_at(_seek(get64(entry + 8), key), key)
+    output, last, num_begun, num_words, num_active, depth, is_done = start, -1, 0, 0, 0, 0, False
+    _look_ahead(segments, bits, multiplier, hashes, pipeline, 0, min(num_hashes, _GROUP))
+    while depth < num_hashes and not is_done:
+        end = min(num_hashes, depth + _GROUP)
+        _look_ahead(segments, bits, multiplier, hashes, pipeline, end, min(num_hashes, end + _GROUP))
+        homes = pipeline + ((depth & _GROUP) - depth) * 8
+        while depth < end:
+            home, key = get64(homes + depth * 8), getu64(hashes + depth * 8) * multiplier
+            set_id = _set_at_home(home, key)
             if set_id == last:
                 depth += 1
                 continue
+            if set_id < 1 << RECORD_BITS:
+                row = _find(home, key)
+                set_id = get32(row) if row else 0
+                if set_id == last:
+                    depth += 1
+                    continue
             is_dense, record = False, 0
             if set_id != 0 and not set_id & INLINE:
                 record = _record(control, set_id)
@@ -980,8 +1156,6 @@ def match(control, num_hashes):
                 break
             last = set_id
             depth += 1
-        if is_done:
-            break
     if num_words:
         output = _intersect_words(control, num_words, 0, depth, output)
     else:
@@ -992,67 +1166,67 @@ def match(control, num_hashes):
 # --- Housekeeping ---------------------------------------------------------------------------------------------------
 
 
-@_jit("i8(i8,i8,i8,i8,i8)")
-def _pack(address, old_end, end, bits, capacity):
-    """Move the rows in [address, old_end) up to the end, in order; return the first, negated if one passes its home."""
-    first, cursor, fits = end, old_end, True
-    while cursor > address:
-        cursor -= ROW_BYTES
-        move(first - ROW_BYTES, cursor, ROW_BYTES)  # a vacant one is overwritten: no jump to mispredict
-        first -= np.int64(get32(cursor + 16) != 0) * ROW_BYTES
-        fits = fits and (first == end or address + _home(getu64(first), bits, capacity) * ROW_BYTES <= first)
-    _vacate(address, first)
-    return first if fits else -first
-
-
-@_jit("i8(i8,i8,i8,i8,i8)")
-def rebuild(control, segment_index, capacity, rows, is_purge):
-    """Lay a segment out anew, in place, for another capacity; with `is_purge`, take the retired slots out of it.
-
-    Its buffer must have room for `rows` and for the rows it has now. One pass from left to right writes each row at
-    max(home, end of the one before), which never passes the row that is read: rows only move left. If the segment
-    grows, they are packed to the right end first.
-    Return the number of rows in use, with the guard; or 0, with nothing lost, if the padding is too small for that
-    capacity; or NEEDS_HELP if a purged set needs a slab: then call again.
-    """
+@_jit("i8(i8,i8,i8)")
+def take_out(control, segment_index, output):
+    """Write a segment's rows to the output as loose ones, about in the order of their homes; return how many."""
     segment = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES
-    bits, address, old_rows = get64(control + SEGMENT_BITS), get64(segment), get32(segment + 12)
-    read, read_end, result = address, address + old_rows * ROW_BYTES, 0
-    if rows > old_rows:
-        read_end = address + rows * ROW_BYTES
-        _vacate(address + old_rows * ROW_BYTES, read_end)
-        read = _pack(address, address + old_rows * ROW_BYTES, read_end - GUARD_ROWS * ROW_BYTES, bits, capacity)
-        put32(segment + 12, rows)
-        if read < 0:
-            return 0
-    end, clean, count = address, read, 0  # rows in [end, clean) are vacant, and so read already
-    while read < read_end:
-        old = get32(read + 16)
-        if old != 0:
-            new = _purged(control, old) if is_purge else old
-            if new < 0:
-                new, result = old, NEEDS_HELP
-            key, parent = getu64(read), getu64(read + 8)
-            if new != old:
-                _add_references(control, new, 1)
-                _add_references(control, old, -1)
-            if new != 0:
-                row = max(address + _home(key, bits, capacity) * ROW_BYTES, end)
-                if row >= clean:
-                    limit = min(row + _CLEAN_ROWS * ROW_BYTES, read)
-                    _vacate(clean, limit)
-                    clean = max(limit, row + ROW_BYTES)
-                putu64(row, key)
-                putu64(row + 8, parent)
-                put32(row + 16, new)
-                end = row + ROW_BYTES
-                count += 1
-        read += ROW_BYTES
-    _vacate(max(clean, end), read_end)
-    put64(control + NUM_ROWS, get64(control + NUM_ROWS) + count - get32(segment + 16))
+    address, num_buckets, loose = get64(segment), get32(segment + 12), output
+    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
+        held = held_rows(bucket)
+        while held != np.uint64(0):
+            row = bucket + BUCKET_SETS + lowest_bit(held) * 4
+            putu64(loose, _key_of(row))
+            putu64(loose + 8, getu64(_parent_at(address, num_buckets, _row_index(address, row))))
+            put32(loose + 16, get32(row))
+            loose += LOOSE_ROW_BYTES
+            held &= held - _U1
+    return (loose - output) // LOOSE_ROW_BYTES
+
+
+@_jit("b1(i8,i8,i8,i8,i8,i8)")
+def put_back(control, segment_index, capacity, num_buckets, rows, dirty_bytes):
+    """Lay a segment out anew, in the buffer it has now, with its loose rows; false if it is too small for them.
+
+    What the buffer has beyond `dirty_bytes` must be zero.
+    """
+    segment, bits = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(control + SEGMENT_BITS)
+    address, num_rows = get64(segment), get32(segment + 16)
+    clear(address, min(dirty_bytes, num_buckets * BUCKET_BYTES))
     put32(segment + 8, capacity)
-    put32(segment + 16, count)
-    return result if result < 0 else (end - address) // ROW_BYTES + GUARD_ROWS
+    put32(segment + 12, num_buckets)
+    for loose in range(rows, rows + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
+        key = getu64(loose)
+        home = address + _home(key, bits, capacity) * BUCKET_BYTES
+        if _place(segment, home, key, getu64(loose + 8), get32(loose + 16)) == 0:
+            return False
+    return True
+
+
+@_jit("i8(i8,i8)")
+def purge(control, segment_index):
+    """Take the retired slots out of a segment's sets.
+
+    Return 0, or NEEDS_HELP if a set needs a slab: then call again.
+    """
+    segment, result = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, 0
+    address = get64(segment)
+    for bucket in range(address, address + get32(segment + 12) * BUCKET_BYTES, BUCKET_BYTES):
+        held = held_rows(bucket)
+        while held != np.uint64(0):
+            row = bucket + BUCKET_SETS + lowest_bit(held) * 4
+            held &= held - _U1
+            old = get32(row)
+            new = _purged(control, old)
+            if new < 0:
+                result = NEEDS_HELP
+            elif new != old:
+                if new == 0:
+                    _delete_row(control, segment, _home_bucket(control, segment, _key_of(row)), row)
+                else:
+                    put32(row, new)
+                    _add_references(control, new, 1)
+                _add_references(control, old, -1)
+    return result
 
 
 @_jit("void(i8)")
@@ -1103,15 +1277,16 @@ def merge_buckets(control):
 
 
 @_jit("void(i8,i8,i8,i8)")
-def pin(control, address, num_rows, change):
+def pin(control, address, num_buckets, change):
     """Count the rows of a copy as references to their sets (change 1), or no longer (change -1)."""
-    for row in range(address, address + num_rows * ROW_BYTES, ROW_BYTES):
-        _add_references(control, get32(row + 16), change)
+    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
+        for row in range(bucket + BUCKET_SETS, bucket + BUCKET_PASSED, 4):
+            _add_references(control, get32(row), change)
 
 
 @_jit("i8(i8,i8,i8)")
-def _snapshot_rows(control, snapshot, segment_index):
-    """Address of a segment's rows as they were."""
+def _snapshot_address(control, snapshot, segment_index):
+    """Address of a segment as it was."""
     copy = get64(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES)
     return copy if copy else get64(get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES)
 
@@ -1131,19 +1306,32 @@ def _push_if_new(snapshot, segment_index, row_index):
     return 1
 
 
+@_jit("u8(i8,i8,i8,i8)")
+def _snapshot_parent(control, snapshot, segment_index, row_index):
+    num_buckets = get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12)
+    return getu64(_parent_at(_snapshot_address(control, snapshot, segment_index), num_buckets, row_index))
+
+
 @_jit("i8(i8,i8)")
 def _push_parent(control, snapshot):
     """Put the parent of the row on top of the stack above it; return 0 if there is none, or it was there before."""
     top = get64(get64(snapshot + 24) + (get64(snapshot + 32) - 1) * 8)
-    row = _snapshot_rows(control, snapshot, top >> 32) + (top & 0xFFFF_FFFF) * ROW_BYTES
-    key, bits = getu64(row + 8) * getu64(control + MULTIPLIER), get64(control + SEGMENT_BITS)
+    parent = _snapshot_parent(control, snapshot, top >> 32, top & 0xFFFF_FFFF)
+    key, bits = parent * getu64(control + MULTIPLIER), get64(control + SEGMENT_BITS)
     segment_index = np.int64((key >> _U1) >> np.uint64(63 - bits))
     entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
-    address = _snapshot_rows(control, snapshot, segment_index)
-    row = _seek(address + _home(key, bits, get32(entry + 8)) * ROW_BYTES, key)
-    if _set_at(row, key) == 0:
-        return 0
-    return _push_if_new(snapshot, segment_index, (row - address) // ROW_BYTES)
+    address = _snapshot_address(control, snapshot, segment_index)
+    row = _find(address + _home(key, bits, get32(entry + 8)) * BUCKET_BYTES, key)
+    return _push_if_new(snapshot, segment_index, _row_index(address, row)) if row else 0
+
+
+@_jit("void(i8,i8,i8,i8)")
+def _write_snapshot_row(control, snapshot, top, loose):
+    segment_index, row_index = top >> 32, top & 0xFFFF_FFFF
+    row = _row_at(_snapshot_address(control, snapshot, segment_index), row_index)
+    putu64(loose, _key_of(row))
+    putu64(loose + 8, _snapshot_parent(control, snapshot, segment_index, row_index))
+    put32(loose + 16, get32(row))
 
 
 @_jit("i8(i8,i8,i8)")
@@ -1161,20 +1349,19 @@ def snapshot_next(control, snapshot, max_rows):
             put64(snapshot + 48, _push_parent(control, snapshot))
         elif depth > 0:  # the eldest is on top
             top = get64(get64(snapshot + 24) + (depth - 1) * 8)
-            row = _snapshot_rows(control, snapshot, top >> 32) + (top & 0xFFFF_FFFF) * ROW_BYTES
-            move(output + count * ROW_BYTES, row, ROW_BYTES)
+            _write_snapshot_row(control, snapshot, top, output + count * LOOSE_ROW_BYTES)
             put64(snapshot + 32, depth - 1)
             count += 1
         else:
             segment_index, row_index = get64(snapshot + 8), get64(snapshot + 16)
             if segment_index == 1 << get64(control + SEGMENT_BITS):
                 return count if count else -1
-            if row_index == get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12):
+            num_buckets = get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12)
+            if row_index == num_buckets * BUCKET_ROWS:
                 put64(snapshot + 8, segment_index + 1)
                 put64(snapshot + 16, 0)
             else:
                 put64(snapshot + 16, row_index + 1)
-                row = _snapshot_rows(control, snapshot, segment_index) + row_index * ROW_BYTES
-                if get32(row + 16) != 0:
+                if get32(_row_at(_snapshot_address(control, snapshot, segment_index), row_index)) != 0:
                     put64(snapshot + 48, _push_if_new(snapshot, segment_index, row_index))
     return count

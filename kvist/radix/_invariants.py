@@ -10,10 +10,9 @@ from numpy.typing import NDArray
 from kvist.events.digest import block_digest
 from kvist.radix import _layout as layout
 from kvist.radix._memory import Heap
-from kvist.radix._segments import SegmentTable
+from kvist.radix._segments import SegmentTable, buckets_at
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
-from kvist.radix._snapshot import rows_at
 
 _U64 = (1 << 64) - 1
 
@@ -27,10 +26,12 @@ def check(
     inverse = control[layout.INVERSE >> 3] & _U64
     table = slots.table()
     num_rows = 0
-    for index in range(segments.num_segments):
+    for index in filter(segments.is_allocated, range(segments.num_segments)):
         num_rows += _check_segment(heap, control, segments, index)
-        rows = _rows(heap, segments, index)
-        for key, _, set_id in rows[rows["set_id"] != 0].tolist():
+        buckets = _buckets(heap, segments, index)
+        is_held = buckets["set_id"] != 0
+        held_keys, set_ids = buckets["key"][is_held].tolist(), buckets["set_id"][is_held].tolist()
+        for key, set_id in zip(held_keys, set_ids, strict=True):
             references[set_id] += 1
             for member in np.frombuffer(slots.members_of(set_id), np.uint32).tolist():
                 slot, tiers = member >> 4, member & 15
@@ -42,32 +43,32 @@ def check(
                         held[slot] = count + 1, digest + block_digest(key * inverse & _U64, tier) & _U64
     assert num_rows == control[layout.NUM_ROWS >> 3], "rows are counted"
     for address, num_copied in copies.items():
-        references.update(rows_at(heap, address, num_copied)["set_id"].tolist())
+        references.update(buckets_at(heap, address, num_copied)["set_id"].ravel().tolist())
     _check_slots(slots, held, control)
     _check_sets(heap, control, sets, {s: n for s, n in references.items() if s and not s & layout.INLINE})
 
 
-def _rows(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]:
+def _buckets(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]:
     entry = segments.directory[index]
-    return rows_at(heap, int(entry["address"]), int(entry["rows"]))
+    return buckets_at(heap, int(entry["address"]), int(entry["buckets"]))
 
 
 def _check_segment(heap: Heap, control: memoryview, segments: SegmentTable, index: int) -> int:
-    rows = _rows(heap, segments, index)
-    occupied = rows["set_id"] != 0
+    buckets = _buckets(heap, segments, index)
+    is_held = buckets["set_id"] != 0
     entry, bits = segments.directory[index], control[layout.SEGMENT_BITS >> 3]
-    positions, keys = np.flatnonzero(occupied), rows["key"][occupied]
+    positions, keys = np.nonzero(is_held)[0], buckets["key"][is_held]
     assert len(keys) == entry["count"], f"segment {index} counts its rows"
-    assert not occupied[-layout.GUARD_ROWS :].any(), f"segment {index} ends in vacant rows"
-    assert (rows["key"][~occupied] == np.uint64(_U64)).all(), f"vacant rows of segment {index} have the highest key"
-    assert (keys[:-1] < keys[1:]).all(), f"segment {index} is sorted"
+    assert len(np.unique(keys)) == len(keys), f"no key has two rows in segment {index}"
     if bits:
         assert (keys >> np.uint64(64 - bits) == index).all(), f"segment {index} holds its own keys only"
     fraction = (keys << np.uint64(bits)) >> np.uint64(32)
     homes = ((fraction * np.uint64(entry["capacity"])) >> np.uint64(32)).astype(np.int64)
     assert (homes <= positions).all(), f"no row of segment {index} lies before its home"
-    vacancies = np.concatenate([[0], np.cumsum(~occupied)])
-    assert (vacancies[positions] == vacancies[homes]).all(), f"no vacancy lies before a displaced row of {index}"
+    passed = np.zeros(len(buckets) + 1, np.int64)
+    np.add.at(passed, homes, 1)
+    np.add.at(passed, positions, -1)
+    assert (passed.cumsum()[:-1] == buckets["passed"]).all(), f"buckets of segment {index} count who passed them"
     return len(keys)
 
 

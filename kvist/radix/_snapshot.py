@@ -15,17 +15,12 @@ from kvist.events import WorkerRank
 from kvist.radix import _compiled as compiled
 from kvist.radix import _layout as layout
 from kvist.radix._memory import Heap
-from kvist.radix._segments import SegmentTable
+from kvist.radix._segments import SegmentTable, segment_bytes
 from kvist.radix._slots import SlotTable
 from kvist.radix.values import SnapshotChunk
 
-ROW = np.dtype([("key", "u8"), ("parent", "u8"), ("set_id", "u4")])
-_ENTRY = np.dtype([("copy", "i8"), ("capacity", "u4"), ("rows", "u4"), ("marks", "i8")])
-
-
-def rows_at(heap: Heap, address: int, num_rows: int) -> NDArray[np.void]:
-    """Return a view of rows, the vacant ones as well; drop it before their buffer is resized."""
-    return np.frombuffer(heap.view(address), ROW, num_rows)
+_LOOSE_ROW = np.dtype([("key", "u8"), ("parent", "u8"), ("set_id", "u4")])
+_ENTRY = np.dtype([("copy", "i8"), ("capacity", "u4"), ("buckets", "u4"), ("marks", "i8")])
 
 
 def member_rows(chunk: SnapshotChunk, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -60,18 +55,18 @@ class Snapshot:
         self._ranks: list[WorkerRank] = list(slots.ranks)
         self._is_live: NDArray[np.bool_] = slots.table()["state"] == layout.LIVE
         self._inverse = np.uint64(control[layout.INVERSE >> 3] % (1 << 64))
-        self.copies: dict[int, int] = {}  # address of a copy: its number of rows
+        self.copies: dict[int, int] = {}  # address of a copy: its number of buckets
         directory = segments.directory
-        mark_bytes = directory["rows"].astype(np.int64) + 7 & ~3
+        mark_bytes = directory["buckets"].astype(np.int64) * layout.BUCKET_ROWS + 7 & ~3
         self._marks = heap.allocate(int(mark_bytes.sum()))
         self._stack = heap.allocate(8 * control[layout.NUM_ROWS >> 3] + 8)
-        self._output = heap.allocate(max_blocks * layout.ROW_BYTES)
+        self._output = heap.allocate(max_blocks * layout.LOOSE_ROW_BYTES)
         self._state = heap.allocate(layout.SNAPSHOT_BYTES + segments.num_segments * layout.SNAPSHOT_ENTRY_BYTES)
         head = heap.view(self._state).cast("q")
         head[0], head[3], head[5] = self._state + layout.SNAPSHOT_BYTES, self._stack, self._output
         entries = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
         self._entries: NDArray[np.void] = entries
-        entries["capacity"], entries["rows"] = directory["capacity"], directory["rows"]
+        entries["capacity"], entries["buckets"] = directory["capacity"], directory["buckets"]
         entries["marks"] = self._marks + np.cumsum(mark_bytes) - mark_bytes
         directory["captured"] = 0
         control[layout.IS_CAPTURING >> 3] = 1
@@ -81,11 +76,12 @@ class Snapshot:
         entry = self._segments.directory[index]
         if entry["captured"] or not self._is_open:
             return
-        num_rows = int(entry["rows"])
-        copy = self._heap.allocate(num_rows * layout.ROW_BYTES)
-        rows_at(self._heap, copy, num_rows)[:] = rows_at(self._heap, int(entry["address"]), num_rows)
-        compiled.pin(self._control[layout.SELF >> 3], copy, num_rows, 1)
-        self.copies[copy] = num_rows
+        num_buckets = int(entry["buckets"])
+        size_bytes = segment_bytes(num_buckets)
+        copy = self._heap.allocate(size_bytes)
+        self._heap.view(copy)[:size_bytes] = self._heap.view(int(entry["address"]))[:size_bytes]
+        compiled.pin(self._control[layout.SELF >> 3], copy, num_buckets, 1)
+        self.copies[copy] = num_buckets
         self._entries["copy"][index] = copy
         entry["captured"] = 1
 
@@ -99,7 +95,7 @@ class Snapshot:
         if num_rows < 0:
             self.close()
             raise StopIteration
-        return self._chunk(rows_at(self._heap, self._output, num_rows))
+        return self._chunk(np.frombuffer(self._heap.view(self._output), _LOOSE_ROW, num_rows))
 
     def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
         ids, set_idx = np.unique(rows["set_id"], return_inverse=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 from kvist.events import Tier, WorkerRank
 
 NUM_TIERS = len(Tier)
+_U32 = np.dtype(np.uint32)
+_ROW_BYTES = _U32.itemsize * (1 + NUM_TIERS)
 
 
 class StoreStatus(Enum):
@@ -48,6 +51,9 @@ class Depths(NamedTuple):
     external: int
 
 
+_depths: Callable[[tuple[int, ...]], Depths] = partial(tuple.__new__, Depths)  # a third of the time of Depths._make
+
+
 class Match(Mapping[WorkerRank, Depths]):
     """Who holds a prefix of the blocks asked for, and how deep; ranks that do not hold the first block are absent.
 
@@ -65,7 +71,7 @@ class Match(Mapping[WorkerRank, Depths]):
     @property
     def _table(self) -> NDArray[np.uint32]:
         if self._arrays is None:
-            self._arrays = np.ndarray((len(self), 1 + NUM_TIERS), np.uint32, self._rows)
+            self._arrays = np.ndarray((len(self._rows) // _ROW_BYTES, 1 + NUM_TIERS), _U32, self._rows)
         return self._arrays
 
     @property
@@ -97,11 +103,12 @@ class Match(Mapping[WorkerRank, Depths]):
         return iter(self.ranks)
 
     def __len__(self) -> int:
-        return len(self._rows) // (4 * (1 + NUM_TIERS))
+        return len(self._rows) // _ROW_BYTES
 
     def to_dict(self) -> dict[WorkerRank, Depths]:
         """Return all of it as a dict: convenient, and with many holders slower than the match itself."""
-        return dict(zip(self.ranks, map(Depths._make, self.depths.tolist()), strict=True))
+        holders, *depths = self._table.T.tolist()
+        return dict(zip(map(self._ranks.__getitem__, holders), map(_depths, zip(*depths, strict=True)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,7 +99,9 @@ class FleetIndex:
 
     def match(self, hashes: NDArray[np.uint64]) -> Overlaps:
         """Return who holds how many leading blocks, but for ranks whose blocks may be gone."""
-        overlaps = self.radix.match(hashes).to_dict()
+        match = self.radix.match(hashes)
+        # Plain tuples, made by the column: with hundreds of holders half the time of `to_dict`.
+        overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
         if self._indexer is not None:
             for target in self._indexer.resyncing & overlaps.keys():
                 del overlaps[target]
