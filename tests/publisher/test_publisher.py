@@ -205,9 +205,11 @@ def test_closing_with_a_transport_that_stays_full_ends_in_time(publication):
 
 
 def test_no_thread_outlives_a_closed_publisher():
+    before = set(threading.enumerate())
     with KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=4):
-        assert any(thread.name.startswith("kvist") for thread in threading.enumerate())
-    assert not any(thread.name.startswith("kvist") for thread in threading.enumerate())
+        started = set(threading.enumerate()) - before
+        assert {thread.name for thread in started} == {"kvist-publisher", "kvist-replay"}
+    assert started.isdisjoint(threading.enumerate())
 
 
 @pytest.mark.parametrize(
