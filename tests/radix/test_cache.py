@@ -28,6 +28,24 @@ def test_the_directory_is_named_by_the_source_and_lies_in_the_users_cache(
     assert first.parent == second.parent == tmp_path / "cache" / "kvist"
 
 
+def test_a_directory_of_an_older_version_goes_once_it_was_not_used_for_a_month(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "_module.py"
+    directories = []
+    for version in range(3):
+        source.write_text(f"a = {version}")
+        directories.append(cache_directory(source))
+    unused, recent, current = (directory for directory in directories if directory is not None)
+    now_s, day_s = current.stat().st_mtime, 24 * 3600
+    os.utime(unused, (now_s - 31 * day_s, now_s - 31 * day_s))
+    os.utime(recent, (now_s - 29 * day_s, now_s - 29 * day_s))
+    assert cache_directory(source) == current
+    assert not unused.exists()
+    assert recent.exists()
+
+
 def test_there_is_none_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a directory")

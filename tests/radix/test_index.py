@@ -181,6 +181,45 @@ def test_what_is_no_hash_is_refused_by_name(index: RadixIndex, u64: U64) -> None
         RadixIndex(initial_blocks=-1)
 
 
+def test_a_batch_with_one_unreadable_event_changes_nothing(index: RadixIndex, u64: U64) -> None:
+    good = Stored(u64(1, 2).tobytes())
+    for bad, field in (
+        (Stored(b"123"), "hashes"),
+        (Stored(u64(3).tobytes(), 2**64), "parent"),
+        (Stored(u64(3).tobytes(), -1), "parent"),
+        (Removed(u64(1).tobytes(), 4), "events"),  # type: ignore[arg-type]
+        ("cleared", "events"),
+    ):
+        with pytest.raises(InvalidValueError, match=field):
+            index.apply(W0, [good, Cleared(), bad])  # type: ignore[list-item]
+    assert index.statistics().num_blocks == 0
+    assert index.ranks() == []
+
+
+def test_batches_of_every_size_and_parents_of_every_width_are_read() -> None:
+    index = RadixIndex(seed=7)
+    parents = [0, 127, 128, 2**8, 2**16 - 1, 2**16, 2**32 - 1, 2**32, 2**64 - 1]
+    index.apply(W0, (Stored(np.uint64(parent).tobytes()) for parent in parents))
+    chains = random_hashes(len(parents), 9_000)
+    result = index.apply(W0, [Stored(c.tobytes(), p) for c, p in zip(chains, parents, strict=True)])
+    assert result == ApplyResult(num_stored=chains.size)
+    for number in (1, 15, 16, 70_000):
+        heartbeats = [Heartbeat(2**64 - 1, 300)] * (number - 1)
+        assert index.apply(W0, [*heartbeats, Removed(chains[0, :1].tobytes())]).num_not_found == (number > 1)
+    index.check_invariants()
+
+
+def test_hash_zero_is_a_block_like_any_other_beside_room_that_looks_like_it(u64: U64) -> None:
+    index = RadixIndex(segment_bits=0)
+    index.store(W0, Tier.GPU, None, u64(0, 1))
+    index.remove(W0, Tier.GPU, u64(0))
+    assert gpu_depths(index, u64(0, 1)) == {}
+    index.store(W1, Tier.GPU, None, u64(0))
+    assert gpu_depths(index, u64(0, 1)) == {W1: 1}
+    assert index.remove(W1, Tier.GPU, u64(0, 0)) == 1
+    index.check_invariants()
+
+
 def test_strided_and_read_only_hashes_are_taken(index: RadixIndex, u64: U64) -> None:
     index.store(W0, Tier.GPU, None, u64(1, 0, 2, 0)[::2])
     assert gpu_depths(index, np.frombuffer(u64(1, 2).tobytes(), np.uint64)) == {W0: 2}
