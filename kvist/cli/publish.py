@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,9 +37,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="where to publish (default %(default)s; port 0 takes a free one)",
     )
-    parser.add_argument("--worker", required=True, metavar="NAME", help="the worker's name in the batches")
     parser.add_argument(
-        "--block-size", type=int, metavar="TOKENS", help="the engine's block size (default: learnt from its events)"
+        "--worker",
+        default=socket.gethostname(),
+        metavar="NAME",
+        help="the worker's name in the batches (default: host)",
+    )
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="TOKENS",
+        help="the engine's block size (default: learnt from its first event)",
     )
     parser.add_argument(
         "--window",

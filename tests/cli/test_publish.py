@@ -72,7 +72,7 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message):
 def test_a_port_in_use_ends_with_code_2_and_names_it(start_vllm, free_port):
     port = free_port()
     start_vllm(port)
-    process = kvist("--engine", "vllm", "--worker", "w", "--to", f"tcp://127.0.0.1:{port}")
+    process = kvist("--engine", "vllm", "--to", f"tcp://127.0.0.1:{port}")
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 2
     assert f"tcp://127.0.0.1:{port}" in errors
