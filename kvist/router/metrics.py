@@ -5,6 +5,8 @@ What happens to requests is counted as it happens; what is true now (load, state
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvist.router.policy import Decision
@@ -14,11 +16,23 @@ _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384)
 
 
+@dataclass(frozen=True, slots=True)
+class _WorkerSeries:
+    """What each request of one worker counts in, looked up once: `labels` takes a lock and formats each time."""
+
+    prompt_tokens: Counter
+    overlap_tokens: Counter
+    ttft: Histogram
+    requests: dict[tuple[int, str], Counter] = field(default_factory=dict)
+    """By status and policy."""
+
+
 class RouterMetrics:
     """Counts what happens to requests; a worker that is removed takes its series along."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self._series: dict[str, _WorkerSeries] = {}
         self._requests = Counter(
             "kvist_router_requests",
             "Requests sent to workers; status 0: the worker failed, 499: the client left",
@@ -54,7 +68,11 @@ class RouterMetrics:
 
     def ended(self, decision: Decision, status: int) -> None:
         """Count the end of what was dispatched."""
-        self._requests.labels(decision.chosen.target.worker, str(status), decision.policy).inc()
+        worker, policy = decision.chosen.target.worker, decision.policy
+        requests = self._series_of(worker).requests
+        if (status, policy) not in requests:
+            requests[status, policy] = self._requests.labels(worker, str(status), policy)
+        requests[status, policy].inc()
 
     def refused(self, status: int) -> None:
         """Count an answer of the router's own."""
@@ -66,13 +84,13 @@ class RouterMetrics:
 
     def dispatched(self, decision: Decision) -> None:
         """Count the tokens of a request that goes to its worker."""
-        worker = decision.chosen.target.worker
-        self._prompt_tokens.labels(worker).inc(decision.prompt.num_tokens)
-        self._overlap_tokens.labels(worker).inc(decision.overlap_tokens)
+        series = self._series_of(decision.chosen.target.worker)
+        series.prompt_tokens.inc(decision.prompt.num_tokens)
+        series.overlap_tokens.inc(decision.overlap_tokens)
 
     def first_byte(self, decision: Decision, seconds: float) -> None:
         """Observe how long the client waited."""
-        self._ttft.labels(decision.chosen.target.worker).observe(seconds)
+        self._series_of(decision.chosen.target.worker).ttft.observe(seconds)
 
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
         """Compare what was predicted with what the worker says it found in its cache."""
@@ -84,7 +102,16 @@ class RouterMetrics:
 
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""
+        self._series.pop(worker, None)
         for metric in (self._requests, self._retries, self._prompt_tokens, self._overlap_tokens):
             metric.remove_by_labels({"worker": worker})
         for histogram in (self._overlap_error, self._ttft):
             histogram.remove_by_labels({"worker": worker})
+
+    def _series_of(self, worker: str) -> _WorkerSeries:
+        series = self._series.get(worker)
+        if series is None:
+            series = self._series[worker] = _WorkerSeries(
+                self._prompt_tokens.labels(worker), self._overlap_tokens.labels(worker), self._ttft.labels(worker)
+            )
+        return series

@@ -75,6 +75,8 @@ def pick(headers: Headers, names: frozenset[bytes]) -> Mapping[bytes, list[bytes
 
 def list_members(values: list[bytes]) -> set[bytes]:
     """The lower-cased members of a comma-separated field, over all its lines."""
+    if not values:  # as in nearly every message
+        return set()
     members = {member.strip(b" \t") for value in values for member in value.lower().split(b",")}
     members.discard(b"")
     return members
