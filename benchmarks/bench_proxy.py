@@ -4,6 +4,7 @@ Bound by the proxy's own Python: the upstream and the load generator are raw asy
 processes of their own. The figure to compare is requests per second of the *proxy's* CPU time, which other processes on
 the machine move least; wall-clock throughput stands beside it. `direct` is the ceiling of the generator and upstream;
 `asyncio pipe`, which copies bytes without reading them, is what the event loop and the system calls cost any proxy.
+`kvist data path` only forwards; `kvist route` is the whole router, which reads the prompt, decides and counts as well.
 Baseline: uvicorn (httptools) with an httpx client, the proxy one writes in an afternoon.
 
     python benchmarks/bench_proxy.py [--quick] [--save] [--connections 64]
@@ -11,6 +12,7 @@ Baseline: uvicorn (httptools) with an httpx client, the proxy one writes in an a
 
 import argparse
 import asyncio
+import functools
 import json
 import multiprocessing
 import socket
@@ -25,9 +27,11 @@ import psutil
 import uvicorn
 from _common import report, table
 
+from kvist.router.config import PolicyName, RouterConfig
 from kvist.router.http import HttpServer, Request, Responder, UpstreamPool
+from kvist.router.service import RouterService
 
-BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 180}], "max_tokens": 16}).encode()
+BODY = json.dumps({"model": "m", "prompt": list(range(1000, 1036)), "max_tokens": 16}).encode()
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"text":"' + b"y" * 160 + b'"}],"done":true}'
 EVENT = b'data: {"id":"cmpl-1","choices":[{"index":0,"delta":{"content":" token"}}]}\n\n'
 NUM_EVENTS = 64
@@ -35,11 +39,12 @@ UNARY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 LAST_CHUNK = b"0\r\n\r\n"
-ENDINGS = {"/unary": ANSWER[-12:], "/stream": LAST_CHUNK}
+ABOUT_WORKER = b'HTTP/1.1 200 OK\r\ncontent-length: 23\r\n\r\n{"data": [{"id": "m"}]}'
+ENDINGS = {"unary": ANSWER[-12:], "stream": LAST_CHUNK}
 
 
 class Upstream(asyncio.Protocol):
-    """Answers `/unary` at once, and `/stream` with one event per loop turn."""
+    """Answers `?unary` at once, and `?stream` with one event per loop turn."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport: asyncio.Transport = transport  # type: ignore[assignment]
@@ -47,9 +52,12 @@ class Upstream(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.received += data
+        if self.received.startswith(b"GET "):  # the router asks how its worker is
+            self.received = b""
+            self.transport.write(ABOUT_WORKER)
         if not self.received.endswith(BODY):
             return
-        is_unary = self.received.startswith(b"POST /unary")
+        is_unary = self.received.startswith(b"POST /v1/completions?unary")
         self.received = b""
         if is_unary:
             self.transport.write(UNARY)
@@ -102,7 +110,7 @@ async def serve_pipe(ready: Connection, upstream_url: str) -> None:
     await server.serve_forever()
 
 
-async def serve_kvist(ready: Connection, upstream_url: str) -> None:
+async def serve_data_path(ready: Connection, upstream_url: str) -> None:
     async with UpstreamPool() as pool:
 
         async def forward(request: Request, responder: Responder) -> None:
@@ -119,6 +127,13 @@ async def serve_kvist(ready: Connection, upstream_url: str) -> None:
             await asyncio.Event().wait()
 
 
+async def serve_router(policy: PolicyName, ready: Connection, upstream_url: str) -> None:
+    config = RouterConfig(worker_urls=(upstream_url,), policy=policy, block_size=16, port=0)
+    async with RouterService(config) as service:
+        ready.send(int(service.url.rpartition(":")[2]))
+        await asyncio.Event().wait()
+
+
 async def serve_httpx(ready: Connection, upstream_url: str) -> None:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=60) as client:
@@ -126,7 +141,7 @@ async def serve_httpx(ready: Connection, upstream_url: str) -> None:
         async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
             message = await receive()
             headers = [field for field in scope["headers"] if field[0] not in (b"host", b"content-length")]
-            url = upstream_url + scope["path"]
+            url = f"{upstream_url}{scope['path']}?{scope['query_string'].decode()}"
             async with client.stream(scope["method"], url, headers=headers, content=message["body"]) as response:
                 kept = [f for f in response.headers.raw if f[0].lower() != b"transfer-encoding"]
                 await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
@@ -143,10 +158,11 @@ async def serve_httpx(ready: Connection, upstream_url: str) -> None:
 class Client(asyncio.Protocol):
     """Sends the next request as soon as the last byte of a response is there."""
 
-    def __init__(self, path: str, latencies_s: list[float]) -> None:
-        self.request = b"POST %b HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n" % path.encode()
+    def __init__(self, answer: str, latencies_s: list[float]) -> None:
+        self.request = b"POST /v1/completions?%b HTTP/1.1\r\nhost: bench\r\n" % answer.encode()
+        self.request += b"content-type: application/json\r\n"
         self.request += b"authorization: Bearer sk-bench\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
-        self.ending = ENDINGS[path]
+        self.ending = ENDINGS[answer]
         self.latencies_s = latencies_s
         self.is_stopping = False
         self.ended = asyncio.get_running_loop().create_future()
@@ -171,12 +187,12 @@ class Client(asyncio.Protocol):
                 self.send()
 
 
-async def load(port: int, path: str, num_connections: int, duration_s: float) -> list[float]:
+async def load(port: int, answer: str, num_connections: int, duration_s: float) -> list[float]:
     """The latency of each response within `duration_s`."""
     latencies_s: list[float] = []
     loop = asyncio.get_running_loop()
     clients = [
-        (await loop.create_connection(lambda: Client(path, latencies_s), "127.0.0.1", port))[1]
+        (await loop.create_connection(lambda: Client(answer, latencies_s), "127.0.0.1", port))[1]
         for _ in range(num_connections)
     ]
     await asyncio.sleep(duration_s / 4)
@@ -201,10 +217,10 @@ class Figures:
     p99_ms: float
 
 
-def measure(pid: int, port: int, path: str, num_connections: int, duration_s: float) -> Figures:
+def measure(pid: int, port: int, answer: str, num_connections: int, duration_s: float) -> Figures:
     process = psutil.Process(pid)
     before_s = sum(process.cpu_times()[:2])
-    latencies_s = asyncio.run(load(port, path, num_connections, duration_s))
+    latencies_s = asyncio.run(load(port, answer, num_connections, duration_s))
     # The warm-up is a fifth of the whole run, and costs the proxy its share.
     cpu_s = (sum(process.cpu_times()[:2]) - before_s) * 0.8
     cuts = statistics.quantiles(latencies_s, n=100)
@@ -222,7 +238,9 @@ def main() -> None:
     servers = {
         "direct": serve_upstream,
         "asyncio pipe": serve_pipe,
-        "kvist": serve_kvist,
+        "kvist data path": serve_data_path,
+        "kvist route, round-robin": functools.partial(serve_router, "round-robin"),
+        "kvist route, kv": functools.partial(serve_router, "kv"),
         "uvicorn + httpx": serve_httpx,
     }
     running: dict[str, tuple[int, int]] = {}
@@ -235,10 +253,10 @@ def main() -> None:
         processes.append(process)
         running[name] = (process.pid or 0, ours.recv())
     rows: dict[str, dict[str, Figures]] = {}
-    for path in ENDINGS:
+    for answer in ENDINGS:
         for name, (pid, port) in running.items():
-            figures = [measure(pid, port, path, options.connections, duration_s) for _ in range(num_rounds)]
-            rows.setdefault(path, {})[name] = sorted(figures, key=lambda f: f.requests_per_cpu_s)[num_rounds // 2]
+            figures = [measure(pid, port, answer, options.connections, duration_s) for _ in range(num_rounds)]
+            rows.setdefault(answer, {})[name] = sorted(figures, key=lambda f: f.requests_per_cpu_s)[num_rounds // 2]
     for process in processes:
         process.kill()
     show(rows, options.connections, options.save)
@@ -246,21 +264,23 @@ def main() -> None:
 
 def show(rows: dict[str, dict[str, Figures]], num_connections: int, save: bool) -> None:
     cells = [
-        (path, name, round(f.requests_per_cpu_s), round(f.requests_per_s), f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}")
-        for path, by_name in rows.items()
+        (answer, name, round(f.requests_per_cpu_s), round(f.requests_per_s), f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}")
+        for answer, by_name in rows.items()
         for name, f in by_name.items()
     ]
-    markdown = (
-        f"{num_connections} connections, {len(BODY)} B requests; /stream sends {NUM_EVENTS} events a response\n\n"
-        + table(["path", "proxy", "requests / CPU s", "requests / s", "p50 ms", "p99 ms"], cells)
+    markdown = f"{num_connections} connections, {len(BODY)} B requests; a stream is {NUM_EVENTS} events\n\n" + table(
+        ["answer", "proxy", "requests / CPU s", "requests / s", "p50 ms", "p99 ms"], cells
     )
     results = {
         "requests_per_cpu_s": {
-            path: {name: round(f.requests_per_cpu_s) for name, f in by_name.items()} for path, by_name in rows.items()
+            answer: {name: round(f.requests_per_cpu_s) for name, f in by_name.items()}
+            for answer, by_name in rows.items()
         },
         "kvist_over_uvicorn_httpx": {
-            path: round(by_name["kvist"].requests_per_cpu_s / by_name["uvicorn + httpx"].requests_per_cpu_s, 1)
-            for path, by_name in rows.items()
+            answer: round(
+                by_name["kvist data path"].requests_per_cpu_s / by_name["uvicorn + httpx"].requests_per_cpu_s, 1
+            )
+            for answer, by_name in rows.items()
         },
     }
     report("proxy", markdown, results, ["uvicorn", "httpx", "httptools"], save)
