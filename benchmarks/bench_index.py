@@ -2,10 +2,10 @@
 
 Bounds: a hot match by instructions per block and by the call from Python, a cold one by memory latency; applying by the
 encoding of events when they are short, by cache misses, page faults and growth when they are long; memory by buckets of
-five rows in 104 bytes, at loads from 0.66 to 0.875. The peer is compiled Rust, called as its Python API has it: a list of ints to match, one event
-as JSON bytes to apply. Its scores can only be read as a dict, so a match is timed with its answer read on both sides
-(ours: the arrays a policy reads), and once more without. Repetitions alternate; CPU time counts the peer's own thread
-too, and does not depend on what else the machine runs.
+five rows in 104 bytes, at loads from 0.66 to 0.875. The peer is compiled Rust, called as its Python API has it: a list
+of ints to match, one event as JSON bytes to apply. Its scores can only be read as a dict, so a match is timed with its
+answer read on both sides (ours: the arrays a policy reads), and once more without. Repetitions alternate; CPU time
+counts the peer's own thread too, and does not depend on what else the machine runs.
 
     python benchmarks/bench_index.py [--quick] [--save]
 """

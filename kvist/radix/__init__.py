@@ -1,9 +1,10 @@
 """The index of a fleet's KV caches: which rank holds how many leading blocks of a prompt, exactly and now.
 
-A radix tree laid out in flat arrays and compiled with Numba. Rows are block hashes, in segments that grow one at a time
-(`_segments`); each names who holds the block by the id of an interned set (`_sets`) of slots, which stand for ranks
-(`_slots`). A match looks up the prompt's hashes and intersects sets only where their id changes. `_compiled` has the
-layout and everything that is hot; `index` is the face; `values` is what it answers. No I/O, no clock, one thread.
+A radix tree laid out in flat arrays and compiled with Numba. Rows are block hashes, five to a cache line, in segments
+that grow one at a time (`_segments`); each names who holds the block by the id of an interned set (`_sets`) of slots,
+which stand for ranks (`_slots`). A match looks up the prompt's hashes and intersects sets only where their id changes.
+`_compiled` has what is hot and `_layout` how it lies in memory; `index` is the face; `values` is what it answers. No
+I/O, no clock, one thread.
 """
 
 from kvist.radix._snapshot import Snapshot

@@ -440,6 +440,12 @@ def _tiers_of(control, set_id, slot):
     return 0
 
 
+@_jit("i8(i8)")
+def _most_sparse(num_words):
+    """Members up to which a set is sparse: a match is faster on dense ones, so they may cost 128 bytes more."""
+    return 2 * num_words - min(num_words, 32)
+
+
 @_jit("i8(i8,i8,i8)")
 def _intern_members(control, num_members, content_hash):
     """Id of the set whose members stand, ascending, in the scratch list."""
@@ -449,7 +455,7 @@ def _intern_members(control, num_members, content_hash):
     if num_members == 1:
         return INLINE | get32(members)
     num_words = (get32(members + (num_members - 1) * 4) >> 8) + 1
-    if num_members <= num_words:
+    if num_members <= _most_sparse(num_words):
         return _intern(control, members, num_members, 0, content_hash)
     words = get64(control + WORDS)
     for word in range(num_words):
@@ -496,7 +502,9 @@ def _with_tiers(control, set_id, slot, before, after):
         content_hash = (get32(record + 8) + change) & 0xFFFF_FFFF
         num_members, num_words = get32(record + 16), get32(record + 20)
         num_members += np.int64(before == 0) - np.int64(after == 0)
-        if num_words and num_members > num_words and slot >> 4 < num_words:  # stays dense: change the word
+        if (
+            num_words and num_members > _most_sparse(num_words) and slot >> 4 < num_words
+        ):  # stays dense: change the word
             words = get64(control + WORDS)
             move(words, record + RECORD_HEADER_BYTES, num_words * 8)
             word, shift = words + (slot >> 4) * 8, np.uint64((slot & 15) * 4)
@@ -1019,13 +1027,13 @@ def _intersect_words(control, num_words, record, depth, output):
     Active words come in eights, with zeros at the end; what is read there beyond a record does not matter.
     """
     active, depths, gone = get64(control + ACTIVE), get64(control + DEPTHS), get64(control + WORDS)
-    payload = record + RECORD_HEADER_BYTES if record else active
-    num_held = get32(record + 20) if record else 0
+    payload, num_held = record + RECORD_HEADER_BYTES, get32(record + 20) if record else 0
     for base in range(0, num_words, 64):
         # All words first, then those that changed: which of them did is random, and a jump on it would be mispredicted.
         changed = np.uint64(0)
         for first in range(base, min(num_words, base + 64), 8):
-            each = intersect_words(active + first * 8, payload + first * 8, num_held - first, gone + first * 8)
+            held = payload + first * 8 if first < num_held else active  # beyond a record there may be no memory
+            each = intersect_words(active + first * 8, held, num_held - first, gone + first * 8)
             changed |= each << np.uint64(first - base)
         while changed != np.uint64(0):
             index = base + lowest_bit(changed)

@@ -21,7 +21,7 @@ worker, `tiers` has bit t set if it holds the block in tier t.
 Record: 0 u32 references  4 u32 stamp (unique among living records; 0 = free)  8 u32 hash (sum over members)
     12 u32 next in bucket or free list  16 u32 number of members  20 u32 number of words, 0 if sparse  24 payload
     sparse payload: u32 members, ascending       dense payload: u64 words of 16 slots, four tier bits each
-    Dense exactly if there are more members than words, so that equal sets are equal bytes.
+    Dense exactly if that is smaller, or larger by no more than 128 bytes, so that equal sets are equal bytes.
 Slab, 40: 0 i64 address  8 u32 record bytes  12 u32 capacity  16 u32 used  20 u32 fresh (never used from here on)
     24 u32 free list (index + 1)  28 u32 previous  32 u32 next slab with room  36 u32 class
 Class, 8: 0 u32 record bytes  4 u32 first slab with room (0 = none; slab 0 is never used)

@@ -281,6 +281,21 @@ def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behin
     index.check_invariants()
 
 
+def test_a_wide_set_meets_narrow_ones_and_reads_nothing_beyond_them() -> None:
+    index, fleet, blocks = RadixIndex(), [WorkerRank("w", rank) for rank in range(2_000)], random_hashes(1_000)
+    for source in fleet:
+        index.store(source, Tier.GPU, None, blocks[:1])
+    for source in fleet[:3]:  # dense sets of one word
+        index.store(source, Tier.GPU, None, blocks[1:])
+    for number in range(1, len(blocks)):
+        index.store(fleet[3 + number % 13], Tier.HOST, None, blocks[number : number + 1])
+    for number in range(1, len(blocks), 25):
+        match = index.match(blocks[[0, number]])
+        assert len(match) == 2_000
+        deep = match.holder_ids[match.depths[:, -1] == 2].tolist()
+        assert {match.rank_of(holder).rank for holder in deep} == {0, 1, 2, 3 + number % 13}
+
+
 def test_many_distinct_sets_split_and_merge_their_buckets() -> None:
     index, blocks = RadixIndex(), random_hashes(20_000)
     for bit in range(15):
