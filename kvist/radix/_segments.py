@@ -111,7 +111,8 @@ class SegmentTable:
         count = self._halves[6 * index + 4]
         if count == 0:
             self._heap.free(self._words[3 * index])
-            self.directory[index] = (self._nothing, 0, 0, 0, 0)
+            # Still captured: a second copy, of what comes later, must not replace the one an open snapshot reads.
+            self.directory[index] = (self._nothing, 0, 0, 0, self.directory["captured"][index])
         else:
             self._lay_out(index, segment_bytes(count * 5 // 4 // layout.BUCKET_ROWS + _PADDING_BUCKETS + 1))
         self._loose = self._heap.resize(self._loose, 1)

@@ -330,6 +330,17 @@ def test_a_snapshot_shows_its_moment_while_everything_changes() -> None:
     index.check_invariants()
 
 
+def test_a_segment_that_empties_and_fills_again_is_not_copied_twice(u64: U64) -> None:
+    index = RadixIndex(segment_bits=0, seed=7)
+    index.store(W0, Tier.GPU, None, u64(1))
+    with index.snapshot() as snapshot:
+        index.remove(W0, Tier.GPU, u64(1))
+        sweep_all(index)  # gives the vacant segment's memory back
+        index.store(W0, Tier.GPU, None, u64(2))
+        assert [block for chunk in snapshot for block in chunk.hashes.tolist()] == [1]
+    index.check_invariants()
+
+
 def test_only_one_snapshot_is_open_at_a_time_and_a_forgotten_one_closes_itself(index: RadixIndex, u64: U64) -> None:
     index.store(W0, Tier.GPU, None, u64(1, 2))
     forgotten = index.snapshot()
