@@ -4,8 +4,9 @@
 which its first message tells. While a rank is in `Indexer.resyncing` its overlap must not count.
 """
 
+from kvist.indexer.block_size import learn_block_size
 from kvist.indexer.indexer import Indexer
 from kvist.indexer.statistics import SourceStatistics
 from kvist.indexer.target import Index
 
-__all__ = ["Index", "Indexer", "SourceStatistics"]
+__all__ = ["Index", "Indexer", "SourceStatistics", "learn_block_size"]

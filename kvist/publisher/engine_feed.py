@@ -19,7 +19,7 @@ IDLE_S = 5.0
 MAX_IDLE_DOUBLINGS = 6
 """How often that wait doubles while there is no answer: a question in vain holds up the stream for a moment."""
 
-_DECODERS: dict[str, Callable[[bytes, str], DecodedEngineBatch]] = {"vllm": vllm.decode, "sglang": sglang.decode}
+DECODERS: dict[str, Callable[[bytes, str], DecodedEngineBatch]] = {"vllm": vllm.decode, "sglang": sglang.decode}
 
 
 class EngineFeedTarget(Protocol):
@@ -41,7 +41,7 @@ class EngineFeed:
 
     def __init__(self, engine: str, name: str, target: EngineFeedTarget) -> None:
         """Decode the dialect `engine`; `name` stands for the stream in logs."""
-        self._decode = _DECODERS[engine]
+        self._decode = DECODERS[engine]
         self._name = name
         self._target = target
         self._session: Session[bytes] = Session()

@@ -52,7 +52,7 @@ class RouterConfig:
     policy: Annotated[PolicyName, Meta(description="how a worker is chosen")] = "kv"
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,
-        Meta(description="tokens per KV block, equal to the engines'; without it, what the first worker announces"),
+        Meta(description="tokens per KV block, equal to the engines'; without it, what the first worker or stream names"),
     ] = None
     model_path: Annotated[
         str | None,
@@ -120,8 +120,6 @@ class RouterConfig:
                 check_event_source(endpoint)
         if len(set(self.worker_urls)) != len(self.worker_urls):
             raise InvalidValueError("worker_urls", list(self.worker_urls), "each worker once")
-        if self.kv_event_sources and self.block_size is None:
-            raise InvalidValueError("block_size", None, "the engines' block size, since kv_event_sources are given")
 
     def _check_rest(self) -> None:
         for network in self.allowed_event_networks:

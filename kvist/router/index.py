@@ -1,12 +1,13 @@
 """What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the radix index.
 
-An indexer needs the block size. Where none is configured it starts with the first worker that announces one; streams
-that are to be followed wait for it.
+An indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams that
+are to be followed wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,13 +16,16 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
-from kvist.indexer import Indexer, SourceStatistics
+from kvist.indexer import Indexer, SourceStatistics, learn_block_size
 
 if TYPE_CHECKING:
     from kvist.radix import RadixIndex
+
+_logger = logging.getLogger(__name__)
 
 Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
@@ -49,6 +53,7 @@ class FleetIndex:
         self._tasks = asyncio.TaskGroup()
         self._has_block_size = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
+        self._learners: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         """Compile the index, which takes seconds the first time on a machine, and start following."""
@@ -65,7 +70,8 @@ class FleetIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._follower is not None
-        self._follower.cancel()
+        for task in (self._follower, *self._learners):
+            task.cancel()
         # The group must see its own cancellation, and nothing else: it would wrap the body's error.
         is_cancelled = isinstance(error, asyncio.CancelledError)
         await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
@@ -75,6 +81,8 @@ class FleetIndex:
         if self.block_size is None:
             self.block_size = block_size
             self._has_block_size.set()
+            for learner in self._learners:
+                learner.cancel()
 
     def follow(self, worker: str, endpoints: Sequence[str]) -> None:
         """Follow exactly these streams for the worker, dropping its blocks if they change.
@@ -92,6 +100,11 @@ class FleetIndex:
         if wanted:
             self._endpoints[worker] = wanted
             self._add_sources(worker)
+            if self.block_size is None:
+                self._learners += [
+                    self._tasks.create_task(self._learn_block_size(endpoint), name=f"kvist-block-size {endpoint}")
+                    for endpoint in wanted
+                ]
 
     def endpoints(self, worker: str) -> tuple[str, ...]:
         """Return the streams followed for the worker."""
@@ -126,6 +139,12 @@ class FleetIndex:
         """Return the counters of the worker's streams."""
         every = self._indexer.statistics() if self._indexer is not None else []
         return [source for source in every if source.worker == worker]
+
+    async def _learn_block_size(self, endpoint: str) -> None:
+        try:
+            self.adopt_block_size(await learn_block_size(Endpoint.parse(endpoint)))
+        except InvalidValueError as error:
+            _logger.error("stream cannot be followed: %s", error)
 
     async def _follow(self) -> None:
         await self._has_block_size.wait()

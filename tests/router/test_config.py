@@ -36,11 +36,6 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"worker_urls": [WORKER, WORKER]}, "worker_urls", "each worker once"),
         ({"kv_event_sources": {WORKER: ["tcp://h:1"]}, "block_size": 16}, "kv_event_sources", "one of worker_urls"),
         (
-            {"worker_urls": [WORKER], "kv_event_sources": {WORKER: ["tcp://h:1"]}},
-            "block_size",
-            "since kv_event_sources are given",
-        ),
-        (
             {"worker_urls": [WORKER], "block_size": 16, "kv_event_sources": {WORKER: ["tcp://[::1:5557"]}},
             "kv_event_sources",
             "the URL of an event stream",

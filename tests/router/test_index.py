@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -159,19 +160,32 @@ async def test_the_turns_of_a_chat_find_their_prefix(worker, router, engine, tmp
                 assert (answer.headers["x-kvist-worker"], answer.headers["x-kvist-overlap-tokens"]) == (one.url, "32")
 
 
-async def test_streams_wait_for_the_first_block_size(engine, until: Any) -> None:
-    import time
-
+async def test_a_stream_tells_the_block_size_of_a_router_that_was_not_told(engine, until: Any) -> None:
     with engine("w") as cache:
         cache.store(TOKENS)
         async with FleetIndex(None, time.monotonic) as index:
             index.follow("w", [cache.publisher.endpoint] * 2)
             assert index.endpoints("w") == (cache.publisher.endpoint,)
-            assert index.ranks("w") == []
-            index.adopt_block_size(16)
-            index.adopt_block_size(32)
-            assert index.block_size == 16
             await until(lambda: [status.num_blocks for status in index.ranks("w")] == [10])
+            assert index.block_size == 16
+
+
+async def test_a_stock_engines_stream_tells_it_too(start_vllm, free_port, until: Any) -> None:
+    port = free_port()
+    vllm = start_vllm(port)
+    async with FleetIndex(None, time.monotonic) as index:
+        index.follow("w", [f"tcp://127.0.0.1:{port}"])
+        vllm.store(901, TOKENS[:16])
+        await until(lambda: [status.num_blocks for status in index.ranks("w")] == [1])
+        assert index.block_size == 16
+
+
+async def test_the_first_block_size_is_the_fleets() -> None:
+    async with FleetIndex(None, time.monotonic) as index:
+        index.follow("w", ["tcp://127.0.0.1:50001"])
+        index.adopt_block_size(16)
+        index.adopt_block_size(32)
+        assert index.block_size == 16
 
 
 async def test_an_endpoint_that_is_no_stream_changes_nothing() -> None:

@@ -1,0 +1,36 @@
+"""Learning the block size from a stream, for a router that was not told."""
+
+from __future__ import annotations
+
+from kvist.errors import MalformedMessageError
+from kvist.events import EngineStored
+from kvist.events.codec import decode_batch, is_canonical
+from kvist.events.follow import REPLAY_TIMEOUT_S
+from kvist.events.transports import Endpoint, open_subscription
+from kvist.publisher.engine_feed import DECODERS
+
+
+async def learn_block_size(endpoint: Endpoint) -> int:
+    """Return the tokens per block that the stream's first message with blocks names, kept for replay or live.
+
+    Waits for as long as the stream says nothing of the kind. Raises InvalidValueError when it cannot be followed.
+    """
+    async with open_subscription(endpoint) as subscription:
+        messages = await subscription.replay(None, 0, REPLAY_TIMEOUT_S) or []
+        while True:
+            for message in messages:
+                block_size = _block_size(message.payload, endpoint)
+                if block_size is not None:
+                    return block_size
+            messages = await subscription.receive()
+
+
+def _block_size(payload: bytes, endpoint: Endpoint) -> int | None:
+    """Return what one message tells; what is malformed tells nothing, and is counted where the stream is followed."""
+    try:
+        if is_canonical(payload):
+            return decode_batch(payload, endpoint.address).batch.block_size
+        events = DECODERS[endpoint.engine](payload, endpoint.address).events
+    except MalformedMessageError:
+        return None
+    return next((event.block_size for event in events if isinstance(event, EngineStored)), None)
