@@ -70,15 +70,6 @@ class ChatTokenizer:
         source = _template_source(model_dir, config)
         return cls(tokenizer, ChatTemplate(source, _special_tokens(config)) if source else None)
 
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of tokens, added ones included."""
-        return self._tokenizer.get_vocab_size()
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token, such as the end of a turn."""
-        return self._tokenizer.token_to_id(token)
-
     def tokenize_chat(self, request: ChatCompletionRequest) -> list[int]:
         """Return the prompt's tokens; raises RequestError (400) when there is no template or it refuses."""
         if self._template is None:

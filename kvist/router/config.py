@@ -133,11 +133,6 @@ class RouterConfig:
         if min(self.tier_credits) < 0:
             raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
-        """Return the configuration of these keys; raises InvalidValueError for one that is unknown or wrong."""
-        return cls(**parse_values(values))
-
     def make_policy(self) -> Policy:
         """Return the chosen policy with its knobs."""
         match self.policy:

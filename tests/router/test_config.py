@@ -50,7 +50,7 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], field: str, expected: str) -> None:
     with pytest.raises(InvalidValueError) as refusal:
-        RouterConfig.from_mapping(values)
+        RouterConfig(**parse_values(values))
     assert refusal.value.field == field
     assert expected in str(refusal.value)
 
@@ -78,7 +78,9 @@ def test_each_policy_name_makes_the_policy_of_that_name(name: Any) -> None:
 @pytest.mark.parametrize("name", ["least-loaded", "Least-Loaded", "LEAST-LOADED"])
 def test_a_policys_name_may_be_in_any_case(name: Any) -> None:
     assert (
-        RouterConfig(policy=name) == RouterConfig.from_mapping({"policy": name}) == RouterConfig(policy="least-loaded")
+        RouterConfig(policy=name)
+        == RouterConfig(**parse_values({"policy": name}))
+        == RouterConfig(policy="least-loaded")
     )
 
 
@@ -91,7 +93,7 @@ def test_the_kv_policy_gets_its_knobs() -> None:
         "decode_scale": 0.5,
         "recent_scale": 0,
     }
-    policy = RouterConfig.from_mapping(values).make_policy()
+    policy = RouterConfig(**parse_values(values)).make_policy()
     assert {name: getattr(policy, name) for name in values} == values | {"tier_credits": (1.0, 0.5)}
 
 
@@ -104,7 +106,7 @@ def test_a_toml_file_has_the_same_keys(tmp_path: Path) -> None:
     path.write_text(
         f'port = 0\nblock_size = 16\nworker_urls = ["{WORKER}"]\n[kv_event_sources]\n"{WORKER}" = ["tcp://h:5557"]\n'
     )
-    config = RouterConfig.from_mapping(read_toml(path))
+    config = RouterConfig(**parse_values(read_toml(path)))
     assert config.kv_event_sources == {WORKER: ("tcp://h:5557",)}
 
 
