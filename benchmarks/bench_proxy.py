@@ -27,8 +27,8 @@ import psutil
 import uvicorn
 from _common import report, table
 
+from kvist.http import HttpServer, Request, Responder, UpstreamPool
 from kvist.router.config import PolicyName, RouterConfig
-from kvist.router.http import HttpServer, Request, Responder, UpstreamPool
 from kvist.router.service import RouterService
 
 BODY = json.dumps({"model": "m", "prompt": list(range(1000, 1036)), "max_tokens": 16}).encode()

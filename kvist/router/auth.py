@@ -7,7 +7,7 @@ import ipaddress
 from http import HTTPStatus
 
 from kvist.openai.errors import RequestError
-from kvist.router.http import Request
+from kvist.http import Request
 
 _FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
 

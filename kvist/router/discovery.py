@@ -15,7 +15,7 @@ import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.transports import Endpoint
-from kvist.router.http import UpstreamError, UpstreamPool
+from kvist.http import UpstreamError, UpstreamPool
 
 MAX_ANSWER_BYTES = 1024 * 1024
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})

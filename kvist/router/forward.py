@@ -23,7 +23,7 @@ from http import HTTPStatus
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
 from kvist.router.fleet import Fleet
-from kvist.router.http import (
+from kvist.http import (
     ClientDisconnectedError,
     Headers,
     Request,

@@ -33,7 +33,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet import Fleet
 from kvist.router.forward import Forwarder
 from kvist.router.gauges import Gauges
-from kvist.router.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, serve_asgi
+from kvist.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, serve_asgi
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics

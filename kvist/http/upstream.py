@@ -8,8 +8,8 @@ import select
 from collections.abc import Callable
 from typing import Literal, cast
 
-from kvist.router.http.deadline import Deadline
-from kvist.router.http.errors import (
+from kvist.http.deadline import Deadline
+from kvist.http.errors import (
     MalformedHttpError,
     StaleConnectionError,
     UpstreamClosedError,
@@ -17,8 +17,8 @@ from kvist.router.http.errors import (
     UpstreamProtocolError,
     UpstreamTimeoutError,
 )
-from kvist.router.http.limits import UpstreamLimits
-from kvist.router.http.response import ResponseHead, ResponseParser
+from kvist.http.limits import UpstreamLimits
+from kvist.http.response import ResponseHead, ResponseParser
 
 
 class UpstreamConnection(asyncio.Protocol):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from http import HTTPStatus
 
-from kvist.router.http.errors import MalformedHttpError
+from kvist.http.errors import MalformedHttpError
 
 Headers = list[tuple[bytes, bytes]]
 """Lower-cased names and their values, in the order of the wire."""

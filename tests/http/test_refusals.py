@@ -7,7 +7,7 @@ from typing import Any
 import h11
 import pytest
 
-from kvist.router.http import HttpServer, Request, Responder
+from kvist.http import HttpServer, Request, Responder
 
 HOST = b"Host: a\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: a\r\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.http import ClientDisconnectedError, Handler, HttpServer, Request, Responder
+from kvist.http import ClientDisconnectedError, Handler, HttpServer, Request, Responder
 
 Serve = Callable[..., Awaitable[HttpServer]]
 Connect = Callable[[HttpServer], Awaitable[Any]]

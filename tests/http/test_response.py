@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.limits import UpstreamLimits
-from kvist.router.http.response import ResponseParser
+from kvist.http.errors import MalformedHttpError
+from kvist.http.limits import UpstreamLimits
+from kvist.http.response import ResponseParser
 
 LIMITS = UpstreamLimits(max_header_bytes=1000, max_headers=10, max_informational_responses=2)
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -11,7 +11,7 @@ from typing import Any
 import h11
 import pytest
 
-from kvist.router.http import Handler, HttpLimits, HttpServer, Request, Responder, UpstreamLimits, UpstreamPool
+from kvist.http import Handler, HttpLimits, HttpServer, Request, Responder, UpstreamLimits, UpstreamPool
 
 READ_TIMEOUT_S = 10.0
 

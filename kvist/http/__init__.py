@@ -1,13 +1,13 @@
-"""The router's HTTP data path: strict HTTP/1 in, pooled HTTP/1 out, bytes passed through with back-pressure both ways.
+"""The HTTP data path of router and index: strict HTTP/1 in, pooled HTTP/1 out, bytes passed through with back-pressure.
 
 `HttpServer` calls a handler with each valid `Request` and its `Responder`; `UpstreamPool.exchange` asks a worker.
 Neither knows of policy. Each message is read by one strict parser and written with framing of our own, so nothing
 ambiguous gets from one side to the other; each wait, buffer and count is a field of `HttpLimits` or `UpstreamLimits`.
 """
 
-from kvist.router.http.asgi import serve_asgi
-from kvist.router.http.connection import Handler
-from kvist.router.http.errors import (
+from kvist.http.asgi import serve_asgi
+from kvist.http.connection import Handler
+from kvist.http.errors import (
     ClientDisconnectedError,
     ConnectError,
     RequestRefusedError,
@@ -17,12 +17,12 @@ from kvist.router.http.errors import (
     UpstreamProtocolError,
     UpstreamTimeoutError,
 )
-from kvist.router.http.fields import Headers
-from kvist.router.http.limits import HttpLimits, UpstreamLimits
-from kvist.router.http.pool import PoolStatistics, UpstreamPool, UpstreamResponse
-from kvist.router.http.request import Request
-from kvist.router.http.responder import Responder
-from kvist.router.http.server import HttpServer, ServerStatistics
+from kvist.http.fields import Headers
+from kvist.http.limits import HttpLimits, UpstreamLimits
+from kvist.http.pool import PoolStatistics, UpstreamPool, UpstreamResponse
+from kvist.http.request import Request
+from kvist.http.responder import Responder
+from kvist.http.server import HttpServer, ServerStatistics
 
 __all__ = [
     "ClientDisconnectedError",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvist.router.http.connection import Handler, ServerConnection, ServerState
-from kvist.router.http.limits import HttpLimits
+from kvist.http.connection import Handler, ServerConnection, ServerState
+from kvist.http.limits import HttpLimits
 
 
 @dataclass(frozen=True, slots=True)

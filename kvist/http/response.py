@@ -7,10 +7,10 @@ import re
 
 import msgspec
 
-from kvist.router.http.body import Body, ChunkedBody, LengthBody, UntilCloseBody
-from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.fields import Headers, content_length, end_to_end, list_members, parse_fields, pick
-from kvist.router.http.limits import UpstreamLimits
+from kvist.http.body import Body, ChunkedBody, LengthBody, UntilCloseBody
+from kvist.http.errors import MalformedHttpError
+from kvist.http.fields import Headers, content_length, end_to_end, list_members, parse_fields, pick
+from kvist.http.limits import UpstreamLimits
 
 _STATUS_LINE = re.compile(rb"HTTP/(1\.[01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?")
 

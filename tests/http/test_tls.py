@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvist.router.http import ConnectError, Handler, HttpServer, UpstreamPool
+from kvist.http import ConnectError, Handler, HttpServer, UpstreamPool
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.http.deadline import Deadline
+from kvist.http.deadline import Deadline
 
 
 class Handle:

@@ -8,8 +8,8 @@ import asyncio
 from typing import Literal, Protocol
 
 from kvist.errors import InvalidValueError
-from kvist.router.http.fields import Headers, content_length, render_head, status_line
-from kvist.router.http.request import Request
+from kvist.http.fields import Headers, content_length, render_head, status_line
+from kvist.http.request import Request
 
 _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"trailer", b"upgrade"})
 _NO_CONTENT, _NOT_MODIFIED = 204, 304

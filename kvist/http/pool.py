@@ -17,10 +17,10 @@ from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError
-from kvist.router.http.errors import ConnectError, StaleConnectionError
-from kvist.router.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
-from kvist.router.http.limits import UpstreamLimits
-from kvist.router.http.upstream import UpstreamConnection
+from kvist.http.errors import ConnectError, StaleConnectionError
+from kvist.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
+from kvist.http.limits import UpstreamLimits
+from kvist.http.upstream import UpstreamConnection
 
 _BASE_URL = re.compile(
     r"(?P<scheme>https?)://(?P<authority>(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?)"

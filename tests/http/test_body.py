@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.router.http.body import (
+from kvist.http.body import (
     MAX_CHUNK_LINE_BYTES,
     MAX_TRAILER_BYTES,
     Body,
@@ -12,7 +12,7 @@ from kvist.router.http.body import (
     LengthBody,
     UntilCloseBody,
 )
-from kvist.router.http.errors import MalformedHttpError
+from kvist.http.errors import MalformedHttpError
 
 CUTS = st.lists(st.integers(0, 500), max_size=8)
 
@@ -62,6 +62,7 @@ def test_a_body_until_close_takes_everything() -> None:
     [
         b"g\r\n", b"\r\n", b"5", b" 5\r\n", b"5\n", b"5\r5", b"5;\0\r\n", b"5;\n\r\n", b"0x5\r\n", b"1" * 17 + b"\r\n",
         b"2\r\nabc\r\n", b"2\r\nab\n", b"2\r\nab\rc", b"0\r\nno colon\r\n\r\n", b"0\r\nX: y\n\r\n\r\n", b"0\r\n\n",
+        b"0\r\nTransfer-Encoding: gzip\r\n\r\n", b"0\r\nContent-Length: 1\r\n\r\n", b"0\r\nHost: a\r\n\r\n",
         b"5;\r\n", b"5;a=\r\n", b"5;a b\r\n", b'5;a="\r\n"\r\n', b"5;;a\r\n",
         b"5;" + b"x" * MAX_CHUNK_LINE_BYTES, b"0\r\nX: " + b"y" * MAX_TRAILER_BYTES,
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvist.router.http import Handler, HttpLimits, HttpServer, Request, Responder
+from kvist.http import Handler, HttpLimits, HttpServer, Request, Responder
 
 Connect = Callable[[HttpServer], Awaitable[Any]]
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"

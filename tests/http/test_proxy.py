@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvist.router.http import Handler, HttpServer, UpstreamPool
+from kvist.http import Handler, HttpServer, UpstreamPool
 
 Serve = Callable[..., Awaitable[HttpServer]]
 Connect = Callable[[HttpServer], Awaitable[Any]]

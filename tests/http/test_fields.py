@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.fields import end_to_end, list_members, parse_fields, render_head
+from kvist.http.errors import MalformedHttpError
+from kvist.http.fields import end_to_end, list_members, parse_fields, render_head
 
 NAMES = st.from_regex(rb"[a-z0-9!#$%&'*+.^_`|~-]{1,10}", fullmatch=True)
 VALUES = st.from_regex(rb"([!-~\x80-\xff]([\t -~\x80-\xff]{0,9}[!-~\x80-\xff])?)?", fullmatch=True)

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import unquote
 
-from kvist.router.http.fields import Headers, end_to_end
-from kvist.router.http.request import Request
-from kvist.router.http.responder import Responder
+from kvist.http.fields import Headers, end_to_end
+from kvist.http.request import Request
+from kvist.http.responder import Responder
 
 Message = MutableMapping[str, Any]
 AsgiApp = Callable[

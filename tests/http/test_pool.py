@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.router.http import (
+from kvist.http import (
     ConnectError,
     UpstreamClosedError,
     UpstreamError,
@@ -15,7 +15,7 @@ from kvist.router.http import (
     UpstreamProtocolError,
     UpstreamTimeoutError,
 )
-from kvist.router.http.fields import Headers
+from kvist.http.fields import Headers
 
 MakePool = Callable[..., Awaitable[UpstreamPool]]
 StartWorker = Callable[..., Awaitable[Any]]

@@ -12,7 +12,7 @@ from starlette.requests import Request as StarletteRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from kvist.router.http import HttpServer, Request, Responder, serve_asgi
+from kvist.http import HttpServer, Request, Responder, serve_asgi
 
 Serve = Callable[..., Awaitable[HttpServer]]
 Connect = Callable[[HttpServer], Awaitable[Any]]

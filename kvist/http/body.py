@@ -7,8 +7,8 @@ followed. Chunk boundaries are not payload and are not kept; extensions and trai
 import re
 from typing import Protocol
 
-from kvist.router.http.errors import MalformedHttpError
-from kvist.router.http.fields import BARE_LINE_END, TOKEN, parse_fields
+from kvist.http.errors import MalformedHttpError
+from kvist.http.fields import BARE_LINE_END, TOKEN, parse_fields
 
 _QUOTED = rb'"[\t\x20\x21\x23-\x5b\x5d-\x7e\x80-\xff]*+"'
 _EXTENSION = rb";" + TOKEN + rb"++(?:=(?:" + TOKEN + rb"++|" + _QUOTED + rb"))?+"
@@ -17,6 +17,8 @@ MAX_CHUNK_LINE_BYTES = 256
 MAX_EXTENSION_BYTES = 4096
 """All chunk extensions of one body: nobody here reads them, so they only serve to waste work."""
 MAX_TRAILER_BYTES = 8192
+_FRAMING = frozenset((b"content-length", b"host", b"transfer-encoding"))
+"""Fields that say where a message ends or goes; RFC 9110 (6.5.1) forbids them in trailers."""
 
 
 class Body(Protocol):
@@ -149,6 +151,7 @@ class ChunkedBody:
                 self._tail = data[pos:]
                 return
             end = blank + 2
-            parse_fields(data[pos:end])
+            if any(name in _FRAMING for name, _ in parse_fields(data[pos:end])):
+                raise MalformedHttpError("a trailer says content-length, host or transfer-encoding")
         self.excess = data[end + 2 :]
         self.is_complete = True

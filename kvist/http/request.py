@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from kvist.router.http.body import Body, ChunkedBody, LengthBody
-from kvist.router.http.errors import MalformedHttpError, RequestRefusedError
-from kvist.router.http.fields import BARE_LINE_END, TOKEN, Headers, content_length, list_members, parse_fields, pick
-from kvist.router.http.limits import HttpLimits
+from kvist.http.body import Body, ChunkedBody, LengthBody
+from kvist.http.errors import MalformedHttpError, RequestRefusedError
+from kvist.http.fields import BARE_LINE_END, TOKEN, Headers, content_length, list_members, parse_fields, pick
+from kvist.http.limits import HttpLimits
 
 Phase = Literal["idle", "header", "body"]
 HttpVersion = Literal["1.0", "1.1"]

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.router.http import HttpLimits, UpstreamLimits
+from kvist.http import HttpLimits, UpstreamLimits
 
 ALL = [(kind, field.name) for kind in (HttpLimits, UpstreamLimits) for field in fields(kind)]
 

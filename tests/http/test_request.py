@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvist.router.http.errors import RequestRefusedError
-from kvist.router.http.fields import Headers
-from kvist.router.http.limits import HttpLimits
-from kvist.router.http.request import Request, RequestParser
+from kvist.http.errors import RequestRefusedError
+from kvist.http.fields import Headers
+from kvist.http.limits import HttpLimits
+from kvist.http.request import Request, RequestParser
 
 LIMITS = HttpLimits(max_request_line_bytes=200, max_header_bytes=1000, max_headers=20, max_body_bytes=1000)
 

@@ -6,8 +6,8 @@ from typing import Any
 import h11
 import pytest
 
-from kvist.router.http import Request, Responder
-from kvist.router.http.fields import Headers
+from kvist.http import Request, Responder
+from kvist.http.fields import Headers
 
 
 class Wire:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvist.router.http.deadline import Deadline
-from kvist.router.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
-from kvist.router.http.fields import render_head, status_line
-from kvist.router.http.limits import HttpLimits
-from kvist.router.http.request import Request, RequestParser
-from kvist.router.http.responder import Responder
+from kvist.http.deadline import Deadline
+from kvist.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
+from kvist.http.fields import render_head, status_line
+from kvist.http.limits import HttpLimits
+from kvist.http.request import Request, RequestParser
+from kvist.http.responder import Responder
 
 logger = logging.getLogger(__name__)
 
