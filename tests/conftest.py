@@ -1,4 +1,4 @@
-"""Fixtures that any test may use: free ports, waiting for a condition with a deadline, and a stand-in for vLLM."""
+"""Fixtures that any test may use: free ports, deadlines, a certificate, and a stand-in for vLLM."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import trustme
 import zmq
 
 DEADLINE_S = 20.0
@@ -149,3 +151,20 @@ def start_vllm() -> Iterator[Callable[..., FakeVllm]]:
     yield start
     for engine in engines:
         engine.kill()
+
+
+class Certificate(NamedTuple):
+    """A certificate for 127.0.0.1 with its key, and the authority that vouches for it, as PEM files."""
+
+    chain: Path
+    authority: Path
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    directory = tmp_path_factory.mktemp("certificates")
+    made = Certificate(directory / "chain.pem", directory / "authority.pem")
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1", "localhost").private_key_and_cert_chain_pem.write_to_path(str(made.chain))
+    authority.cert_pem.write_to_path(str(made.authority))
+    return made

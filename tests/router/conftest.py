@@ -7,35 +7,16 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import httpx
 import pytest
-import trustme
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.router.config import RouterConfig
 from kvist.router.service import RouterService
-
-
-class Certificate(NamedTuple):
-    """A certificate for 127.0.0.1 with its key, and the authority that vouches for it, as PEM files."""
-
-    chain: Path
-    authority: Path
-
-
-@pytest.fixture(scope="session")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
-    directory = tmp_path_factory.mktemp("certificates")
-    made = Certificate(directory / "chain.pem", directory / "authority.pem")
-    authority = trustme.CA()
-    authority.issue_cert("127.0.0.1", "localhost").private_key_and_cert_chain_pem.write_to_path(str(made.chain))
-    authority.cert_pem.write_to_path(str(made.authority))
-    return made
 
 
 @dataclass
