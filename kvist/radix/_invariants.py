@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.digest import block_digest
-from kvist.radix import _layout as layout
 from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable, buckets_at
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
+from kvist.radix.compiled import layout
 
 _U64 = (1 << 64) - 1
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.radix import _compiled as compiled
-from kvist.radix import _layout as layout
+from kvist.radix import compiled
 from kvist.radix._memory import PAGE_BYTES, Heap, page_rounded
+from kvist.radix.compiled import layout
 
 # Buckets beyond the last home, for what passes the last homes. Rows that need more make the segment grow.
 _PADDING_BUCKETS = 6

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.radix import _compiled as compiled
-from kvist.radix import _layout as layout
+from kvist.radix import compiled
 from kvist.radix._memory import Heap
 from kvist.radix._slots import MAX_SLOTS
+from kvist.radix.compiled import layout
 
 _SLAB_BYTES = 256 * 1024
 _OVERREAD_BYTES = 64  # a match reads dense sets in vectors

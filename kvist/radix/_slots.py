@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.radix import _compiled as compiled
-from kvist.radix import _layout as layout
+from kvist.radix import compiled
 from kvist.radix._memory import Heap
+from kvist.radix.compiled import layout
 
 MAX_SLOTS = 1 << 20
 _SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("unused", "u4", 3)])

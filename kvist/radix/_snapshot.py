@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
-from kvist.radix import _compiled as compiled
-from kvist.radix import _layout as layout
+from kvist.radix import compiled
 from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable, segment_bytes
 from kvist.radix._slots import SlotTable
+from kvist.radix.compiled import layout
 from kvist.radix.values import SnapshotChunk
 
 _LOOSE_ROW = np.dtype([("key", "u8"), ("parent", "u8"), ("set_id", "u4")])

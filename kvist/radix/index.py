@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
-from kvist.radix import _compiled as compiled
-from kvist.radix import _layout as layout
+from kvist.radix import compiled
 from kvist.radix._invariants import check
 from kvist.radix._memory import Heap
 from kvist.radix._segments import SegmentTable
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
 from kvist.radix._snapshot import Snapshot, member_rows
+from kvist.radix.compiled import layout
 from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, Statistics, StoreResult, StoreStatus
 
 _U64_END = 1 << 64

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvist.radix import _cache
-from kvist.radix._cache import cache_directory
+from kvist.radix.compiled import jit
+from kvist.radix.compiled.jit import cache_directory
 
 
 def test_the_directory_is_named_by_the_source_and_lies_in_the_users_cache(
@@ -59,14 +59,14 @@ def test_functions_compile_and_run_without_a_writable_directory(tmp_path: Path) 
     module = tmp_path / "alone.py"
     module.write_text(
         "import importlib.util, pathlib, sys\n"
-        "spec = importlib.util.spec_from_file_location('cache', sys.argv[1])\n"
-        "cache = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(cache)\n"
-        "assert cache.cache_directory(pathlib.Path(__file__)) is None\n"
-        "@cache.jit_for(pathlib.Path(__file__))('i8(i8)')\n"
+        "spec = importlib.util.spec_from_file_location('jit', sys.argv[1])\n"
+        "jit = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(jit)\n"
+        "assert jit.cache_directory(pathlib.Path(__file__)) is None\n"
+        "@jit.jit_for(pathlib.Path(__file__))('i8(i8)', is_entry=True)\n"
         "def double(number):\n    return 2 * number\n"
         "assert double(21) == 42\n"
     )
     environment = {**os.environ, "HOME": str(in_the_way), "XDG_CACHE_HOME": str(in_the_way), "NUMBA_CACHE_DIR": ""}
-    command = [sys.executable, str(module), _cache.__file__]
+    command = [sys.executable, str(module), jit.__file__]
     subprocess.run(command, env=environment, check=True, cwd=tmp_path)

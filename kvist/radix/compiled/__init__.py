@@ -1,0 +1,34 @@
+"""Every compiled function of the index; `layout` says what lies at the addresses they are given.
+
+Functions take the address of the control block and integers, never an array, so that a call from Python costs a fifth
+of a microsecond and calls among them count no references. Addresses, indices and set ids are int64 throughout; only
+block hashes and their products are uint64. **Trap:** an int64 with a uint64 becomes a float64, so constants that meet a
+hash are `_U*`. `jit` compiles and caches; `intrinsics` adds loads and stores by address; `table` finds and places rows,
+`sets` interns who holds them; `updates` stores and removes, `matching` scores. Other packages may build on all of it:
+their `jit_for` must then name this folder too.
+"""
+
+from kvist.radix.compiled.events import read_events
+from kvist.radix.compiled.housekeeping import merge_buckets, purge, split_buckets
+from kvist.radix.compiled.matching import match
+from kvist.radix.compiled.sets import list_members
+from kvist.radix.compiled.snapshots import pin, snapshot_next
+from kvist.radix.compiled.table import put_back, take_out
+from kvist.radix.compiled.updates import apply, remove, restore, store
+
+__all__ = [
+    "apply",
+    "list_members",
+    "match",
+    "merge_buckets",
+    "pin",
+    "purge",
+    "put_back",
+    "read_events",
+    "remove",
+    "restore",
+    "snapshot_next",
+    "split_buckets",
+    "store",
+    "take_out",
+]

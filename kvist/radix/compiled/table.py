@@ -1,0 +1,242 @@
+"""Rows of five to a cache line: finding, putting in, taking out, and laying a segment out anew; see `layout`."""
+
+# mypy: ignore-errors
+# The signature of each function is its type.
+from __future__ import annotations
+
+import numpy as np
+
+from kvist.radix.compiled.intrinsics import (
+    clear,
+    equal_keys,
+    get32,
+    get64,
+    getu64,
+    held_rows,
+    lowest_bit,
+    prefetch,
+    put32,
+    put64,
+    putu64,
+)
+from kvist.radix.compiled.jit import jit
+from kvist.radix.compiled.layout import (
+    BUCKET_BYTES,
+    BUCKET_PASSED,
+    BUCKET_ROWS,
+    BUCKET_SETS,
+    IS_CAPTURING,
+    LOOSE_ROW_BYTES,
+    MULTIPLIER,
+    NEED_ARG,
+    NEED_CAPTURE,
+    NEED_KIND,
+    NEED_SEGMENT,
+    NEEDS_HELP,
+    NUM_ROWS,
+    SEGMENT_BITS,
+    SEGMENT_BYTES,
+    SEGMENTS,
+)
+
+PREFETCH_AHEAD = 16
+_FARTHEST_BYTES = 1024 * BUCKET_BYTES  # between home and row; so no count of passers reaches the id of a set, 8,192
+_FULL = np.uint64((1 << BUCKET_ROWS) - 1)
+_FULLEST_EIGHTHS = 7  # of a segment's rows may be held: more, and a search passes too many buckets
+_U1, _U32 = (np.uint64(n) for n in (1, 32))
+
+
+@jit("i8(u8,i8,i8)")
+def home_index(key, segment_bits, capacity):
+    """Index of a key's home bucket in its segment."""
+    return (np.int64((key << np.uint64(segment_bits)) >> _U32) * capacity) >> 32
+
+
+@jit("i8(i8,u8)")
+def segment_of(control, key):
+    """Directory entry of a key's segment. Two shifts: by 64 at once would be undefined with a single segment."""
+    index = np.int64((key >> _U1) >> np.uint64(63 - get64(control + SEGMENT_BITS)))
+    return get64(control + SEGMENTS) + index * SEGMENT_BYTES
+
+
+@jit("i8(i8,i8,u8)")
+def home_of(control, segment, key):
+    return get64(segment) + home_index(key, get64(control + SEGMENT_BITS), get32(segment + 8)) * BUCKET_BYTES
+
+
+@jit("i8(i8,i8,u8)")
+def locate(segments, bits, key):
+    """Home bucket of a key; for loops, which read the directory's address and the bits once."""
+    segment = segments + np.int64((key >> _U1) >> np.uint64(63 - bits)) * SEGMENT_BYTES
+    return get64(segment) + home_index(key, bits, get32(segment + 8)) * BUCKET_BYTES
+
+
+@jit("i8(i8,u8)")
+def find(bucket, key):
+    """A key's row, from its home bucket on, or 0 if there is none."""
+    while True:
+        hits = equal_keys(bucket, key)
+        while hits != np.uint64(0):
+            row = bucket + BUCKET_SETS + lowest_bit(hits) * 4
+            if get32(row) != 0:
+                return row
+            hits &= hits - _U1
+        if get32(bucket + BUCKET_PASSED) == 0:
+            return 0
+        bucket += BUCKET_BYTES
+
+
+@jit("i8(i8)")
+def bucket_of(row):
+    return row & -BUCKET_BYTES
+
+
+@jit("i8(i8,i8)")
+def index_of_row(address, row):
+    """Index of a row in the segment that begins at an address."""
+    bucket = bucket_of(row)
+    return ((bucket - address) >> 6) * BUCKET_ROWS + ((row - bucket - BUCKET_SETS) >> 2)
+
+
+@jit("i8(i8,i8)")
+def row_at(address, row_index):
+    return address + row_index // BUCKET_ROWS * BUCKET_BYTES + BUCKET_SETS + row_index % BUCKET_ROWS * 4
+
+
+@jit("u8(i8)")
+def key_of(row):
+    bucket = bucket_of(row)
+    return getu64(bucket + (row - bucket - BUCKET_SETS) * 2)
+
+
+@jit("i8(i8,i8,i8)")
+def parent_at(address, num_buckets, row_index):
+    """Address of a row's parent."""
+    return address + num_buckets * BUCKET_BYTES + row_index * 8
+
+
+@jit("i8(i8,i8)")
+def parent_of(segment, row):
+    address = get64(segment)
+    return parent_at(address, get32(segment + 12), index_of_row(address, row))
+
+
+@jit("i8(i8,i8,i8)")
+def need(control, kind, argument):
+    """Record what the caller must provide before the call can go on."""
+    put64(control + NEED_KIND, kind)
+    put64(control + NEED_ARG, argument)
+    return NEEDS_HELP
+
+
+@jit("b1(i8,i8)")
+def is_uncaptured(control, segment):
+    """Whether an open snapshot must copy this segment before it is written to."""
+    return get64(control + IS_CAPTURING) != 0 and get32(segment + 20) == 0
+
+
+@jit("i8(i8,i8)")
+def need_segment(control, segment):
+    return need(control, NEED_SEGMENT, (segment - get64(control + SEGMENTS)) // SEGMENT_BYTES)
+
+
+@jit("i8(i8,i8)")
+def need_capture(control, segment):
+    return need(control, NEED_CAPTURE, (segment - get64(control + SEGMENTS)) // SEGMENT_BYTES)
+
+
+@jit("i8(i8,i8,u8,u8,i8)")
+def _place(segment, home, key, parent, set_id):
+    """Put a new row into the first bucket with room from its home on; return 0 if there is none."""
+    end = min(get64(segment) + get32(segment + 12) * BUCKET_BYTES, home + _FARTHEST_BYTES)
+    bucket, held = home, held_rows(home)
+    while held == _FULL:
+        bucket += BUCKET_BYTES
+        if bucket >= end:
+            return 0
+        held = held_rows(bucket)
+    slot = lowest_bit(~held)
+    row = bucket + BUCKET_SETS + slot * 4
+    putu64(bucket + slot * 8, key)
+    put32(row, set_id)
+    putu64(parent_of(segment, row), parent)
+    for passed in range(home, bucket, BUCKET_BYTES):
+        put32(passed + BUCKET_PASSED, get32(passed + BUCKET_PASSED) + 1)
+    return row
+
+
+@jit("i8(i8,i8,i8,u8,u8,i8)")
+def insert_row(control, segment, home, key, parent, set_id):
+    """Put a new row into a segment; needs a bigger one if it is full."""
+    count = get32(segment + 16)
+    if count * 8 >= get32(segment + 8) * (BUCKET_ROWS * _FULLEST_EIGHTHS):
+        return need_segment(control, segment)
+    if _place(segment, home, key, parent, set_id) == 0:
+        return need_segment(control, segment)
+    put32(segment + 16, count + 1)
+    put64(control + NUM_ROWS, get64(control + NUM_ROWS) + 1)
+    return 0
+
+
+@jit("void(i8,i8,i8,i8)")
+def delete_row(control, segment, home, row):
+    """Take a row out. No other moves: those that passed its bucket are still found by the counts of passers."""
+    for passed in range(home, bucket_of(row), BUCKET_BYTES):
+        put32(passed + BUCKET_PASSED, get32(passed + BUCKET_PASSED) - 1)
+    put32(row, 0)
+    put32(segment + 16, get32(segment + 16) - 1)
+    put64(control + NUM_ROWS, get64(control + NUM_ROWS) - 1)
+
+
+@jit("i8(i8,i8,i8)", is_entry=True)
+def take_out(control, segment_index, output):
+    """Write a segment's rows to the output as loose ones, about in the order of their homes; return how many."""
+    segment = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES
+    address, num_buckets, loose = get64(segment), get32(segment + 12), output
+    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
+        held = held_rows(bucket)
+        while held != np.uint64(0):
+            row = bucket + BUCKET_SETS + lowest_bit(held) * 4
+            putu64(loose, key_of(row))
+            putu64(loose + 8, getu64(parent_at(address, num_buckets, index_of_row(address, row))))
+            put32(loose + 16, get32(row))
+            loose += LOOSE_ROW_BYTES
+            held &= held - _U1
+    return (loose - output) // LOOSE_ROW_BYTES
+
+
+@jit("b1(i8,i8,i8,i8,i8,i8)", is_entry=True)
+def put_back(control, segment_index, capacity, num_buckets, rows, dirty_bytes):
+    """Lay a segment out anew, in the buffer it has now, with its loose rows; false if it is too small for them.
+
+    What the buffer has beyond `dirty_bytes` must be zero.
+    """
+    segment, bits = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(control + SEGMENT_BITS)
+    address, num_rows = get64(segment), get32(segment + 16)
+    clear(address, min(dirty_bytes, num_buckets * BUCKET_BYTES))
+    put32(segment + 8, capacity)
+    put32(segment + 12, num_buckets)
+    for loose in range(rows, rows + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
+        key = getu64(loose)
+        home = address + home_index(key, bits, capacity) * BUCKET_BYTES
+        if _place(segment, home, key, getu64(loose + 8), get32(loose + 16)) == 0:
+            return False
+    return True
+
+
+@jit("void(i8,i8,i8)")
+def prefetch_home(control, at, end):
+    """Ask for the home of the hash at an address, and for the parents of the rows there, if that is before the end."""
+    if at < end:
+        key = getu64(at) * getu64(control + MULTIPLIER)
+        segment = segment_of(control, key)
+        home = home_of(control, segment, key)
+        prefetch(home)
+        prefetch(parent_of(segment, home + BUCKET_SETS))
+
+
+@jit("void(i8,i8,i8)")
+def prefetch_first(control, hashes, end):
+    """Ask for the homes of the first hashes; each one dealt with asks for another, so that cache misses overlap."""
+    for at in range(hashes, min(end, hashes + PREFETCH_AHEAD * 8), 8):
+        prefetch_home(control, at, end)
