@@ -31,8 +31,11 @@ class Question(NamedTuple):
 class Follower(Protocol):
     """Decides what becomes of one subscription's messages."""
 
-    def received(self, message: Message, now_s: float) -> None:
-        """Take one live message."""
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        """Take live messages, in order; yields between pieces of work, wherever others may have a turn.
+
+        They are one receive's: if they are a `MessageBlock`, it is not valid beyond this call.
+        """
 
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected; what comes next may be another process's."""
@@ -59,9 +62,9 @@ async def follow(
         if subscription.num_connects > num_connects:
             num_connects = subscription.num_connects
             follower.reconnected(clock())
-        for message in messages:
-            follower.received(message, clock())
-            await turn.pass_on()
+        if messages:
+            for _ in follower.received_all(messages, clock()):
+                await turn.pass_on()
         for question in follower.questions(clock()):
             async with replay_gate:
                 answer = await subscription.replay(question.topic, question.start_sequence, REPLAY_TIMEOUT_S)
@@ -69,12 +72,12 @@ async def follow(
                 await turn.pass_on()
 
 
-async def _receive(subscription: Subscription) -> list[Message]:
+async def _receive(subscription: Subscription) -> Sequence[Message]:
     try:
         async with asyncio.timeout(TICK_S):
             return await subscription.receive()
     except TimeoutError:
-        return []
+        return ()
 
 
 class _Turn:

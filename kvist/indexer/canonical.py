@@ -64,6 +64,12 @@ class CanonicalFollower:
             self._take(batch.rank, step, now_s)
         self._note_state(batch.rank)
 
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        """Take live messages; yields between them."""
+        for message in messages:
+            self.received(message, now_s)
+            yield
+
     def reconnected(self, now_s: float) -> None:
         """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
 

@@ -55,6 +55,12 @@ class EngineFollower:
         self._feed.received(message, now_s)
         self._note_state()
 
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        """Take live messages; yields between them."""
+        for message in messages:
+            self.received(message, now_s)
+            yield
+
     def reconnected(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
         self._feed.reconnected(now_s)

@@ -32,15 +32,16 @@ class Source:
         self._follower: CanonicalFollower | EngineFollower | None = None
         self._must_probe = False
 
-    def received(self, message: Message, now_s: float) -> None:
-        """Take one live message; the first decides what the source speaks, until a canonical one comes."""
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        """Take live messages; the first decides what the source speaks, until others begin with a canonical one."""
+        first = messages[0]
         if self._follower is None:
-            self._follower = self._follower_for(message)
+            self._follower = self._follower_for(first)
             self._follower.reconnected(now_s)
-        elif isinstance(self._follower, EngineFollower) and is_canonical(message.payload):
+        elif isinstance(self._follower, EngineFollower) and is_canonical(first.payload):
             self._follower.clear()
-            self._follower = self._follower_for(message)
-        self._follower.received(message, now_s)
+            self._follower = self._follower_for(first)
+        yield from self._follower.received_all(messages, now_s)
 
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
@@ -65,9 +66,8 @@ class Source:
                 return
             self._follower = self._follower_for(messages[0])
             if isinstance(self._follower, CanonicalFollower):
-                for message in messages:  # of all ranks, each from its beginning: as if it came live
-                    self._follower.received(message, now_s)
-                    yield
+                # Of all ranks, each from its beginning: as if they came live.
+                yield from self._follower.received_all(messages, now_s)
                 return
         yield from self._follower.answered(question, messages, now_s)
 

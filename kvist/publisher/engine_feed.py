@@ -64,6 +64,12 @@ class EngineFeed:
         for step in self._session.received(epoch, message.sequence, message.payload, now_s):
             self._take(step)
 
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        """Take live messages; yields between them."""
+        for message in messages:
+            self.received(message, now_s)
+            yield
+
     def reconnected(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
         self._last_heard_s = now_s

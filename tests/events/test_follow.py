@@ -37,8 +37,10 @@ class Recorder:
         self.log: list[object] = []
         self.due: list[Question] = []
 
-    def received(self, message: Message, now_s: float) -> None:
-        self.log.append((message.sequence, now_s))
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        for message in messages:
+            self.log.append((message.sequence, now_s))
+            yield
 
     def reconnected(self, now_s: float) -> None:
         self.log.append("connected")

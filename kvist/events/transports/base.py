@@ -13,7 +13,7 @@ Delivery contract, the same for every transport
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
 
@@ -76,10 +76,10 @@ class Subscription(Protocol):
     ) -> None:
         """Release everything."""
 
-    async def receive(self) -> list[Message]:
+    async def receive(self) -> Sequence[Message]:
         """Wait for at least one message and return all that are here, oldest first, at most `MAX_DRAIN`.
 
-        Cancelling loses no message.
+        They may be a `MessageBlock`, which is valid until the next `receive`. Cancelling loses no message.
         """
 
     async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
