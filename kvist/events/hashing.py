@@ -48,7 +48,7 @@ def local_block_hashes(
     """
     if block_size <= 0:
         raise InvalidValueError("block_size", block_size, "a positive number of tokens")
-    packed = _pack_tokens(token_ids)
+    packed = pack_tokens(token_ids)
     stride = block_size * _TOKEN_BYTES
     overlap = _TOKEN_BYTES if is_eagle else 0
     num_blocks = max(0, len(packed) - overlap) // stride
@@ -63,7 +63,7 @@ def local_block_hashes(
         for idx, items in enumerate(mm_hashes[:num_blocks]):
             if items:
                 blocks[idx] += _pack_mm_hashes(items)
-    seed = _scope_seed(lora_name, cache_salt)
+    seed = scope_seed(lora_name, cache_salt)
     return np.fromiter(map(xxh3_64_intdigest, blocks, repeat(seed)), dtype=np.uint64, count=num_blocks)
 
 
@@ -103,11 +103,8 @@ def block_hashes(
     )
 
 
-def _chain(parent: int, local: int) -> int:
-    return xxh3_64_intdigest(_pack_pair(parent, local), HASH_SEED)
-
-
-def _scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
+def scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
+    """Return the seed of local hashes, of which each adapter and salt has its own; empty names count as absent."""
     seed = HASH_SEED
     if lora_name:
         seed += xxh3_64_intdigest(_utf8(lora_name), 0)
@@ -116,12 +113,11 @@ def _scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
     return seed & _U64_MAX
 
 
-def _utf8(text: str) -> bytes:
-    return text.encode(errors="surrogatepass")
+def pack_tokens(token_ids: TokenIds) -> bytes:
+    """Return the token ids as u32 in the machine's order, which is little-endian wherever engines run.
 
-
-def _pack_tokens(token_ids: TokenIds) -> bytes:
-    """Return the token ids as u32 in the machine's order, which is little-endian wherever engines run."""
+    Raises InvalidValueError for a token id outside u32.
+    """
     if isinstance(token_ids, np.ndarray):
         return _pack_token_array(token_ids)
     try:
@@ -130,6 +126,14 @@ def _pack_tokens(token_ids: TokenIds) -> bytes:
     except (OverflowError, TypeError) as error:
         wrong = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t <= _U32_MAX), token_ids)
         raise InvalidValueError("token_ids", wrong, "integers from 0 to 2**32 - 1") from error
+
+
+def _chain(parent: int, local: int) -> int:
+    return xxh3_64_intdigest(_pack_pair(parent, local), HASH_SEED)
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode(errors="surrogatepass")
 
 
 def _pack_token_array(token_ids: NDArray[np.integer[Any]]) -> bytes:

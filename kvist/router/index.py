@@ -1,7 +1,7 @@
-"""What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the radix index.
+"""What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the index.
 
-An indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams that
-are to be followed wait for it.
+An indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams
+that are to be followed wait for it.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class FleetIndex:
 
     async def __aenter__(self) -> Self:
         """Compile the index, which takes seconds the first time on a machine, and start following."""
+        import kvist.indexer.hashing  # noqa: F401 - compiled here, rather than with the first prompt
         from kvist.radix import RadixIndex
 
         self.radix: RadixIndex = RadixIndex()

@@ -11,7 +11,6 @@ from http import HTTPStatus
 from random import Random
 
 from kvist.events import WorkerRank
-from kvist.events.hashing import block_hashes
 from kvist.openai.errors import RequestError
 from kvist.router.fleet import Fleet
 from kvist.router.index import FleetIndex, Overlaps, RankStatus
@@ -56,12 +55,15 @@ class Routing:
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
             return {}
+        from kvist.indexer.hashing import block_hashes, token_array  # compiled when the index was
+
+        token_ids = token_array(ask.token_ids)
         lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
         hashes_of = partial(block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
-        overlaps = self._index.match(hashes_of(ask.token_ids[:num_usable_tokens]))
+        overlaps = self._index.match(hashes_of(token_ids[:num_usable_tokens]))
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
-        if self._index.match(hashes_of(ask.token_ids[: block_size + 1], is_eagle=True)):
-            eagle_hashes = hashes_of(ask.token_ids[: num_usable_tokens + 1], is_eagle=True)
+        if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
+            eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
             overlaps = {**overlaps, **self._index.match(eagle_hashes)}
         return overlaps
 
