@@ -5,34 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
-from pathlib import Path
-from typing import Any
 
+from kvist.cli._settings import add_settings, given_flags, read_settings
 from kvist.errors import InvalidValueError
-from kvist.router.config import POLICY_NAMES, RouterConfig, option_help, parse_values, read_toml
+from kvist.router.config import RouterConfig
 
 HELP = "route OpenAI requests to the worker that holds their prefix"
 
-# Keys that take several values, and how the command line spells them.
-_LISTS = ("worker_urls", "allowed_event_networks", "tier_credits")
 _EVENT_SOURCES = "kv_event_sources"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
-    parser.add_argument("--config", type=Path, help="TOML file with the same keys (underscores for dashes); flags win")
-    for name, text in option_help().items():
-        flag = "--" + name.replace("_", "-")
-        default = getattr(RouterConfig(), name)
-        options: dict[str, Any] = {"help": f"{text} (default: {_shown(default)})", "default": argparse.SUPPRESS}
-        if name == _EVENT_SOURCES:
-            parser.add_argument("--kv-event-source", dest=name, action="append", metavar="URL=ENDPOINT", **options)
-        elif name in _LISTS:
-            parser.add_argument(flag, nargs="+", metavar="VALUE", **options)
-        elif name == "policy":
-            parser.add_argument(flag, type=str.lower, choices=POLICY_NAMES, **options)
-        else:
-            parser.add_argument(flag, metavar="VALUE", **options)
+    sources = {"flag": "--kv-event-source", "action": "append", "metavar": "URL=ENDPOINT"}
+    add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,12 +28,10 @@ def run(args: argparse.Namespace) -> int:
 
 def make_config(args: argparse.Namespace) -> RouterConfig:
     """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
-    from_file = read_toml(args.config) if args.config is not None else {}
-    given = {name: value for name, value in vars(args).items() if name in option_help()}
+    given = given_flags(args, RouterConfig)
     if _EVENT_SOURCES in given:
         given[_EVENT_SOURCES] = _event_sources(given[_EVENT_SOURCES])
-    # A file has types, so its values are checked as they are; flags are text.
-    return RouterConfig(**parse_values(from_file) | parse_values(given, strict=False))
+    return RouterConfig(**read_settings(args, RouterConfig, given))
 
 
 async def _serve(config: RouterConfig) -> int:
@@ -71,9 +55,3 @@ def _event_sources(texts: list[str]) -> dict[str, list[str]]:
             raise InvalidValueError("kv-event-source", text, "URL=ENDPOINT")
         sources.setdefault(url, []).append(endpoint)
     return sources
-
-
-def _shown(default: object) -> str:
-    if isinstance(default, tuple):
-        return " ".join(map(str, default)) or "none"
-    return "none" if default in (None, {}) else str(default)

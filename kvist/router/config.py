@@ -1,25 +1,16 @@
-"""The router's one configuration: frozen, checked where it is built, the same keys in TOML, argv and code.
-
-Each field's annotation is its type, its allowed range and its help text, so the command line, the file and the check
-cannot disagree.
-"""
+"""The router's one configuration: frozen, checked where it is built, the same keys in TOML, argv and code."""
 
 from __future__ import annotations
 
-import difflib
-import ipaddress
-import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_type_hints
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
-import msgspec
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint
+from kvist.networks import check_networks
 from kvist.router.policy import (
     DEFAULT_DECODE_SCALE,
     DEFAULT_RECENT_SCALE,
@@ -31,6 +22,7 @@ from kvist.router.policy import (
     RandomPolicy,
     RoundRobinPolicy,
 )
+from kvist.settings import check_fields
 
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -52,7 +44,9 @@ class RouterConfig:
     policy: Annotated[PolicyName, Meta(description="how a worker is chosen")] = "kv"
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,
-        Meta(description="tokens per KV block, equal to the engines'; without it, what the first worker or stream names"),
+        Meta(
+            description="tokens per KV block, equal to the engines'; without it, what the first worker or stream names"
+        ),
     ] = None
     model_path: Annotated[
         str | None,
@@ -105,8 +99,7 @@ class RouterConfig:
     drain_timeout_s: Annotated[float, Meta(gt=0, description="time a removed worker's requests may go on")] = 300.0
 
     def __post_init__(self) -> None:
-        for name, annotation in _annotations().items():
-            object.__setattr__(self, name, _checked(name, getattr(self, name), annotation, strict=True))
+        check_fields(self)
         self._check_workers()
         self._check_rest()
 
@@ -122,11 +115,7 @@ class RouterConfig:
             raise InvalidValueError("worker_urls", list(self.worker_urls), "each worker once")
 
     def _check_rest(self) -> None:
-        for network in self.allowed_event_networks:
-            try:
-                ipaddress.ip_network(network)
-            except ValueError as error:
-                raise InvalidValueError("allowed_event_networks", network, f"a network as CIDR ({error})") from None
+        check_networks("allowed_event_networks", self.allowed_event_networks)
         if (self.tls_certificate is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_certificate"
             raise InvalidValueError(missing, None, "a PEM file, as certificate and key go together")
@@ -158,26 +147,6 @@ class RouterConfig:
                 return RandomPolicy()
 
 
-def parse_values(values: Mapping[str, Any], *, strict: bool = True) -> dict[str, Any]:
-    """Return the values in their keys' types, each checked; with `strict` false, numbers may be given as text."""
-    annotations = _annotations()
-    for name in values:
-        if name not in annotations:
-            close = difflib.get_close_matches(name, annotations, n=1)
-            raise InvalidValueError(name, values[name], f"a known key{f', such as {close[0]}' if close else ''}")
-    return {name: _checked(name, value, annotations[name], strict) for name, value in values.items()}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Return the keys of a TOML file; raises InvalidValueError that names the file."""
-    try:
-        return tomllib.loads(path.read_text())
-    except OSError as error:
-        raise InvalidValueError("config", str(path), f"a readable file ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidValueError("config", str(path), f"valid TOML ({error})") from None
-
-
 def check_worker_url(name: str, url: str) -> None:
     """Raise InvalidValueError unless the URL is that of a worker: no trailing slash, no user, no query."""
     try:
@@ -195,29 +164,3 @@ def check_event_source(endpoint: str) -> None:
         Endpoint.parse(endpoint)
     except ValueError as error:
         raise InvalidValueError("kv_event_sources", endpoint, f"the URL of an event stream ({error})") from None
-
-
-def option_help() -> dict[str, str]:
-    """Return what each key means, by name, in order."""
-    return {name: _description(annotation) for name, annotation in _annotations().items()}
-
-
-def _annotations() -> dict[str, Any]:
-    hints = get_type_hints(RouterConfig, include_extras=True)
-    return {each.name: hints[each.name] for each in fields(RouterConfig)}
-
-
-def _description(annotation: Any) -> str:
-    return next(meta.description for meta in annotation.__metadata__ if isinstance(meta, Meta) and meta.description)
-
-
-def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
-    if name == "policy" and isinstance(value, str):
-        value = value.lower()
-    try:
-        return msgspec.convert(value, annotation, strict=strict)
-    except msgspec.ValidationError as error:
-        reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
-        if name == "policy":
-            reason = f"one of {', '.join(POLICY_NAMES)}"
-        raise InvalidValueError(name, value, reason) from None

@@ -6,7 +6,6 @@ What is announced is a claim: an event endpoint is dialled only where `event_end
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import msgspec
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.transports import Endpoint
 from kvist.http import UpstreamError, UpstreamPool
+from kvist.networks import is_in_networks
 
 MAX_ANSWER_BYTES = 1024 * 1024
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})
@@ -88,7 +88,7 @@ def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) ->
     if host in _WILDCARD_HOSTS:
         netloc = f"[{own_host}]:{port}" if ":" in own_host else f"{own_host}:{port}"
         return parts._replace(netloc=netloc).geturl()
-    if _plain_host(host) == own_host or _is_in_networks(_plain_host(host), allowed_networks):
+    if _plain_host(host) == own_host or is_in_networks(_plain_host(host), allowed_networks):
         return announced
     raise InvalidValueError("kv_events.endpoint", announced, f"the worker's own host {own_host} or an allowed network")
 
@@ -134,11 +134,3 @@ async def _get(pool: UpstreamPool, url: str, target: str) -> tuple[int, bytes]:
 
 def _plain_host(host: str) -> str:
     return "127.0.0.1" if host in ("localhost", "::1") else host.lower()
-
-
-def _is_in_networks(host: str, networks: Sequence[str]) -> bool:
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return any(address in ipaddress.ip_network(network) for network in networks)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.router.config import POLICY_NAMES, RouterConfig, option_help, parse_values, read_toml
+from kvist.router.config import POLICY_NAMES, RouterConfig
+from kvist.settings import option_help, parse_values, read_toml
 
 WORKER = "http://127.0.0.1:8001"
 
@@ -50,7 +51,7 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
 )
 def test_a_wrong_value_is_refused_by_name(values: dict[str, Any], field: str, expected: str) -> None:
     with pytest.raises(InvalidValueError) as refusal:
-        RouterConfig(**parse_values(values))
+        RouterConfig(**parse_values(RouterConfig, values))
     assert refusal.value.field == field
     assert expected in str(refusal.value)
 
@@ -62,7 +63,7 @@ def test_values_given_in_code_are_checked_too() -> None:
 
 def test_numbers_given_as_text_are_read_only_where_asked() -> None:
     given = {"port": "0", "temperature": "0.5", "block_size": "16", "tier_credits": ["1", "0.5"]}
-    assert parse_values(given, strict=False) == {
+    assert parse_values(RouterConfig, given, strict=False) == {
         "port": 0,
         "temperature": 0.5,
         "block_size": 16,
@@ -79,7 +80,7 @@ def test_each_policy_name_makes_the_policy_of_that_name(name: Any) -> None:
 def test_a_policys_name_may_be_in_any_case(name: Any) -> None:
     assert (
         RouterConfig(policy=name)
-        == RouterConfig(**parse_values({"policy": name}))
+        == RouterConfig(**parse_values(RouterConfig, {"policy": name}))
         == RouterConfig(policy="least-loaded")
     )
 
@@ -93,12 +94,12 @@ def test_the_kv_policy_gets_its_knobs() -> None:
         "decode_scale": 0.5,
         "recent_scale": 0,
     }
-    policy = RouterConfig(**parse_values(values)).make_policy()
+    policy = RouterConfig(**parse_values(RouterConfig, values)).make_policy()
     assert {name: getattr(policy, name) for name in values} == values | {"tier_credits": (1.0, 0.5)}
 
 
 def test_every_key_is_documented() -> None:
-    assert set(option_help()) == set(RouterConfig.__dataclass_fields__)
+    assert set(option_help(RouterConfig)) == set(RouterConfig.__dataclass_fields__)
 
 
 def test_a_toml_file_has_the_same_keys(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_toml_file_has_the_same_keys(tmp_path: Path) -> None:
     path.write_text(
         f'port = 0\nblock_size = 16\nworker_urls = ["{WORKER}"]\n[kv_event_sources]\n"{WORKER}" = ["tcp://h:5557"]\n'
     )
-    config = RouterConfig(**parse_values(read_toml(path)))
+    config = RouterConfig(**parse_values(RouterConfig, read_toml(path)))
     assert config.kv_event_sources == {WORKER: ("tcp://h:5557",)}
 
 
