@@ -2,5 +2,5 @@
 
 As in `kvist.radix.compiled`, on which it builds, functions take addresses and integers; nothing here knows a socket, a
 session or a Python object. `jit` compiles and caches, `intrinsics` adds what Numba lacks, `xxh3` is the hash that
-everything is named by, `hashing` names blocks.
+everything is named by, `hashing` names blocks, `json_tokens` reads prompts.
 """

@@ -1,0 +1,181 @@
+"""The compiled reader of integer arrays agrees with a JSON parser wherever it gives an answer at all."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.indexer.compiled.json_tokens import find_integers
+from kvist.indexer.json_tokens import split_integer_array
+
+_KEY = b"token_ids"
+_LAYOUTS = ({"separators": (",", ":")}, {}, {"indent": 2}, {"indent": "\t"})
+
+_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+_fields = st.dictionaries(st.sampled_from(["model", "token_ids ", "tokens", "", "[", '"token_ids":[1]']), _values)
+
+
+def _split(body: bytes) -> tuple[list[int], Any] | None:
+    """Return the integers and the rest, decoded; None if the body is not plain or its rest no JSON."""
+    split = split_integer_array(body, _KEY, np.uint32)
+    if split is None:
+        return None
+    integers, rest = split
+    try:
+        return integers.tolist(), msgspec.json.decode(rest)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _check_against_parser(body: bytes) -> None:
+    split = _split(body)
+    if split is not None:
+        integers, rest = split
+        assert rest["token_ids"] == []
+        assert msgspec.json.decode(body) == rest | {"token_ids": integers}
+
+
+@given(
+    before=_fields,
+    tokens=st.lists(st.integers(0, 2**32 - 1), max_size=40),
+    after=_fields,
+    layout=st.sampled_from(_LAYOUTS),
+)
+def test_an_array_is_found_wherever_it_stands_and_the_rest_is_kept(
+    before: dict[str, Any], tokens: list[int], after: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    fields = before | {"token_ids": tokens} | after
+    body = json.dumps(fields, ensure_ascii=False, **layout).encode(errors="replace")
+    split = split_integer_array(body, _KEY, np.uint32)
+    if any("\\" in json.dumps(key) for key in fields):
+        assert split is None
+    else:
+        assert split is not None
+        assert split[0].tolist() == tokens
+        assert split[0].dtype == np.uint32
+        _check_against_parser(body)
+
+
+@pytest.mark.parametrize("num_digits", range(1, 21))
+def test_integers_of_every_length_are_read(num_digits: int) -> None:
+    rng = random.Random(num_digits)
+    first, last = (10 ** (num_digits - 1) if num_digits > 1 else 0), min(10**num_digits, 2**64) - 1
+    hashes = [first, last, *(rng.randint(first, last) for _ in range(20))]
+    split = split_integer_array(json.dumps({"block_hashes": hashes}).encode(), b"block_hashes", np.uint64)
+    assert split is not None
+    assert split[0].tolist() == hashes
+    assert split[1] == b'{"block_hashes": []}'
+
+
+@pytest.mark.parametrize("item", ["4294967295", "0", "12345678", "99999999", "100000000"])
+def test_integers_of_32_bits_are_plain(item: str) -> None:
+    assert _split(b'{"token_ids":[%s]}' % item.encode()) == ([int(item)], {"token_ids": []})
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["4294967296", "18446744073709551616", "-1", "-0", "1.0", "1e3", "1E3", "00", "01", "+1", "1 2", "0x1", "1,", ",1",
+     "null", "true", '"1"', "[1]", "{}", "1]", "", " ", "1a", "1\x00", "１", "123456789012345678901", "1,,2"],
+)  # fmt: skip
+def test_what_is_not_plain_is_left_to_the_parser(item: str) -> None:
+    body = b'{"token_ids":[7,%s,8]}' % item.encode()
+    assert split_integer_array(body, _KEY, np.uint32) is None
+
+
+@pytest.mark.parametrize("item", ["18446744073709551616", "99999999999999999999", "100000000000000000000"])
+def test_integers_beyond_64_bits_are_left_to_the_parser(item: str) -> None:
+    assert split_integer_array(b'{"token_ids":[%s]}' % item.encode(), _KEY, np.uint64) is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b"[1]",
+        b'{"token_ids"}',
+        b'{"token_ids":null}',
+        b'{"token_ids":[1',
+        b'{"token_ids":[1]',
+        b'{"token_ids":[1]} x',
+        b'{"token_ids":[1],"token_ids":[2]}',
+        b'{"token_ids":[1],"token_\\u0069ds":[2]}',
+        b'{"other":"\\"token_ids\\":[1]"}',
+        b'{"other":{"token_ids":[1]}}',
+        b'{"other":[{"token_ids":[1]}]}',
+        b'{"other":"token_ids","x":[1]}',
+        b'{"token_ids ":[1]}',
+        b'{"token_id":[1]}',
+        b"{'token_ids':[1]}",
+        b'\xef\xbb\xbf{"token_ids":[1]}',
+    ],
+)
+def test_bodies_without_one_such_key_at_the_top_are_left_to_the_parser(body: bytes) -> None:
+    assert split_integer_array(body, _KEY, np.uint32) is None
+
+
+def test_a_broken_rest_stays_broken() -> None:
+    for body in (
+        b'{"a":,"token_ids":[1]}',
+        b'{"token_ids":[1],}',
+        b'{"a":[},"token_ids":[1]}',
+        b'{"a" 1,"token_ids":[]}',
+    ):
+        split = split_integer_array(body, _KEY, np.uint32)
+        if split is not None:
+            with pytest.raises(msgspec.DecodeError):
+                msgspec.json.decode(split[1])
+
+
+@given(st.data())
+def test_corrupted_bodies_never_disagree_with_the_parser(data: st.DataObject) -> None:
+    tokens = data.draw(st.lists(st.integers(0, 2**33), max_size=6))
+    fields = data.draw(_fields) | {"token_ids": tokens, "x": {"token_ids": [1]}, "y": '"token_ids": [1]'}
+    body = bytearray(json.dumps(fields).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(body) - 1))
+        byte = data.draw(st.sampled_from(list(b'"\\{}[]:,0129 \n-.e\x00\xfft')))
+        match data.draw(st.sampled_from(["replace", "insert", "delete"])):
+            case "replace":
+                body[position] = byte
+            case "insert":
+                body.insert(position, byte)
+            case _ if len(body) > 1:
+                del body[position]
+    _check_against_parser(bytes(body))
+
+
+@pytest.fixture
+def guarded_page_end() -> Iterator[int]:
+    """The address of a page that cannot be read, behind one that can."""
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    libc = ctypes.CDLL(None, use_errno=True)
+    end = ctypes.c_void_p(start + mmap.PAGESIZE)
+    assert libc.mprotect(end, mmap.PAGESIZE, 0) == 0
+    yield start + mmap.PAGESIZE
+    assert libc.mprotect(end, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
+def test_nothing_is_read_beyond_the_text(guarded_page_end: int) -> None:
+    body = b'{"a":"b\\"","n":{"x":[1,"]"]},"token_ids":[1, 22,333 ,4294967295,12345678901234567890],"z":-1.5e3}'
+    result, key = np.empty(200, np.uint64), np.frombuffer(_KEY, np.uint8)
+    for num_bytes in range(len(body) + 1):
+        text = guarded_page_end - num_bytes
+        ctypes.memmove(text, body, num_bytes)
+        is_found = find_integers(text, num_bytes, key.ctypes.data, len(key), 8, result.ctypes.data)
+        assert is_found == (num_bytes == len(body))
