@@ -34,4 +34,4 @@ def split_integer_array(body: bytes, key: bytes, dtype: type[Integer]) -> tuple[
 
 
 def _address(content: bytes) -> int:
-    return ctypes.cast(content, ctypes.c_void_p).value or 0
+    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
