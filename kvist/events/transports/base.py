@@ -90,5 +90,11 @@ class Subscription(Protocol):
         """
 
 
+MAX_MESSAGE_BYTES = 64 << 20
+"""The topic and payload a subscriber accepts from a network; more is counted and skipped."""
+PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 15.0
+"""When a subscriber gives up a connection whose other end vanished without a word, and connects anew."""
+MIN_RECONNECT_S, MAX_RECONNECT_S = 0.1, 2.0
+"""The wait before a peer that is away is tried again: doubled each time."""
 MAX_DRAIN = 1024
 """Messages one `receive` returns at most, so that a busy source leaves the loop to others."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from mmap import mmap
+from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ PADDING_BYTES = 512
 """What can be read beyond the last message, so that compiled code may look ahead before it checks a bound."""
 TOPIC_START, TOPIC_BYTES, SEQUENCE, PAYLOAD_START, PAYLOAD_BYTES = range(5)
 """The columns of a block's table."""
+
+Buffer: TypeAlias = bytes | bytearray | mmap
+"""Where messages lie: an item is a byte's number, a slice a copy."""
 
 _UINT64 = (1 << 64) - 1
 
@@ -28,7 +32,7 @@ class MessageBlock(Sequence[Message]):
 
     __slots__ = ("address", "buffer", "table")
 
-    def __init__(self, buffer: bytes | bytearray, address: int, table: NDArray[np.int64]) -> None:
+    def __init__(self, buffer: Buffer, address: int, table: NDArray[np.int64]) -> None:
         """Wrap what lies in `buffer`; nothing is copied or checked."""
         self.buffer = buffer
         self.address = address
@@ -78,6 +82,6 @@ class MessageBlock(Sequence[Message]):
         return Message(topic, sequence & _UINT64, payload)
 
 
-def address_of(buffer: bytes | bytearray) -> int:
+def address_of(buffer: Buffer) -> int:
     """Return where the buffer's first byte is; it stays there as long as the buffer is not resized."""
     return int(np.frombuffer(buffer, np.uint8).ctypes.data)

@@ -10,10 +10,14 @@ tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publis
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Publication, Subscription
+
+if TYPE_CHECKING:
+    from kvist.events.transports.zmtp import Splitter
 
 _ENGINES = ("vllm", "sglang")
 _OPTIONS = ("replay_port", "engine", "bind")
@@ -96,12 +100,25 @@ def open_publication(url: str) -> Publication:
     return ZmqPublication(endpoint)
 
 
-def open_subscription(endpoint: Endpoint) -> Subscription:
-    """Return a subscription to all topics of the endpoint; entering it connects."""
+def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> Subscription:
+    """Return a subscription to all topics of the endpoint; entering it connects.
+
+    `splitter` finds messages in a stream over TCP, where that is read without ZeroMQ; by default one in plain Python.
+    """
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription
 
         return MemorySubscription(endpoint)
+    if _is_plain_tcp(endpoint):
+        from kvist.events.transports.zmtp import ZmtpSubscription, split
+
+        return ZmtpSubscription(endpoint, splitter or split)
     from kvist.events.transports.zmq import ZmqSubscription
 
     return ZmqSubscription(endpoint)
+
+
+def _is_plain_tcp(endpoint: Endpoint) -> bool:
+    """Return whether to connect to a host and port, and nothing more: ZeroMQ knows more that an address can say."""
+    host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+    return endpoint.scheme == "tcp" and not endpoint.is_bound and port != "0" and host != "*" and ";" not in host

@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from kvist.events.transports import Endpoint, Message, Publication, Subscription, open_publication, open_subscription
+from kvist.events.transports.zmq import ZmqSubscription
 
 _names = count()
 
@@ -25,8 +26,9 @@ class KeptMessages:
 class Kit:
     """One address on one transport, with everything opened on it closed at the end."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, subscription_of: Callable[[Endpoint], Subscription] = open_subscription) -> None:
         self.url = url
+        self._subscription_of = subscription_of
         self._publications: list[Publication] = []
 
     def publish(self, source: KeptMessages | None = None) -> Publication:
@@ -39,7 +41,7 @@ class Kit:
 
     def subscribe(self) -> Subscription:
         """Return a subscription that is not entered yet."""
-        return open_subscription(Endpoint.parse(self.url))
+        return self._subscription_of(Endpoint.parse(self.url))
 
     def close(self) -> None:
         """Close all publications."""
@@ -52,15 +54,17 @@ def kept() -> KeptMessages:
     return KeptMessages()
 
 
-@pytest.fixture(params=["memory", "tcp", "ipc"])
+@pytest.fixture(params=["memory", "zmtp", "zmq", "ipc"])
 def kit(
     request: pytest.FixtureRequest, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Kit]:
     urls = {
         "memory": lambda: f"memory://suite-{next(_names)}",
-        "tcp": lambda: f"tcp://127.0.0.1:{free_port()}",
+        "zmtp": lambda: f"tcp://127.0.0.1:{free_port()}",
+        "zmq": lambda: f"tcp://127.0.0.1:{free_port()}",
         "ipc": lambda: f"ipc://{tmp_path_factory.mktemp('s')}/k",
     }
-    kit = Kit(urls[request.param]())
+    subscription_of = ZmqSubscription if request.param == "zmq" else open_subscription
+    kit = Kit(urls[request.param](), subscription_of)
     yield kit
     kit.close()

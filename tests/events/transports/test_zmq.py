@@ -142,7 +142,7 @@ async def test_the_client_understands_old_and_new_replies(open_socket, replies_h
 
 
 async def test_frames_of_another_shape_or_size_are_counted_logged_once_and_skipped(open_socket, monkeypatch, caplog):
-    monkeypatch.setattr("kvist.events.transports.zmq.MAX_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("kvist.events.transports.base.MAX_MESSAGE_BYTES", 1000)
     publisher = open_socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     async with ZmqSubscription(Endpoint(f"tcp://127.0.0.1:{port}", None)) as subscription:

@@ -9,6 +9,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.events.transports.block import Buffer
+
 
 class StopReason(IntEnum):
     """Why a splitter stopped where it did."""
@@ -24,7 +26,7 @@ class StopReason(IntEnum):
 SplitResult: TypeAlias = tuple[int, int, int]
 """How many rows were written, the position after the last of these messages, and a `StopReason`."""
 
-Splitter: TypeAlias = Callable[[bytearray, int, int, int, NDArray[np.int64], int], SplitResult]
+Splitter: TypeAlias = Callable[[Buffer, int, int, int, NDArray[np.int64], int], SplitResult]
 """Finds whole ordinary messages: `split(buffer, address, start, end, table, max_message_bytes)`.
 
 The bytes are `buffer[start:end]`, a message beginning at `start`; the buffer's first byte is at `address`, and beyond
@@ -52,7 +54,7 @@ _Row: TypeAlias = tuple[int, int, int, int, int]
 
 
 def split(
-    buffer: bytearray, address: int, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
+    buffer: Buffer, address: int, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
 ) -> SplitResult:
     """Find whole ordinary messages, as `Splitter` says, at about a microsecond each."""
     del address
@@ -71,7 +73,7 @@ def split(
     return len(rows), start, reason
 
 
-def _message(buffer: bytearray, start: int, end: int, max_bytes: int) -> _Row | StopReason:
+def _message(buffer: Buffer, start: int, end: int, max_bytes: int) -> _Row | StopReason:
     """Return the row of the message at `start`, or why there is none."""
     topic = _header(buffer, start, end, 1)
     if isinstance(topic, StopReason):
@@ -94,7 +96,7 @@ def _message(buffer: bytearray, start: int, end: int, max_bytes: int) -> _Row | 
     return topic_start, topic_bytes, int.from_bytes(buffer[at + 2 : at + 10], "big", signed=True), *payload
 
 
-def _header(buffer: bytearray, at: int, end: int, flags: int) -> tuple[int, int] | StopReason:
+def _header(buffer: Buffer, at: int, end: int, flags: int) -> tuple[int, int] | StopReason:
     """Return where a frame's body starts and its length, if its flags are these, with a short length or a long one."""
     if at >= end:
         return StopReason.NEED_MORE

@@ -1,0 +1,135 @@
+"""A subscription over plain TCP: connects, connects again, and hands out what has come."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import socket
+from types import TracebackType
+from typing import Self
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import base
+from kvist.events.transports.base import Message
+from kvist.events.transports.block import MessageBlock
+from kvist.events.transports.endpoint import Endpoint
+from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.zmq_replay import ReplayClient
+from kvist.events.transports.zmtp.connection import Connection
+from kvist.events.transports.zmtp.inbox import Inbox
+from kvist.events.transports.zmtp.protocol import ZmtpProtocol
+from kvist.events.transports.zmtp.splitter import Splitter, split
+
+CONNECT_TIMEOUT_S = 5.0
+"""How long a name is looked up and a host asked before it is tried again."""
+OVERHEAD_BYTES = 64 << 10
+"""Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
+
+_logger = logging.getLogger(__name__)
+
+
+class ZmtpSubscription:
+    """A subscriber's end for all topics, with a fresh DEALER socket for each replay.
+
+    It holds two halves of an inbox, and reads no further until they are taken: then the publisher queues, and at its
+    high-water mark loses what is for this subscriber. No receive brings messages of two connections.
+    """
+
+    def __init__(self, endpoint: Endpoint, splitter: Splitter = split) -> None:
+        self._malformed = MalformedCounter(endpoint.address)
+        self._replay_client = ReplayClient(endpoint, self._malformed)
+        self._source = endpoint.address
+        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+        self._host, self._port = host.strip("[]"), int(port)
+        try:
+            self._host.encode("idna")
+        except UnicodeError as error:
+            raise InvalidValueError("endpoint", endpoint.address, "a host name that can be looked up") from error
+        # A name is looked up as IPv4, for engines listen on that by default.
+        self._family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        self._splitter = splitter
+        self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
+        self._has_messages = asyncio.Event()
+        self._is_emptied = asyncio.Event()
+        self._protocol: ZmtpProtocol | None = None
+        self._connection: Connection | None = None
+        self._num_past_connects = 0
+        self._tasks = asyncio.TaskGroup()
+
+    @property
+    def num_connects(self) -> int:
+        """How often a publisher was connected so far: that is, it was ready to send."""
+        return self._num_past_connects + (self._connection is not None and self._connection.is_ready)
+
+    @property
+    def num_malformed(self) -> int:
+        """How many messages were skipped, and peers left, because they are not the transport's."""
+        return self._malformed.num
+
+    async def __aenter__(self) -> Self:
+        """Connect in the background."""
+        await self._tasks.__aenter__()
+        self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._source}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection; unread messages are gone."""
+        self._connecting.cancel()
+        # A task group would wrap an error of the body into a group; it has no part in that error.
+        is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
+        await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
+
+    async def receive(self) -> MessageBlock:
+        """Wait for at least one message; return at most `MAX_DRAIN`."""
+        while self._inbox.num_messages == 0:
+            self._has_messages.clear()
+            await self._has_messages.wait()
+        block = self._inbox.take()
+        if self._protocol is not None:
+            self._protocol.advance()
+        if self._inbox.num_messages == 0:
+            self._is_emptied.set()
+        return block
+
+    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
+        """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
+        return await self._replay_client.replay(topic, start_sequence, timeout_s)
+
+    async def _stay_connected(self) -> None:
+        wait_s = base.MIN_RECONNECT_S
+        has_logged = False
+        while True:
+            was_good = False
+            try:
+                was_good = await self._follow(Connection(self._inbox, self._splitter, self._malformed))
+            except OSError as error:
+                if not has_logged:
+                    _logger.info("not connected, and tried again: %s source=%s", error, self._source)
+                has_logged = True
+            if was_good:
+                wait_s, has_logged = base.MIN_RECONNECT_S, False
+            await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # not all subscribers at once
+            wait_s = min(2 * wait_s, base.MAX_RECONNECT_S)
+
+    async def _follow(self, connection: Connection) -> bool:
+        """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
+
+        def protocol_for_socket() -> ZmtpProtocol:
+            return ZmtpProtocol(connection, self._inbox, self._malformed, self._has_messages.set)
+
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, protocol = await asyncio.get_running_loop().create_connection(
+                protocol_for_socket, self._host, self._port, family=self._family
+            )
+        self._connection, self._protocol = connection, protocol
+        await protocol.watch()
+        while self._inbox.num_messages:
+            self._is_emptied.clear()
+            await self._is_emptied.wait()
+        self._inbox.forget_rest()
+        self._connection, self._protocol = None, None
+        self._num_past_connects += connection.is_ready
+        return connection.is_ready and not protocol.is_given_up

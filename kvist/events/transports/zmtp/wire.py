@@ -1,0 +1,134 @@
+"""The bytes of ZMTP 3.1 (RFC 37 of rfc.zeromq.org) that a subscriber needs: greeting, frame headers and commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvist.events.transports.block import Buffer
+
+MORE, LONG, COMMAND = 1, 2, 4
+"""The flags of a frame; the other five bits are reserved, and zero."""
+MAX_COMMAND_BYTES = 4096
+"""A command's body. A PING's is at most 18 bytes; READY carries what properties the peer's application added."""
+
+GREETING_BYTES = 64
+
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_MAX_SIZE = (1 << 63) - 1
+
+
+class PeerError(Exception):
+    """The peer does not keep to the protocol, or speaks another: this connection is over."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class FrameHeader(NamedTuple):
+    """A frame's flags, and where its body is in the buffer."""
+
+    flags: int
+    start: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """Where the next frame begins."""
+        return self.start + self.num_bytes
+
+
+def greeting() -> bytes:
+    """Return the greeting of a client that speaks ZMTP 3.1 without security."""
+    return _SIGNATURE + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+
+
+def read_greeting(received: bytes) -> int | None:
+    """Return the minor version of a peer that greets with ZMTP 3, None while the greeting is not whole.
+
+    Raises PeerError as soon as the bytes tell that the peer does not.
+    """
+    # The eight bytes within the signature are for the peer's use.
+    if received[:1] not in (b"", b"\xff") or (len(received) > 9 and not received[9] & 1):
+        raise PeerError(f"it does not greet as ZMTP 3 does, but with {received[:10]!r}")
+    if len(received) > 10 and received[10] < 3:
+        raise PeerError("it speaks ZMTP 2, as ZeroMQ did before version 4, and not ZMTP 3")
+    if len(received) < GREETING_BYTES:
+        return None
+    mechanism = received[12:32].rstrip(b"\0")
+    if mechanism != b"NULL":
+        raise PeerError(f"it asks for the security mechanism {mechanism!r}, not NULL")
+    return received[11] if received[10] == 3 else 1
+
+
+def read_frame_header(buffer: Buffer, at: int, end: int) -> FrameHeader | None:
+    """Return the header of the frame at `at`, None while it is not whole; raises PeerError if there can be none."""
+    if at >= end:
+        return None
+    flags = buffer[at]
+    if flags > 7 or flags & (COMMAND | MORE) == COMMAND | MORE:
+        raise PeerError(f"a frame has the flags {flags:#04x}")
+    if not flags & LONG:
+        return FrameHeader(flags, at + 2, buffer[at + 1]) if at + 2 <= end else None
+    if at + 9 > end:
+        return None
+    num_bytes = int.from_bytes(buffer[at + 1 : at + 9], "big")
+    if num_bytes > _MAX_SIZE:
+        raise PeerError(f"a frame claims {num_bytes} bytes")
+    return FrameHeader(flags, at + 9, num_bytes)
+
+
+def command(name: bytes, body: bytes = b"") -> bytes:
+    """Return a command as a frame; name and body are short here."""
+    return bytes((COMMAND, 1 + len(name) + len(body), len(name))) + name + body
+
+
+def read_command(frame_body: bytes) -> tuple[bytes, bytes]:
+    """Return a command's name and body; raises PeerError when there is none."""
+    name = frame_body[1 : 1 + frame_body[0]] if frame_body else b""
+    if not name or len(name) != frame_body[0]:
+        raise PeerError(f"a command has no name: {frame_body[:20]!r}")
+    return name, frame_body[1 + len(name) :]
+
+
+def ready(socket_type: bytes) -> bytes:
+    """Return the READY command of a socket of this type."""
+    return command(b"READY", b"\x0bSocket-Type" + len(socket_type).to_bytes(4, "big") + socket_type)
+
+
+def read_socket_type(ready_body: bytes) -> bytes:
+    """Return the type of the peer's socket; raises PeerError when its READY command does not tell."""
+    for name, value in _properties(ready_body):
+        if name.lower() == b"socket-type":
+            return value
+    raise PeerError("its READY command names no Socket-Type")
+
+
+def subscribe_to_all(minor_version: int) -> bytes:
+    """Return the subscription to every topic: a command since ZMTP 3.1, a message of one byte before."""
+    return command(b"SUBSCRIBE") if minor_version >= 1 else b"\x00\x01\x01"
+
+
+def ping(timeout_s: float) -> bytes:
+    """Return a PING, which asks the peer to give up this connection when nothing more comes for `timeout_s`."""
+    return command(b"PING", min(int(timeout_s * 10), 0xFFFF).to_bytes(2, "big"))
+
+
+def pong(ping_body: bytes) -> bytes:
+    """Return the PONG that a PING asks for: its context, without the two bytes of its time to live."""
+    if not 2 <= len(ping_body) <= 18:
+        raise PeerError(f"a PING has a body of {len(ping_body)} bytes")
+    return command(b"PONG", ping_body[2:])
+
+
+def _properties(body: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 0
+    while at < len(body):
+        value_at = at + 1 + body[at] + 4
+        name = body[at + 1 : value_at - 4]
+        end = value_at + int.from_bytes(body[value_at - 4 : value_at], "big")
+        if not name or end > len(body) or value_at > len(body):
+            raise PeerError("a property of its READY command is cut")
+        yield name, body[value_at:end]
+        at = end
