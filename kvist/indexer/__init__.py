@@ -4,9 +4,29 @@
 which its first message tells. While a rank is in `Indexer.resyncing` its overlap must not count.
 """
 
-from kvist.indexer.block_size import learn_block_size
-from kvist.indexer.indexer import Indexer
-from kvist.indexer.statistics import SourceStatistics
-from kvist.indexer.target import Index
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvist.indexer.block_size import learn_block_size
+    from kvist.indexer.indexer import Indexer
+    from kvist.indexer.statistics import SourceStatistics
+    from kvist.indexer.target import Index
 
 __all__ = ["Index", "Indexer", "SourceStatistics", "learn_block_size"]
+
+_MODULE_OF = {
+    "Index": "target",
+    "Indexer": "indexer",
+    "SourceStatistics": "statistics",
+    "learn_block_size": "block_size",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for: the service's configuration needs none of it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(name)
+    return getattr(import_module(f"kvist.indexer.{_MODULE_OF[name]}"), name)

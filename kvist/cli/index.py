@@ -1,0 +1,51 @@
+"""`kvist index`: the index as a service, from flags or a TOML file with the same keys."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import time
+
+from kvist.cli._settings import add_settings, given_flags, read_settings
+from kvist.indexer.service.config import IndexConfig
+
+HELP = "index a fleet's KV events and answer who holds a prefix"
+
+_JOINED = ("workers", "peers", "allow_endpoints")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare a flag for each key of the configuration."""
+    joined = {name: {"nargs": None} for name in _JOINED}
+    replay = {"action": argparse.BooleanOptionalAction}
+    add_settings(parser, IndexConfig, {**joined, "replay": replay})
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGINT or SIGTERM."""
+    return asyncio.run(_serve(make_config(args)))
+
+
+def make_config(args: argparse.Namespace) -> IndexConfig:
+    """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
+    given = given_flags(args, IndexConfig)
+    for name in _JOINED:
+        if name in given:
+            given[name] = [part.strip() for part in given[name].split(",") if part.strip()]
+    return IndexConfig(**read_settings(args, IndexConfig, given))
+
+
+async def _serve(config: IndexConfig) -> int:
+    started_s = time.monotonic()
+    from kvist.indexer.service.service import IndexService  # compiles, or loads what was compiled before
+
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    async with IndexService(config, started_s) as service:
+        num_streams = len(config.workers)
+        ready = f"listening on {service.url} streams={num_streams} start_s={service.cold_start_s:.2f}"
+        print(f"kvist index: {ready}", flush=True)
+        await stopped.wait()
+    return 0

@@ -1,0 +1,151 @@
+"""The endpoints, straight on `kvist.http`: a query is read, matched and answered in one step of the event loop.
+
+    POST /register        follow a stream: {instance_id, endpoint, model_name, block_size, dp_rank?, replay_endpoint?}
+    POST /unregister      forget an instance: {instance_id, model_name, dp_rank?}
+    GET  /workers         every instance, how well its blocks are known, and what its streams did; ?model_name=…
+    POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?}
+    POST /query_by_hash   the same by the local hashes of its blocks: {block_hashes, model_name}
+    GET  /health          200 while the service serves
+    GET  /metrics         Prometheus text
+
+Bodies may name a `routing_group`, "default" without one. Registering makes the service dial an endpoint, so that and
+what hands out a whole index is for administrators (`--admin-key`, or loopback).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from http import HTTPStatus
+from time import perf_counter
+from typing import Any, TypeAlias
+from urllib.parse import parse_qs
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from kvist import __version__
+from kvist.events.hashing import sequence_hashes
+from kvist.http import Request, Responder
+from kvist.http.access import bears, is_direct_from_loopback
+from kvist.indexer.hashing import block_hashes
+from kvist.indexer.service.answers import render_match
+from kvist.indexer.service.bodies import read_hash_query, read_query, read_register, read_unregister
+from kvist.indexer.service.endpoints import EndpointRules
+from kvist.indexer.service.errors import ApiError
+from kvist.indexer.service.metrics import Gauges, RequestCounters
+from kvist.indexer.service.registry import Member, Namespace, Registry
+from kvist.indexer.service.workers import describe_workers
+
+Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
+
+_JSON = (b"content-type", b"application/json")
+_DONE = b'{"status":"ok"}'
+
+
+class Api:
+    """Answers every request; `handle` is what an HttpServer calls."""
+
+    def __init__(
+        self, registry: Registry, rules: EndpointRules, counters: RequestCounters, gauges: Gauges, admin_key: str | None
+    ) -> None:
+        self._registry = registry
+        self._rules = rules
+        self._counters = counters
+        self._gauges = gauges
+        self._admin_key = admin_key
+        self.cold_start_s = 0.0
+        """Seconds that the service took to start, known when it has."""
+        self._routes: dict[str, tuple[str, Endpoint]] = {
+            "/query": ("POST", self._query),
+            "/query_by_hash": ("POST", self._query_by_hash),
+            "/register": ("POST", self._register),
+            "/unregister": ("POST", self._unregister),
+            "/workers": ("GET", self._workers),
+            "/health": ("GET", self._health),
+            "/metrics": ("GET", self._metrics),
+        }
+
+    async def handle(self, request: Request, responder: Responder) -> None:
+        """Answer one request, with `{"error": …}` where it cannot be done."""
+        started_s = perf_counter()
+        path = request.path
+        try:
+            await self._route(request, path)(request, responder)
+        except ApiError as error:
+            headers = [_JSON]
+            if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
+                headers.append((b"allow", self._routes[path][0].encode()))
+            elif error.status == HTTPStatus.UNAUTHORIZED:
+                headers.append((b"www-authenticate", b"Bearer"))
+            await responder.send_response(error.status, headers, error.body())
+        counted = path if path in self._routes else "other"
+        self._counters.count(counted, responder.status or 0, perf_counter() - started_s)
+
+    def _route(self, request: Request, path: str) -> Endpoint:
+        route = self._routes.get(path)
+        if route is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")
+        method, endpoint = route
+        if request.method != method and not (request.method == "HEAD" and method == "GET"):
+            raise ApiError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} {path}: expected {method}")
+        return endpoint
+
+    async def _query(self, request: Request, responder: Responder) -> None:
+        query = read_query(request.body)
+        member = self._registry.get(query.model_name, query.group)
+        hashes = block_hashes(query.tokens, member.block_size, lora_name=query.lora_name, cache_salt=query.cache_salt)
+        await responder.send_response(HTTPStatus.OK, [_JSON], _answer(member, hashes))
+
+    async def _query_by_hash(self, request: Request, responder: Responder) -> None:
+        query = read_hash_query(request.body)
+        member = self._registry.get(query.model_name, query.group)
+        await responder.send_response(HTTPStatus.OK, [_JSON], _answer(member, sequence_hashes(query.local_hashes)))
+
+    async def _register(self, request: Request, responder: Responder) -> None:
+        self._require_administrator(request)
+        _require_json(request)
+        body = read_register(request.body)
+        url = self._rules.url(body.endpoint, body.replay_endpoint)
+        namespace = Namespace(body.model_name, body.group)
+        await self._registry.register(namespace, body.block_size, body.instance_id, body.dp_rank, body.endpoint, url)
+        await responder.send_response(HTTPStatus.CREATED, [_JSON], _DONE)
+
+    async def _unregister(self, request: Request, responder: Responder) -> None:
+        self._require_administrator(request)
+        _require_json(request)
+        body = read_unregister(request.body)
+        self._registry.unregister(Namespace(body.model_name, body.group), body.instance_id, body.dp_rank)
+        await responder.send_response(HTTPStatus.OK, [_JSON], _DONE)
+
+    async def _workers(self, request: Request, responder: Responder) -> None:
+        models = parse_qs(request.query).get("model_name", [None])
+        workers = describe_workers(self._registry, models[0])
+        await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(workers))
+
+    async def _health(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
+        health = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
+        await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(health))
+
+    async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
+        headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
+        await responder.send_response(HTTPStatus.OK, headers, self._gauges.page())
+
+    def _require_administrator(self, request: Request) -> None:
+        if self._admin_key is None:
+            if not is_direct_from_loopback(request):
+                raise ApiError(HTTPStatus.FORBIDDEN, "administration is on loopback only, or with --admin-key")
+        elif not bears(request, self._admin_key):
+            raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the admin key")
+
+
+def _answer(member: Member, hashes: NDArray[np.uint64]) -> bytes:
+    return render_match(member.index.match(hashes), member.block_size, member.indexer.resyncing)
+
+
+def _require_json(request: Request) -> None:
+    """A page in a browser can post to loopback, but not with this content type unless it is allowed to."""
+    content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip()
+    if content_type.lower() != b"application/json":
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")

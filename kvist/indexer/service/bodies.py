@@ -1,0 +1,206 @@
+"""Request bodies: what the API's JSON must be, and an error that names the field, the value and what was expected."""
+
+from __future__ import annotations
+
+import json
+import re
+from http import HTTPStatus
+from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from kvist.errors import InvalidValueError
+from kvist.events.codec import DECODE_ERRORS
+from kvist.events.types import MAX_RANKS
+from kvist.indexer.hashing import token_array
+from kvist.indexer.json_tokens import Integer, split_integer_array
+from kvist.indexer.service.config import MAX_INSTANCE_ID
+from kvist.indexer.service.errors import ApiError
+
+DEFAULT_GROUP = "default"
+MAX_NAME_LENGTH = 1024
+_MAX_SHOWN = 80
+
+_Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
+_InstanceId = Annotated[int, Meta(ge=0)]  # msgspec knows no larger bound than 2**63 - 1
+_Rank = Annotated[int, Meta(ge=0, lt=MAX_RANKS)]
+
+_EXPECTED = {
+    "instance_id": "an integer from 0 to 2**64 - 1",
+    "dp_rank": f"an integer from 0 to {MAX_RANKS - 1}",
+    "block_size": "an integer from 1 to 65536",
+    "token_ids": "an array of integers from 0 to 2**32 - 1",
+    "block_hashes": "an array of integers of 64 bits, signed or unsigned",
+}
+_EXPECTED_STRING = f"a string of at most {MAX_NAME_LENGTH} characters"
+
+
+class _Scoped(msgspec.Struct):
+    """What every body may say of the namespace; a tenant is another word for a routing group."""
+
+    model_name: _Name
+    routing_group: _Name | None = None
+    tenant_id: _Name | None = None
+
+    @property
+    def group(self) -> str:
+        return self.routing_group or self.tenant_id or DEFAULT_GROUP
+
+
+class RegisterBody(_Scoped, kw_only=True):
+    """`POST /register`."""
+
+    instance_id: _InstanceId
+    endpoint: _Name
+    block_size: Annotated[int, Meta(ge=1, le=65536)]
+    dp_rank: _Rank = 0
+    replay_endpoint: _Name | None = None
+
+
+class UnregisterBody(_Scoped, kw_only=True):
+    """`POST /unregister`; without a rank, all of the instance's."""
+
+    instance_id: _InstanceId
+    dp_rank: _Rank | None = None
+
+
+class _QueryBody(_Scoped, kw_only=True):
+    """`POST /query`."""
+
+    token_ids: list[int]
+    lora_name: _Name | None = None
+    cache_salt: _Name | None = None
+
+
+class _HashQueryBody(_Scoped, kw_only=True):
+    """`POST /query_by_hash`."""
+
+    block_hashes: list[int]
+
+
+class Query(NamedTuple):
+    """A prompt, and what of its scope changes the hashes of its blocks."""
+
+    model_name: str
+    group: str
+    tokens: NDArray[np.uint32]
+    lora_name: str | None
+    cache_salt: str | None
+
+
+class HashQuery(NamedTuple):
+    """A prompt by the local hashes of its blocks."""
+
+    model_name: str
+    group: str
+    local_hashes: NDArray[np.uint64]
+
+
+_Body = TypeVar("_Body", bound=_Scoped)
+_Instanced = TypeVar("_Instanced", RegisterBody, UnregisterBody)
+
+
+def read_register(body: bytes) -> RegisterBody:
+    """Return the body of `POST /register`; raises ApiError."""
+    return _with_instance(_read(_register_decoder, body))
+
+
+def read_unregister(body: bytes) -> UnregisterBody:
+    """Return the body of `POST /unregister`; raises ApiError."""
+    return _with_instance(_read(_unregister_decoder, body))
+
+
+def read_query(body: bytes) -> Query:
+    """Return the body of `POST /query`; raises ApiError."""
+    query, tokens = _read_with_array(_query_decoder, body, "token_ids", np.uint32)
+    if tokens is None:
+        try:
+            tokens = token_array(query.token_ids)
+        except InvalidValueError as error:
+            _refuse("token_ids", error.value)
+    return Query(query.model_name, query.group, tokens, query.lora_name, query.cache_salt)
+
+
+def read_hash_query(body: bytes) -> HashQuery:
+    """Return the body of `POST /query_by_hash`; raises ApiError."""
+    query, hashes = _read_with_array(_hash_query_decoder, body, "block_hashes", np.uint64)
+    if hashes is None:  # signed ones, usually: the peer's clients send i64
+        wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
+        if wrong is not None:
+            _refuse("block_hashes", wrong)
+        hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)
+    return HashQuery(query.model_name, query.group, hashes)
+
+
+_register_decoder = msgspec.json.Decoder(RegisterBody)
+_unregister_decoder = msgspec.json.Decoder(UnregisterBody)
+_query_decoder = msgspec.json.Decoder(_QueryBody)
+_hash_query_decoder = msgspec.json.Decoder(_HashQueryBody)
+
+
+def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        _explain(body, str(error))
+    except DECODE_ERRORS as error:
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"body: not JSON ({error})") from None
+
+
+def _read_with_array(
+    decoder: msgspec.json.Decoder[_Body], body: bytes, key: str, dtype: type[Integer]
+) -> tuple[_Body, NDArray[Integer] | None]:
+    """Return the body and its array of integers, None where the body has it as a list."""
+    split = split_integer_array(body, key.encode(), dtype)
+    if split is None:
+        return _read(decoder, body), None
+    integers, rest = split
+    try:
+        return decoder.decode(rest), integers
+    except DECODE_ERRORS:
+        return _read(decoder, body), None
+
+
+def _with_instance(body: _Instanced) -> _Instanced:
+    if body.instance_id > MAX_INSTANCE_ID:
+        _refuse("instance_id", body.instance_id)
+    return body
+
+
+def _explain(body: bytes, reason: str) -> NoReturn:
+    """Raise the error for JSON of a wrong shape; `reason` is msgspec's, which says where."""
+    try:
+        value: Any = msgspec.json.decode(body)
+    except DECODE_ERRORS as error:  # the wrong type came first, and no JSON after it
+        raise ApiError(HTTPStatus.BAD_REQUEST, f"body: not JSON ({error})") from None
+    if missing := re.search(r"missing required field `(\w+)`", reason):
+        raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, f"{missing[1]}: missing, expected {_expected(missing[1])}")
+    path = re.search(r"at `\$\.(\w+)(?:\[(\d+)\])?", reason)
+    if path is None:
+        raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, f"body: got {_shown(value)}, expected an object")
+    value = value[path[1]]
+    if path[2] is not None:
+        _refuse(path[1], value[int(path[2])], f"[{path[2]}]")
+    _refuse(path[1], value)
+
+
+def _refuse(field: str, value: Any, place: str = "") -> NoReturn:
+    message = f"{field}{place}: got {_shown(value)}, expected {_expected(field)}"
+    raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, message)
+
+
+def _expected(field: str) -> str:
+    return _EXPECTED.get(field, _EXPECTED_STRING)
+
+
+def _shown(value: Any) -> str:
+    """Return the value as JSON, cut short."""
+    text = json.dumps(value if isinstance(value, str | int | float | None) else _brief(value))
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
+
+
+def _brief(value: list[Any] | dict[str, Any]) -> str:
+    return f"an {'array' if isinstance(value, list) else 'object'} of {len(value)}"

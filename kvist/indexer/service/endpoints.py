@@ -1,0 +1,61 @@
+"""Which endpoints the service dials, and where it asks for a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint
+from kvist.indexer.service.errors import ApiError
+from kvist.networks import is_in_networks
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRules:
+    """The operator's say about endpoints that come with a registration."""
+
+    allowed_networks: tuple[str, ...] = ()
+    """Where endpoints must be, as addresses; with none, anywhere."""
+    has_replay: bool = True
+    """Whether a stream that names no replay port is asked at the next one."""
+
+    def url(self, endpoint: str, replay_endpoint: str | None = None) -> str:
+        """Return the URL to follow for what was registered; raises ApiError (400, 403)."""
+        try:
+            parsed = Endpoint.parse(endpoint)
+            url = self.with_replay(endpoint, replay_endpoint)
+        except InvalidValueError as error:
+            raise ApiError(HTTPStatus.BAD_REQUEST, str(error)) from None
+        if parsed.scheme not in ("tcp", "ipc"):
+            raise ApiError(
+                HTTPStatus.BAD_REQUEST, f"endpoint: got {endpoint!r}, expected tcp://host:port or ipc:///path"
+            )
+        if self.allowed_networks and not self._is_allowed(parsed):
+            networks = ", ".join(self.allowed_networks)
+            raise ApiError(HTTPStatus.FORBIDDEN, f"endpoint: got {endpoint!r}, expected an address in {networks}")
+        return url
+
+    def with_replay(self, endpoint: str, replay_endpoint: str | None = None) -> str:
+        """Return the URL with its replay port; raises InvalidValueError for one on another host than the stream."""
+        options = endpoint.partition("?")[2]
+        if replay_endpoint is not None:
+            option = f"replay_port={_replay_port(endpoint, replay_endpoint)}"
+        elif self.has_replay or "replay_port=" in options or not endpoint.startswith("tcp://"):
+            return endpoint
+        else:
+            option = "replay_port=none"
+        return f"{endpoint}{'&' if options else '?'}{option}"
+
+    def _is_allowed(self, endpoint: Endpoint) -> bool:
+        host = urlsplit(endpoint.address).hostname or ""
+        return endpoint.scheme == "tcp" and not endpoint.is_bound and is_in_networks(host, self.allowed_networks)
+
+
+def _replay_port(endpoint: str, replay_endpoint: str) -> str:
+    host, _, _ = endpoint.partition("?")[0].rpartition(":")
+    replay_host, _, port = Endpoint.parse(replay_endpoint).address.rpartition(":")
+    if replay_host not in (host, "tcp://*"):
+        raise InvalidValueError("replay_endpoint", replay_endpoint, f"a port on the stream's own host, {host}:port")
+    return port

@@ -1,0 +1,149 @@
+"""The service's Prometheus page: requests are counted as they happen, everything else is read when it is asked for."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvist.events.session import SourceState
+from kvist.http import ServerStatistics
+from kvist.indexer import SourceStatistics
+from kvist.indexer.service.registry import Member, Registry
+
+_LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
+
+_SOURCE_COUNTERS = {
+    "batches": "Messages applied",
+    "events": "Events applied",
+    "gaps": "Losses seen in a stream",
+    "replays": "Answers to questions for what was lost",
+    "recovered": "Messages that a replay brought",
+    "cleared": "Times that a stream's blocks were dropped because events were lost",
+    "diverged": "Heartbeats that told of other blocks than the index has",
+    "restarts": "Epochs after the first",
+    "duplicates": "Messages that came again",
+    "malformed": "Messages not understood",
+    "unknown_events": "Events of a kind that is not indexed",
+    "refused_batches": "Batches of another block size",
+    "refused_events": "Stored events whose parent is not held",
+}
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """Counts each request by endpoint and status, and its time by endpoint: much cheaper than a Prometheus object."""
+
+    statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
+    _latencies: dict[str, list[int]] = field(default_factory=dict)
+    _seconds: dict[str, float] = field(default_factory=dict)
+
+    def count(self, endpoint: str, status: int, seconds: float) -> None:
+        """Count one answer."""
+        self.statuses[endpoint, status] += 1
+        buckets = self._latencies.get(endpoint)
+        if buckets is None:
+            buckets = self._latencies[endpoint] = [0] * (len(_LATENCY_BOUNDS_S) + 1)
+            self._seconds[endpoint] = 0.0
+        buckets[bisect_left(_LATENCY_BOUNDS_S, seconds)] += 1
+        self._seconds[endpoint] += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what was counted."""
+        requests = CounterMetricFamily("kvist_index_requests", "Requests answered", labels=["endpoint", "status"])
+        for (endpoint, status), number in self.statuses.items():
+            requests.add_metric([endpoint, str(status)], number)
+        yield requests
+        times = HistogramMetricFamily(
+            "kvist_index_request_seconds", "From a whole request to its answer", labels=["endpoint"]
+        )
+        for endpoint, buckets in self._latencies.items():
+            cumulative = [sum(buckets[: idx + 1]) for idx in range(len(buckets))]
+            bounds = [*map(str, _LATENCY_BOUNDS_S), "+Inf"]
+            times.add_metric([endpoint], [*zip(bounds, cumulative, strict=True)], self._seconds[endpoint])
+        yield times
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gauges(Collector):
+    """Reads the running service's values."""
+
+    registry: Registry
+    requests: RequestCounters
+    server: Callable[[], ServerStatistics]
+
+    def page(self) -> bytes:
+        """Return the whole page as text."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(self)
+        return generate_latest(registry)
+
+    def describe(self) -> Iterator[Metric]:
+        """Say nothing beforehand."""
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        yield from self.requests.collect()
+        yield from self._server()
+        yield from self._indexes()
+        yield from self._streams()
+
+    def _server(self) -> Iterator[Metric]:
+        server = self.server()
+        yield GaugeMetricFamily("kvist_index_connections", "Open client connections", server.num_connections)
+        yield CounterMetricFamily(
+            "kvist_index_http_refused", "Requests refused before they were read", server.num_refused
+        )
+        yield CounterMetricFamily("kvist_index_http_timeouts", "Clients that were too slow", server.num_timeouts)
+        failures = server.num_handler_failures
+        yield CounterMetricFamily("kvist_index_http_failures", "Requests that the service failed on", failures)
+
+    def _indexes(self) -> Iterator[Metric]:
+        labels = ["model", "routing_group"]
+        gauges = {
+            "num_blocks": GaugeMetricFamily("kvist_index_blocks", "Distinct blocks", labels=labels),
+            "num_held": GaugeMetricFamily("kvist_index_residencies", "Blocks by rank and tier", labels=labels),
+            "num_ranks": GaugeMetricFamily("kvist_index_ranks", "Ranks that hold blocks", labels=labels),
+            "size_bytes": GaugeMetricFamily("kvist_index_bytes", "Memory of the index", labels=labels),
+            "peak_bytes": GaugeMetricFamily("kvist_index_peak_bytes", "Most memory it ever took", labels=labels),
+        }
+        for member in self.registry:
+            statistics = member.index.statistics()
+            for name, gauge in gauges.items():
+                gauge.add_metric([*member.namespace], getattr(statistics, name))
+        yield from gauges.values()
+
+    def _streams(self) -> Iterator[Metric]:
+        labels = ["model", "instance", "dp_rank"]
+        states = GaugeMetricFamily(
+            "kvist_index_stream_state", "How well a rank's blocks are known", labels=[*labels, "rank", "state"]
+        )
+        ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Since a stream's last event", labels=labels)
+        lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
+        counters = {
+            name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
+            for name, text in _SOURCE_COUNTERS.items()
+        }
+        for member, source in self._sources():
+            names = [member.namespace.model_name, *source.worker.split(":")]
+            for rank, current in source.states.items():
+                for state in SourceState:
+                    states.add_metric([*names, str(rank), state.value], current is state)
+            if source.last_event_age_s is not None:
+                ages.add_metric(names, source.last_event_age_s)
+            if source.lag_s is not None:
+                lags.add_metric(names, source.lag_s)
+            for name, counter in counters.items():
+                counter.add_metric(names, getattr(source, f"num_{name}"))
+        yield from (states, ages, lags, *counters.values())
+
+    def _sources(self) -> Iterator[tuple[Member, SourceStatistics]]:
+        for member in self.registry:
+            for source in member.indexer.statistics():
+                yield member, source

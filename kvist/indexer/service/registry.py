@@ -1,0 +1,151 @@
+"""Which instances feed which index: one index and one indexer a namespace, gone with its last instance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvist.indexer import Indexer
+from kvist.indexer.service.answers import stream_name
+from kvist.indexer.service.errors import ApiError
+from kvist.radix import RadixIndex
+
+_logger = logging.getLogger(__name__)
+
+MAX_NAMESPACES = 256
+"""Each costs 0.2 MB before its first block."""
+MAX_STREAMS = 8192
+"""Over all namespaces; each costs a socket and a task."""
+
+
+class Namespace(NamedTuple):
+    """What one index is about: blocks of different namespaces have nothing to do with each other."""
+
+    model_name: str
+    group: str
+
+    def __str__(self) -> str:
+        return f"model={self.model_name} routing_group={self.group}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A namespace's index, and the endpoint of each stream that feeds it, by instance and rank."""
+
+    namespace: Namespace
+    block_size: int
+    index: RadixIndex
+    indexer: Indexer
+    instances: dict[int, dict[int, str]] = field(default_factory=dict)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Registry:
+    """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
+
+    def __init__(self, now_s: Callable[[], float]) -> None:
+        self._now_s = now_s
+        self._members: dict[Namespace, Member] = {}
+        self._namespace_of: dict[int, Namespace] = {}
+        self._num_streams = 0
+        self._tasks = asyncio.TaskGroup()
+        self._registering = asyncio.Lock()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop following everything."""
+        for member in self._members.values():
+            member.closed.set()
+        # The group must see its own cancellation, and nothing else: it would wrap the body's error.
+        is_cancelled = isinstance(error, asyncio.CancelledError)
+        await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def get(self, model_name: str, group: str) -> Member:
+        """Return the namespace's member; raises ApiError (404) when no instance has registered for it."""
+        member = self._members.get(Namespace(model_name, group))
+        if member is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"no indexer for {Namespace(model_name, group)}")
+        return member
+
+    async def register(
+        self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int, endpoint: str, url: str
+    ) -> None:
+        """Follow the stream at `url`, which was registered as `endpoint`.
+
+        Raises ApiError (409) for one that is followed already, or that does not fit its namespace.
+        """
+        async with self._registering:
+            self._check_new(namespace, block_size, instance_id, dp_rank)
+            member = self._members.get(namespace)
+            if member is None:
+                member = self._members[namespace] = await self._open(namespace, block_size)
+            member.indexer.add_source(stream_name(instance_id, dp_rank), url)
+            member.instances.setdefault(instance_id, {})[dp_rank] = endpoint
+            self._namespace_of[instance_id] = namespace
+            self._num_streams += 1
+        _logger.info("registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, url)
+
+    def unregister(self, namespace: Namespace, instance_id: int, dp_rank: int | None) -> None:
+        """Stop following an instance, or one rank of it, and forget its blocks; raises ApiError (404)."""
+        known = self._namespace_of.get(instance_id)
+        if known is None:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"instance {instance_id} not found")
+        if known != namespace:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"instance {instance_id} is registered for {known}")
+        member = self._members[namespace]
+        streams = member.instances[instance_id]
+        if dp_rank is not None and dp_rank not in streams:
+            raise ApiError(HTTPStatus.NOT_FOUND, f"instance {instance_id} has no dp_rank {dp_rank}")
+        for rank in [*streams] if dp_rank is None else [dp_rank]:
+            member.indexer.remove_source(stream_name(instance_id, rank))
+            del streams[rank]
+            self._num_streams -= 1
+        if not streams:
+            del member.instances[instance_id], self._namespace_of[instance_id]
+        if not member.instances:
+            del self._members[namespace]
+            member.closed.set()
+        _logger.info("unregistered %s instance_id=%d dp_rank=%s", namespace, instance_id, dp_rank)
+
+    def _check_new(self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int) -> None:
+        known = self._namespace_of.get(instance_id, namespace)
+        if known != namespace:
+            raise ApiError(HTTPStatus.CONFLICT, f"instance {instance_id} is already registered for {known}")
+        if self._num_streams >= MAX_STREAMS:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_STREAMS} streams are followed, and no more")
+        member = self._members.get(namespace)
+        if member is None:
+            if len(self._members) >= MAX_NAMESPACES:
+                raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, f"{MAX_NAMESPACES} namespaces are kept, and no more")
+            return
+        if block_size != member.block_size:
+            sizes = f"existing={member.block_size}, requested={block_size}"
+            raise ApiError(HTTPStatus.CONFLICT, f"block_size mismatch for {namespace}: {sizes}")
+        if dp_rank in member.instances.get(instance_id, {}):
+            raise ApiError(HTTPStatus.CONFLICT, f"instance {instance_id} dp_rank {dp_rank} already registered")
+
+    async def _open(self, namespace: Namespace, block_size: int) -> Member:
+        opened: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        self._tasks.create_task(self._run(namespace, block_size, opened), name=f"kvist-index {namespace}")
+        return await opened
+
+    async def _run(self, namespace: Namespace, block_size: int, opened: asyncio.Future[Member]) -> None:
+        """Keep one namespace from its first instance to its last."""
+        index = RadixIndex()
+        async with Indexer(index, block_size=block_size, clock=self._now_s) as indexer:
+            member = Member(namespace, block_size, index, indexer)
+            opened.set_result(member)
+            await member.closed.wait()

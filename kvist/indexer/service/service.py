@@ -1,0 +1,78 @@
+"""A running index service: everything built from one configuration, started and ended together.
+
+    async with IndexService(IndexConfig(workers=("1=tcp://127.0.0.1:5557",), block_size=16)) as service:
+        ...  # serves on service.url
+
+The server listens last, when everything compiled is compiled, and stops first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Self
+
+from kvist.http import HttpLimits, HttpServer
+from kvist.indexer.service.api import Api
+from kvist.indexer.service.bodies import DEFAULT_GROUP
+from kvist.indexer.service.config import IndexConfig
+from kvist.indexer.service.endpoints import EndpointRules
+from kvist.indexer.service.metrics import Gauges, RequestCounters
+from kvist.indexer.service.registry import Namespace, Registry
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 4.0
+"""Time that running requests get when the service stops."""
+
+
+class IndexService:
+    """Serves from `async with` on until the block ends."""
+
+    def __init__(self, config: IndexConfig, started_s: float | None = None) -> None:
+        """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows."""
+        self._config = config
+        self._started_s = time.monotonic() if started_s is None else started_s
+        self._exits = AsyncExitStack()
+        self._server: HttpServer | None = None
+        self.cold_start_s = 0.0
+        """Seconds until it served."""
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            await self._start(exits)
+            self._exits = exits.pop_all()
+        self.cold_start_s = self._api.cold_start_s = time.monotonic() - self._started_s
+        logger.info("index serves url=%s cold_start_s=%.2f", self.url, self.cold_start_s)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop listening, let requests end within `CLOSE_TIMEOUT_S`, release everything."""
+        await self._exits.__aexit__(kind, error, trace)
+
+    @property
+    def url(self) -> str:
+        """Return where the service listens."""
+        assert self._server is not None
+        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
+        return f"http://{host}:{self._server.port}"
+
+    async def _start(self, exits: AsyncExitStack) -> None:
+        config = self._config
+        rules = EndpointRules(config.allow_endpoints, config.replay)
+        registry = await exits.enter_async_context(Registry(time.monotonic))
+        for worker in config.parsed_workers():
+            assert config.block_size is not None
+            namespace = Namespace(config.model_name, DEFAULT_GROUP)
+            url = rules.with_replay(worker.endpoint)
+            await registry.register(namespace, config.block_size, *worker, url)
+        counters = RequestCounters()
+        gauges = Gauges(registry, counters, lambda: server.statistics())
+        self._api = Api(registry, rules, counters, gauges, config.admin_key)
+        limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
+        server = HttpServer(self._api.handle, host=config.host, port=config.port, limits=limits)
+        self._server = await exits.enter_async_context(server)
