@@ -130,6 +130,11 @@ class Session(Generic[T]):
         """Return the sequence of the next message to apply."""
         return self._expected
 
+    @property
+    def is_in_step(self) -> bool:
+        """Return whether the next message in sequence would be applied, and nothing else: none is asked for or held."""
+        return self._epoch is not None and self._ask_at_s is None
+
     def question(self, now_s: float) -> int | None:
         """Return the sequence to ask a replay from, None while there is nothing to ask or it is too early."""
         return self._expected if self._ask_at_s is not None and now_s >= self._ask_at_s else None
@@ -149,6 +154,13 @@ class Session(Generic[T]):
         else:
             steps.append(Apply(body))
         return steps
+
+    def applied(self, num_messages: int, now_s: float) -> None:
+        """Take note that so many messages, next in sequence while in step, were applied: `received` for all of them."""
+        assert self.is_in_step
+        self._expected += num_messages
+        self._heard_at_s = now_s
+        self._is_silent = False
 
     def heartbeat(
         self, epoch: int, next_sequence: int, published: Holding, held: Holding, now_s: float

@@ -24,6 +24,7 @@ from kvist.radix.compiled import layout
 from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, Statistics, StoreResult, StoreStatus
 
 _U64_END = 1 << 64
+_HASH_BYTES = 8
 _PARENT_NOT_FOUND = StoreResult(StoreStatus.PARENT_BLOCK_NOT_FOUND, 0)
 _INVALID = StoreResult(StoreStatus.INVALID_BLOCK_SEQUENCE, 0)
 _COUNTERS = [field >> 3 for field in (layout.NUM_APPLIED, layout.NUM_NOT_FOUND, layout.NUM_ORPHANS, layout.NUM_INVALID)]
@@ -90,7 +91,7 @@ class RadixIndex:
             result = compiled.store(address, slot, int(tier), is_child, parent, num_hashes, start)
             if result != layout.NEEDS_HELP:
                 break
-            self._help_out()
+            self.help_out()
             start = control[layout.RESUME >> 3]
         if result == 0:
             return StoreResult(StoreStatus.OK, control[layout.NUM_APPLIED >> 3])
@@ -107,7 +108,7 @@ class RadixIndex:
         control, start = self._control, 0
         control[layout.NUM_NOT_FOUND >> 3] = 0
         while compiled.remove(self._address, slot, int(tier), num_hashes, start) == layout.NEEDS_HELP:
-            self._help_out()
+            self.help_out()
             start = control[layout.RESUME >> 3]
         return control[layout.NUM_NOT_FOUND >> 3]
 
@@ -141,7 +142,7 @@ class RadixIndex:
                 self.clear(source.worker, source.rank)
                 slot = self._slots.get(source)
             else:
-                self._help_out()
+                self.help_out()
             first, start = control[layout.RESUME_OPERATION >> 3], control[layout.RESUME >> 3]
         return ApplyResult(*[control[field] for field in _COUNTERS])
 
@@ -215,7 +216,7 @@ class RadixIndex:
                 self._sweeping, self._retired, self._cursor = self._retired, [], 0
             num_rows += 1 + self._segments.num_rows(self._cursor)
             self._capture(self._cursor)
-            self._segments.purge(self._cursor, self._help_out)
+            self._segments.purge(self._cursor, self.help_out)
             self._cursor += 1
             if self._cursor == self._segments.num_segments:
                 self._slots.free_swept(self._sweeping)
@@ -256,8 +257,35 @@ class RadixIndex:
         num_rows, start = len(rows), 0
         self._load(rows.reshape(-1))
         while compiled.restore(self._address, num_rows, start) == layout.NEEDS_HELP:
-            self._help_out()
+            self.help_out()
             start = self._control[layout.RESUME >> 3]
+
+    # --- For compiled code that builds on the index's own -------------------------------------------------------------
+
+    @property
+    def address(self) -> int:
+        """Return the address of the control block, which functions of `kvist.radix.compiled` take."""
+        return self._address
+
+    def slot_of(self, source: WorkerRank) -> int | None:
+        """Return the slot that stands for a rank until it is cleared or forgotten, None while it has none."""
+        return self._slots.get(source)
+
+    def reserve_operations(self, num_operations: int, num_hashes: int) -> None:
+        """Have room for as many operations, with as many hashes in all, where `compiled.apply` reads them."""
+        input_bytes, operations_bytes = num_hashes * _HASH_BYTES, num_operations * layout.OPERATION_BYTES
+        if input_bytes > len(self._input_bytes) or operations_bytes > self._operations_bytes:
+            self._enlarge_input(input_bytes, operations_bytes)
+
+    def help_out(self) -> None:
+        """Provide what compiled code asked for, when it said NEEDS_HELP, before it can go on."""
+        kind, argument = self._control[layout.NEED_KIND >> 3], self._control[layout.NEED_ARG >> 3]
+        if kind == layout.NEED_SEGMENT:
+            self._segments.grow(argument)
+        elif kind == layout.NEED_CAPTURE:
+            self._capture(argument)
+        else:
+            self._sets.add_slab(argument)
 
     # --- Inside -----------------------------------------------------------------------------------------------------
 
@@ -271,16 +299,6 @@ class RadixIndex:
         slot = self._slots.remove(source)
         if slot is not None:
             self._retired.append(slot)
-
-    def _help_out(self) -> None:
-        """Provide what compiled code asked for before it can go on."""
-        kind, argument = self._control[layout.NEED_KIND >> 3], self._control[layout.NEED_ARG >> 3]
-        if kind == layout.NEED_SEGMENT:
-            self._segments.grow(argument)
-        elif kind == layout.NEED_CAPTURE:
-            self._capture(argument)
-        else:
-            self._sets.add_slab(argument)
 
     def _capture(self, index: int) -> None:
         """Let an open snapshot copy a segment that is about to change."""

@@ -256,3 +256,23 @@ def test_fingerprints_are_bounded_and_a_forgotten_number_counts_as_reused():
         detector.received(sequence, b"%d" % sequence)
     assert detector.received(95, b"95") == 0
     assert detector.received(5, b"5") == 1
+
+
+def test_messages_applied_in_step_count_as_if_each_had_been_received() -> None:
+    one_by_one, at_once = Script(), Script()
+    for script in (one_by_one, at_once):
+        assert not script.session.is_in_step
+        script.play("0")
+        script.play("hb1")
+        script.play("+11")
+        assert script.session.state is SourceState.RESYNCING
+    assert [one_by_one.play(word) for word in ("1", "2", "3")] == ["a1", "a2", "a3"]
+    assert at_once.session.is_in_step
+    at_once.session.applied(3, at_once.now_s)
+    for script in (one_by_one, at_once):
+        assert script.session.expected_sequence == 4
+        assert script.session.state is SourceState.LIVE
+        assert script.play("3") == ""
+        assert script.play("5") == ""
+        assert not script.session.is_in_step
+        assert (script.session.num_duplicates, script.session.num_gaps) == (1, 1)
