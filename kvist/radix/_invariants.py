@@ -8,17 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.digest import block_digest
-from kvist.radix._memory import Heap
-from kvist.radix._segments import SegmentTable, buckets_at
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import layout
+from kvist.radix.memory import Heap
+from kvist.radix.tables import SegmentTable, buckets_at
 
 _U64 = (1 << 64) - 1
 
 
 def check(
-    heap: Heap, control: memoryview, segments: SegmentTable, sets: SetArena, slots: SlotTable, copies: dict[int, int]
+    heap: Heap,
+    control: memoryview,
+    segments: SegmentTable,
+    sets: SetArena,
+    slots: SlotTable,
+    loose_rows: dict[int, int],
 ) -> None:
     """Raise AssertionError unless rows, sets and slots agree with the documented layout and with each other."""
     references: Counter[int] = Counter()
@@ -29,8 +34,8 @@ def check(
     for index in filter(segments.is_allocated, range(segments.num_segments)):
         num_rows += _check_segment(heap, control, segments, index)
         buckets = _buckets(heap, segments, index)
-        is_held = buckets["set_id"] != 0
-        held_keys, set_ids = buckets["key"][is_held].tolist(), buckets["set_id"][is_held].tolist()
+        is_held = buckets["value"] != 0
+        held_keys, set_ids = buckets["key"][is_held].tolist(), buckets["value"][is_held].tolist()
         for key, set_id in zip(held_keys, set_ids, strict=True):
             references[set_id] += 1
             for member in np.frombuffer(slots.members_of(set_id), np.uint32).tolist():
@@ -42,8 +47,9 @@ def check(
                         count, digest = held.get(slot, (0, 0))
                         held[slot] = count + 1, digest + block_digest(key * inverse & _U64, tier) & _U64
     assert num_rows == control[layout.NUM_ROWS >> 3], "rows are counted"
-    for address, num_copied in copies.items():
-        references.update(buckets_at(heap, address, num_copied)["set_id"].ravel().tolist())
+    for address, num_loose in loose_rows.items():
+        words = np.frombuffer(heap.view(address), np.uint32, num_loose * layout.LOOSE_ROW_BYTES // 4)
+        references.update(words[3 :: layout.LOOSE_ROW_BYTES // 4].tolist())
     _check_slots(slots, held, control)
     _check_sets(heap, control, sets, {s: n for s, n in references.items() if s and not s & layout.INLINE})
 
@@ -55,16 +61,21 @@ def _buckets(heap: Heap, segments: SegmentTable, index: int) -> NDArray[np.void]
 
 def _check_segment(heap: Heap, control: memoryview, segments: SegmentTable, index: int) -> int:
     buckets = _buckets(heap, segments, index)
-    is_held = buckets["set_id"] != 0
+    is_held = buckets["value"] != 0
     entry, bits = segments.directory[index], control[layout.SEGMENT_BITS >> 3]
     positions, keys = np.nonzero(is_held)[0], buckets["key"][is_held]
     assert len(keys) == entry["count"], f"segment {index} counts its rows"
     assert len(np.unique(keys)) == len(keys), f"no key has two rows in segment {index}"
     if bits:
         assert (keys >> np.uint64(64 - bits) == index).all(), f"segment {index} holds its own keys only"
-    fraction = (keys << np.uint64(bits)) >> np.uint64(32)
+    prefixes = keys >> np.uint64(32)
+    fraction = (prefixes << np.uint64(32 + bits)) >> np.uint64(32)
     homes = ((fraction * np.uint64(entry["capacity"])) >> np.uint64(32)).astype(np.int64)
     assert (homes <= positions).all(), f"no row of segment {index} lies before its home"
+    sides = np.frombuffer(heap.view(int(entry["address"])), np.uint32)[len(buckets) * layout.BUCKET_BYTES // 4 :]
+    is_primary = sides[: is_held.size].reshape(is_held.shape)[is_held] & layout.SECONDARY == 0
+    primaries = prefixes[is_primary]
+    assert len(np.unique(primaries)) == len(primaries), f"no prefix has two rows in segment {index} that are primary"
     passed = np.zeros(len(buckets) + 1, np.int64)
     np.add.at(passed, homes, 1)
     np.add.at(passed, positions, -1)
@@ -75,7 +86,7 @@ def _check_segment(heap: Heap, control: memoryview, segments: SegmentTable, inde
 def _check_slots(slots: SlotTable, held: dict[int, tuple[int, int]], control: memoryview) -> None:
     table = slots.table()
     live = {slot for _, slot in slots.items()}
-    for slot, (num_held, digest, state, _) in enumerate(table.tolist()):
+    for slot, (num_held, digest, state, *_) in enumerate(table.tolist()):
         assert (state == layout.LIVE) == (slot in live), f"slot {slot} is live exactly if a rank has it"
         if state == layout.LIVE:
             assert held.get(slot, (0, 0)) == (num_held, digest), f"slot {slot} counts and digests what it holds"

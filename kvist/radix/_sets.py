@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.radix import compiled
-from kvist.radix._memory import Heap
 from kvist.radix._slots import MAX_SLOTS
 from kvist.radix.compiled import layout
+from kvist.radix.memory import Heap
 
 _SLAB_BYTES = 256 * 1024
 _OVERREAD_BYTES = 64  # a match reads dense sets in vectors

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.radix import compiled
-from kvist.radix._memory import Heap
 from kvist.radix.compiled import layout
+from kvist.radix.memory import Heap
 
 MAX_SLOTS = 1 << 20
-_SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("unused", "u4", 3)])
+_SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("unused", "u4", 2)])
 # Scratch of the compiled code, in bytes a slot; the fixed part leaves room for one member more than there are slots.
 _SCRATCH = (
     (layout.MEMBERS, 4),
@@ -72,7 +72,7 @@ class SlotTable:
             self.ranks.append(source)
         self._slots[source] = slot
         self._ranks_of.setdefault(source.worker, []).append(source)
-        self.table()[slot] = (0, 0, layout.LIVE, (0, 0, 0))
+        self.table()[slot] = (0, 0, layout.LIVE, 0, 0)
         return slot
 
     def remove(self, source: WorkerRank) -> int | None:
@@ -83,7 +83,7 @@ class SlotTable:
             del self._ranks_of[source.worker]
         entry = self.table()[slot]
         is_referenced = entry["num_held"] > 0
-        self.table()[slot] = (0, 0, layout.RETIRED, (0, 0, 0))
+        self.table()[slot] = (0, 0, layout.RETIRED, 0, 0)
         if not is_referenced:
             self.free(slot)
             return None

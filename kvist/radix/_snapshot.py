@@ -1,38 +1,59 @@
 """Snapshots: all that was held when one began, parents first, while the index goes on changing.
 
-A segment is copied just before it is first written to; what nobody writes to is read in place. Rows are marked as they
-are put out, and a row's ancestors go before it, whichever segments they are in.
+Rows are collected by ascending depth, some depths in each pass over the table, until about a million of them wait to be
+told; so the memory needed does not depend on the size of the index. Before a segment changes, those of its rows that
+are still to be told are copied, and a copy shrinks with each pass; what nobody writes to is read in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.radix import compiled
-from kvist.radix._memory import Heap
-from kvist.radix._segments import SegmentTable, segment_bytes
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled import layout
+from kvist.radix.memory import PAGE_BYTES, Heap
+from kvist.radix.tables import SegmentTable
 from kvist.radix.values import SnapshotChunk
 
-_LOOSE_ROW = np.dtype([("key", "u8"), ("parent", "u8"), ("set_id", "u4")])
-_ENTRY = np.dtype([("copy", "i8"), ("capacity", "u4"), ("buckets", "u4"), ("marks", "i8")])
+_MAX_COLLECTED = 1 << 20  # rows of 16 bytes; each pass over ten million takes some 15 ms in all
+_MAX_VISITS = 1 << 16  # rows looked at a step, if segments are not larger
+_LOOSE_ROW = np.dtype([("key", "u8"), ("side", "u4"), ("set_id", "u4")])
+_ENTRY = np.dtype([("copy", "i8"), ("count", "i8")])
+_HEAD = np.dtype(
+    [
+        (name, "i8")
+        for name in ["directory", "segment", "first", "end", "collected", "places", "num_collected", "counts"]
+    ]
+)
+_NUM_DEPTHS = layout.MAX_DEPTH + 1
 
 
 def member_rows(chunk: SnapshotChunk, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return one row (hash, parent, slot << 4 | tiers) for each holder of each block of a chunk, `[num_rows, 3]`."""
+    """Return one row (hash, depth, slot << 4 | tiers) for each holder of each block of a chunk, `[num_rows, 3]`."""
     lengths: NDArray[np.int64] = (chunk.offsets[1:] - chunk.offsets[:-1]).astype(np.int64)[chunk.set_idx]
     block = np.repeat(np.arange(len(chunk.hashes)), lengths)
     within = np.arange(len(block)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     members = chunk.members[chunk.offsets[chunk.set_idx[block]] + within].astype(np.int64)
     rows = np.empty((len(block), 3), np.uint64)
-    rows[:, 0], rows[:, 1] = chunk.hashes[block], chunk.parents[block]
+    rows[:, 0], rows[:, 1] = chunk.hashes[block], chunk.depths[block]
     rows[:, 2] = slots[members >> 4] << 4 | members & 15
     return rows
+
+
+def depth_ranges(counts: NDArray[np.uint32], max_rows: int) -> Iterator[tuple[int, int]]:
+    """Yield half-open ranges of depths with together all rows: each has at most `max_rows`, or is of one depth."""
+    depths = np.flatnonzero(counts)
+    totals = np.cumsum(counts[depths], dtype=np.int64)
+    at, before = 0, 0
+    while at < len(depths):
+        end = max(at + 1, int(np.searchsorted(totals, before + max_rows, "right")))
+        yield int(depths[at]), int(depths[end - 1]) + 1
+        at, before = end, int(totals[end - 1])
 
 
 class Snapshot:
@@ -55,35 +76,41 @@ class Snapshot:
         self._ranks: list[WorkerRank] = list(slots.ranks)
         self._is_live: NDArray[np.bool_] = slots.table()["state"] == layout.LIVE
         self._inverse = np.uint64(control[layout.INVERSE >> 3] % (1 << 64))
-        self.copies: dict[int, int] = {}  # address of a copy: its number of buckets
-        directory = segments.directory
-        mark_bytes = directory["buckets"].astype(np.int64) * layout.BUCKET_ROWS + 7 & ~3
-        self._marks = heap.allocate(int(mark_bytes.sum()))
-        self._stack = heap.allocate(8 * control[layout.NUM_ROWS >> 3] + 8)
-        self._output = heap.allocate(max_blocks * layout.LOOSE_ROW_BYTES)
+        most_rows = int(segments.directory["count"].max())
         self._state = heap.allocate(layout.SNAPSHOT_BYTES + segments.num_segments * layout.SNAPSHOT_ENTRY_BYTES)
-        head = heap.view(self._state).cast("q")
-        head[0], head[3], head[5] = self._state + layout.SNAPSHOT_BYTES, self._stack, self._output
-        entries = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
-        self._entries: NDArray[np.void] = entries
-        entries["capacity"], entries["buckets"] = directory["capacity"], directory["buckets"]
-        entries["marks"] = self._marks + np.cumsum(mark_bytes) - mark_bytes
-        directory["captured"] = 0
+        self._entries: NDArray[np.void] = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY)
+        self._collected = heap.allocate(max(_MAX_COLLECTED, _MAX_VISITS + most_rows) * layout.LOOSE_ROW_BYTES)
+        self._tables = heap.allocate(2 * _NUM_DEPTHS * 4)
+        tables = np.frombuffer(heap.view(self._tables), np.uint32).reshape(2, -1)
+        self._counts: NDArray[np.uint32] = tables[0]
+        self._places: NDArray[np.uint32] = tables[1]
+        self._head: NDArray[np.void] = np.frombuffer(heap.view(self._state), _HEAD, 1)[0]
+        self._head["directory"], self._head["collected"] = self._state + layout.SNAPSHOT_BYTES, self._collected
+        self._head["counts"] = self._tables
+        self._ranges: list[tuple[int, int]] | None = None  # of depths, the next one last; None while they are counted
+        self._is_through = True  # with the last pass begun
+        self._num_ready = self._num_told = self._num_in_range = 0
+        segments.directory["captured"] = 0
         control[layout.IS_CAPTURING >> 3] = 1
 
     def capture(self, index: int) -> None:
-        """Copy a segment that is about to be written to, if that was not done; O(rows of one segment)."""
-        entry = self._segments.directory[index]
-        if entry["captured"] or not self._is_open:
+        """Copy what is still to be told of a segment that is about to change, if that was not done; O(its rows)."""
+        if not self._is_open or self._segments.directory["captured"][index]:
             return
-        num_buckets = int(entry["buckets"])
-        size_bytes = segment_bytes(num_buckets)
-        copy = self._heap.allocate(size_bytes)
-        self._heap.view(copy)[:size_bytes] = self._heap.view(int(entry["address"]))[:size_bytes]
-        compiled.pin(self._control[layout.SELF >> 3], copy, num_buckets, 1)
-        self.copies[copy] = num_buckets
-        self._entries["copy"][index] = copy
-        entry["captured"] = 1
+        self._segments.directory["captured"][index] = 1
+        if num_rows := self._segments.count(index):
+            self._entries["copy"][index] = self._heap.allocate(num_rows * layout.LOOSE_ROW_BYTES)
+            self._entries["count"][index] = compiled.capture(self._control[layout.SELF >> 3], self._state, index)
+            self._trim(index)
+
+    def _trim(self, index: int) -> None:
+        """Give back what a copy does not need any more."""
+        copy, count = self._entries[index].tolist()
+        if copy and not count:
+            self._heap.free(copy)
+            self._entries["copy"][index] = 0
+        elif copy and self._heap.capacity_bytes(copy) > count * layout.LOOSE_ROW_BYTES + PAGE_BYTES:
+            self._entries["copy"][index] = self._heap.resize(copy, count * layout.LOOSE_ROW_BYTES)
 
     def __iter__(self) -> Snapshot:
         return self
@@ -91,11 +118,47 @@ class Snapshot:
     def __next__(self) -> SnapshotChunk:
         if not self._is_open:
             raise StopIteration
-        num_rows = compiled.snapshot_next(self._control[layout.SELF >> 3], self._state, self._max_blocks)
-        if num_rows < 0:
+        if self._num_told == self._num_ready and not self._collect():
             self.close()
             raise StopIteration
-        return self._chunk(np.frombuffer(self._heap.view(self._output), _LOOSE_ROW, num_rows))
+        address = self._control[layout.SELF >> 3]
+        num_rows = min(self._max_blocks, self._num_ready - self._num_told)
+        rows = np.frombuffer(self._heap.view(self._collected), _LOOSE_ROW)[self._num_told :][:num_rows]
+        chunk = self._chunk(rows)
+        del rows
+        compiled.release(address, self._collected + self._num_told * layout.LOOSE_ROW_BYTES, num_rows)
+        self._num_told += num_rows
+        return chunk
+
+    def _collect(self) -> bool:
+        """Take a bounded step towards more rows that are ready to be told; return False if there are no more."""
+        self._num_told = self._num_ready = 0
+        address, head = self._control[layout.SELF >> 3], self._head
+        if self._ranges is None:
+            if compiled.count_depths(address, self._state, _MAX_VISITS):
+                self._ranges = list(depth_ranges(self._counts, _MAX_COLLECTED))[::-1]
+            return True
+        if self._is_through:
+            if not self._ranges:
+                return False
+            self._begin_pass(*self._ranges.pop())
+        before, head["num_collected"] = int(head["segment"]), 0
+        self._is_through = compiled.collect(address, self._state, _MAX_VISITS)
+        for index in range(before, int(head["segment"])):
+            self._trim(index)
+        if not head["places"]:
+            self._num_ready = int(head["num_collected"])
+        elif self._is_through:
+            self._num_ready = self._num_in_range
+        return True
+
+    def _begin_pass(self, first: int, end: int) -> None:
+        """Begin to collect the rows of some depths: in order, or those of one depth bit by bit."""
+        self._head["segment"], self._head["first"], self._head["end"] = 0, first, end
+        counts = self._counts[first:end]
+        self._num_in_range = int(counts.sum(dtype=np.int64))
+        self._places[: end - first] = np.cumsum(counts) - counts
+        self._head["places"] = self._tables + 4 * _NUM_DEPTHS if end - first > 1 else 0
 
     def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
         ids, set_idx = np.unique(rows["set_id"], return_inverse=True)
@@ -108,11 +171,18 @@ class Snapshot:
         return SnapshotChunk(
             ranks=tuple(self._ranks[slot] for slot in slots.tolist()),
             hashes=rows["key"][is_held] * self._inverse,
-            parents=rows["parent"][is_held],
+            depths=rows["side"][is_held] & np.uint32(layout.MAX_DEPTH),
             set_idx=set_idx[is_held].astype(np.uint32),
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
             members=rank_idx.astype(np.uint32) << 4 | members & 15,
         )
+
+    @property
+    def loose_rows(self) -> dict[int, int]:
+        """What still refers to sets: the address and number of copied and of collected rows."""
+        copies = {copy: count for copy, count in self._entries.tolist() if copy}
+        num_collected = int(self._head["num_collected"]) if not self._head["places"] else self._num_in_range
+        return copies | {self._collected: num_collected}
 
     def close(self) -> None:
         """End the snapshot; the index copies nothing for it any more. May be called again."""
@@ -120,10 +190,10 @@ class Snapshot:
             return
         self._is_open = False
         self._control[layout.IS_CAPTURING >> 3] = 0
-        del self._entries
-        for address in (self._marks, self._stack, self._output, self._state):
-            self._heap.free(address)
         self._closed(self)
+        del self._entries, self._head, self._counts, self._places
+        for address in (self._state, self._tables):
+            self._heap.free(address)
 
     def __enter__(self) -> Snapshot:
         return self

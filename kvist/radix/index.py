@@ -15,12 +15,12 @@ from kvist.errors import InvalidValueError
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.radix import compiled
 from kvist.radix._invariants import check
-from kvist.radix._memory import Heap
-from kvist.radix._segments import SegmentTable
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
 from kvist.radix._snapshot import Snapshot, member_rows
 from kvist.radix.compiled import layout
+from kvist.radix.memory import Heap
+from kvist.radix.tables import INDEX, SegmentTable, signed
 from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, Statistics, StoreResult, StoreStatus
 
 _U64_END = 1 << 64
@@ -53,11 +53,17 @@ class RadixIndex:
         self._heap = Heap()
         self._address = self._heap.allocate(layout.CONTROL_BYTES)
         self._control = control = self._heap.view(self._address).cast("q")
-        control[layout.SELF >> 3] = self._address
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
-        for field, value in ((layout.MULTIPLIER, multiplier), (layout.INVERSE, pow(multiplier, -1, _U64_END))):
-            control[field >> 3] = _signed(value)
-        self._segments = SegmentTable(self._heap, control, segment_bits, initial_blocks)
+        control[layout.INVERSE >> 3] = signed(pow(multiplier, -1, _U64_END))
+        self._segments = SegmentTable(
+            self._heap,
+            control,
+            self._address,
+            INDEX,
+            bits=segment_bits,
+            initial_rows=initial_blocks,
+            multiplier=multiplier,
+        )
         self._sets = SetArena(self._heap, control)
         self._slots = SlotTable(self._heap, control)
         self._input_address = self._heap.allocate(64 * 1024)
@@ -67,7 +73,7 @@ class RadixIndex:
         self._sweeping: list[int] = []  # free once the sweep under way is through
         self._cursor = 0
         self._snapshot: weakref.ref[Snapshot] | None = None
-        self._stale_copies: dict[int, int] = {}  # of closed snapshots; address: number of buckets
+        self._stale_rows: dict[int, int] = {}  # loose ones of closed snapshots; address: how many
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
@@ -75,7 +81,7 @@ class RadixIndex:
         """Note that a rank now holds a chain of blocks in a tier; a refused chain changes nothing.
 
         The parent must be held by that rank in some tier (None: the chain begins at the root). Storing what is held
-        already is no error. A block known below another parent keeps the first one, and is counted.
+        already is no error.
         """
         if parent_hash is not None and not 0 <= parent_hash < _U64_END:
             raise InvalidValueError("parent_hash", parent_hash, "an unsigned 64-bit integer or None")
@@ -85,7 +91,7 @@ class RadixIndex:
         if slot is None:
             slot = self._slots.add(source)
         control, address, start = self._control, self._address, 0
-        is_child, parent = (0, 0) if parent_hash is None else (1, _signed(parent_hash))
+        is_child, parent = (0, 0) if parent_hash is None else (1, signed(parent_hash))
         control[layout.NUM_APPLIED >> 3] = 0
         while True:
             result = compiled.store(address, slot, int(tier), is_child, parent, num_hashes, start)
@@ -186,7 +192,6 @@ class RadixIndex:
             num_ranks=len(self._slots.items()),
             num_retired=control[layout.NUM_RETIRED >> 3],
             num_sets=control[layout.NUM_SETS >> 3],
-            num_parent_conflicts=control[layout.NUM_CONFLICTS >> 3],
             size_bytes=self._heap.size_bytes,
             peak_bytes=self._heap.peak_bytes,
         )
@@ -194,8 +199,8 @@ class RadixIndex:
     def check_invariants(self) -> None:
         """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
         snapshot = None if self._snapshot is None else self._snapshot()
-        copies = self._stale_copies | (snapshot.copies if snapshot is not None else {})
-        check(self._heap, self._control, self._segments, self._sets, self._slots, copies)
+        loose_rows = self._stale_rows | (snapshot.loose_rows if snapshot is not None else {})
+        check(self._heap, self._control, self._segments, self._sets, self._slots, loose_rows)
 
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
@@ -206,17 +211,15 @@ class RadixIndex:
         now and then while it returns False.
         """
         num_rows = 0
-        while self._stale_copies and num_rows < max_rows:
-            copy, num_copied = self._stale_copies.popitem()
-            compiled.pin(self._address, copy, num_copied, -1)
-            self._heap.free(copy)
-            num_rows += num_copied * layout.BUCKET_ROWS
+        while self._stale_rows and num_rows < max_rows:
+            num_rows += self._release_stale(max_rows - num_rows)
         while num_rows < max_rows and (self._sweeping or self._retired):
             if not self._sweeping:
                 self._sweeping, self._retired, self._cursor = self._retired, [], 0
             num_rows += 1 + self._segments.num_rows(self._cursor)
             self._capture(self._cursor)
-            self._segments.purge(self._cursor, self.help_out)
+            while compiled.purge(self._address, self._cursor) == layout.NEEDS_HELP:
+                self.help_out()
             self._cursor += 1
             if self._cursor == self._segments.num_segments:
                 self._slots.free_swept(self._sweeping)
@@ -229,15 +232,29 @@ class RadixIndex:
             num_rows += 1 + self._segments.num_rows(index)
             self._capture(index)
             self._segments.shrink(index)
+        if not shrinkable:
+            self._heap.free_scratch()
         return bool(num_rows >= max_rows or self._sweeping or self._retired or self._sets.has_spare_buckets)
+
+    def _release_stale(self, max_rows: int) -> int:
+        """Take back references of a closed snapshot's rows; return how many."""
+        address, num_left = self._stale_rows.popitem()
+        num_released = min(num_left, max_rows)
+        num_left -= num_released
+        compiled.release(self._address, address + num_left * layout.LOOSE_ROW_BYTES, num_released)
+        if num_left:
+            self._stale_rows[address] = num_left
+        else:
+            self._heap.free(address)
+        return 1 + num_released
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
     def snapshot(self, max_blocks_per_chunk: int = 4096) -> Snapshot:
         """Return an iterator over all that is held now, parents before children; later changes do not show.
 
-        One snapshot at a time. While it is open, the first change to each segment copies it. Blocks stored by corrupt
-        peers, whose parents form a cycle, come in some order.
+        One snapshot at a time. While it is open, the first change to each segment copies what is still to be told of
+        it. Blocks come by ascending depth, which is wrong only for what corrupt peers stored below a wrong parent.
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
@@ -307,7 +324,7 @@ class RadixIndex:
             snapshot.capture(index)
 
     def _forget_snapshot(self, snapshot: Snapshot) -> None:
-        self._stale_copies.update(snapshot.copies)
+        self._stale_rows.update(snapshot.loose_rows)
         self._snapshot = None
 
     def _load(self, hashes: NDArray[np.uint64]) -> int:
@@ -336,11 +353,6 @@ class RadixIndex:
         self._input_bytes = self._heap.view(self._input_address)
         self._input: Any = self._input_bytes.cast(_HASH_FORMAT)
         self._operations_bytes = self._heap.capacity_bytes(self._operations_address)
-
-
-def _signed(bits: int) -> int:
-    """Return the i64 with the bits of a u64."""
-    return bits - _U64_END if bits >> 63 else bits
 
 
 def _unreadable(events: Iterable[Event]) -> InvalidValueError:

@@ -128,23 +128,22 @@ class Statistics:
     num_ranks: int
     num_retired: int  # ranks gone, but not yet swept
     num_sets: int  # distinct sets of two or more holders
-    num_parent_conflicts: int  # blocks stored below two different parents; the first one was kept
     size_bytes: int
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotChunk:
-    """Some blocks of a snapshot, each after its parent, with all who hold them.
+    """Some blocks of a snapshot, by ascending depth and so each after its parent, with all who hold them.
 
-    Block i has the hash `hashes[i]` and the parent `parents[i]` (its own hash at a root). Its holders are
+    Block i has the hash `hashes[i]`, and `depths[i]` blocks come before it (262,143 at most). Its holders are
     `members[offsets[s] : offsets[s + 1]]` with `s = set_idx[i]`; a member is `index into ranks << 4 | tiers`, where
     bit t of `tiers` stands for Tier t.
     """
 
     ranks: tuple[WorkerRank, ...]
     hashes: NDArray[np.uint64]
-    parents: NDArray[np.uint64]
+    depths: NDArray[np.uint32]
     set_idx: NDArray[np.uint32]
     offsets: NDArray[np.uint32]
     members: NDArray[np.uint32]

@@ -114,13 +114,12 @@ def test_a_refused_chain_changes_nothing(index: RadixIndex, u64: U64) -> None:
     assert (index.statistics(), index.digest(W0), index.ranks()) == before
 
 
-def test_a_block_stored_below_two_parents_keeps_the_first_and_is_counted(index: RadixIndex, u64: U64) -> None:
+def test_a_block_stored_below_two_parents_keeps_its_first_depth(index: RadixIndex, u64: U64) -> None:
     index.store(W0, Tier.GPU, None, u64(1, 2))
-    assert index.store(W1, Tier.GPU, None, u64(7, 2)).status is StoreStatus.OK
-    assert index.statistics().num_parent_conflicts == 1
-    assert gpu_depths(index, u64(7, 2)) == {W1: 2}
-    parents = {h: p for c in index.snapshot() for h, p in zip(c.hashes.tolist(), c.parents.tolist(), strict=True)}
-    assert parents == {1: 1, 2: 1, 7: 7}
+    assert index.store(W1, Tier.GPU, None, u64(7, 8, 2)).status is StoreStatus.OK
+    assert gpu_depths(index, u64(7, 8, 2)) == {W1: 3}
+    depths = {h: d for c in index.snapshot() for h, d in zip(c.hashes.tolist(), c.depths.tolist(), strict=True)}
+    assert depths == {1: 0, 2: 1, 7: 0, 8: 1}
 
 
 def test_a_cleared_rank_scores_nothing_at_once_and_others_keep_their_scores(index: RadixIndex, u64: U64) -> None:
@@ -348,6 +347,6 @@ def test_only_one_snapshot_is_open_at_a_time_and_a_forgotten_one_closes_itself(i
         index.snapshot()
     index.store(W0, Tier.HOST, None, u64(1, 2))
     del forgotten
-    assert [chunk.hashes.tolist() for chunk in index.snapshot()] == [[1, 2]]
+    assert [block for chunk in index.snapshot() for block in chunk.hashes.tolist()] == [1, 2]
     with pytest.raises(InvalidValueError, match="max_blocks_per_chunk"):
         index.snapshot(0)

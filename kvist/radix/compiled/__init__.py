@@ -12,22 +12,24 @@ from kvist.radix.compiled.events import read_events
 from kvist.radix.compiled.housekeeping import merge_buckets, purge, split_buckets
 from kvist.radix.compiled.matching import match
 from kvist.radix.compiled.sets import list_members
-from kvist.radix.compiled.snapshots import pin, snapshot_next
+from kvist.radix.compiled.snapshots import capture, collect, count_depths, release
 from kvist.radix.compiled.table import put_back, take_out
 from kvist.radix.compiled.updates import apply, remove, restore, store
 
 __all__ = [
     "apply",
+    "capture",
+    "collect",
+    "count_depths",
     "list_members",
     "match",
     "merge_buckets",
-    "pin",
     "purge",
     "put_back",
     "read_events",
+    "release",
     "remove",
     "restore",
-    "snapshot_next",
     "split_buckets",
     "store",
     "take_out",

@@ -123,6 +123,19 @@ def equal_keys(_typing: Any, _bucket: Any, _key: Any) -> Any:
 
 
 @intrinsic
+def equal_prefixes(_typing: Any, _bucket: Any, _prefix: Any) -> Any:
+    """Return five bits: which keys of a bucket, of held rows or not, have these upper 32 bits."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        keys = _lanes(builder, args[0], 64, 8)
+        prefixes = builder.lshr(keys, ir.Constant(keys.type, [32] * 8))
+        hits = builder.icmp_unsigned("==", prefixes, _splat(builder, args[1], keys.type))
+        return builder.and_(_mask(builder, hits), ir.IntType(64)(31))
+
+    return types.uint64(types.int64, types.int64), generate
+
+
+@intrinsic
 def held_rows(_typing: Any, _bucket: Any) -> Any:
     """Return five bits: which set ids of a bucket are not zero."""
 

@@ -1,17 +1,21 @@
 """The layout of the index in memory, for those who compile it and those who own the memory. Sizes are in bytes.
 
-Bucket, 64: one cache line with room for five rows, of blocks that somebody holds, in no order.
+Bucket, 64: one cache line with room for five rows, in no order. In the index a row is a block that somebody holds.
     0  u64 x 5 key     hash times a secret odd number, modulo 2**64
-    40 u32 x 5 set id  who holds it; 0 where there is no row, and then the key means nothing
+    40 u32 x 5 value   in the index the id of the set that holds it; 0 where there is no row, whatever the key says
     60 u32 passed      rows that begin their search here, or before, and lie in a later bucket
-A row is known by the address of its set id. Its search begins at its home, the key's place in the key range scaled to
-the capacity, and ends at the first bucket that no row has passed; the last bucket never is, so no bounds are checked.
+A row is known by the address of its value. Its search begins at its home, the place of its prefix (the upper 32 bits of
+the key) scaled to the capacity, so rows of one prefix have one home. It ends at the first bucket that no row has
+passed; the last bucket never is, so no bounds are checked.
 
-Segment: the keys that share their top bits. Its buckets, then for each row
-    u64 parent         hash of the block before it; its own hash at a root (no block is its own parent)
+Segment: the keys that share their top bits. Its buckets; then, in a table that has them, a side word for each row
+    u32 side           bits 0-17 depth: how many blocks come before it, at most MAX_DEPTH  18-29 epoch of the last use
+        30 secondary: there was another row of its prefix when it was put in, so at most one that is not  31 irregular:
+        what is known of the block is more than a map of prefixes can tell (the index itself does not set it)
+    Where there is no row it means nothing.
 Entry in the segment directory, 24:
     0  i64 address  8  u32 capacity (range of homes)  12 u32 buckets (with padding)  16 u32 count  20 u32 captured
-Loose row, 20, as snapshots and rebuilding take them out: 0 u64 key  8 u64 parent  16 u32 set id
+Loose row, 16, as snapshots and rebuilding take them out: 0 u64 key  8 u32 side  12 u32 value
 
 Set id, u32: who holds a block, in which tiers. A *member* is `slot << 4 | tiers`: a slot stands for one rank of one
 worker, `tiers` has bit t set if it holds the block in tier t.
@@ -28,26 +32,30 @@ Class, 8: 0 u32 record bytes  4 u32 first slab with room (0 = none; slab 0 is ne
 Bucket: u32 set id, head of a chain. Pages of 4,096 buckets; linear hashing adds or merges one page at a time.
 Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u32 set  4 u32 operation
     8 u32 stamp of set  12 u32 result  16 u32 stamp of result
-Snapshot, 56: 0 i64 directory  8 segment and  16 row of the cursor  24 stack  32 its depth  40 output, of loose rows
-    48 1 while the ancestors of the top of the stack are still to be looked for
-    Its directory, 24 an entry: 0 i64 address of a copy (0: the segment is as it was)  8 u32 capacity  12 u32 buckets
-    16 i64 address of one byte a row: 1 once the row was put on the stack
-Slot, 32: 0 i64 number of (block, tier) held  8 u64 digest of them  16 u32 state
+Snapshot, 64: 0 i64 directory  8 next segment  16 first depth collected and  24 the one after the last
+    32 collected rows, loose  40 place of the next row of each depth, u32, or 0: in the order they are found
+    48 how many, if in that order  56 number of rows of each depth, u32
+    Its directory, 16 an entry: 0 i64 address and  8 i64 number of loose rows, copied from a captured segment
+Slot, 32: 0 i64 number of (block, tier) held  8 u64 digest of them  16 u32 state  20 u32 1 once blocks were evicted
 """
 
 from __future__ import annotations
 
-# The control block: 64-bit fields, by byte offset.
-MULTIPLIER, INVERSE, SEGMENT_BITS, SEGMENTS, SLABS, CLASSES, BUCKETS, NUM_BUCKETS = range(0, 64, 8)
-TRANSITIONS, SLOTS, MEMBERS, WORDS, ACTIVE, DEPTHS, OUTPUT, SELF = range(64, 128, 8)
-INPUT, OPERATIONS, NUM_ROWS, NUM_SETS, NEXT_STAMP, NUM_EMPTY_SLABS, NUM_RETIRED, RETIRE_EPOCH = range(128, 192, 8)
-NEED_KIND, NEED_ARG, RESUME, RESUME_OPERATION, NUM_CONFLICTS, IS_CAPTURING = range(192, 240, 8)
-NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(240, 272, 8)
+# The control block: 64-bit fields, by byte offset. Every table has the first ones, the index all of them.
+MULTIPLIER, SEGMENT_BITS, SEGMENTS, NUM_ROWS, NEED_KIND, NEED_ARG, IS_CAPTURING, SELF = range(0, 64, 8)
+SIDE_BYTES, FULLEST_128THS = range(64, 80, 8)  # side words, 0 or 4 a row; how full a segment may be
+TABLE_BYTES = 80
+INVERSE, SLABS, CLASSES, BUCKETS, NUM_BUCKETS, TRANSITIONS, SLOTS, MEMBERS, WORDS = range(80, 152, 8)
+ACTIVE, DEPTHS, OUTPUT, INPUT, OPERATIONS, NUM_SETS, NEXT_STAMP, NUM_EMPTY_SLABS = range(152, 216, 8)
+NUM_RETIRED, RETIRE_EPOCH, RESUME, RESUME_OPERATION = range(216, 248, 8)
+NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(248, 280, 8)
+IS_CAPPED, EPOCH, NUM_STAMPED, NUM_EVICTED = range(280, 312, 8)  # the epoch as it stands in a side word
 PIPELINE, CONTROL_BYTES = 512, 2048  # the rest is scratch for the homes of the hashes looked up ahead
 
-SNAPSHOT_BYTES, SNAPSHOT_ENTRY_BYTES = 56, 24
+MAX_DEPTH, EPOCH_SHIFT, EPOCHS, SECONDARY, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 30, 1 << 31
+SNAPSHOT_BYTES, SNAPSHOT_ENTRY_BYTES = 64, 16
 BUCKET_BYTES, BUCKET_ROWS, BUCKET_SETS, BUCKET_PASSED = 64, 5, 40, 60
-LOOSE_ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 20, 24, 40, 8, 20, 32
+LOOSE_ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 16, 24, 40, 8, 20, 32
 OPERATION_BYTES = 32  # u64 kind, tier, parent hash, number of hashes
 STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = 0, 1, 2, 3
 RECORD_HEADER_BYTES, RECORD_BITS, BUCKETS_PER_PAGE = 24, 13, 4096

@@ -1,4 +1,8 @@
-"""Reads the table as it was when a snapshot began, each row after its parent."""
+"""Collects the rows of the moment a snapshot began, a range of depths a pass over the table; see `layout`.
+
+Rows collected, and those copied from a segment that is about to change, count as references to their sets, so that no
+set goes while a snapshot still has to tell its members.
+"""
 
 # mypy: ignore-errors
 # The signature of each function is its type.
@@ -6,112 +10,148 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, put32, put64, putu64
+from kvist.radix.compiled.intrinsics import get32, get64, getu64, held_rows, lowest_bit, move, put32, put64, putu64
 from kvist.radix.compiled.jit import jit
 from kvist.radix.compiled.layout import (
     BUCKET_BYTES,
-    BUCKET_PASSED,
     BUCKET_ROWS,
     BUCKET_SETS,
     LOOSE_ROW_BYTES,
-    MULTIPLIER,
+    MAX_DEPTH,
     SEGMENT_BITS,
     SEGMENT_BYTES,
     SEGMENTS,
     SNAPSHOT_ENTRY_BYTES,
 )
 from kvist.radix.compiled.sets import add_references
-from kvist.radix.compiled.table import find, home_index, index_of_row, key_of, parent_at, row_at
 
 _U1 = np.uint64(1)
 
 
-@jit("void(i8,i8,i8,i8)", is_entry=True)
-def pin(control, address, num_buckets, change):
-    """Count the rows of a copy as references to their sets (change 1), or no longer (change -1)."""
-    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
-        for row in range(bucket + BUCKET_SETS, bucket + BUCKET_PASSED, 4):
-            add_references(control, get32(row), change)
+@jit("void(i8,i8,i8)", is_entry=True)
+def release(control, rows, num_rows):
+    """Take back the references of loose rows, and make them refer to nothing; some may do so already."""
+    for row in range(rows, rows + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
+        add_references(control, get32(row + 12), -1)
+        put32(row + 12, 0)
 
 
-@jit("i8(i8,i8,i8)")
-def _snapshot_address(control, snapshot, segment_index):
-    """Address of a segment as it was."""
-    copy = get64(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES)
-    return copy if copy else get64(get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES)
-
-
-@jit("i8(i8,i8,i8)")
-def _push_if_new(snapshot, segment_index, row_index):
-    """Put a row on the stack and return 1, or 0 if it was there before."""
-    entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
-    mark = get64(entry + 16) + (row_index & ~3)  # marks are bytes, read four at a time
-    bit = 1 << ((row_index & 3) * 8)
-    if get32(mark) & bit:
-        return 0
-    put32(mark, get32(mark) | bit)
-    depth = get64(snapshot + 32)
-    put64(get64(snapshot + 24) + depth * 8, segment_index << 32 | row_index)
-    put64(snapshot + 32, depth + 1)
-    return 1
-
-
-@jit("u8(i8,i8,i8,i8)")
-def _snapshot_parent(control, snapshot, segment_index, row_index):
-    num_buckets = get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12)
-    return getu64(parent_at(_snapshot_address(control, snapshot, segment_index), num_buckets, row_index))
-
-
-@jit("i8(i8,i8)")
-def _push_parent(control, snapshot):
-    """Put the parent of the row on top of the stack above it; return 0 if there is none, or it was there before."""
-    top = get64(get64(snapshot + 24) + (get64(snapshot + 32) - 1) * 8)
-    parent = _snapshot_parent(control, snapshot, top >> 32, top & 0xFFFF_FFFF)
-    key, bits = parent * getu64(control + MULTIPLIER), get64(control + SEGMENT_BITS)
-    segment_index = np.int64((key >> _U1) >> np.uint64(63 - bits))
-    entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
-    address = _snapshot_address(control, snapshot, segment_index)
-    row = find(address + home_index(key, bits, get32(entry + 8)) * BUCKET_BYTES, key)
-    return _push_if_new(snapshot, segment_index, index_of_row(address, row)) if row else 0
-
-
-@jit("void(i8,i8,i8,i8)")
-def _write_snapshot_row(control, snapshot, top, loose):
-    segment_index, row_index = top >> 32, top & 0xFFFF_FFFF
-    row = row_at(_snapshot_address(control, snapshot, segment_index), row_index)
-    putu64(loose, key_of(row))
-    putu64(loose + 8, _snapshot_parent(control, snapshot, segment_index, row_index))
-    put32(loose + 16, get32(row))
+@jit("i8(i8,i8,i8,i8,i8)")
+def _copy_held(control, target, bucket, slot, sides):
+    """Copy a row of a bucket to a loose one, as a reference to its set; return the end of that."""
+    set_id = get32(bucket + BUCKET_SETS + slot * 4)
+    putu64(target, getu64(bucket + slot * 8))
+    put32(target + 8, get32(sides + slot * 4))
+    put32(target + 12, set_id)
+    add_references(control, set_id, 1)
+    return target + LOOSE_ROW_BYTES
 
 
 @jit("i8(i8,i8,i8)", is_entry=True)
-def snapshot_next(control, snapshot, max_rows):
-    """Write the next rows as they were, each after its parent; return how many, or -1 at the end.
+def capture(control, snapshot, segment_index):
+    """Copy the rows of a segment that are still to be collected to where its entry says; return how many."""
+    segment = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES
+    entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
+    address, num_buckets, copy = get64(segment), get32(segment + 12), get64(entry)
+    least = get64(snapshot + 24) if segment_index < get64(snapshot + 8) else get64(snapshot + 16)
+    sides = address + num_buckets * BUCKET_BYTES
+    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
+        held = held_rows(bucket)
+        while held != np.uint64(0):
+            slot = lowest_bit(held)
+            held &= held - _U1
+            if get32(sides + slot * 4) & MAX_DEPTH >= least:
+                copy = _copy_held(control, copy, bucket, slot, sides)
+        sides += BUCKET_ROWS * 4
+    return (copy - get64(entry)) // LOOSE_ROW_BYTES
 
-    A call takes a bounded number of steps, so it may return 0 rows though there are more.
-    """
-    output, count = get64(snapshot + 40), 0
-    for _ in range(4 * max_rows):
-        if count == max_rows:
-            break
-        depth = get64(snapshot + 32)
-        if get64(snapshot + 48) != 0:  # climbing from a new row to its eldest ancestor
-            put64(snapshot + 48, _push_parent(control, snapshot))
-        elif depth > 0:  # the eldest is on top
-            top = get64(get64(snapshot + 24) + (depth - 1) * 8)
-            _write_snapshot_row(control, snapshot, top, output + count * LOOSE_ROW_BYTES)
-            put64(snapshot + 32, depth - 1)
-            count += 1
+
+@jit("i8(i8,i8,i8)")
+def _count_segment(control, snapshot, segment_index):
+    """Count a segment's rows by depth; return how many were looked at."""
+    segment, counts = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(snapshot + 56)
+    if get32(segment + 20):
+        entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
+        copy, num_rows = get64(entry), get64(entry + 8)
+        for row in range(copy, copy + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
+            count = counts + (get32(row + 8) & MAX_DEPTH) * 4
+            put32(count, get32(count) + 1)
+        return num_rows
+    address, num_buckets = get64(segment), get32(segment + 12)
+    sides = address + num_buckets * BUCKET_BYTES
+    for index in range(num_buckets):
+        held = held_rows(address + index * BUCKET_BYTES)
+        while held != np.uint64(0):
+            count = counts + (get32(sides + (index * BUCKET_ROWS + lowest_bit(held)) * 4) & MAX_DEPTH) * 4
+            put32(count, get32(count) + 1)
+            held &= held - _U1
+    return num_buckets * BUCKET_ROWS
+
+
+@jit("b1(i8,i8,i8)", is_entry=True)
+def count_depths(control, snapshot, max_visits):
+    """Count rows by depth, in whole segments from the cursor on; return whether that was the last of them."""
+    num_segments, num_visited = 1 << get64(control + SEGMENT_BITS), 0
+    while num_visited < max_visits and get64(snapshot + 8) < num_segments:
+        num_visited += 1 + _count_segment(control, snapshot, get64(snapshot + 8))
+        put64(snapshot + 8, get64(snapshot + 8) + 1)
+    return get64(snapshot + 8) == num_segments
+
+
+@jit("i8(i8,i8)")
+def _place_of(snapshot, depth):
+    """Where the next row of a depth is to be collected."""
+    place = get64(snapshot + 40)
+    if place:
+        place += (depth - get64(snapshot + 16)) * 4
+        put32(place, get32(place) + 1)
+        return get64(snapshot + 32) + (get32(place) - 1) * LOOSE_ROW_BYTES
+    put64(snapshot + 48, get64(snapshot + 48) + 1)
+    return get64(snapshot + 32) + (get64(snapshot + 48) - 1) * LOOSE_ROW_BYTES
+
+
+@jit("i8(i8,i8)")
+def _collect_from_copy(snapshot, entry):
+    """Move rows of the depths wanted out of a copy; return how many were looked at."""
+    first, end, copy, num_rows = get64(snapshot + 16), get64(snapshot + 24), get64(entry), get64(entry + 8)
+    row, last = copy, copy + (num_rows - 1) * LOOSE_ROW_BYTES
+    while row <= last:
+        depth = get32(row + 8) & MAX_DEPTH
+        if first <= depth < end:
+            move(_place_of(snapshot, depth), row, LOOSE_ROW_BYTES)
+            move(row, last, LOOSE_ROW_BYTES)
+            last -= LOOSE_ROW_BYTES
         else:
-            segment_index, row_index = get64(snapshot + 8), get64(snapshot + 16)
-            if segment_index == 1 << get64(control + SEGMENT_BITS):
-                return count if count else -1
-            num_buckets = get32(get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES + 12)
-            if row_index == num_buckets * BUCKET_ROWS:
-                put64(snapshot + 8, segment_index + 1)
-                put64(snapshot + 16, 0)
-            else:
-                put64(snapshot + 16, row_index + 1)
-                if get32(row_at(_snapshot_address(control, snapshot, segment_index), row_index)) != 0:
-                    put64(snapshot + 48, _push_if_new(snapshot, segment_index, row_index))
-    return count
+            row += LOOSE_ROW_BYTES
+    put64(entry + 8, (row - copy) // LOOSE_ROW_BYTES)
+    return num_rows
+
+
+@jit("i8(i8,i8,i8)")
+def _collect_in_place(control, snapshot, segment):
+    """Copy rows of the depths wanted from a segment; return how many were looked at."""
+    first, end = get64(snapshot + 16), get64(snapshot + 24)
+    address, num_buckets = get64(segment), get32(segment + 12)
+    sides = address + num_buckets * BUCKET_BYTES
+    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
+        for slot in range(BUCKET_ROWS):
+            depth = get32(sides + slot * 4) & MAX_DEPTH
+            if first <= depth < end and get32(bucket + BUCKET_SETS + slot * 4) != 0:
+                _copy_held(control, _place_of(snapshot, depth), bucket, slot, sides)
+        sides += BUCKET_ROWS * 4
+    return num_buckets * BUCKET_ROWS
+
+
+@jit("b1(i8,i8,i8)", is_entry=True)
+def collect(control, snapshot, max_visits):
+    """Collect rows of the depths wanted, in whole segments from the cursor on; return whether that was the last."""
+    num_segments, num_visited = 1 << get64(control + SEGMENT_BITS), 0
+    while num_visited < max_visits and get64(snapshot + 8) < num_segments:
+        segment = get64(control + SEGMENTS) + get64(snapshot + 8) * SEGMENT_BYTES
+        if get32(segment + 20):
+            entry = get64(snapshot) + get64(snapshot + 8) * SNAPSHOT_ENTRY_BYTES
+            num_visited += 1 + _collect_from_copy(snapshot, entry)
+        else:
+            num_visited += 1 + _collect_in_place(control, snapshot, segment)
+        put64(snapshot + 8, get64(snapshot + 8) + 1)
+    return get64(snapshot + 8) == num_segments

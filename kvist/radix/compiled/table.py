@@ -1,4 +1,8 @@
-"""Rows of five to a cache line: finding, putting in, taking out, and laying a segment out anew; see `layout`."""
+"""A table of u64 keys and u32 values, five to a cache line, in segments that grow one at a time; see `layout`.
+
+The index is such a table, with a side word a row. Others may be built on it: `kvist.radix.tables` owns their memory.
+No value may be 0.
+"""
 
 # mypy: ignore-errors
 # The signature of each function is its type.
@@ -25,6 +29,7 @@ from kvist.radix.compiled.layout import (
     BUCKET_PASSED,
     BUCKET_ROWS,
     BUCKET_SETS,
+    FULLEST_128THS,
     IS_CAPTURING,
     LOOSE_ROW_BYTES,
     MULTIPLIER,
@@ -37,19 +42,19 @@ from kvist.radix.compiled.layout import (
     SEGMENT_BITS,
     SEGMENT_BYTES,
     SEGMENTS,
+    SIDE_BYTES,
 )
 
 PREFETCH_AHEAD = 16
 _FARTHEST_BYTES = 1024 * BUCKET_BYTES  # between home and row; so no count of passers reaches the id of a set, 8,192
 _FULL = np.uint64((1 << BUCKET_ROWS) - 1)
-_FULLEST_EIGHTHS = 7  # of a segment's rows may be held: more, and a search passes too many buckets
 _U1, _U32 = (np.uint64(n) for n in (1, 32))
 
 
 @jit("i8(u8,i8,i8)")
 def home_index(key, segment_bits, capacity):
-    """Index of a key's home bucket in its segment."""
-    return (np.int64((key << np.uint64(segment_bits)) >> _U32) * capacity) >> 32
+    """Index of a key's home bucket in its segment: the same for all keys of one prefix."""
+    return (np.int64((key >> _U32) << np.uint64(32 + segment_bits) >> _U32) * capacity) >> 32
 
 
 @jit("i8(i8,u8)")
@@ -109,16 +114,11 @@ def key_of(row):
     return getu64(bucket + (row - bucket - BUCKET_SETS) * 2)
 
 
-@jit("i8(i8,i8,i8)")
-def parent_at(address, num_buckets, row_index):
-    """Address of a row's parent."""
-    return address + num_buckets * BUCKET_BYTES + row_index * 8
-
-
 @jit("i8(i8,i8)")
-def parent_of(segment, row):
+def side_of(segment, row):
+    """Address of a row's side word."""
     address = get64(segment)
-    return parent_at(address, get32(segment + 12), index_of_row(address, row))
+    return address + get32(segment + 12) * BUCKET_BYTES + index_of_row(address, row) * 4
 
 
 @jit("i8(i8,i8,i8)")
@@ -145,8 +145,8 @@ def need_capture(control, segment):
     return need(control, NEED_CAPTURE, (segment - get64(control + SEGMENTS)) // SEGMENT_BYTES)
 
 
-@jit("i8(i8,i8,u8,u8,i8)")
-def _place(segment, home, key, parent, set_id):
+@jit("i8(i8,i8,u8,i8)")
+def _place(segment, home, key, value):
     """Put a new row into the first bucket with room from its home on; return 0 if there is none."""
     end = min(get64(segment) + get32(segment + 12) * BUCKET_BYTES, home + _FARTHEST_BYTES)
     bucket, held = home, held_rows(home)
@@ -158,24 +158,24 @@ def _place(segment, home, key, parent, set_id):
     slot = lowest_bit(~held)
     row = bucket + BUCKET_SETS + slot * 4
     putu64(bucket + slot * 8, key)
-    put32(row, set_id)
-    putu64(parent_of(segment, row), parent)
+    put32(row, value)
     for passed in range(home, bucket, BUCKET_BYTES):
         put32(passed + BUCKET_PASSED, get32(passed + BUCKET_PASSED) + 1)
     return row
 
 
-@jit("i8(i8,i8,i8,u8,u8,i8)")
-def insert_row(control, segment, home, key, parent, set_id):
-    """Put a new row into a segment; needs a bigger one if it is full."""
+@jit("i8(i8,i8,i8,u8,i8)")
+def insert_row(control, segment, home, key, value):
+    """Put in a row for a key that has none; return the row, or NEEDS_HELP if the segment is full."""
     count = get32(segment + 16)
-    if count * 8 >= get32(segment + 8) * (BUCKET_ROWS * _FULLEST_EIGHTHS):
+    if count * 128 >= get32(segment + 8) * BUCKET_ROWS * get64(control + FULLEST_128THS):
         return need_segment(control, segment)
-    if _place(segment, home, key, parent, set_id) == 0:
+    row = _place(segment, home, key, value)
+    if row == 0:
         return need_segment(control, segment)
     put32(segment + 16, count + 1)
     put64(control + NUM_ROWS, get64(control + NUM_ROWS) + 1)
-    return 0
+    return row
 
 
 @jit("void(i8,i8,i8,i8)")
@@ -191,17 +191,20 @@ def delete_row(control, segment, home, row):
 @jit("i8(i8,i8,i8)", is_entry=True)
 def take_out(control, segment_index, output):
     """Write a segment's rows to the output as loose ones, about in the order of their homes; return how many."""
-    segment = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES
+    segment, has_side = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(control + SIDE_BYTES) != 0
     address, num_buckets, loose = get64(segment), get32(segment + 12), output
+    side = address + num_buckets * BUCKET_BYTES
     for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
         held = held_rows(bucket)
         while held != np.uint64(0):
-            row = bucket + BUCKET_SETS + lowest_bit(held) * 4
-            putu64(loose, key_of(row))
-            putu64(loose + 8, getu64(parent_at(address, num_buckets, index_of_row(address, row))))
-            put32(loose + 16, get32(row))
+            slot = lowest_bit(held)
+            putu64(loose, getu64(bucket + slot * 8))
+            if has_side:
+                put32(loose + 8, get32(side + slot * 4))
+            put32(loose + 12, get32(bucket + BUCKET_SETS + slot * 4))
             loose += LOOSE_ROW_BYTES
             held &= held - _U1
+        side += BUCKET_ROWS * 4
     return (loose - output) // LOOSE_ROW_BYTES
 
 
@@ -212,27 +215,30 @@ def put_back(control, segment_index, capacity, num_buckets, rows, dirty_bytes):
     What the buffer has beyond `dirty_bytes` must be zero.
     """
     segment, bits = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(control + SEGMENT_BITS)
-    address, num_rows = get64(segment), get32(segment + 16)
+    address, num_rows, has_side = get64(segment), get32(segment + 16), get64(control + SIDE_BYTES) != 0
     clear(address, min(dirty_bytes, num_buckets * BUCKET_BYTES))
     put32(segment + 8, capacity)
     put32(segment + 12, num_buckets)
     for loose in range(rows, rows + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
         key = getu64(loose)
         home = address + home_index(key, bits, capacity) * BUCKET_BYTES
-        if _place(segment, home, key, getu64(loose + 8), get32(loose + 16)) == 0:
+        row = _place(segment, home, key, get32(loose + 12))
+        if row == 0:
             return False
+        if has_side:
+            put32(side_of(segment, row), get32(loose + 8))
     return True
 
 
 @jit("void(i8,i8,i8)")
 def prefetch_home(control, at, end):
-    """Ask for the home of the hash at an address, and for the parents of the rows there, if that is before the end."""
+    """Ask for the home of the hash at an address, and for the side words there, if that is before the end."""
     if at < end:
         key = getu64(at) * getu64(control + MULTIPLIER)
         segment = segment_of(control, key)
         home = home_of(control, segment, key)
         prefetch(home)
-        prefetch(parent_of(segment, home + BUCKET_SETS))
+        prefetch(side_of(segment, home + BUCKET_SETS))
 
 
 @jit("void(i8,i8,i8)")

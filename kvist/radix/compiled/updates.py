@@ -13,11 +13,12 @@ from kvist.radix.compiled.layout import (
     INLINE,
     INPUT,
     INVALID,
+    IS_CAPPED,
+    MAX_DEPTH,
     MULTIPLIER,
     NEEDS_CLEAR,
     NEEDS_HELP,
     NUM_APPLIED,
-    NUM_CONFLICTS,
     NUM_INVALID,
     NUM_NOT_FOUND,
     NUM_ORPHANS,
@@ -27,9 +28,11 @@ from kvist.radix.compiled.layout import (
     REMOVE,
     RESUME,
     RESUME_OPERATION,
+    SECONDARY,
     SLOT_BYTES,
     SLOTS,
 )
+from kvist.radix.compiled.rows import depth_below, depth_of, has_prefix, stamp
 from kvist.radix.compiled.sets import MIX_1, MIX_2, add_references, changed_set, is_retired, tiers_of
 from kvist.radix.compiled.table import (
     PREFETCH_AHEAD,
@@ -39,10 +42,10 @@ from kvist.radix.compiled.table import (
     insert_row,
     is_uncaptured,
     need_capture,
-    parent_of,
     prefetch_first,
     prefetch_home,
     segment_of,
+    side_of,
 )
 
 _TIER_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
@@ -50,7 +53,7 @@ _U27, _U30, _U31 = (np.uint64(n) for n in (27, 30, 31))
 
 
 @jit("u8(u8,i8)")
-def _block_digest(block_hash, tier):
+def block_digest(block_hash, tier):
     """The same number as `kvist.events.digest.block_digest`."""
     x = block_hash ^ (np.uint64(tier) * _TIER_STEP)
     x = (x ^ (x >> _U30)) * MIX_1
@@ -58,34 +61,47 @@ def _block_digest(block_hash, tier):
     return x ^ (x >> _U31)
 
 
-@jit("i8(i8,u8,u8,i8,i8)")
-def store_one(control, block_hash, parent, slot, tier):
-    """Hold one block; return 1 if it was not held before, 0 if it was, negative if help is needed first."""
+@jit("i8(i8,i8,i8,u8,i8,i8)")
+def _store_new(control, segment, home, key, depth, set_id):
+    """Put in the row of a block that nobody holds; return 1, or NEEDS_HELP."""
+    if is_uncaptured(control, segment):
+        return need_capture(control, segment)
+    is_secondary = has_prefix(home, key)
+    row = insert_row(control, segment, home, key, set_id)
+    if row < 0:
+        return row
+    side = side_of(segment, row)
+    put32(side, depth | SECONDARY if is_secondary else depth)
+    if get64(control + IS_CAPPED):
+        stamp(control, side)
+    return 1
+
+
+@jit("i8(i8,u8,i8,i8,i8)")
+def store_one(control, block_hash, depth, slot, tier):
+    """Hold one block; return 1 if it was not held before, 0 if it was, NEEDS_HELP if help is needed first.
+
+    The depth, at most MAX_DEPTH, is only noted of a block that nobody held. What a slot holds is counted by `credit`.
+    """
     key = block_hash * getu64(control + MULTIPLIER)
     segment = segment_of(control, key)
     home = home_of(control, segment, key)
     row = find(home, key)
     if row == 0:
-        if is_uncaptured(control, segment):
-            return need_capture(control, segment)
-        result = insert_row(control, segment, home, key, parent, INLINE | slot << 4 | 1 << tier)
-        return result if result < 0 else 1
+        return _store_new(control, segment, home, key, depth, INLINE | slot << 4 | 1 << tier)
     old = get32(row)
     base = old
     if old & INLINE and is_retired(control, (old & (INLINE - 1)) >> 4):
         base = 0  # only somebody who is gone held it: as good as new
     new = changed_set(control, base, slot, tier, 1)
+    if get64(control + IS_CAPPED):
+        stamp(control, side_of(segment, row))
     if new == old:
         return 0
     if new < 0:
         return NEEDS_HELP
     if is_uncaptured(control, segment):
         return need_capture(control, segment)
-    known = parent_of(segment, row)
-    if base == 0:
-        putu64(known, parent)
-    elif getu64(known) != parent:
-        put64(control + NUM_CONFLICTS, get64(control + NUM_CONFLICTS) + 1)
     put32(row, new)
     add_references(control, new, 1)
     add_references(control, old, -1)
@@ -128,43 +144,47 @@ def credit(control, slot, num_held, digest):
 
 @jit("i8(i8,i8,i8,u8,i8,i8)")
 def check_chain(control, slot, is_child, parent, hashes, num_hashes):
-    """INVALID if a block is its own parent, ORPHAN if this slot does not hold the first parent in any tier, else 0."""
+    """Depth of a chain's first block; INVALID if a block is its own parent, ORPHAN if this slot does not hold the
+    first parent in any tier. Nothing is changed."""
     num_same = 0
     for index in range(1, num_hashes):
         num_same += np.int64(get_word(hashes, index) == get_word(hashes, index - 1))
     if num_same > 0 or (is_child and num_hashes > 0 and getu64(hashes) == parent):
         return INVALID
-    if is_child:
-        key = parent * getu64(control + MULTIPLIER)
-        row = find(home_of(control, segment_of(control, key), key), key)
-        if row == 0 or tiers_of(control, get32(row), slot) == 0:
-            return ORPHAN
-    return 0
+    if not is_child:
+        return 0
+    key = parent * getu64(control + MULTIPLIER)
+    segment = segment_of(control, key)
+    row = find(home_of(control, segment, key), key)
+    if row == 0 or tiers_of(control, get32(row), slot) == 0:
+        return ORPHAN
+    return min(depth_of(segment, row) + 1, MAX_DEPTH)
 
 
 @jit("i8(i8,i8,i8,i8,u8,i8,i8,i8,i8)")
 def store_chain(control, slot, tier, is_child, parent, hashes, num_hashes, start, end):
-    """Hold a chain of hashes, beyond which others follow up to an end."""
+    """Hold a chain of hashes, beyond which others follow up to an end, and credit it; a refused one changes nothing.
+
+    Return 0, ORPHAN, INVALID, or NEEDS_HELP: then call again with `RESUME` as the start.
+    """
     if start == 0:
-        refusal = check_chain(control, slot, is_child, parent, hashes, num_hashes)
-        if refusal < 0:
-            return refusal
-    if start > 0:
-        parent = getu64(hashes + start * 8 - 8)
-    elif not is_child and num_hashes > 0:
-        parent = getu64(hashes)
+        depth = check_chain(control, slot, is_child, parent, hashes, num_hashes)
+        if depth < 0:
+            return depth
+    else:
+        depth = depth_below(control, getu64(hashes + start * 8 - 8))
     num_stored, digest, result = 0, np.uint64(0), 0
     for index in range(start, num_hashes):
         prefetch_home(control, hashes + (index + PREFETCH_AHEAD) * 8, end)
         block_hash = getu64(hashes + index * 8)
-        result = store_one(control, block_hash, parent, slot, tier)
+        result = store_one(control, block_hash, depth, slot, tier)
         if result < 0:
             put64(control + RESUME, index)
             break
         if result > 0:
             num_stored += 1
-            digest += _block_digest(block_hash, tier)
-        parent = block_hash
+            digest += block_digest(block_hash, tier)
+        depth = min(depth + 1, MAX_DEPTH)
     credit(control, slot, num_stored, digest)
     put64(control + NUM_APPLIED, get64(control + NUM_APPLIED) + num_stored)
     return NEEDS_HELP if result < 0 else 0
@@ -195,7 +215,7 @@ def remove_all(control, slot, tier, hashes, num_hashes, start, end):
             break
         if result > 0:
             num_removed += 1
-            digest += _block_digest(block_hash, tier)
+            digest += block_digest(block_hash, tier)
         index += 1
     credit(control, slot, -num_removed, np.uint64(0) - digest)
     put64(control + NUM_NOT_FOUND, get64(control + NUM_NOT_FOUND) + index - start - num_removed)
@@ -254,20 +274,20 @@ def apply(control, slot, num_operations, first_operation, start):
 
 @jit("i8(i8,i8,i8)", is_entry=True)
 def restore(control, num_rows, start):
-    """Hold the input's rows, each (hash, parent, slot << 4 | tiers), without asking for parents.
+    """Hold the input's rows, each (hash, depth, slot << 4 | tiers), without asking for parents.
 
     Return 0, or NEEDS_HELP: then call again from `RESUME`.
     """
     for index in range(start, num_rows):
         row = get64(control + INPUT) + index * 24
-        block_hash, member = getu64(row), get64(row + 16)
+        block_hash, depth, member = getu64(row), min(get64(row + 8), MAX_DEPTH), get64(row + 16)
         for tier in range(4):
             if member >> tier & 1:
-                result = store_one(control, block_hash, getu64(row + 8), member >> 4, tier)
+                result = store_one(control, block_hash, depth, member >> 4, tier)
                 if result < 0:
                     put64(control + RESUME, index)
                     return NEEDS_HELP
                 if result > 0:
-                    credit(control, member >> 4, 1, _block_digest(block_hash, tier))
+                    credit(control, member >> 4, 1, block_digest(block_hash, tier))
                     put64(control + NUM_APPLIED, get64(control + NUM_APPLIED) + 1)
     return 0

@@ -1,4 +1,4 @@
-"""All memory of the index comes from one allocator, and goes back to the operating system when it is freed.
+"""All memory of an index comes from one allocator, and goes back to the operating system when it is freed.
 
 Buffers are whole pages of private, anonymous memory: they can grow in place, cost nothing until touched, and leave no
 holes in the heap when thousands of them grow side by side.
@@ -18,10 +18,11 @@ def page_rounded(size_bytes: int) -> int:
 
 
 class Heap:
-    """Hands out zeroed buffers by address and accounts for every byte of them."""
+    """Hands out zeroed buffers by address and accounts for every byte of them; several tables may share one."""
 
     def __init__(self) -> None:
         self._maps: dict[int, mmap.mmap] = {}
+        self._scratch: int | None = None
         self.size_bytes = 0
         self.peak_bytes = 0
 
@@ -45,6 +46,20 @@ class Heap:
         buffer = self._maps.pop(address)
         self.size_bytes -= len(buffer)
         buffer.close()
+
+    def scratch(self, size_bytes: int) -> int:
+        """Return the address of a buffer for use until the next call, with any contents; it is kept for that."""
+        if self._scratch is None:
+            self._scratch = self.allocate(size_bytes)
+        elif size_bytes > self.capacity_bytes(self._scratch):
+            self._scratch = self.resize(self._scratch, size_bytes * 5 // 4)
+        return self._scratch
+
+    def free_scratch(self) -> None:
+        """Give the scratch buffer back, until it is needed again."""
+        if self._scratch is not None:
+            self.free(self._scratch)
+            self._scratch = None
 
     def capacity_bytes(self, address: int) -> int:
         """Return the size of a buffer, in whole pages."""
