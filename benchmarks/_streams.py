@@ -1,0 +1,370 @@
+"""The streams that both indexers are fed: conversations in vLLM's events, published from a process of its own.
+
+`Conversations` is engine, oracle and encoder at once: it makes messages ahead of time and knows what the engine holds
+after them. `Publisher` is the handle on a process with one ZMQ socket a stream and side, which sends what was made.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import zmq
+
+from kvist.events import FULL, EngineRemoved, EngineStored, WorkerRank
+from kvist.events.codec import encode_batch
+from kvist.publisher.stream import RankStream, topic_of
+
+BLOCK_SIZE = 16
+VOCABULARY = 128_256
+NUM_OPEN_CONVERSATIONS = 64
+ENGINE_HWM = 100_000
+"""What vLLM's socket keeps for a slow subscriber. Bursts are shorter; where they are not, the publisher waits."""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class Frames(NamedTuple):
+    """A message as ZMQ carries it, and the stream that carries it."""
+
+    stream_idx: int
+    topic: bytes
+    sequence: bytes
+    payload: bytes
+
+
+class Probe(NamedTuple):
+    """A prompt, and how many of its tokens the engine of a stream holds."""
+
+    stream_idx: int
+    token_ids: list[int]
+    num_held: int
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """What is made: events of `num_blocks` new blocks for each side in its form.
+
+    A form is "map", "array", or "canonical/K", which is what Kvist's publisher makes of K events. Beyond `capacity`
+    blocks a stream's oldest are removed, one event a hash, before a message stores new ones.
+    """
+
+    num_blocks: int
+    forms: dict[str, str]
+    capacity: int | None = None
+    num_streams: int = 1
+    seed: int = 1
+
+
+@dataclass
+class _Conversation:
+    token_ids: list[int] = field(default_factory=list)
+    hashes: list[int] = field(default_factory=list)
+    num_held: int = 0
+
+
+class Conversations:
+    """One engine: a few dozen conversations at a time, each grown by an event in its turn."""
+
+    def __init__(self, spec: StreamSpec, stream_idx: int) -> None:
+        self._num_blocks = spec.num_blocks
+        self._max_blocks = max(128, 4 * spec.num_blocks)
+        self._capacity = spec.capacity
+        self._rng = np.random.default_rng((spec.seed, stream_idx))
+        self._open: deque[_Conversation] = deque(_Conversation() for _ in range(NUM_OPEN_CONVERSATIONS))
+        self._evictable: deque[_Conversation] = deque()
+        self._num_held = 0
+        self.all: list[_Conversation] = list(self._open)
+
+    def step(self, num_blocks: int | None = None) -> tuple[list[int], EngineStored]:
+        """Return what the engine's next step removes and stores."""
+        conversation = self._open.popleft()
+        if len(conversation.hashes) >= self._max_blocks:
+            self._evictable.append(conversation)
+            conversation = _Conversation()
+            self.all.append(conversation)
+        self._open.append(conversation)
+        num_blocks = num_blocks or self._num_blocks
+        return self._evict(num_blocks), self._grow(conversation, num_blocks)
+
+    def sentinel(self) -> tuple[EngineStored, list[int]]:
+        """Return the event of a conversation of one block, to tell when everything before it is visible."""
+        conversation = _Conversation()
+        event = self._grow(conversation, 1)
+        return event, conversation.token_ids
+
+    def _grow(self, conversation: _Conversation, num_blocks: int) -> EngineStored:
+        tokens = self._rng.integers(0, VOCABULARY, num_blocks * BLOCK_SIZE).tolist()
+        hashes = self._rng.integers(1 << 63, (1 << 64) - 1, num_blocks, np.uint64).tolist()
+        parent = conversation.hashes[-1] if conversation.hashes else None
+        conversation.token_ids += tokens
+        conversation.hashes += hashes
+        conversation.num_held += num_blocks
+        self._num_held += num_blocks
+        return EngineStored(hashes, tokens, BLOCK_SIZE, parent, window=FULL, group=0)
+
+    def _evict(self, num_blocks: int) -> list[int]:
+        """Return the hashes that make room: the ends of the oldest conversations first, as in vLLM's free queue."""
+        removed: list[int] = []
+        while self._capacity is not None and self._evictable and self._num_held + num_blocks > self._capacity:
+            conversation = self._evictable[0]
+            conversation.num_held -= 1
+            self._num_held -= 1
+            removed.append(conversation.hashes[conversation.num_held])
+            if conversation.num_held == 0:
+                self._evictable.popleft()
+        return removed
+
+
+def encode_vllm(form: str, removed: Sequence[int], stored: EngineStored) -> bytes:
+    """Return one engine step as vLLM encodes it: a removal event a hash, then the stored chain."""
+    events: list[Any]
+    hashes, parent, tokens = stored.block_hashes, stored.parent_block_hash, stored.token_ids
+    if form == "array":
+        events = [["BlockRemoved", [block_hash], "GPU"] for block_hash in removed]
+        events.append(["BlockStored", hashes, parent, tokens, BLOCK_SIZE, None, "GPU", None])
+    else:
+        events = [
+            {"type": "BlockRemoved", "block_hashes": [block_hash], "medium": "GPU", "group_idx": 0}
+            for block_hash in removed
+        ]
+        events.append(
+            {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": parent,
+                "token_ids": tokens,
+                "block_size": BLOCK_SIZE,
+                "lora_id": None,
+                "medium": "GPU",
+                "lora_name": None,
+                "group_idx": 0,
+                "kv_cache_spec_kind": "full_attention",
+            }
+        )
+    return _encode([time.time(), events, 0])
+
+
+class _Canonical:
+    """What Kvist's publisher sends for the same engine, `num_events` of its events a batch."""
+
+    def __init__(self, num_events: int, stream_idx: int) -> None:
+        self._stream = RankStream(WorkerRank(str(stream_idx + 1), 0), BLOCK_SIZE, epoch=1)
+        self._topic = topic_of(WorkerRank(str(stream_idx + 1), 0))
+        self._stream_idx = stream_idx
+        self._num_events = num_events
+        self._num_waiting = 0
+
+    def add(self, removed: Sequence[int], stored: EngineStored, is_last: bool = False) -> list[Frames]:
+        """Return the batches that are full with this step; with `is_last` also the one that is not."""
+        for block_hash in removed:
+            self._stream.admit(EngineRemoved([block_hash], FULL, 0))
+        self._stream.admit(stored)
+        self._num_waiting += 1
+        if self._num_waiting < self._num_events and not is_last:
+            return []
+        self._num_waiting = 0
+        return [
+            Frames(self._stream_idx, self._topic, batch.sequence.to_bytes(8, "big"), encode_batch(batch))
+            for batch in self._stream.close_batches(time.time())
+        ]
+
+
+class _Encoder:
+    """One stream for one side, numbered from 0."""
+
+    def __init__(self, form: str, stream_idx: int) -> None:
+        self._form = form
+        self._stream_idx = stream_idx
+        self._canonical = _Canonical(int(form.partition("/")[2]), stream_idx) if "/" in form else None
+        self._sequence = 0
+
+    def add(self, removed: Sequence[int], stored: EngineStored, is_last: bool = False) -> list[Frames]:
+        """Return the messages that a step gives."""
+        if self._canonical is not None:
+            return self._canonical.add(removed, stored, is_last)
+        frames = Frames(
+            self._stream_idx, b"", self._sequence.to_bytes(8, "big"), encode_vllm(self._form, removed, stored)
+        )
+        self._sequence += 1
+        return [frames]
+
+
+class _Server:
+    """What runs in the publisher's process; `Publisher` calls its methods by name."""
+
+    def __init__(self, pipe: Connection, spec: StreamSpec) -> None:
+        self._pipe = pipe
+        self._spec = spec
+        self._rng = random.Random(spec.seed)
+        context = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 2048)
+        self._sockets = {side: [_bound(context) for _ in range(spec.num_streams)] for side in spec.forms}
+        self._engines = [Conversations(spec, idx) for idx in range(spec.num_streams)]
+        self._encoders = {
+            side: [_Encoder(form, idx) for idx in range(spec.num_streams)] for side, form in spec.forms.items()
+        }
+        self._made: dict[str, list[Frames]] = {side: [] for side in spec.forms}
+
+    def endpoints(self) -> dict[str, list[str]]:
+        """Return where each side's streams are."""
+        return {
+            side: [socket.getsockopt_string(zmq.LAST_ENDPOINT) for socket in sockets]
+            for side, sockets in self._sockets.items()
+        }
+
+    def await_subscribers(self, side: str, num_each: int = 1) -> None:
+        """Return when each stream of a side has that many subscribers."""
+        for socket in self._sockets[side]:
+            for _ in range(num_each):
+                if not socket.poll(20_000):
+                    raise TimeoutError(f"{side}: no subscriber")
+                socket.recv()
+
+    def make(self, num_steps: int, num_blocks: int | None = None) -> tuple[list[Probe], dict[str, list[float]]]:
+        """Make messages of some steps, the streams taking turns; return each stream's sentinel, counts and bytes."""
+        self._made = {side: [] for side in self._spec.forms}
+        for step in range(num_steps):
+            stream_idx = step % self._spec.num_streams
+            self._add(stream_idx, *self._engines[stream_idx].step(num_blocks))
+        probes = []
+        for stream_idx, engine in enumerate(self._engines):
+            event, token_ids = engine.sentinel()
+            self._add(stream_idx, [], event, is_last=True)
+            probes.append(Probe(stream_idx, token_ids, len(token_ids)))
+        sizes = {
+            side: [len(frames), sum(len(one.payload) for one in frames) / max(1, len(frames))]
+            for side, frames in self._made.items()
+        }
+        return probes, sizes
+
+    def _add(self, stream_idx: int, removed: list[int], stored: EngineStored, is_last: bool = False) -> None:
+        for side, encoders in self._encoders.items():
+            self._made[side] += encoders[stream_idx].add(removed, stored, is_last)
+
+    def burst(self, side: str) -> float:
+        """Send everything made, as fast as the socket takes it; return when the first was sent."""
+        sockets = self._sockets[side]
+        started_s = time.monotonic()
+        for stream_idx, topic, sequence, payload in self._made[side]:
+            send = sockets[stream_idx].send
+            send(topic, zmq.SNDMORE)
+            send(sequence, zmq.SNDMORE)
+            send(payload)
+        return started_s
+
+    def paced(self, side: str, duration_s: float) -> float:
+        """Send everything made, one by one and evenly over a time; return when the first was sent."""
+        sockets = self._sockets[side]
+        started_s = time.monotonic()
+        interval_s = duration_s / len(self._made[side])
+        for number, frames in enumerate(self._made[side]):
+            wait_s = started_s + number * interval_s - time.monotonic()
+            if wait_s > 0:
+                time.sleep(wait_s)
+            sockets[frames.stream_idx].send_multipart(frames[1:])
+        return started_s
+
+    def endless(self, side: str, interval_s: float) -> int:
+        """Send what was made again and again, newly numbered, until the next call comes; return how many."""
+        sockets = self._sockets[side]
+        frames = self._made[side]
+        sequence = int.from_bytes(frames[0].sequence, "big")
+        num_sent = 0
+        started_s = time.monotonic()
+        while not (num_sent % 16 == 0 and self._pipe.poll(0)):
+            stream_idx, topic, _, payload = frames[num_sent % len(frames)]
+            wait_s = started_s + num_sent * interval_s - time.monotonic()
+            if interval_s and wait_s > 0:
+                time.sleep(wait_s)
+            sockets[stream_idx].send_multipart((topic, sequence.to_bytes(8, "big"), payload))
+            sequence += 1
+            num_sent += 1
+        return num_sent
+
+    def probes(self, num_probes: int) -> list[Probe]:
+        """Return prompts of all kinds: whole, cut within and between blocks, going on unknown, wrong in the middle."""
+        return [self._probe() for _ in range(num_probes)]
+
+    def _probe(self) -> Probe:
+        stream_idx = self._rng.randrange(self._spec.num_streams)
+        conversations = self._engines[stream_idx].all
+        conversation = self._rng.choice(conversations[-256:] if self._rng.random() < 0.7 else conversations)
+        tokens = list(conversation.token_ids)
+        num_known = len(tokens)
+        kind = self._rng.randrange(5)
+        if kind == 1:
+            num_known = self._rng.randrange(num_known + 1)
+            del tokens[num_known:]
+        elif kind == 2:
+            num_known = self._rng.randrange(num_known + 1) // BLOCK_SIZE * BLOCK_SIZE
+            del tokens[num_known:]
+        elif kind == 3:
+            tokens += [self._rng.randrange(VOCABULARY) for _ in range(self._rng.randrange(100))]
+        elif kind == 4 and tokens:
+            num_known = self._rng.randrange(num_known)
+            tokens[num_known] ^= 1
+        num_held = min(num_known // BLOCK_SIZE, conversation.num_held) * BLOCK_SIZE
+        return Probe(stream_idx, tokens, num_held)
+
+
+def _bound(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """Return a PUB socket that also tells of its subscribers and, at its high-water mark, waits."""
+    socket = context.socket(zmq.XPUB)
+    socket.setsockopt(zmq.SNDHWM, ENGINE_HWM)
+    socket.setsockopt(zmq.XPUB_NODROP, 1)
+    socket.setsockopt(zmq.XPUB_VERBOSE, 1)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind("tcp://127.0.0.1:*")
+    return socket
+
+
+def _serve(pipe: Connection, spec: StreamSpec) -> None:
+    server = _Server(pipe, spec)
+    while True:
+        try:
+            name, arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(server, name)(*arguments))
+
+
+class Publisher:
+    """A process that publishes; `call` is one of the methods above, `begin` the same without waiting for its end."""
+
+    def __init__(self, spec: StreamSpec) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(target=_serve, args=(child, spec), daemon=True)
+        self._process.start()
+        child.close()
+        self.endpoints: dict[str, list[str]] = self.call("endpoints")
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the process and return its result."""
+        self.begin(name, *arguments)
+        return self.result()
+
+    def begin(self, name: str, *arguments: Any) -> None:
+        """Call a method; `result` waits for it, unless the next call does."""
+        self._pipe.send((name, arguments))
+
+    def result(self) -> Any:
+        """Return what was begun gave."""
+        return self._pipe.recv()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.close()
+        self._process.join(5)
+        self._process.kill()
