@@ -35,7 +35,7 @@ from kvist.indexer.service.bodies import read_hash_query, read_query, read_regis
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.metrics import Gauges, RequestCounters
-from kvist.indexer.service.registry import Member, Namespace, Registry
+from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
 from kvist.indexer.service.workers import describe_workers
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
@@ -107,9 +107,9 @@ class Api:
         self._require_administrator(request)
         _require_json(request)
         body = read_register(request.body)
-        url = self._rules.url(body.endpoint, body.replay_endpoint)
+        stream = Stream(body.endpoint, self._rules.url(body.endpoint, body.replay_endpoint))
         namespace = Namespace(body.model_name, body.group)
-        await self._registry.register(namespace, body.block_size, body.instance_id, body.dp_rank, body.endpoint, url)
+        await self._registry.register(namespace, body.block_size, body.instance_id, body.dp_rank, stream)
         await responder.send_response(HTTPStatus.CREATED, [_JSON], _DONE)
 
     async def _unregister(self, request: Request, responder: Responder) -> None:

@@ -10,6 +10,7 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from kvist.events.transports import Endpoint
 from kvist.indexer import Indexer
 from kvist.indexer.service.answers import stream_name
 from kvist.indexer.service.errors import ApiError
@@ -33,15 +34,31 @@ class Namespace(NamedTuple):
         return f"model={self.model_name} routing_group={self.group}"
 
 
+class Stream(NamedTuple):
+    """A stream as it was registered, and the URL it is followed at."""
+
+    endpoint: str
+    url: str
+
+    @property
+    def assumed_replay(self) -> str | None:
+        """Return the address that is asked for a replay because nobody named another, if so."""
+        return None if "replay_port=" in self.url else Endpoint.parse(self.url).replay_address
+
+    def without_replay(self) -> Stream:
+        """Return the stream as one that cannot be asked."""
+        return self._replace(url=f"{self.url}{'&' if '?' in self.url else '?'}replay_port=none")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Member:
-    """A namespace's index, and the endpoint of each stream that feeds it, by instance and rank."""
+    """A namespace's index, and each stream that feeds it, by instance and rank."""
 
     namespace: Namespace
     block_size: int
     index: RadixIndex
     indexer: Indexer
-    instances: dict[int, dict[int, str]] = field(default_factory=dict)
+    instances: dict[int, dict[int, Stream]] = field(default_factory=dict)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -81,22 +98,24 @@ class Registry:
         return member
 
     async def register(
-        self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int, endpoint: str, url: str
+        self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int, stream: Stream
     ) -> None:
-        """Follow the stream at `url`, which was registered as `endpoint`.
+        """Follow a stream; raises ApiError (409) for one that is followed, or that does not fit its namespace.
 
-        Raises ApiError (409) for one that is followed already, or that does not fit its namespace.
+        Where other streams are, nobody answers replays: the ranks of an engine have neighbouring ports, and so have a
+        stream and its replay.
         """
         async with self._registering:
             self._check_new(namespace, block_size, instance_id, dp_rank)
             member = self._members.get(namespace)
             if member is None:
                 member = self._members[namespace] = await self._open(namespace, block_size)
-            member.indexer.add_source(stream_name(instance_id, dp_rank), url)
-            member.instances.setdefault(instance_id, {})[dp_rank] = endpoint
+            stream = self._apart(stream)
+            member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url)
+            member.instances.setdefault(instance_id, {})[dp_rank] = stream
             self._namespace_of[instance_id] = namespace
             self._num_streams += 1
-        _logger.info("registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, url)
+        _logger.info("registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, stream.url)
 
     def unregister(self, namespace: Namespace, instance_id: int, dp_rank: int | None) -> None:
         """Stop following an instance, or one rank of it, and forget its blocks; raises ApiError (404)."""
@@ -119,6 +138,25 @@ class Registry:
             del self._members[namespace]
             member.closed.set()
         _logger.info("unregistered %s instance_id=%d dp_rank=%s", namespace, instance_id, dp_rank)
+
+    def _streams(self) -> Iterator[tuple[Member, int, int, Stream]]:
+        for member in self:
+            for instance_id, streams in member.instances.items():
+                for dp_rank, stream in streams.items():
+                    yield member, instance_id, dp_rank, stream
+
+    def _apart(self, new: Stream) -> Stream:
+        """Return the new stream as one that asks no other stream for a replay; those that would ask it no longer do."""
+        address, replay = Endpoint.parse(new.url).address, new.assumed_replay
+        for member, instance_id, dp_rank, stream in [*self._streams()]:
+            if replay is not None and replay == Endpoint.parse(stream.url).address:
+                new, replay = new.without_replay(), None
+            name = stream_name(instance_id, dp_rank)
+            if address == stream.assumed_replay and not member.indexer.states(name):
+                member.instances[instance_id][dp_rank] = stream.without_replay()
+                member.indexer.remove_source(name)  # nothing was heard from it yet
+                member.indexer.add_source(name, stream.without_replay().url)
+        return new
 
     def _check_new(self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int) -> None:
         known = self._namespace_of.get(instance_id, namespace)

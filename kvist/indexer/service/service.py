@@ -20,7 +20,7 @@ from kvist.indexer.service.bodies import DEFAULT_GROUP
 from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.metrics import Gauges, RequestCounters
-from kvist.indexer.service.registry import Namespace, Registry
+from kvist.indexer.service.registry import Namespace, Registry, Stream
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class IndexService:
         for worker in config.parsed_workers():
             assert config.block_size is not None
             namespace = Namespace(config.model_name, DEFAULT_GROUP)
-            url = rules.with_replay(worker.endpoint)
-            await registry.register(namespace, config.block_size, *worker, url)
+            stream = Stream(worker.endpoint, rules.with_replay(worker.endpoint))
+            await registry.register(namespace, config.block_size, worker.instance_id, worker.dp_rank, stream)
         counters = RequestCounters()
         gauges = Gauges(registry, counters, lambda: server.statistics())
         self._api = Api(registry, rules, counters, gauges, config.admin_key)

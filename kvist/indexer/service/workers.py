@@ -8,7 +8,7 @@ from typing import Any
 from kvist.events import WorkerRank
 from kvist.indexer import SourceStatistics
 from kvist.indexer.service.answers import stream_name
-from kvist.indexer.service.registry import Member
+from kvist.indexer.service.registry import Member, Stream
 
 _COUNTERS = (
     "num_batches",
@@ -37,10 +37,11 @@ def describe_workers(members: Iterable[Member], model_name: str | None) -> list[
 
 
 def _instance(
-    member: Member, instance_id: int, streams: dict[int, str], sources: dict[str, SourceStatistics]
+    member: Member, instance_id: int, streams: dict[int, Stream], sources: dict[str, SourceStatistics]
 ) -> dict[str, Any]:
     listeners = {
-        str(rank): _listener(member, url, sources[stream_name(instance_id, rank)]) for rank, url in streams.items()
+        str(rank): _listener(member, stream, sources[stream_name(instance_id, rank)])
+        for rank, stream in streams.items()
     }
     has_failed = any(listener["status"] == "failed" for listener in listeners.values())
     return {
@@ -50,14 +51,14 @@ def _instance(
         "model_name": member.namespace.model_name,
         "routing_group": member.namespace.group,
         "block_size": member.block_size,
-        "endpoints": {str(rank): url for rank, url in streams.items()},
+        "endpoints": {str(rank): stream.endpoint for rank, stream in streams.items()},
         "listeners": listeners,
     }
 
 
-def _listener(member: Member, url: str, source: SourceStatistics) -> dict[str, Any]:
+def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[str, Any]:
     """Return one stream; `ranks` are those its events came from, which usually is the one registered."""
-    listener: dict[str, Any] = {"endpoint": url, "status": "active" if source.failure is None else "failed"}
+    listener: dict[str, Any] = {"endpoint": stream.endpoint, "status": "active" if source.failure is None else "failed"}
     if source.failure is not None:
         listener["last_error"] = source.failure
     listener["ranks"] = {
