@@ -85,6 +85,10 @@ class SessionLimits:
     """A publisher that sends heartbeats and is silent this long is no longer trusted."""
 
 
+NO_REPLAY = SessionLimits(max_asks=1, jitter_s=0.0)
+"""For a peer that nobody can ask: what is missing is lost at once."""
+
+
 class Session(Generic[T]):
     """Judges one stream; nothing a peer sends makes it raise, or hold more than its limits say."""
 

@@ -10,7 +10,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
-from kvist.events.session import Clear, Holding, Session, SourceState, Step
+from kvist.events.session import Clear, Holding, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
@@ -22,7 +22,13 @@ class CanonicalFollower:
     """Applies one worker's canonical batches to the index, whatever worker they name: the router's name counts."""
 
     def __init__(
-        self, worker: str, block_size: int, index: Index, resyncing: set[WorkerRank], counters: SourceCounters
+        self,
+        worker: str,
+        block_size: int,
+        index: Index,
+        resyncing: set[WorkerRank],
+        counters: SourceCounters,
+        limits: SessionLimits | None = None,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
         self._worker = worker
@@ -30,6 +36,7 @@ class CanonicalFollower:
         self._index = index
         self._resyncing = resyncing
         self._counters = counters
+        self._limits = limits
         self._sessions: dict[int, Session[Batch]] = {}
         self._topics: dict[int, bytes] = {}
 
@@ -52,7 +59,7 @@ class CanonicalFollower:
             return
         session = self._sessions.get(batch.rank)
         if session is None:
-            session = self._sessions[batch.rank] = Session()
+            session = self._sessions[batch.rank] = Session(self._limits)
         if message.topic:  # replies in the older framing have none
             self._topics[batch.rank] = message.topic
         heartbeat = batch.events[0] if len(batch.events) == 1 else None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.session import Session, SourceState
+from kvist.events.session import Session, SessionLimits, SourceState
 from kvist.events.transports import Message
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
@@ -27,6 +27,7 @@ class EngineFollower:
         index: Index,
         resyncing: set[WorkerRank],
         counters: SourceCounters,
+        limits: SessionLimits | None = None,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
         self._worker = worker
@@ -37,7 +38,7 @@ class EngineFollower:
         self._streams: dict[int, RankStream] = {}
         self._now_s = 0.0
         self._has_our_block_size = False
-        self._feed = EngineFeed(engine, worker, self)
+        self._feed = EngineFeed(engine, worker, self, limits)
 
     @property
     def session(self) -> Session[bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 from kvist.events import WorkerRank
 from kvist.events.codec import is_canonical
 from kvist.events.follow import Question
-from kvist.events.session import Session, SourceState
+from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, Subscription
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
@@ -31,6 +31,7 @@ class Source:
         self._counters = SourceCounters()
         self._follower: CanonicalFollower | EngineFollower | None = None
         self._must_probe = False
+        self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages; the first decides what the source speaks, until others begin with a canonical one."""
@@ -93,5 +94,5 @@ class Source:
     def _follower_for(self, message: Message) -> CanonicalFollower | EngineFollower:
         shared = (self._index, self._resyncing, self._counters)
         if is_canonical(message.payload):
-            return CanonicalFollower(self.worker, self._block_size, *shared)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared)
+            return CanonicalFollower(self.worker, self._block_size, *shared, self._limits)
+        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits)

@@ -9,7 +9,7 @@ from typing import Protocol
 from kvist.errors import MalformedMessageError
 from kvist.events.dialects import DecodedEngineBatch, sglang, vllm
 from kvist.events.follow import Question
-from kvist.events.session import Clear, RestartDetector, Session, SourceState, Step
+from kvist.events.session import Clear, RestartDetector, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
 
 _logger = logging.getLogger(__name__)
@@ -39,12 +39,14 @@ class EngineFeed:
     included. Only if it comes back with the same bytes did the engine go on where it was.
     """
 
-    def __init__(self, engine: str, name: str, target: EngineFeedTarget) -> None:
+    def __init__(
+        self, engine: str, name: str, target: EngineFeedTarget, limits: SessionLimits | None = None
+    ) -> None:
         """Decode the dialect `engine`; `name` stands for the stream in logs."""
         self._decode = DECODERS[engine]
         self._name = name
         self._target = target
-        self._session: Session[bytes] = Session()
+        self._session: Session[bytes] = Session(limits)
         self._restarts = RestartDetector()
         self._has_replay = False
         self._num_silences = 0
