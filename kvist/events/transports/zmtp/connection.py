@@ -61,7 +61,7 @@ class Connection:
 
     def ping(self) -> None:
         """Ask the peer for a sign of life."""
-        self._outgoing += wire.ping(base.PING_TIMEOUT_S)
+        self._outgoing += wire.ping()
 
     def advance(self) -> None:
         """Take from the inbox what is there, until a message is cut or the table is full; raises PeerError."""

@@ -15,7 +15,11 @@ from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
 
 NAP_S = 0.005
-"""Under load a socket that was emptied is left alone for so long: a few large reads cost less than many small ones."""
+"""A busy socket that was emptied is left alone for so long: many small reads cost more than a few large ones.
+
+CPU a message of 930 bytes without a nap and with it, on two cores of a shared virtual machine: 2.6 and 0.75 µs at 80k/s
+(compiled splitter); an idle source's message never waits.
+"""
 
 _logger = logging.getLogger(__name__)
 
@@ -57,7 +61,7 @@ class ZmtpProtocol(asyncio.BufferedProtocol):
         """Take what was read."""
         now_s = self._loop.time()
         is_drained = nbytes < len(self._space)
-        is_busy = now_s - self._heard_at_s < NAP_S
+        is_busy = now_s - self._heard_at_s < 2 * NAP_S  # a nap may lie between the last read and this one
         self._heard_at_s = now_s
         self._inbox.filling.end += nbytes
         if is_drained and is_busy:

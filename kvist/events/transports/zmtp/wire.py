@@ -110,9 +110,9 @@ def subscribe_to_all(minor_version: int) -> bytes:
     return command(b"SUBSCRIBE") if minor_version >= 1 else b"\x00\x01\x01"
 
 
-def ping(timeout_s: float) -> bytes:
-    """Return a PING, which asks the peer to give up this connection when nothing more comes for `timeout_s`."""
-    return command(b"PING", min(int(timeout_s * 10), 0xFFFF).to_bytes(2, "big"))
+def ping() -> bytes:
+    """Return a PING without context, which leaves it to the peer how long it bears our silence."""
+    return command(b"PING", bytes(2))
 
 
 def pong(ping_body: bytes) -> bytes:

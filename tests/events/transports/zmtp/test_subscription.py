@@ -1,0 +1,298 @@
+"""The subscription against peers made for the test: bytes on a socket, right and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import random
+import socket
+from contextlib import suppress
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint, Message, MessageBlock, open_subscription
+from kvist.events.transports.memory import MemorySubscription
+from kvist.events.transports.zmq import ZmqSubscription
+from kvist.events.transports.zmtp import ZmtpSubscription, split
+from kvist.events.transports.zmtp.inbox import HALF_BYTES
+
+
+class Peer:
+    """Listens, and leaves what to say to the test; each connection is an item of `connections`."""
+
+    async def listen(self) -> None:
+        self.connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.endpoint = Endpoint(f"tcp://127.0.0.1:{self.port}", None)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.append(writer)
+        await self.connections.put((reader, writer))
+
+    async def accept(self, says: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Wait for a connection and say something there."""
+        async with asyncio.timeout(20):
+            reader, writer = await self.connections.get()
+        writer.write(says)
+        return reader, writer
+
+    async def close(self) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.transport.abort()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+
+@pytest.fixture
+async def peer(monkeypatch):
+    monkeypatch.setattr("kvist.events.transports.base.MIN_RECONNECT_S", 0.002)
+    monkeypatch.setattr("kvist.events.transports.base.MAX_RECONNECT_S", 0.01)
+    peer = Peer()
+    await peer.listen()
+    yield peer
+    await peer.close()
+
+
+async def receive(subscription) -> list[Message]:
+    async with asyncio.timeout(20):
+        return list(await subscription.receive())
+
+
+def numbered(num_messages: int, num_bytes: int = 10) -> list[Message]:
+    return [Message(b"t", sequence, sequence.to_bytes(4, "big") * (num_bytes // 4)) for sequence in range(num_messages)]
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("tcp://127.0.0.1:5557", ZmtpSubscription),
+        ("tcp://[::1]:5557", ZmtpSubscription),
+        ("tcp://engine-7.fleet.local:5557", ZmtpSubscription),
+        ("tcp://*:5557?bind=1", ZmqSubscription),
+        ("tcp://127.0.0.1:5557?bind=1", ZmqSubscription),
+        ("tcp://*:5557", ZmqSubscription),
+        ("tcp://h:0", ZmqSubscription),
+        ("tcp://eth0:0;engine:5557", ZmqSubscription),
+        ("ipc:///tmp/x", ZmqSubscription),
+        ("memory://m", MemorySubscription),
+    ],
+)
+def test_what_only_connects_over_tcp_is_read_without_zeromq(url, kind):
+    assert type(open_subscription(Endpoint.parse(url))) is kind
+
+
+def test_a_name_that_no_host_can_have_is_an_error_that_names_it():
+    with pytest.raises(InvalidValueError, match=r"tcp://a\.\.b:5557"):
+        open_subscription(Endpoint.parse("tcp://a..b:5557"))
+
+
+async def test_a_receive_is_a_block_found_by_the_splitter_it_was_given(peer, say):
+    num_calls = 0
+
+    def counting(*arguments):
+        nonlocal num_calls
+        num_calls += 1
+        return split(*arguments)
+
+    async with open_subscription(peer.endpoint, counting) as subscription:
+        await peer.accept(say.hello() + say.message(Message(b"t", 7, b"x")))
+        block = await subscription.receive()
+    assert isinstance(block, MessageBlock)
+    assert list(block) == [Message(b"t", 7, b"x")]
+    assert num_calls > 0
+
+
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\xff" + bytes(8) + b"\x7f\x01\x02",
+        b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE",
+    ],
+)
+async def test_a_peer_that_speaks_something_else_is_counted_logged_once_and_tried_again(peer, say, says, caplog):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        for _ in range(3):
+            await peer.accept(says.ljust(64, b"\0"))
+        await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        assert await receive(subscription) == [Message(b"t", 0, b"x")]
+        assert subscription.num_malformed == 3
+        assert subscription.num_connects == 1
+    assert caplog.text.count("peer left, and tried again") == 1
+    assert f"source={peer.endpoint.address}" in caplog.text
+
+
+async def test_a_connection_that_breaks_off_within_a_message_goes_on_with_the_next_one(peer, say):
+    whole = say.message(Message(b"t", 0, b"whole"))
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        for num_bytes in (0, 1, len(whole) - 1):
+            _, writer = await peer.accept(say.hello() + whole + whole[:num_bytes])
+            assert await receive(subscription) == [Message(b"t", 0, b"whole")]
+            writer.close()
+        assert subscription.num_connects == 3
+        assert subscription.num_malformed == 0
+
+
+async def test_no_receive_brings_messages_of_two_connections(peer, say):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        reader, writer = await peer.accept(say.hello() + say.message(Message(b"old", 0, b"")))
+        writer.write_eof()
+        await reader.read()  # ends: the connection is closed
+        assert subscription.num_connects == 1
+        assert await receive(subscription) == [Message(b"old", 0, b"")]
+        await peer.accept(say.hello() + say.message(Message(b"new", 0, b"")))
+        assert await receive(subscription) == [Message(b"new", 0, b"")]
+        assert subscription.num_connects == 2
+
+
+async def test_a_consumer_that_does_not_take_stops_the_reading_and_loses_nothing(peer, say, until):
+    sent = numbered(1000, num_bytes=64 << 10)
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        _, writer = await peer.accept(say.hello())
+        writer.write(b"".join(map(say.message, sent)))
+        await until(lambda: subscription._inbox.is_full)
+        assert subscription._inbox.filling.capacity == HALF_BYTES
+        received = []
+        while len(received) < len(sent):
+            received += await receive(subscription)
+            assert subscription._inbox.filling.capacity == HALF_BYTES
+    assert received == sent
+
+
+async def test_the_memory_of_a_large_message_is_given_back(peer, say):
+    large = Message(b"t", 0, bytes(3 << 20))
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        _, writer = await peer.accept(say.hello() + say.message(large))
+        assert await receive(subscription) == [large]
+        for sequence in range(2):
+            writer.write(say.message(Message(b"t", sequence, b"")))
+            await receive(subscription)
+        assert subscription._inbox.filling.capacity == subscription._inbox._spare.capacity == HALF_BYTES
+
+
+@pytest.fixture
+def short_pings(monkeypatch):
+    monkeypatch.setattr("kvist.events.transports.base.PING_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kvist.events.transports.base.PING_TIMEOUT_S", 0.05)
+
+
+@pytest.mark.usefixtures("short_pings")
+@pytest.mark.parametrize("num_bytes", [0, 10, 64, 89])
+async def test_a_peer_that_says_no_more_is_left_and_tried_again(peer, say, num_bytes):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        await peer.accept(say.hello()[:num_bytes])
+        await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        assert await receive(subscription) == [Message(b"t", 0, b"x")]
+        assert subscription.num_malformed == 0
+
+
+@pytest.mark.usefixtures("short_pings")
+async def test_an_older_peer_that_answers_no_ping_may_be_silent(peer, say):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        reader, writer = await peer.accept(say.hello(minor=0))
+        for _ in range(10):
+            await reader.readuntil(say.command(b"PING", b"\0\0"))
+        writer.write(say.message(Message(b"t", 0, b"x")))
+        assert await receive(subscription) == [Message(b"t", 0, b"x")]
+        assert subscription.num_connects == 1
+
+
+@pytest.mark.usefixtures("short_pings")
+async def test_a_consumer_that_does_not_take_is_not_taken_for_a_silent_peer(peer, say, until):
+    sent = numbered(1000, num_bytes=64 << 10)
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        reader, writer = await peer.accept(say.hello())
+        writer.write(b"".join(map(say.message, sent)))
+        await until(lambda: subscription._inbox.is_full)
+        for _ in range(10):
+            await reader.readuntil(say.command(b"PING", b"\0\0"))
+        received = []
+        while len(received) < len(sent):
+            received += await receive(subscription)
+        assert received == sent
+        assert subscription.num_connects == 1
+
+
+async def test_a_peer_that_pings_and_never_reads_is_left(peer, say):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        await receive(subscription)
+        subscription._protocol.pause_writing()  # what asyncio does when 64 KiB of answers wait
+        await peer.accept()
+        assert subscription.num_malformed == 1
+
+
+async def test_a_name_is_looked_up_anew_each_time_and_a_failure_is_logged_once(peer, say, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    answers = [socket.gaierror(-2, "Name or service not known")] * 3
+    loop = asyncio.get_running_loop()
+
+    async def look_up(*_, **__):
+        if answers:
+            raise answers.pop()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", peer.port))]
+
+    monkeypatch.setattr(loop, "getaddrinfo", look_up)
+    async with ZmtpSubscription(Endpoint("tcp://engine.invalid:1", None)) as subscription:
+        await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        assert await receive(subscription) == [Message(b"t", 0, b"x")]
+    assert caplog.text.count("not connected, and tried again") == 1
+
+
+@pytest.mark.parametrize("is_taking", [False, True])
+@pytest.mark.parametrize("num_bytes", [0, 30, 64, 89, 95, 1 << 20])
+async def test_it_can_be_left_at_any_moment(peer, say, is_taking, num_bytes):
+    says = (say.hello() + b"".join(map(say.message, numbered(1000, num_bytes=1024))))[:num_bytes]
+    async with asyncio.TaskGroup() as tasks, ZmtpSubscription(peer.endpoint) as subscription:
+        taking = tasks.create_task(subscription.receive())
+        reader, _ = await peer.accept(says)
+        await reader.readexactly(64)
+        if is_taking:
+            await asyncio.sleep(0)
+        taking.cancel()
+    with suppress(ConnectionError):
+        await reader.read()  # ends: the other end is closed
+    del subscription, taking
+    gc.collect()  # an unclosed socket would be an error here
+
+
+async def test_it_can_be_left_before_it_is_connected(peer):
+    async with ZmtpSubscription(peer.endpoint):
+        pass
+    subscription = ZmtpSubscription(peer.endpoint)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0), subscription:
+            await subscription.receive()
+    with pytest.raises(ZeroDivisionError):
+        async with ZmtpSubscription(peer.endpoint):
+            raise ZeroDivisionError
+
+
+async def test_whatever_a_peer_sends_nothing_is_raised_and_the_next_one_is_heard(peer, say):
+    """Random bytes, and good streams with bytes changed, cut out and put in, each on a connection of its own."""
+    rng = random.Random(5)
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: pytest.fail(str(context)))
+    good = say.hello() + b"".join(map(say.message, numbered(50, num_bytes=100)))
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+
+        async def take():
+            while (await subscription.receive())[-1].topic != b"the end":
+                assert subscription._inbox.filling.capacity == HALF_BYTES
+
+        taking = asyncio.create_task(take())
+        for _ in range(150):
+            says = bytearray(good)
+            for _ in range(rng.choice([0, 1, 5])):
+                at = rng.randrange(len(says))
+                says[at : at + rng.choice([0, 1, 10])] = rng.randbytes(rng.choice([0, 1, 10]))
+            _, writer = await peer.accept(rng.choice([says, says, rng.randbytes(500), good[:89] + rng.randbytes(500)]))
+            writer.close()
+        await peer.accept(say.hello() + say.message(Message(b"the end", 0, b"")))
+        async with asyncio.timeout(20):
+            await taking
+        assert subscription.num_malformed > 20
