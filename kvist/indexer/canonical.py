@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
@@ -12,10 +13,16 @@ from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import Clear, Holding, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
 
+if TYPE_CHECKING:
+    from kvist.indexer.canonical_lane import CanonicalLane, Taken
+
 _logger = logging.getLogger(__name__)
+
+_JOINED_MESSAGES = 256  # by the fast lane: a long answer to a question would make a buffer as long
 
 
 class CanonicalFollower:
@@ -37,6 +44,7 @@ class CanonicalFollower:
         self._resyncing = resyncing
         self._counters = counters
         self._limits = limits
+        self._lane = _lane_for(worker, block_size, index)
         self._sessions: dict[int, Session[Batch]] = {}
         self._topics: dict[int, bytes] = {}
 
@@ -72,10 +80,23 @@ class CanonicalFollower:
         self._note_state(batch.rank)
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages; yields between them."""
-        for message in messages:
-            self.received(message, now_s)
-            yield
+        """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
+        if self._lane is None:
+            for message in messages:
+                self.received(message, now_s)
+                yield
+            return
+        for block in _blocks(messages):
+            position = 0
+            while position < len(block):
+                taken = self._lane.take(block, position, self._sessions, now_s)
+                position = taken.end
+                if taken.num_batches:
+                    self._note_taken(taken, block, now_s)
+                if taken.is_stopped:
+                    self.received(block[position], now_s)
+                    position += 1
+                yield
 
     def reconnected(self, now_s: float) -> None:
         """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
@@ -94,7 +115,9 @@ class CanonicalFollower:
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
         rank = question.rank
-        session = self._sessions[rank]
+        session = self._sessions.get(rank)
+        if session is None:  # an answer to another question had blocks of another size
+            return
         if messages is None:
             steps = session.replayed(None, None, now_s)
         else:
@@ -104,6 +127,8 @@ class CanonicalFollower:
                 if batch is not None and batch.rank == rank:
                     batches.append(batch)
                 yield
+            if self._sessions.get(rank) is not session:  # and so had this one
+                return
             epoch = batches[0].epoch if batches else session.epoch
             frames = [(batch.sequence, batch) for batch in batches if batch.epoch == epoch]
             steps = session.replayed(epoch, frames, now_s)
@@ -136,6 +161,16 @@ class CanonicalFollower:
         if any(isinstance(event, Cleared) for event in batch.events):
             self._sessions[rank].emptied()
 
+    def _note_taken(self, taken: Taken, block: MessageBlock, now_s: float) -> None:
+        """Count what the fast lane took, as `received` does for one message."""
+        for rank, message_idx in taken.topic_idxs.items():
+            if message_idx is not None:
+                self._topics[rank] = block[message_idx].topic
+            self._note_state(rank)
+        self._counters.failure = None
+        self._counters.num_refused_events += taken.num_refused_events
+        self._counters.applied(taken.num_events, taken.timestamp_s, now_s, time.time(), taken.num_batches)
+
     def _note_state(self, rank: int) -> None:
         """Tell the router whether the rank's overlap counts; called once the steps so far are taken."""
         if self._sessions[rank].state is SourceState.RESYNCING:
@@ -164,3 +199,19 @@ class CanonicalFollower:
             self._index.clear(self._worker, batch.rank)
             self._resyncing.discard(WorkerRank(self._worker, batch.rank))
         return False
+
+
+def _blocks(messages: Sequence[Message]) -> Iterator[MessageBlock]:
+    if isinstance(messages, MessageBlock):
+        yield messages
+        return
+    for start in range(0, len(messages), _JOINED_MESSAGES):
+        yield MessageBlock.of(messages[start : start + _JOINED_MESSAGES])
+
+
+def _lane_for(worker: str, block_size: int, index: Index) -> CanonicalLane | None:
+    """Return the fast lane into an index, None if that is not the compiled one."""
+    from kvist.indexer.canonical_lane import CanonicalLane  # compiled, as the index is: not for who has none
+    from kvist.radix import RadixIndex
+
+    return CanonicalLane(worker, block_size, index) if isinstance(index, RadixIndex) else None

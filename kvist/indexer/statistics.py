@@ -54,9 +54,11 @@ class SourceCounters:
     lag_s: float | None = None
     failure: str | None = None
 
-    def applied(self, num_events: int, timestamp_s: float | None, now_s: float, wall_s: float) -> None:
-        """Count one batch that was applied at `now_s`; `timestamp_s` and `wall_s` are Unix times."""
-        self.num_batches += 1
+    def applied(
+        self, num_events: int, timestamp_s: float | None, now_s: float, wall_s: float, num_batches: int = 1
+    ) -> None:
+        """Count what was applied at `now_s`; `timestamp_s`, of the last batch, and `wall_s` are Unix times."""
+        self.num_batches += num_batches
         self.num_events += num_events
         self.last_event_at_s = now_s
         if timestamp_s is not None:
