@@ -53,9 +53,12 @@ async def follow(
     *,
     clock: Callable[[], float],
     replay_gate: AbstractAsyncContextManager[object],
+    num_connects: int = 0,
 ) -> None:
-    """Feed the follower and ask its questions until cancelled; `replay_gate` is entered around each question."""
-    num_connects = 0
+    """Feed the follower and ask its questions until cancelled; `replay_gate` is entered around each question.
+
+    The first `num_connects` connections are no news to the follower.
+    """
     turn = _Turn()
     while True:
         messages = await _receive(subscription)
@@ -65,6 +68,7 @@ async def follow(
         if messages:
             for _ in follower.received_all(messages, clock()):
                 await turn.pass_on()
+            await turn.pass_on()  # a busy source is never waited for
         for question in follower.questions(clock()):
             async with replay_gate:
                 answer = await subscription.replay(question.topic, question.start_sequence, REPLAY_TIMEOUT_S)

@@ -140,6 +140,28 @@ async def test_cancelling_amid_a_replay_leaves_the_gate_open(until):
     assert not gate.locked()
 
 
+async def test_a_source_that_is_never_waited_for_gives_others_a_turn(monkeypatch):
+    """A follower that takes all at once and a subscription that always has more: yet other tasks run."""
+    monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+
+    class Endless(FakeSubscription):
+        async def receive(self) -> list[Message]:
+            return [message(0)]
+
+    class Greedy(Recorder):
+        def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+            self.log.append(len(messages))
+            return iter(())
+
+    recorder = Greedy()
+    task = asyncio.create_task(follow(Endless(), recorder, clock=lambda: 0.0, replay_gate=asyncio.Semaphore()))
+    for num_receives in range(1, 10):
+        await asyncio.sleep(0)
+        assert len(recorder.log) == num_receives
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_a_long_drain_gives_others_a_turn(monkeypatch):
     """With slices of no length every message ends one: another task runs between any two."""
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
