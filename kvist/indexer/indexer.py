@@ -103,8 +103,10 @@ class Indexer:
         return [source.statistics(now_s) for sources in self._sources.values() for source, _ in sources]
 
     async def _follow(self, source: Source) -> None:
+        from kvist.indexer.frames import split  # compiled, as the index is: not for who only imports this
+
         try:
-            async with open_subscription(source.endpoint) as subscription:
+            async with open_subscription(source.endpoint, split) as subscription:
                 source.subscription = subscription
                 await follow(subscription, source, clock=self._clock, replay_gate=self._replay_gate)
         except InvalidValueError as error:

@@ -57,7 +57,10 @@ class FleetIndex:
 
     async def __aenter__(self) -> Self:
         """Compile the index, which takes seconds the first time on a machine, and start following."""
-        import kvist.indexer.hashing  # noqa: F401 - compiled here, rather than with the first prompt
+        # Compiled here, rather than with the first stream or prompt.
+        import kvist.indexer.canonical_lane
+        import kvist.indexer.frames
+        import kvist.indexer.hashing  # noqa: F401
         from kvist.radix import RadixIndex
 
         self.radix: RadixIndex = RadixIndex()
