@@ -221,6 +221,19 @@ class Session(Generic[T]):
         if self._ask_at_s is None:
             self._ask(now_s)
 
+    def resume(self, epoch: int, next_sequence: int, *, is_complete: bool, asks_at_s: float | None = None) -> None:
+        """Go on from where another subscriber was, whose blocks the copy has; to be called before anything else.
+
+        They count once a message shows that the stream goes on from there, or an answer to the question that is asked
+        if `asks_at_s` says when; if they show that it does not, the copy is cleared.
+        """
+        self._epoch = epoch
+        self._expected = next_sequence
+        self._is_complete = is_complete
+        self._is_silent = True
+        self.num_epochs = 1
+        self._ask_at_s = asks_at_s
+
     def emptied(self) -> None:
         """Take note that the message just applied cleared the rank: from here on nothing is missing."""
         self._is_complete = True

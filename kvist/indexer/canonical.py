@@ -14,6 +14,7 @@ from kvist.events.follow import Question
 from kvist.events.session import Clear, Holding, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
+from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
 
@@ -59,6 +60,22 @@ class CanonicalFollower:
             rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else session.state
             for rank, session in self._sessions.items()
         }
+
+    def progress(self) -> CanonicalProgress | None:
+        """Return how far each rank was followed that can be trusted, None if none can."""
+        ranks = tuple(
+            RankProgress(rank, session.epoch or 0, session.expected_sequence, state is SourceState.LIVE)
+            for rank, session in self._sessions.items()
+            if (state := session.state) is not SourceState.RESYNCING
+        )
+        return CanonicalProgress(ranks) if ranks else None
+
+    def resume(self, progress: CanonicalProgress) -> None:
+        """Go on from where another follower was, whose blocks the index has; to be called before anything else."""
+        for each in progress.ranks:
+            session = self._sessions[each.rank] = Session(self._limits)
+            session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
+            self._note_state(each.rank)
 
     def received(self, message: Message, now_s: float) -> None:
         """Take one live message."""

@@ -15,6 +15,7 @@ from kvist.events import WorkerRank
 from kvist.events.follow import follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
+from kvist.indexer.progress import Progress
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import SourceStatistics
 from kvist.indexer.target import Index
@@ -32,8 +33,13 @@ class Indexer:
     Use it as `async with Indexer(index, block_size=64) as indexer`, and the index only from the same event loop.
     """
 
-    def __init__(self, index: Index, *, block_size: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Feed `index`, whose blocks are of `block_size` tokens: streams with another size are refused."""
+    def __init__(
+        self, index: Index, *, block_size: int, clock: Callable[[], float] = time.monotonic, is_held: bool = False
+    ) -> None:
+        """Feed `index`, whose blocks are of `block_size` tokens: streams with another size are refused.
+
+        With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before.
+        """
         if block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
         self._index = index
@@ -44,6 +50,9 @@ class Indexer:
         self._resyncing: set[WorkerRank] = set()
         self._sweeper: asyncio.Task[None] | None = None
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
+        self._released = asyncio.Event()
+        if not is_held:
+            self._released.set()
 
     async def __aenter__(self) -> Self:
         """Start housekeeping; sources can be added from here on."""
@@ -84,6 +93,32 @@ class Indexer:
         self._index.remove_worker(worker)
         self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
 
+    @property
+    def are_all_connected(self) -> bool:
+        """Return whether every stream has a peer."""
+        sources = [source for sources in self._sources.values() for source, _ in sources]
+        return all(source.subscription is not None and source.subscription.num_connects > 0 for source in sources)
+
+    def note_connects(self) -> None:
+        """Take the connections there are for those that blocks yet to be resumed with belong to."""
+        for sources in self._sources.values():
+            for source, _ in sources:
+                source.num_known_connects = 0 if source.subscription is None else source.subscription.num_connects
+
+    def progress(self, worker: str) -> Progress | None:
+        """Return how far a worker's one stream was followed, None if nothing of it can be trusted."""
+        ((source, _),) = self._sources[worker]
+        return source.progress()
+
+    def resume(self, worker: str, progress: Progress) -> None:
+        """Go on with a worker's one stream from where another indexer was, whose blocks the index has."""
+        ((source, _),) = self._sources[worker]
+        source.resume(progress, self._clock())
+
+    def release(self) -> None:
+        """Begin to read the streams."""
+        self._released.set()
+
     def states(self, worker: str) -> dict[int, SourceState]:
         """Return, for each rank of a worker that was heard of, how far its blocks in the index can be trusted."""
         return {rank: state for source, _ in self._sources.get(worker, ()) for rank, state in source.states().items()}
@@ -108,7 +143,14 @@ class Indexer:
         try:
             async with open_subscription(source.endpoint, split) as subscription:
                 source.subscription = subscription
-                await follow(subscription, source, clock=self._clock, replay_gate=self._replay_gate)
+                await self._released.wait()
+                await follow(
+                    subscription,
+                    source,
+                    clock=self._clock,
+                    replay_gate=self._replay_gate,
+                    num_connects=source.num_known_connects,
+                )
         except InvalidValueError as error:
             source.fail(str(error))
             _logger.error("source cannot be followed: %s worker=%s", error, source.worker)

@@ -12,6 +12,7 @@ from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, Subscription
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
+from kvist.indexer.progress import CanonicalProgress, Progress
 from kvist.indexer.statistics import SourceCounters, SourceStatistics
 from kvist.indexer.target import Index
 
@@ -25,6 +26,7 @@ class Source:
         self.url = url
         self.endpoint = Endpoint.parse(url)
         self.subscription: Subscription | None = None
+        self.num_known_connects = 0
         self._resyncing = resyncing
         self._block_size = block_size
         self._index = index
@@ -71,6 +73,17 @@ class Source:
                 yield from self._follower.received_all(messages, now_s)
                 return
         yield from self._follower.answered(question, messages, now_s)
+
+    def progress(self) -> Progress | None:
+        """Return how far the stream was followed, None if nothing of it can be trusted."""
+        return None if self._follower is None else self._follower.progress()
+
+    def resume(self, progress: Progress, now_s: float) -> None:
+        """Go on from where another source was; to be called before anything else."""
+        shared = (self._index, self._resyncing, self._counters)
+        if isinstance(progress, CanonicalProgress):
+            self._follower = CanonicalFollower(self.worker, self._block_size, *shared, self._limits)
+            self._follower.resume(progress)
 
     def fail(self, reason: str) -> None:
         """Take note that the source cannot be followed at all."""

@@ -5,6 +5,7 @@
     GET  /workers         every instance, how well its blocks are known, and what its streams did; ?model_name=…
     POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?}
     POST /query_by_hash   the same by the local hashes of its blocks: {block_hashes, model_name}
+    GET  /dump            every index, for another service to start from
     GET  /health          200 while the service serves
     GET  /metrics         Prometheus text
 
@@ -32,6 +33,7 @@ from kvist.http.access import bears, is_direct_from_loopback
 from kvist.indexer.hashing import block_hashes
 from kvist.indexer.service.answers import render_match
 from kvist.indexer.service.bodies import read_hash_query, read_query, read_register, read_unregister
+from kvist.indexer.service.dump import Dumper
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.metrics import Gauges, RequestCounters
@@ -55,6 +57,7 @@ class Api:
         self._counters = counters
         self._gauges = gauges
         self._admin_key = admin_key
+        self._dumper = Dumper()
         self.cold_start_s = 0.0
         """Seconds that the service took to start, known when it has."""
         self._routes: dict[str, tuple[str, Endpoint]] = {
@@ -63,6 +66,7 @@ class Api:
             "/register": ("POST", self._register),
             "/unregister": ("POST", self._unregister),
             "/workers": ("GET", self._workers),
+            "/dump": ("GET", self._dump),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
         }
@@ -123,6 +127,10 @@ class Api:
         models = parse_qs(request.query).get("model_name", [None])
         workers = describe_workers(self._registry, models[0])
         await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(workers))
+
+    async def _dump(self, request: Request, responder: Responder) -> None:
+        self._require_administrator(request)
+        await self._dumper.send(self._registry, responder)
 
     async def _health(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         health = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}

@@ -61,11 +61,17 @@ class Member:
     instances: dict[int, dict[int, Stream]] = field(default_factory=dict)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
+    def streams(self) -> list[str]:
+        """Return the index's name for each stream."""
+        return [stream_name(instance_id, rank) for instance_id, ranks in self.instances.items() for rank in ranks]
+
 
 class Registry:
     """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
 
-    def __init__(self, now_s: Callable[[], float]) -> None:
+    def __init__(self, now_s: Callable[[], float], *, is_held: bool = False) -> None:
+        """With `is_held`, streams are subscribed to, but not read until `release`."""
+        self._is_held = is_held
         self._now_s = now_s
         self._members: dict[Namespace, Member] = {}
         self._namespace_of: dict[int, Namespace] = {}
@@ -90,9 +96,24 @@ class Registry:
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
 
+    @property
+    def are_all_connected(self) -> bool:
+        """Return whether every stream has a peer."""
+        return all(member.indexer.are_all_connected for member in self)
+
+    def release(self) -> None:
+        """Begin to read the streams."""
+        self._is_held = False
+        for member in self:
+            member.indexer.release()
+
+    def find(self, namespace: Namespace) -> Member | None:
+        """Return the namespace's member, if any instance has registered for it."""
+        return self._members.get(namespace)
+
     def get(self, model_name: str, group: str) -> Member:
         """Return the namespace's member; raises ApiError (404) when no instance has registered for it."""
-        member = self._members.get(Namespace(model_name, group))
+        member = self.find(Namespace(model_name, group))
         if member is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"no indexer for {Namespace(model_name, group)}")
         return member
@@ -183,7 +204,7 @@ class Registry:
     async def _run(self, namespace: Namespace, block_size: int, opened: asyncio.Future[Member]) -> None:
         """Keep one namespace from its first instance to its last."""
         index = RadixIndex()
-        async with Indexer(index, block_size=block_size, clock=self._now_s) as indexer:
+        async with Indexer(index, block_size=block_size, clock=self._now_s, is_held=self._is_held) as indexer:
             member = Member(namespace, block_size, index, indexer)
             opened.set_result(member)
             await member.closed.wait()

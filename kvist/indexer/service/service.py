@@ -21,6 +21,7 @@ from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.metrics import Gauges, RequestCounters
 from kvist.indexer.service.registry import Namespace, Registry, Stream
+from kvist.indexer.service.restore import Restorer
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +65,15 @@ class IndexService:
     async def _start(self, exits: AsyncExitStack) -> None:
         config = self._config
         rules = EndpointRules(config.allow_endpoints, config.replay)
-        registry = await exits.enter_async_context(Registry(time.monotonic))
+        registry = await exits.enter_async_context(Registry(time.monotonic, is_held=bool(config.peers)))
         for worker in config.parsed_workers():
             assert config.block_size is not None
             namespace = Namespace(config.model_name, DEFAULT_GROUP)
             stream = Stream(worker.endpoint, rules.with_replay(worker.endpoint))
             await registry.register(namespace, config.block_size, worker.instance_id, worker.dp_rank, stream)
+        if config.peers:
+            await Restorer(registry, rules, config.admin_key).restore(config.peers)
+            registry.release()
         counters = RequestCounters()
         gauges = Gauges(registry, counters, lambda: server.statistics())
         self._api = Api(registry, rules, counters, gauges, config.admin_key)

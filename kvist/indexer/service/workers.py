@@ -58,7 +58,11 @@ def _instance(
 
 def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[str, Any]:
     """Return one stream; `ranks` are those its events came from, which usually is the one registered."""
-    listener: dict[str, Any] = {"endpoint": stream.endpoint, "status": "active" if source.failure is None else "failed"}
+    listener: dict[str, Any] = {
+        "endpoint": stream.endpoint,
+        "url": stream.url,
+        "status": "active" if source.failure is None else "failed",
+    }
     if source.failure is not None:
         listener["last_error"] = source.failure
     listener["ranks"] = {

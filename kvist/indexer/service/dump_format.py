@@ -1,0 +1,204 @@
+"""The bytes of a dump: frames of msgpack, each behind its length, which end with a count and a checksum.
+
+docs/index-service.md specifies them. Reading trusts nothing: what a frame says is checked before compiled code sees it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+from xxhash import xxh3_64
+
+from kvist.errors import MalformedMessageError
+from kvist.events import WorkerRank
+from kvist.events.codec import DECODE_ERRORS
+from kvist.events.types import NonNegative, Rank
+from kvist.indexer.progress import Progress
+from kvist.radix import SnapshotChunk
+
+FORMAT: Final = "kvist-index-dump"
+VERSION: Final = 1
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH_BYTES = 4
+_U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
+
+
+class DumpHead(msgspec.Struct, tag=FORMAT, array_like=True, frozen=True):
+    """The first frame."""
+
+    version: int
+
+
+class StreamState(msgspec.Struct, array_like=True, frozen=True):
+    """A stream as it was registered and, unless nothing of it can be trusted, how far it was followed."""
+
+    instance_id: NonNegative
+    dp_rank: Rank
+    endpoint: str
+    url: str
+    progress: Progress | None
+
+
+class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=True):
+    """What all frames up to the next of these are about; the blocks are those held at this moment of the streams."""
+
+    model_name: str
+    group: str
+    block_size: Annotated[int, Meta(ge=1, le=65536)]
+    streams: list[StreamState]
+
+
+class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
+    """A `SnapshotChunk`: little-endian u64 and u32 side by side; a rank is the name of its stream and its number."""
+
+    ranks: list[tuple[str, Rank]]
+    hashes: bytes
+    depths: bytes
+    set_idx: bytes
+    offsets: bytes
+    members: bytes
+
+
+class DumpEnd(msgspec.Struct, tag="end", array_like=True, frozen=True):
+    """The last frame: `checksum` is the XXH3-64 of all bytes before it."""
+
+    num_frames: int
+    num_blocks: int
+    checksum: int
+
+
+Frame: TypeAlias = DumpHead | NamespaceHead | Blocks | DumpEnd
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+class DumpWriter:
+    """Makes the frames of one dump, in order."""
+
+    def __init__(self) -> None:
+        self._digest = xxh3_64()
+        self._num_frames = 0
+        self._num_blocks = 0
+
+    def head(self) -> bytes:
+        """Return the first frame."""
+        return self.frame(DumpHead(VERSION))
+
+    def frame(self, frame: Frame) -> bytes:
+        """Return a frame as bytes."""
+        body = _encoder.encode(frame)
+        encoded = len(body).to_bytes(_LENGTH_BYTES, "big") + body
+        self._digest.update(encoded)
+        self._num_frames += 1
+        return encoded
+
+    def blocks(self, chunk: SnapshotChunk) -> bytes:
+        """Return the frame of some blocks."""
+        self._num_blocks += len(chunk.hashes)
+        return self.frame(
+            Blocks(
+                ranks=[*chunk.ranks],
+                hashes=chunk.hashes.astype(_U64, copy=False).tobytes(),
+                depths=chunk.depths.astype(_U32, copy=False).tobytes(),
+                set_idx=chunk.set_idx.astype(_U32, copy=False).tobytes(),
+                offsets=chunk.offsets.astype(_U32, copy=False).tobytes(),
+                members=chunk.members.astype(_U32, copy=False).tobytes(),
+            )
+        )
+
+    def end(self) -> bytes:
+        """Return the last frame."""
+        return self.frame(DumpEnd(self._num_frames, self._num_blocks, self._digest.intdigest()))
+
+
+class DumpReader:
+    """Turns pieces of any size back into frames; raises MalformedMessageError for what is no dump, or cut short."""
+
+    def __init__(self, source: str) -> None:
+        """`source` stands for the peer in errors."""
+        self._source = source
+        self._buffer = bytearray()
+        self._digest = xxh3_64()
+        self._num_frames = 0
+        self._num_blocks = 0
+        self.is_complete = False
+
+    def feed(self, piece: bytes) -> list[Frame]:
+        """Return the frames that are whole now."""
+        self._buffer += piece
+        frames, start = [], 0
+        while (end := self._frame_end(start)) is not None:
+            frames.append(self._frame(memoryview(self._buffer)[start:end]))
+            start = end
+        del self._buffer[:start]
+        return frames
+
+    def close(self) -> None:
+        """Raise MalformedMessageError unless the last frame was there, with nothing behind it."""
+        if not self.is_complete or self._buffer:
+            raise self._malformed(f"cut short after {self._num_frames} frames")
+
+    def _frame_end(self, start: int) -> int | None:
+        if len(self._buffer) - start < _LENGTH_BYTES:
+            return None
+        size = int.from_bytes(self._buffer[start : start + _LENGTH_BYTES], "big")
+        if size > MAX_FRAME_BYTES:
+            raise self._malformed(f"a frame of {size} bytes, expected at most {MAX_FRAME_BYTES}")
+        end = start + _LENGTH_BYTES + size
+        return end if end <= len(self._buffer) else None
+
+    def _frame(self, encoded: memoryview) -> Frame:
+        with encoded:
+            try:
+                frame = _decoder.decode(encoded[_LENGTH_BYTES:])
+            except DECODE_ERRORS as error:
+                raise self._malformed(f"frame {self._num_frames}: {error}") from None
+            self._check(frame)
+            self._digest.update(encoded)
+        self._num_frames += 1
+        return frame
+
+    def _check(self, frame: Frame) -> None:
+        if self.is_complete or isinstance(frame, DumpHead) != (self._num_frames == 0):
+            raise self._malformed(f"frame {self._num_frames} is out of place")
+        if isinstance(frame, DumpHead) and frame.version != VERSION:
+            raise self._malformed(f"version {frame.version}, expected {VERSION}")
+        if isinstance(frame, Blocks):
+            self._num_blocks += len(frame.hashes) // _U64.itemsize
+        if isinstance(frame, DumpEnd):
+            expected = DumpEnd(self._num_frames, self._num_blocks, self._digest.intdigest())
+            if frame != expected:
+                raise self._malformed(f"it ends with {frame}, expected {expected}")
+            self.is_complete = True
+
+    def _malformed(self, reason: str) -> MalformedMessageError:
+        return MalformedMessageError(self._source, f"dump: {reason}")
+
+
+def chunk_of(blocks: Blocks, source: str) -> SnapshotChunk:
+    """Return the blocks of a frame; raises MalformedMessageError unless its parts fit each other."""
+    hashes, depths = _array(blocks.hashes, _U64), _array(blocks.depths, _U32)
+    set_idx, offsets, members = (_array(part, _U32) for part in (blocks.set_idx, blocks.offsets, blocks.members))
+    steps = np.diff(offsets.astype(np.int64))
+    if not (
+        len(hashes) == len(depths) == len(set_idx)
+        and len(offsets) > 0
+        and offsets[0] == 0
+        and offsets[-1] == len(members)
+        and not (steps < 0).any()
+        and not (set_idx >= len(steps)).any()
+        and not (members >> 4 >= len(blocks.ranks)).any()
+    ):
+        raise MalformedMessageError(source, "dump: the parts of a frame of blocks do not fit each other")
+    return SnapshotChunk(
+        tuple(WorkerRank(stream, rank) for stream, rank in blocks.ranks), hashes, depths, set_idx, offsets, members
+    )
+
+
+def _array(part: bytes, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    return np.frombuffer(part[: len(part) // dtype.itemsize * dtype.itemsize], dtype)

@@ -1,0 +1,187 @@
+"""Starting from a peer: subscribe to what it follows, then take over its blocks, then go on with the streams.
+
+Exact, because the order is this one: what happens after the peer's moment waits in our own subscriptions, or a replay
+brings it. A stream that cannot be proven to go on from there is cleared, as after any other gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from http import HTTPStatus
+
+import msgspec
+import numpy as np
+
+from kvist.errors import MalformedMessageError
+from kvist.events import WorkerRank
+from kvist.events.codec import DECODE_ERRORS
+from kvist.events.types import Rank
+from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
+from kvist.indexer.progress import CanonicalProgress
+from kvist.indexer.service.answers import stream_name
+from kvist.indexer.service.dump_format import Blocks, DumpReader, NamespaceHead, StreamState, chunk_of
+from kvist.indexer.service.endpoints import EndpointRules
+from kvist.indexer.service.errors import ApiError
+from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
+from kvist.radix import SnapshotChunk
+
+_logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 2.0
+"""How long streams get to be connected before the dump is asked for; one that is not must be proven by a replay."""
+BUSY_TIMEOUT_S = 60.0
+"""How long a peer is asked again that is sending a dump to somebody else."""
+MAX_WORKERS_BYTES = 64 << 20
+_LIMITS = UpstreamLimits(first_byte_timeout_s=10.0, idle_timeout_s=30.0)
+_BUSY_WAIT_S = 1.0
+
+
+class _Listener(msgspec.Struct):
+    endpoint: str
+    url: str
+
+
+class _Instance(msgspec.Struct):
+    """What is read of an entry of the peer's `GET /workers`."""
+
+    instance_id: int
+    model_name: str
+    routing_group: str
+    block_size: int
+    listeners: dict[Rank, _Listener]
+
+
+class Restorer:
+    """Fills a registry whose streams are held from the first peer that answers."""
+
+    def __init__(self, registry: Registry, rules: EndpointRules, admin_key: str | None) -> None:
+        self._registry = registry
+        self._rules = rules
+        self._headers = [] if admin_key is None else [(b"authorization", b"Bearer " + admin_key.encode())]
+
+    async def restore(self, peers: Sequence[str]) -> bool:
+        """Return whether a peer's dump was taken over whole; without one, nothing of any is left."""
+        async with UpstreamPool(_LIMITS) as pool:
+            for peer in peers:
+                try:
+                    await self._follow_what_it_follows(pool, peer)
+                    await self._take_over(pool, peer)
+                except (UpstreamError, MalformedMessageError) as error:
+                    _logger.warning("not restored: %s peer=%s", error, peer)
+                    for member in self._registry:
+                        for stream in member.streams():
+                            member.index.remove_worker(stream)
+                else:
+                    return True
+        _logger.warning("no peer could be restored from, and the index starts empty peers=%s", list(peers))
+        return False
+
+    async def _follow_what_it_follows(self, pool: UpstreamPool, peer: str) -> None:
+        """Register the peer's instances that are not registered here, and wait for the connections."""
+        body = b"".join([piece async for piece in self._get(pool, peer, "/workers", MAX_WORKERS_BYTES)])
+        try:
+            instances = msgspec.json.decode(body, type=list[_Instance])
+        except DECODE_ERRORS as error:
+            raise MalformedMessageError(f"{peer}/workers", str(error)) from None
+        for instance in instances:
+            for dp_rank, listener in instance.listeners.items():
+                await self._register(instance, dp_rank, listener)
+        give_up_s = asyncio.get_running_loop().time() + CONNECT_TIMEOUT_S
+        while not self._registry.are_all_connected and asyncio.get_running_loop().time() < give_up_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # sockets tell how often they connected, not when
+        for member in self._registry:
+            member.indexer.note_connects()
+
+    async def _register(self, instance: _Instance, dp_rank: int, listener: _Listener) -> None:
+        namespace = Namespace(instance.model_name, instance.routing_group)
+        try:
+            stream = Stream(listener.endpoint, self._rules.url(listener.url))
+            await self._registry.register(namespace, instance.block_size, instance.instance_id, dp_rank, stream)
+        except ApiError as error:
+            if error.status != HTTPStatus.CONFLICT:
+                _logger.warning("not followed as the peer does: %s instance_id=%d", error, instance.instance_id)
+
+    async def _take_over(self, pool: UpstreamPool, peer: str) -> None:
+        reader = DumpReader(peer)
+        member, states = None, []
+        taken: list[tuple[Member, StreamState]] = []
+        accepted: set[WorkerRank] = set()
+        async with aclosing(self._get(pool, peer, "/dump")) as pieces:
+            async for piece in pieces:
+                for frame in reader.feed(piece):
+                    if isinstance(frame, NamespaceHead):
+                        member = self._registry.find(Namespace(frame.model_name, frame.group))
+                        states = self._acceptable(member, frame)
+                        accepted = _ranks_of(states)
+                        taken += [(member, state) for state in states if member is not None]
+                    elif isinstance(frame, Blocks) and member is not None:
+                        member.index.restore(_only(chunk_of(frame, peer), accepted))
+                    await asyncio.sleep(0)
+        reader.close()
+        for member, state in taken:
+            assert state.progress is not None
+            member.indexer.resume(stream_name(state.instance_id, state.dp_rank), state.progress)
+        _logger.info("restored peer=%s streams=%d", peer, len(taken))
+
+    def _acceptable(self, member: Member | None, head: NamespaceHead) -> list[StreamState]:
+        """Return the streams that are followed here, too, at the same place, and may be gone on with."""
+        if member is None or member.block_size != head.block_size:
+            _logger.warning("not restored: other block size, or not followed model=%s", head.model_name)
+            return []
+        return [
+            state
+            for state in head.streams
+            if isinstance(state.progress, CanonicalProgress)
+            and (stream := member.instances.get(state.instance_id, {}).get(state.dp_rank)) is not None
+            and stream.endpoint == state.endpoint
+        ]
+
+    async def _get(
+        self, pool: UpstreamPool, peer: str, path: str, max_bytes: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the body of a page; raises UpstreamError for any status but 200, after waiting for a busy peer."""
+        give_up_s = asyncio.get_running_loop().time() + BUSY_TIMEOUT_S
+        while True:
+            async with pool.exchange(peer.rstrip("/"), "GET", path, self._headers) as response:
+                if response.status == HTTPStatus.OK:
+                    num_bytes = 0
+                    async for piece in response.body():
+                        num_bytes += len(piece)
+                        if max_bytes is not None and num_bytes > max_bytes:
+                            raise MalformedMessageError(f"{peer}{path}", f"more than {max_bytes} bytes")
+                        yield piece
+                    return
+                is_busy = response.status == HTTPStatus.SERVICE_UNAVAILABLE
+                if not is_busy or asyncio.get_running_loop().time() > give_up_s:
+                    raise UpstreamError(peer, f"GET {path} answered {response.status}")
+            await asyncio.sleep(_BUSY_WAIT_S)
+
+
+def _ranks_of(states: Sequence[StreamState]) -> set[WorkerRank]:
+    return {
+        WorkerRank(stream_name(state.instance_id, state.dp_rank), each.rank)
+        for state in states
+        if isinstance(state.progress, CanonicalProgress)
+        for each in state.progress.ranks
+    }
+
+
+def _only(chunk: SnapshotChunk, accepted: set[WorkerRank]) -> SnapshotChunk:
+    """Return the chunk as it would be if nobody but the accepted ranks held anything."""
+    is_kept = np.array([rank in accepted for rank in chunk.ranks], bool)
+    if is_kept.all():
+        return chunk
+    rank_idx = np.cumsum(is_kept) - 1
+    is_member = is_kept[chunk.members >> 4]
+    members = chunk.members[is_member]
+    return SnapshotChunk(
+        ranks=tuple(rank for rank in chunk.ranks if rank in accepted),
+        hashes=chunk.hashes,
+        depths=chunk.depths,
+        set_idx=chunk.set_idx,
+        offsets=np.concatenate([[0], np.cumsum(is_member)]).astype(np.uint32)[chunk.offsets],
+        members=(rank_idx[members >> 4] << 4 | members & 15).astype(np.uint32),
+    )
