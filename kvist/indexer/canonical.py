@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_JOINED_MESSAGES = 256  # by the fast lane: a long answer to a question would make a buffer as long
+_MIN_JOINED, _MAX_JOINED = 4, 256
+"""How many messages are joined to a block for the fast lane: for fewer it costs more than it saves, and the answer to a
+question may be long."""
 
 
 class CanonicalFollower:
@@ -98,7 +100,7 @@ class CanonicalFollower:
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
-        if self._lane is None:
+        if self._lane is None or (len(messages) < _MIN_JOINED and not isinstance(messages, MessageBlock)):
             for message in messages:
                 self.received(message, now_s)
                 yield
@@ -181,7 +183,7 @@ class CanonicalFollower:
     def _note_taken(self, taken: Taken, block: MessageBlock, now_s: float) -> None:
         """Count what the fast lane took, as `received` does for one message."""
         for rank, message_idx in taken.topic_idxs.items():
-            if message_idx is not None:
+            if message_idx is not None and rank not in self._topics:
                 self._topics[rank] = block[message_idx].topic
             self._note_state(rank)
         self._counters.failure = None
@@ -222,8 +224,8 @@ def _blocks(messages: Sequence[Message]) -> Iterator[MessageBlock]:
     if isinstance(messages, MessageBlock):
         yield messages
         return
-    for start in range(0, len(messages), _JOINED_MESSAGES):
-        yield MessageBlock.of(messages[start : start + _JOINED_MESSAGES])
+    for start in range(0, len(messages), _MAX_JOINED):
+        yield MessageBlock.of(messages[start : start + _MAX_JOINED])
 
 
 def _lane_for(worker: str, block_size: int, index: Index) -> CanonicalLane | None:

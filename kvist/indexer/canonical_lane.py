@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import struct
 from collections.abc import Mapping
 from typing import NamedTuple
-
-import numpy as np
 
 from kvist.events import Batch, WorkerRank
 from kvist.events.session import Session
@@ -20,6 +19,8 @@ _RANK_WORDS = compiled.RANK_BYTES >> 3
 _SLOT, _EPOCH, _SEQUENCE, _TOPIC = (
     field >> 3 for field in (compiled.RANK_SLOT, compiled.RANK_EPOCH, compiled.RANK_SEQUENCE, compiled.RANK_TOPIC)
 )
+_ASKED = struct.Struct("=qqqqq")  # buffer, first message, and counters that begin at zero
+_ANSWER = struct.Struct("=qqqqd")
 
 
 class Taken(NamedTuple):
@@ -29,13 +30,13 @@ class Taken(NamedTuple):
     each with the last one that has a topic, None where none has.
     """
 
-    end: int
     is_stopped: bool
+    topic_idxs: dict[int, int | None]
+    end: int
     num_batches: int
     num_events: int
     num_refused_events: int
     timestamp_s: float
-    topic_idxs: dict[int, int | None]
 
 
 class CanonicalLane:
@@ -45,14 +46,12 @@ class CanonicalLane:
         """Apply to `index`, as `worker`'s, what has blocks of this size."""
         self._worker = worker
         self._index = index
-        self._state = np.zeros(compiled.LANE_BYTES >> 3, np.int64)
         # Anonymous memory: that of ranks which never occur is not touched.
         self._rank_states = mmap.mmap(-1, MAX_RANKS * compiled.RANK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._words = self._state.data
         self._rank_words = memoryview(self._rank_states).cast("q")
-        self._address = self._state.ctypes.data
-        self._set(compiled.BLOCK_SIZE, block_size)
-        self._set(compiled.RANKS, address_of(self._rank_states))
+        self._state = bytearray(compiled.LANE_BYTES)
+        self._address = address_of(self._state)
+        struct.pack_into("=qq", self._state, compiled.BLOCK_SIZE, block_size, address_of(self._rank_states))
         index.reserve_operations(compiled.MAX_OPERATIONS, compiled.MAX_HASHES)
 
     def take(self, block: MessageBlock, start: int, sessions: Mapping[int, Session[Batch]], now_s: float) -> Taken:
@@ -60,52 +59,36 @@ class CanonicalLane:
 
         Nothing of the message at which it stops has had an effect.
         """
+        index = self._index
         for rank, session in sessions.items():
             self._describe(rank, session)
-        for field in (compiled.NUM_BATCHES, compiled.NUM_EVENTS, compiled.NUM_REFUSED):
-            self._set(field, 0)
-        self._set(compiled.BUFFER, block.address)
-        self._set(compiled.TABLE, block.table.ctypes.data)
-        self._set(compiled.NUM_MESSAGES, len(block))
-        self._set(compiled.MESSAGE_IDX, start)
-        while (reason := compiled.take(self._index.address, self._address)) == compiled.HELP:
-            self._index.help_out()
-        return Taken(
-            self._get(compiled.MESSAGE_IDX),
-            reason == compiled.NOT_ORDINARY,
-            self._get(compiled.NUM_BATCHES),
-            self._get(compiled.NUM_EVENTS),
-            self._get(compiled.NUM_REFUSED),
-            float(self._state.view(np.float64)[compiled.TIMESTAMP >> 3]),
-            {rank: topic for rank, session in sessions.items() for topic in self._note(rank, session, now_s)},
-        )
+        _ASKED.pack_into(self._state, compiled.BUFFER, block.address, start, 0, 0, 0)
+        while (reason := compiled.take(index.address, self._address, block.table)) == compiled.HELP:
+            index.help_out()
+        topic_idxs: dict[int, int | None] = {}
+        for rank, session in sessions.items():
+            self._note(rank, session, now_s, topic_idxs)
+        is_stopped = reason == compiled.NOT_ORDINARY
+        return Taken(is_stopped, topic_idxs, *_ANSWER.unpack_from(self._state, compiled.MESSAGE_IDX))
 
     def _describe(self, rank: int, session: Session[Batch]) -> None:
         """Say what the rank's next message must be; none is taken of a rank that is not in step, or unknown."""
-        slot, epoch, sequence = (
-            self._index.slot_of(WorkerRank(self._worker, rank)),
-            session.epoch,
-            session.expected_sequence,
-        )
+        epoch, sequence = session.epoch, session.expected_sequence
+        slot = self._index.slot_of(WorkerRank(self._worker, rank))
         words, at = self._rank_words, rank * _RANK_WORDS
-        if slot is None or epoch is None or not session.is_in_step or max(epoch, sequence) >= _NUMBERS_END:
-            words[at + _SLOT] = 0
-        else:
-            words[at + _SLOT], words[at + _EPOCH], words[at + _SEQUENCE] = slot + 1, epoch, sequence
-            words[at + _TOPIC] = 0
+        if slot is not None and epoch is not None and session.is_in_step and max(epoch, sequence) < _NUMBERS_END:
+            words[at + _SLOT], words[at + _EPOCH], words[at + _SEQUENCE], words[at + _TOPIC] = (
+                slot + 1,
+                epoch,
+                sequence,
+                0,
+            )
 
-    def _note(self, rank: int, session: Session[Batch], now_s: float) -> list[int | None]:
-        """Tell the session what was taken; return the last topic, in a list that is empty if nothing was."""
+    def _note(self, rank: int, session: Session[Batch], now_s: float, topic_idxs: dict[int, int | None]) -> None:
+        """Tell the session what was taken of its rank, if anything was, and note its last topic."""
         words, at = self._rank_words, rank * _RANK_WORDS
         num_taken = words[at + _SEQUENCE] - session.expected_sequence if words[at + _SLOT] else 0
         words[at + _SLOT] = 0  # until it is described again, which it is not if its session is dropped
-        if num_taken == 0:
-            return []
-        session.applied(num_taken, now_s)
-        return [words[at + _TOPIC] - 1 if words[at + _TOPIC] else None]
-
-    def _get(self, field: int) -> int:
-        return self._words[field >> 3]
-
-    def _set(self, field: int, value: int) -> None:
-        self._words[field >> 3] = value
+        if num_taken:
+            session.applied(num_taken, now_s)
+            topic_idxs[rank] = words[at + _TOPIC] - 1 if words[at + _TOPIC] else None

@@ -224,9 +224,10 @@ def _feed(path: _Path, messages: Sequence[Message], now_s: float) -> None:
 
 
 def _answer(path: _Path, ranks: list[_Rank], forgotten: int, now_s: float) -> None:
-    """Answer all questions from what the ranks keep, but for some of the oldest."""
+    """Answer all questions from what the ranks keep, but for some of the oldest; a rank may be a corrupted number."""
     for question in path.questions():
-        kept = list(enumerate(ranks[question.rank].kept))[max(question.start_sequence, forgotten) :]
+        asked = ranks[question.rank].kept if question.rank < _NUM_RANKS else []
+        kept = list(enumerate(asked))[max(question.start_sequence, forgotten) :]
         messages = [Message(b"", sequence, payload) for sequence, payload in kept]
         for _ in path.follower.answered(question, messages, now_s):
             pass

@@ -31,13 +31,13 @@ from kvist.radix.compiled.layout import (
 )
 from kvist.radix.compiled.updates import apply
 
-# A lane, what one stream's messages are taken by. What it is told: a block of messages, the next of them, ranks.
-BUFFER, TABLE, NUM_MESSAGES, MESSAGE_IDX, BLOCK_SIZE, RANKS = range(0, 48, 8)
-# What it counts, and the timestamp of the last message, a float.
-NUM_BATCHES, NUM_EVENTS, NUM_REFUSED, TIMESTAMP = range(48, 80, 8)
+# A lane, what one stream's messages are taken by. What it is told: the block size, ranks, a buffer of messages.
+BLOCK_SIZE, RANKS, BUFFER = range(0, 24, 8)
+# The next message; what it counts; and the timestamp of the last message, a float.
+MESSAGE_IDX, NUM_BATCHES, NUM_EVENTS, NUM_REFUSED, TIMESTAMP = range(24, 64, 8)
 # Operations gathered and not all carried out yet: how many, of how many hashes, whose, and where to go on.
-NUM_OPERATIONS, NUM_HASHES, RANK, FIRST, START = range(80, 120, 8)
-LANE_BYTES = 120
+NUM_OPERATIONS, NUM_HASHES, RANK, FIRST, START = range(64, 104, 8)
+LANE_BYTES = 104
 
 # A rank, by its number: its slot in the index plus one (0: take nothing of it), the epoch and sequence of its next
 # message, and, plus one, the last message with a topic.
@@ -234,22 +234,24 @@ def _carry_out(control, lane):
     return True
 
 
-@jit("i8(i8,i8)", is_entry=True)
-def take(control, lane):
+@jit("i8(i8,i8,i8[:,::1])", is_entry=True)
+def take(control, lane, messages):
     """Apply messages, from MESSAGE_IDX on, for as long as they are ordinary; return why it stopped, and there.
 
-    After HELP, give it and call again, before anything else is done with the index.
+    `messages` is the table of a `MessageBlock`. After HELP, give it and call again, before anything else is done with
+    the index.
     """
+    table, num_messages = messages.ctypes.data, len(messages)
     while True:
         num_hashes, num_operations = get64(lane + NUM_HASHES), get64(lane + NUM_OPERATIONS)
         if not _carry_out(control, lane):
             return HELP
-        message_idx, num_messages = get64(lane + MESSAGE_IDX), get64(lane + NUM_MESSAGES)
+        message_idx = get64(lane + MESSAGE_IDX)
         if message_idx == num_messages:
             return DONE
         if num_hashes * 2 >= MAX_HASHES or num_operations * 2 >= MAX_OPERATIONS:
             return PAUSED
-        message = get64(lane + TABLE) + message_idx * _ROW_BYTES
+        message = np.int64(table) + message_idx * _ROW_BYTES
         while get64(lane + MESSAGE_IDX) < num_messages and _gather_message(control, lane, message):
             put64(lane + MESSAGE_IDX, get64(lane + MESSAGE_IDX) + 1)
             message += _ROW_BYTES
