@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -33,11 +34,10 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Frames(NamedTuple):
-    """A message as ZMQ carries it, and the stream that carries it."""
+    """A message as ZMQ carries it, but for the number that it gets when it is sent, and the stream that carries it."""
 
     stream_idx: int
     topic: bytes
-    sequence: bytes
     payload: bytes
 
 
@@ -61,6 +61,7 @@ class StreamSpec:
     forms: dict[str, str]
     capacity: int | None = None
     num_streams: int = 1
+    high_water_mark: int = ENGINE_HWM
     seed: int = 1
 
 
@@ -84,7 +85,7 @@ class Conversations:
         self._num_held = 0
         self.all: list[_Conversation] = list(self._open)
 
-    def step(self, num_blocks: int | None = None) -> tuple[list[int], EngineStored]:
+    def step(self) -> tuple[list[int], EngineStored]:
         """Return what the engine's next step removes and stores."""
         conversation = self._open.popleft()
         if len(conversation.hashes) >= self._max_blocks:
@@ -92,23 +93,32 @@ class Conversations:
             conversation = _Conversation()
             self.all.append(conversation)
         self._open.append(conversation)
-        num_blocks = num_blocks or self._num_blocks
-        return self._evict(num_blocks), self._grow(conversation, num_blocks)
+        return self._evict(self._num_blocks), self._grow(conversation, self._num_blocks)
 
     def sentinel(self) -> tuple[EngineStored, list[int]]:
-        """Return the event of a conversation of one block, to tell when everything before it is visible."""
+        """Return the event of a conversation of one block, and its tokens."""
         conversation = _Conversation()
-        event = self._grow(conversation, 1)
-        return event, conversation.token_ids
+        return self._grow(conversation, 1), conversation.token_ids
+
+    def prompt(self, token_ids: Sequence[int], hashes: Sequence[int]) -> list[EngineStored]:
+        """Return the events of a prompt, in chunks of 64 blocks as from a chunked prefill."""
+        conversation = _Conversation()
+        events = []
+        for start in range(0, len(token_ids) // BLOCK_SIZE, 64):
+            tokens = list(token_ids[start * BLOCK_SIZE : (start + 64) * BLOCK_SIZE])
+            events.append(self._extend(conversation, tokens, list(hashes[start : start + len(tokens) // BLOCK_SIZE])))
+        return events
 
     def _grow(self, conversation: _Conversation, num_blocks: int) -> EngineStored:
         tokens = self._rng.integers(0, VOCABULARY, num_blocks * BLOCK_SIZE).tolist()
-        hashes = self._rng.integers(1 << 63, (1 << 64) - 1, num_blocks, np.uint64).tolist()
+        return self._extend(conversation, tokens, engine_hashes(self._rng, num_blocks))
+
+    def _extend(self, conversation: _Conversation, tokens: list[int], hashes: list[int]) -> EngineStored:
         parent = conversation.hashes[-1] if conversation.hashes else None
         conversation.token_ids += tokens
         conversation.hashes += hashes
-        conversation.num_held += num_blocks
-        self._num_held += num_blocks
+        conversation.num_held += len(hashes)
+        self._num_held += len(hashes)
         return EngineStored(hashes, tokens, BLOCK_SIZE, parent, window=FULL, group=0)
 
     def _evict(self, num_blocks: int) -> list[int]:
@@ -122,6 +132,12 @@ class Conversations:
             if conversation.num_held == 0:
                 self._evictable.popleft()
         return removed
+
+
+def engine_hashes(rng: np.random.Generator, num_blocks: int) -> list[int]:
+    """Return block hashes as an engine names them: opaque, and of 64 bits."""
+    hashes: list[int] = rng.integers(1 << 63, (1 << 64) - 1, num_blocks, np.uint64).tolist()
+    return hashes
 
 
 def encode_vllm(form: str, removed: Sequence[int], stored: EngineStored) -> bytes:
@@ -153,49 +169,31 @@ def encode_vllm(form: str, removed: Sequence[int], stored: EngineStored) -> byte
     return _encode([time.time(), events, 0])
 
 
-class _Canonical:
-    """What Kvist's publisher sends for the same engine, `num_events` of its events a batch."""
+class _Encoder:
+    """One stream for one side: each step is a message, or some of them a batch of Kvist's publisher."""
 
-    def __init__(self, num_events: int, stream_idx: int) -> None:
-        self._stream = RankStream(WorkerRank(str(stream_idx + 1), 0), BLOCK_SIZE, epoch=1)
-        self._topic = topic_of(WorkerRank(str(stream_idx + 1), 0))
+    def __init__(self, form: str, stream_idx: int) -> None:
+        self._form, _, num_steps = form.partition("/")
         self._stream_idx = stream_idx
-        self._num_events = num_events
+        self._num_steps = int(num_steps or 1)
         self._num_waiting = 0
+        source = WorkerRank(str(stream_idx + 1), 0)
+        self._stream = RankStream(source, BLOCK_SIZE, epoch=1)
+        self._topic = topic_of(source) if self._form == "canonical" else b""
 
     def add(self, removed: Sequence[int], stored: EngineStored, is_last: bool = False) -> list[Frames]:
-        """Return the batches that are full with this step; with `is_last` also the one that is not."""
+        """Return the messages that are complete with this step; with `is_last` also the one that is not."""
+        if self._form != "canonical":
+            return [Frames(self._stream_idx, self._topic, encode_vllm(self._form, removed, stored))]
         for block_hash in removed:
             self._stream.admit(EngineRemoved([block_hash], FULL, 0))
         self._stream.admit(stored)
         self._num_waiting += 1
-        if self._num_waiting < self._num_events and not is_last:
+        if self._num_waiting < self._num_steps and not is_last:
             return []
         self._num_waiting = 0
-        return [
-            Frames(self._stream_idx, self._topic, batch.sequence.to_bytes(8, "big"), encode_batch(batch))
-            for batch in self._stream.close_batches(time.time())
-        ]
-
-
-class _Encoder:
-    """One stream for one side, numbered from 0."""
-
-    def __init__(self, form: str, stream_idx: int) -> None:
-        self._form = form
-        self._stream_idx = stream_idx
-        self._canonical = _Canonical(int(form.partition("/")[2]), stream_idx) if "/" in form else None
-        self._sequence = 0
-
-    def add(self, removed: Sequence[int], stored: EngineStored, is_last: bool = False) -> list[Frames]:
-        """Return the messages that a step gives."""
-        if self._canonical is not None:
-            return self._canonical.add(removed, stored, is_last)
-        frames = Frames(
-            self._stream_idx, b"", self._sequence.to_bytes(8, "big"), encode_vllm(self._form, removed, stored)
-        )
-        self._sequence += 1
-        return [frames]
+        batches = self._stream.close_batches(time.time())
+        return [Frames(self._stream_idx, self._topic, encode_batch(batch)) for batch in batches]
 
 
 class _Server:
@@ -207,12 +205,16 @@ class _Server:
         self._rng = random.Random(spec.seed)
         context = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 2048)
-        self._sockets = {side: [_bound(context) for _ in range(spec.num_streams)] for side in spec.forms}
+        self._sockets = {
+            side: [_bound(context, spec.high_water_mark) for _ in range(spec.num_streams)] for side in spec.forms
+        }
         self._engines = [Conversations(spec, idx) for idx in range(spec.num_streams)]
         self._encoders = {
             side: [_Encoder(form, idx) for idx in range(spec.num_streams)] for side, form in spec.forms.items()
         }
+        self._numbers = {side: [0] * spec.num_streams for side in spec.forms}
         self._made: dict[str, list[Frames]] = {side: [] for side in spec.forms}
+        self._kept = self._made
 
     def endpoints(self) -> dict[str, list[str]]:
         """Return where each side's streams are."""
@@ -221,23 +223,27 @@ class _Server:
             for side, sockets in self._sockets.items()
         }
 
-    def await_subscribers(self, side: str, num_each: int = 1) -> None:
-        """Return when each stream of a side has that many subscribers."""
-        for socket in self._sockets[side]:
-            for _ in range(num_each):
+    def await_subscribers(self, side: str, numbers: Sequence[int] | None = None) -> None:
+        """Return when each stream of a side has that many subscribers, or one."""
+        sockets = self._sockets[side]
+        for socket, number in zip(sockets, numbers or [1] * len(sockets), strict=True):
+            for _ in range(number):
                 if not socket.poll(20_000):
                     raise TimeoutError(f"{side}: no subscriber")
                 socket.recv()
 
-    def make(self, num_steps: int, num_blocks: int | None = None) -> tuple[list[Probe], dict[str, list[float]]]:
-        """Make messages of some steps, the streams taking turns; return each stream's sentinel, counts and bytes."""
+    def make(self, num_steps: int, streams: Sequence[int] | None = None) -> tuple[list[Probe], dict[str, list[float]]]:
+        """Make messages of some steps, the streams taking turns, and last a block for each to tell when all is visible.
+
+        Returns these blocks, and for each side the number of messages and their mean size.
+        """
         self._made = {side: [] for side in self._spec.forms}
-        for step in range(num_steps):
-            stream_idx = step % self._spec.num_streams
-            self._add(stream_idx, *self._engines[stream_idx].step(num_blocks))
+        streams = range(self._spec.num_streams) if streams is None else streams
+        for stream_idx in islice(cycle(streams), num_steps):
+            self._add(stream_idx, *self._engines[stream_idx].step())
         probes = []
-        for stream_idx, engine in enumerate(self._engines):
-            event, token_ids = engine.sentinel()
+        for stream_idx in streams:
+            event, token_ids = self._engines[stream_idx].sentinel()
             self._add(stream_idx, [], event, is_last=True)
             probes.append(Probe(stream_idx, token_ids, len(token_ids)))
         sizes = {
@@ -250,45 +256,61 @@ class _Server:
         for side, encoders in self._encoders.items():
             self._made[side] += encoders[stream_idx].add(removed, stored, is_last)
 
+    def make_prompts(self, num_tokens: Sequence[int], num_streams: int, has_common_seed: bool) -> list[list[int]]:
+        """Make the storing of prompts, stream i of N holding the first (i + 1) / N of each; return their tokens.
+
+        With a common seed all engines give a block the same hash, as with the same PYTHONHASHSEED.
+        """
+        prompts = [[self._rng.randrange(VOCABULARY) for _ in range(num)] for num in num_tokens]
+        self._made = {side: [] for side in self._spec.forms}
+        rng = np.random.default_rng(self._spec.seed)
+        for token_ids in prompts:
+            common = engine_hashes(rng, len(token_ids) // BLOCK_SIZE)
+            for stream_idx in range(num_streams):
+                num_held = len(token_ids) * (stream_idx + 1) // num_streams // BLOCK_SIZE
+                hashes = common if has_common_seed else engine_hashes(rng, num_held)
+                for event in self._engines[stream_idx].prompt(token_ids[: num_held * BLOCK_SIZE], hashes[:num_held]):
+                    self._add(stream_idx, [], event)
+        return prompts
+
+    def _send(self, side: str, frames: Frames) -> None:
+        stream_idx, topic, payload = frames
+        number = self._numbers[side][stream_idx]
+        self._numbers[side][stream_idx] = number + 1
+        send = self._sockets[side][stream_idx].send
+        send(topic, zmq.SNDMORE)
+        send(number.to_bytes(8, "big"), zmq.SNDMORE)
+        send(payload)
+
     def burst(self, side: str) -> float:
-        """Send everything made, as fast as the socket takes it; return when the first was sent."""
-        sockets = self._sockets[side]
+        """Send everything made, as fast as the sockets take it; return when the first was sent."""
         started_s = time.monotonic()
-        for stream_idx, topic, sequence, payload in self._made[side]:
-            send = sockets[stream_idx].send
-            send(topic, zmq.SNDMORE)
-            send(sequence, zmq.SNDMORE)
-            send(payload)
+        for frames in self._made[side]:
+            self._send(side, frames)
         return started_s
 
     def paced(self, side: str, duration_s: float) -> float:
         """Send everything made, one by one and evenly over a time; return when the first was sent."""
-        sockets = self._sockets[side]
         started_s = time.monotonic()
         interval_s = duration_s / len(self._made[side])
         for number, frames in enumerate(self._made[side]):
-            wait_s = started_s + number * interval_s - time.monotonic()
-            if wait_s > 0:
-                time.sleep(wait_s)
-            sockets[frames.stream_idx].send_multipart(frames[1:])
+            _sleep_until(started_s + number * interval_s)
+            self._send(side, frames)
         return started_s
 
+    def keep(self) -> None:
+        """Keep what was made for `endless`."""
+        self._kept = self._made
+
     def endless(self, side: str, interval_s: float) -> int:
-        """Send what was made again and again, newly numbered, until the next call comes; return how many."""
-        sockets = self._sockets[side]
-        frames = self._made[side]
-        sequence = int.from_bytes(frames[0].sequence, "big")
-        num_sent = 0
+        """Send what was kept again and again until the next call comes; return how many messages."""
         started_s = time.monotonic()
-        while not (num_sent % 16 == 0 and self._pipe.poll(0)):
-            stream_idx, topic, _, payload = frames[num_sent % len(frames)]
-            wait_s = started_s + num_sent * interval_s - time.monotonic()
-            if interval_s and wait_s > 0:
-                time.sleep(wait_s)
-            sockets[stream_idx].send_multipart((topic, sequence.to_bytes(8, "big"), payload))
-            sequence += 1
-            num_sent += 1
-        return num_sent
+        for number, frames in enumerate(cycle(self._kept[side])):
+            if number % 16 == 0 and self._pipe.poll(0):
+                return number
+            _sleep_until(started_s + number * interval_s)
+            self._send(side, frames)
+        return 0
 
     def probes(self, num_probes: int) -> list[Probe]:
         """Return prompts of all kinds: whole, cut within and between blocks, going on unknown, wrong in the middle."""
@@ -316,15 +338,21 @@ class _Server:
         return Probe(stream_idx, tokens, num_held)
 
 
-def _bound(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+def _bound(context: zmq.Context[zmq.Socket[bytes]], high_water_mark: int) -> zmq.Socket[bytes]:
     """Return a PUB socket that also tells of its subscribers and, at its high-water mark, waits."""
     socket = context.socket(zmq.XPUB)
-    socket.setsockopt(zmq.SNDHWM, ENGINE_HWM)
+    socket.setsockopt(zmq.SNDHWM, high_water_mark)
     socket.setsockopt(zmq.XPUB_NODROP, 1)
     socket.setsockopt(zmq.XPUB_VERBOSE, 1)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind("tcp://127.0.0.1:*")
     return socket
+
+
+def _sleep_until(time_s: float) -> None:
+    wait_s = time_s - time.monotonic()
+    if wait_s > 0:
+        time.sleep(wait_s)
 
 
 def _serve(pipe: Connection, spec: StreamSpec) -> None:
@@ -358,8 +386,15 @@ class Publisher:
         self._pipe.send((name, arguments))
 
     def result(self) -> Any:
-        """Return what was begun gave."""
+        """Return what the call that was begun first gave."""
         return self._pipe.recv()
+
+    def stop(self) -> Any:
+        """End the `endless` that was begun, and return what it gave."""
+        self.begin("endpoints")
+        result = self.result()
+        self.result()
+        return result
 
     def __enter__(self) -> Publisher:
         return self
