@@ -16,8 +16,10 @@ from kvist.indexer.compiled.json_tokens import INTEGERS, find_integers
 Integer = TypeVar("Integer", np.uint32, np.uint64)
 
 
-def split_integer_array(body: bytes, key: bytes, dtype: type[Integer]) -> tuple[NDArray[Integer], bytes] | None:
-    """Return the array of unsigned integers under `key` of a JSON object, and the body with `[]` in its place.
+def split_integer_array(
+    body: bytes, key: bytes, dtype: type[Integer], placeholder: bytes = b"[]"
+) -> tuple[NDArray[Integer], bytes] | None:
+    """Return the array of unsigned integers under `key` of a JSON object, and the body with `placeholder` for it.
 
     If the second is valid JSON, so is the body, and the first is the value of its key, which it has once: decode the
     second, and on an error the whole body, for a message that names the right place. None for everything unusual, be it
@@ -30,7 +32,7 @@ def split_integer_array(body: bytes, key: bytes, dtype: type[Integer]) -> tuple[
     if not find_integers(_address(body), len(body), _address(key), len(key), item_bytes, result.ctypes.data):
         return None
     start, end, count = result[:num_before].view(np.int64).tolist()
-    return result[num_before : num_before + count], b"[]".join((body[:start], body[end:]))
+    return result[num_before : num_before + count], placeholder.join((body[:start], body[end:]))
 
 
 def _address(content: bytes) -> int:

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
+from kvist.http import UpstreamError, UpstreamPool
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.discovery import Identity, ServedModel, event_endpoint, probe
 from kvist.router.health import CircuitBreaker, HealthGauge
-from kvist.http import UpstreamError, UpstreamPool
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.worker import Worker, WorkerState

@@ -20,9 +20,6 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from http import HTTPStatus
 
-from kvist.openai.errors import RequestError, error_body
-from kvist.router.config import RouterConfig
-from kvist.router.fleet import Fleet
 from kvist.http import (
     ClientDisconnectedError,
     Headers,
@@ -33,6 +30,9 @@ from kvist.http import (
     UpstreamResponse,
     UpstreamTimeoutError,
 )
+from kvist.openai.errors import RequestError, error_body
+from kvist.router.config import RouterConfig
+from kvist.router.fleet import Fleet
 from kvist.router.load import ActiveRequest, LoadTracker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Decision

@@ -60,7 +60,8 @@ class FleetIndex:
         # Compiled here, rather than with the first stream or prompt.
         import kvist.indexer.canonical_lane
         import kvist.indexer.frames
-        import kvist.indexer.hashing  # noqa: F401
+        import kvist.indexer.hashing
+        import kvist.indexer.json_tokens  # noqa: F401
         from kvist.radix import RadixIndex
 
         self.radix: RadixIndex = RadixIndex()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
@@ -41,7 +43,7 @@ class Ask:
 
     model: str | None
     num_tokens: int
-    token_ids: list[int] | None = None
+    token_ids: list[int] | NDArray[np.uint32] | None = None
     cache_salt: str | None = None
     untokenized_reason: str | None = None
 
@@ -49,14 +51,22 @@ class Ask:
 class PromptReader:
     """Turns request bodies into what routing needs; refuses only what no worker would accept."""
 
-    def __init__(self, tokenizer: ChatTokenizer | None) -> None:
-        """Read with this model's tokeniser; without one only prompts given as token ids are known."""
+    def __init__(self, tokenizer: ChatTokenizer | None, *, has_index: bool = False) -> None:
+        """Read with this model's tokeniser; without one only prompts given as token ids are known.
+
+        With `has_index`, compiled code as the index's reads those, into arrays.
+        """
         self._tokenizer = tokenizer
+        self._has_index = has_index
 
     async def read(self, path: str, body: bytes) -> Ask:
         """Return what the body of this endpoint asks; raises RequestError (400) that names the field."""
         if path not in (CHAT_PATH, COMPLETION_PATH):
             return _read_other(body)
+        if path == COMPLETION_PATH and self._has_index:
+            ask = _read_token_ids(body)
+            if ask is not None:
+                return ask
         read = self._read_chat if path == CHAT_PATH else self._read_completion
         if len(body) <= INLINE_BODY_BYTES or self._tokenizer is None:
             return read(body)
@@ -113,6 +123,21 @@ class _AnyPrompt(msgspec.Struct, frozen=True):
 
 class _AnyRequest(msgspec.Struct, frozen=True):
     model: str | None = None
+
+
+def _read_token_ids(body: bytes) -> Ask | None:
+    """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
+    from kvist.indexer.json_tokens import split_integer_array
+
+    split = split_integer_array(body, b"prompt", np.uint32, placeholder=b"[0]")
+    if split is None or len(split[0]) == 0:
+        return None
+    token_ids, rest = split
+    try:
+        request = decode_completion_request(rest)
+    except RequestError:  # that of the whole body says where
+        return None
+    return Ask(request.model, len(token_ids), token_ids, request.cache_salt)
 
 
 def _read_other(body: bytes) -> Ask:

@@ -25,6 +25,7 @@ from urllib.parse import unquote
 import msgspec
 
 from kvist.errors import InvalidValueError
+from kvist.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, serve_asgi
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.api import AdminApi
@@ -33,7 +34,6 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet import Fleet
 from kvist.router.forward import Forwarder
 from kvist.router.gauges import Gauges
-from kvist.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, serve_asgi
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
@@ -83,12 +83,13 @@ class RouterService:
 
     async def _start(self, exits: AsyncExitStack, started_s: float) -> None:
         config, now_s = self._config, time.monotonic
-        reader = PromptReader(await _load_tokenizer(config.model_path))
+        tokenizer = await _load_tokenizer(config.model_path)
         self._metrics = RouterMetrics()
         index = None
         if config.policy == "kv":
             index = await exits.enter_async_context(FleetIndex(config.block_size, now_s))
         self._index = index
+        reader = PromptReader(tokenizer, has_index=index is not None)
         load = LoadTracker(config.recent_half_life_s)
         pool = await exits.enter_async_context(UpstreamPool())
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)

@@ -51,6 +51,39 @@ async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: A
     assert (ask.token_ids, ask.num_tokens) == (token_ids, len(token_ids))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [5, 6, 7], "cache_salt": "s", "stream": True},
+        {"prompt": [2**32 - 1] * 5000},
+        {"prompt": [[5, 6], [7]]},
+        {"prompt": "hello world"},
+        {"prompt": ["hello"]},
+    ],
+)
+async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> None:
+    plain, indexed = [
+        await PromptReader(None, has_index=has_index).read(COMPLETION_PATH, body(**fields))
+        for has_index in (False, True)
+    ]
+    for name in ("model", "num_tokens", "cache_salt", "untokenized_reason"):
+        assert getattr(indexed, name) == getattr(plain, name)
+    assert (indexed.token_ids is None) == (plain.token_ids is None)
+    assert plain.token_ids is None or list(indexed.token_ids) == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": []}, {"prompt": [2**32]}, {"prompt": [1], "stream": 5}, {"prompt": [1.5]}]
+)
+async def test_beside_an_index_the_same_is_refused(fields: dict[str, Any]) -> None:
+    errors = []
+    for has_index in (False, True):
+        with pytest.raises(RequestError) as caught:
+            await PromptReader(None, has_index=has_index).read(COMPLETION_PATH, body(**fields))
+        errors.append(caught.value.message)
+    assert errors[0] == errors[1]
+
+
 async def test_a_batch_is_matched_by_its_longest_prompt_and_weighs_all_of_them(reader: PromptReader) -> None:
     ask = await reader.read(COMPLETION_PATH, body(prompt=[[1, 2], [3, 4, 5], [6]]))
     assert (ask.token_ids, ask.num_tokens) == ([3, 4, 5], 6)
