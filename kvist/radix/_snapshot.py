@@ -24,12 +24,8 @@ _MAX_COLLECTED = 1 << 20  # rows of 16 bytes; each pass over ten million takes s
 _MAX_VISITS = 1 << 16  # rows looked at a step, if segments are not larger
 _LOOSE_ROW = np.dtype([("key", "u8"), ("side", "u4"), ("set_id", "u4")])
 _ENTRY = np.dtype([("copy", "i8"), ("count", "i8")])
-_HEAD = np.dtype(
-    [
-        (name, "i8")
-        for name in ["directory", "segment", "first", "end", "collected", "places", "num_collected", "counts"]
-    ]
-)
+_HEAD_FIELDS = "directory segment first end collected places num_collected counts deepest"
+_HEAD = np.dtype([(name, "i8") for name in _HEAD_FIELDS.split()])
 _NUM_DEPTHS = layout.MAX_DEPTH + 1
 
 
@@ -69,7 +65,7 @@ class Snapshot:
         segments: SegmentTable,
         slots: SlotTable,
         max_blocks: int,
-        closed: Callable[[Snapshot], None],
+        closed: Callable[[dict[int, int]], None],
     ) -> None:
         self._heap, self._control, self._segments, self._slots = heap, control, segments, slots
         self._max_blocks, self._closed, self._is_open = max_blocks, closed, True
@@ -78,7 +74,8 @@ class Snapshot:
         self._inverse = np.uint64(control[layout.INVERSE >> 3] % (1 << 64))
         most_rows = int(segments.directory["count"].max())
         self._state = heap.allocate(layout.SNAPSHOT_BYTES + segments.num_segments * layout.SNAPSHOT_ENTRY_BYTES)
-        self._entries: NDArray[np.void] = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY)
+        entries = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
+        self._entries: NDArray[np.void] = entries
         self._collected = heap.allocate(max(_MAX_COLLECTED, _MAX_VISITS + most_rows) * layout.LOOSE_ROW_BYTES)
         self._tables = heap.allocate(2 * _NUM_DEPTHS * 4)
         tables = np.frombuffer(heap.view(self._tables), np.uint32).reshape(2, -1)
@@ -136,7 +133,8 @@ class Snapshot:
         address, head = self._control[layout.SELF >> 3], self._head
         if self._ranges is None:
             if compiled.count_depths(address, self._state, _MAX_VISITS):
-                self._ranges = list(depth_ranges(self._counts, _MAX_COLLECTED))[::-1]
+                counts = self._counts[: int(head["deepest"]) + 1]
+                self._ranges = list(depth_ranges(counts, _MAX_COLLECTED))[::-1]
             return True
         if self._is_through:
             if not self._ranges:
@@ -144,8 +142,8 @@ class Snapshot:
             self._begin_pass(*self._ranges.pop())
         before, head["num_collected"] = int(head["segment"]), 0
         self._is_through = compiled.collect(address, self._state, _MAX_VISITS)
-        for index in range(before, int(head["segment"])):
-            self._trim(index)
+        for index in np.flatnonzero(self._entries["copy"][before : int(head["segment"])]).tolist():
+            self._trim(before + index)
         if not head["places"]:
             self._num_ready = int(head["num_collected"])
         elif self._is_through:
@@ -179,10 +177,10 @@ class Snapshot:
 
     @property
     def loose_rows(self) -> dict[int, int]:
-        """What still refers to sets: the address and number of copied and of collected rows."""
+        """What still refers to sets: the address and number of copied rows, and of collected ones."""
         copies = {copy: count for copy, count in self._entries.tolist() if copy}
         num_collected = int(self._head["num_collected"]) if not self._head["places"] else self._num_in_range
-        return copies | {self._collected: num_collected}
+        return copies | ({self._collected: num_collected} if self._num_told < num_collected else {})
 
     def close(self) -> None:
         """End the snapshot; the index copies nothing for it any more. May be called again."""
@@ -190,10 +188,11 @@ class Snapshot:
             return
         self._is_open = False
         self._control[layout.IS_CAPTURING >> 3] = 0
-        self._closed(self)
+        leftovers = self.loose_rows
         del self._entries, self._head, self._counts, self._places
-        for address in (self._state, self._tables):
+        for address in {self._state, self._tables, self._collected} - leftovers.keys():
             self._heap.free(address)
+        self._closed(leftovers)
 
     def __enter__(self) -> Snapshot:
         return self

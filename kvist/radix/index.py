@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.radix import compiled
+from kvist.radix._cap import Cap
 from kvist.radix._invariants import check
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
@@ -40,14 +41,27 @@ class RadixIndex:
     Hashes are canonical sequence hashes (`kvist.events.hashing`): each names one block below one parent.
     """
 
-    def __init__(self, *, initial_blocks: int = 0, segment_bits: int = 8, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        max_blocks: int | None = None,
+        initial_blocks: int = 0,
+        segment_bits: int = 8,
+        seed: int | None = None,
+    ) -> None:
         """Reserve room for `initial_blocks`; the table is cut into `2**segment_bits` segments.
+
+        Beyond `max_blocks` distinct blocks, the least recently matched or stored are evicted, whoever holds them: a
+        sixteenth of the cap or so at a time, in slices of the calls that store. One large call may go beyond the cap;
+        those after it come back to it.
 
         `seed` fixes the odd number that hashes are multiplied with; by default it is secret, so that nobody who chooses
         prompts can choose where their blocks land.
         """
         if not 0 <= segment_bits <= 20:
             raise InvalidValueError("segment_bits", segment_bits, "0 to 20")
+        if max_blocks is not None and max_blocks < 1:
+            raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
         if initial_blocks < 0:
             raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
         self._heap = Heap()
@@ -69,6 +83,7 @@ class RadixIndex:
         self._input_address = self._heap.allocate(64 * 1024)
         self._operations_address = self._heap.allocate(4096)
         self._place_input()
+        self._cap = None if max_blocks is None else Cap(self._heap, control, max_blocks, self.help_out)
         self._retired: list[int] = []  # waiting for a sweep to begin
         self._sweeping: list[int] = []  # free once the sweep under way is through
         self._cursor = 0
@@ -100,7 +115,9 @@ class RadixIndex:
             self.help_out()
             start = control[layout.RESUME >> 3]
         if result == 0:
-            return StoreResult(StoreStatus.OK, control[layout.NUM_APPLIED >> 3])
+            num_stored = control[layout.NUM_APPLIED >> 3]
+            self.keep_to_cap()
+            return StoreResult(StoreStatus.OK, num_stored)
         if is_new:
             self._slots.remove(source)
         return _PARENT_NOT_FOUND if result == layout.ORPHAN else _INVALID
@@ -150,6 +167,7 @@ class RadixIndex:
             else:
                 self.help_out()
             first, start = control[layout.RESUME_OPERATION >> 3], control[layout.RESUME >> 3]
+        self.keep_to_cap()
         return ApplyResult(*[control[field] for field in _COUNTERS])
 
     def clear(self, worker: str, rank: int | None = None) -> None:
@@ -169,6 +187,9 @@ class RadixIndex:
         """Return, for each rank that holds the first block, how many leading blocks it holds now, by tier."""
         num_hashes = self._load(hashes)
         num_rows = compiled.match(self._address, num_hashes)
+        if self._cap is not None:
+            compiled.touch(self._address, num_hashes)
+            self._cap.keep()
         return Match(self._slots.ranks, bytes(self._slots.output[: num_rows * 20]), num_hashes)
 
     def ranks(self) -> list[WorkerRank]:
@@ -183,6 +204,11 @@ class RadixIndex:
         entry = self._slots.table()[slot]
         return RankDigest(int(entry["num_held"]), int(entry["digest"]))
 
+    def evicted_from(self, source: WorkerRank) -> bool:
+        """Tell whether blocks of a rank were evicted since it was last cleared, so that its digest tells nothing."""
+        slot = self._slots.get(source)
+        return slot is not None and bool(self._slots.table()["has_lost"][slot])
+
     def statistics(self) -> Statistics:
         """Return the sizes and counters of this moment."""
         control = self._control
@@ -191,6 +217,7 @@ class RadixIndex:
             num_held=int(self._slots.table()["num_held"].sum()),
             num_ranks=len(self._slots.items()),
             num_retired=control[layout.NUM_RETIRED >> 3],
+            num_evicted=control[layout.NUM_EVICTED >> 3],
             num_sets=control[layout.NUM_SETS >> 3],
             size_bytes=self._heap.size_bytes,
             peak_bytes=self._heap.peak_bytes,
@@ -276,6 +303,7 @@ class RadixIndex:
         while compiled.restore(self._address, num_rows, start) == layout.NEEDS_HELP:
             self.help_out()
             start = self._control[layout.RESUME >> 3]
+        self.keep_to_cap()
 
     # --- For compiled code that builds on the index's own -------------------------------------------------------------
 
@@ -293,6 +321,11 @@ class RadixIndex:
         input_bytes, operations_bytes = num_hashes * _HASH_BYTES, num_operations * layout.OPERATION_BYTES
         if input_bytes > len(self._input_bytes) or operations_bytes > self._operations_bytes:
             self._enlarge_input(input_bytes, operations_bytes)
+
+    def keep_to_cap(self) -> None:
+        """Evict what is due; to be called after compiled code stored or touched blocks. Does nothing without a cap."""
+        if self._cap is not None:
+            self._cap.keep()
 
     def help_out(self) -> None:
         """Provide what compiled code asked for, when it said NEEDS_HELP, before it can go on."""
@@ -323,8 +356,8 @@ class RadixIndex:
         if snapshot is not None:
             snapshot.capture(index)
 
-    def _forget_snapshot(self, snapshot: Snapshot) -> None:
-        self._stale_rows.update(snapshot.loose_rows)
+    def _forget_snapshot(self, loose_rows: dict[int, int]) -> None:
+        self._stale_rows.update(loose_rows)
         self._snapshot = None
 
     def _load(self, hashes: NDArray[np.uint64]) -> int:

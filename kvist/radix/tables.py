@@ -57,8 +57,10 @@ class Density:
         return layout.BUCKET_BYTES + layout.BUCKET_ROWS * self.side_bytes
 
 
+# Measured while growing to ten and to one million rows (2-core x86-64 VM, 2026-11-20): 22.5 bytes a row on average, of
+# which 15 to 20 % lie beyond their home line; and 15.1, with 35 to 40 %.
 INDEX = Density(side_bytes=4, fullest_128ths=104)
-DENSE = Density(side_bytes=0, fullest_128ths=116)
+DENSE = Density(side_bytes=0, fullest_128ths=118)
 
 
 def signed(bits: int) -> int:
@@ -136,29 +138,33 @@ class SegmentTable:
     def grow(self, index: int) -> None:
         """Give a full segment more room; O(rows of one segment).
 
-        Segments fill evenly; they grow by different shares, a twelfth to a sixth, so that they do not all grow at once,
+        Segments fill evenly; they grow by different shares, a tenth to a fifth, so that they do not all grow at once,
         nor are all half empty after it.
         """
         size_bytes = self._halves[6 * index + 3] * self._density.bucket_bytes
-        step = size_bytes if size_bytes < _SMALL_BYTES else size_bytes * (2 + index % 3) // 24
+        step = size_bytes if size_bytes < _SMALL_BYTES else size_bytes * (5 + index % 3 * 2) // 48
         self._lay_out(index, max(PAGE_BYTES, size_bytes + step))
 
     def _lay_out(self, index: int, size_bytes: int) -> None:
         """Move a segment's rows into a buffer of this size, or of more if they need it."""
-        loose, dirty_bytes = self._heap.scratch(self.count(index) * layout.LOOSE_ROW_BYTES), 0
-        compiled.take_out(self._address, index, loose)
+        dirty_bytes = 0
+        compiled.take_out(self._address, index, self._loose_rows(index, size_bytes))
         if self.is_allocated(index):
             dirty_bytes = self._heap.capacity_bytes(self._words[3 * index])
             self._words[3 * index] = self._heap.resize(self._words[3 * index], size_bytes)
         else:
             self._words[3 * index] = self._heap.allocate(size_bytes)
-        while not self._put_back(index, page_rounded(size_bytes), loose, dirty_bytes):
+        while not self._put_back(index, page_rounded(size_bytes), dirty_bytes):
             dirty_bytes, size_bytes = page_rounded(size_bytes), size_bytes * 9 // 8 + PAGE_BYTES
             self._words[3 * index] = self._heap.resize(self._words[3 * index], size_bytes)
 
-    def _put_back(self, index: int, size_bytes: int, loose: int, dirty_bytes: int) -> bool:
+    def _loose_rows(self, index: int, size_bytes: int) -> int:
+        """Return where a segment's rows wait while it is laid out anew, with a byte for each bucket behind them."""
+        return self._heap.scratch(self.count(index) * layout.LOOSE_ROW_BYTES + size_bytes // layout.BUCKET_BYTES)
+
+    def _put_back(self, index: int, size_bytes: int, dirty_bytes: int) -> bool:
         num_buckets = size_bytes // self._density.bucket_bytes
-        capacity = num_buckets - _PADDING_BUCKETS
+        capacity, loose = num_buckets - _PADDING_BUCKETS, self._loose_rows(index, size_bytes)
         is_done: bool = compiled.put_back(self._address, index, capacity, num_buckets, loose, dirty_bytes)
         return is_done
 

@@ -127,6 +127,7 @@ class Statistics:
     num_held: int  # (block, rank, tier) triples
     num_ranks: int
     num_retired: int  # ranks gone, but not yet swept
+    num_evicted: int  # distinct blocks that went because of the cap
     num_sets: int  # distinct sets of two or more holders
     size_bytes: int
     peak_bytes: int

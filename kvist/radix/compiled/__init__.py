@@ -9,6 +9,7 @@ their `jit_for` must then name this folder too.
 """
 
 from kvist.radix.compiled.events import read_events
+from kvist.radix.compiled.eviction import count_priorities, evict, touch
 from kvist.radix.compiled.housekeeping import merge_buckets, purge, split_buckets
 from kvist.radix.compiled.matching import match
 from kvist.radix.compiled.sets import list_members
@@ -21,6 +22,8 @@ __all__ = [
     "capture",
     "collect",
     "count_depths",
+    "count_priorities",
+    "evict",
     "list_members",
     "match",
     "merge_buckets",
@@ -33,4 +36,5 @@ __all__ = [
     "split_buckets",
     "store",
     "take_out",
+    "touch",
 ]

@@ -32,7 +32,7 @@ def _access(name: str, bits: int, result: Any, *, is_store: bool = False) -> Any
     def store(_typing: Any, _address: Any, _value: Any) -> Any:
         def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             value = args[1] if bits == 64 else builder.trunc(args[1], stored)
-            builder.store(value, pointer(builder, args[0]), align=4)
+            builder.store(value, pointer(builder, args[0]), align=min(4, bits // 8))
             return context.get_dummy_value()
 
         return types.void(types.int64, result), generate
@@ -46,6 +46,7 @@ get8 = _access("get8", 8, types.int64)
 get32 = _access("get32", 32, types.int64)
 get64 = _access("get64", 64, types.int64)
 getu64 = _access("getu64", 64, types.uint64)
+put8 = _access("put8", 8, types.int64, is_store=True)
 put32 = _access("put32", 32, types.int64, is_store=True)
 put64 = _access("put64", 64, types.int64, is_store=True)
 putu64 = _access("putu64", 64, types.uint64, is_store=True)

@@ -66,25 +66,33 @@ def capture(control, snapshot, segment_index):
     return (copy - get64(entry)) // LOOSE_ROW_BYTES
 
 
+@jit("void(i8,i8)")
+def _count_row(snapshot, side):
+    depth = side & MAX_DEPTH
+    count = get64(snapshot + 56) + depth * 4
+    put32(count, get32(count) + 1)
+    if depth > get64(snapshot + 64):
+        put64(snapshot + 64, depth)
+
+
 @jit("i8(i8,i8,i8)")
 def _count_segment(control, snapshot, segment_index):
     """Count a segment's rows by depth; return how many were looked at."""
-    segment, counts = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(snapshot + 56)
+    segment = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES
     if get32(segment + 20):
         entry = get64(snapshot) + segment_index * SNAPSHOT_ENTRY_BYTES
         copy, num_rows = get64(entry), get64(entry + 8)
         for row in range(copy, copy + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
-            count = counts + (get32(row + 8) & MAX_DEPTH) * 4
-            put32(count, get32(count) + 1)
+            _count_row(snapshot, get32(row + 8))
         return num_rows
     address, num_buckets = get64(segment), get32(segment + 12)
     sides = address + num_buckets * BUCKET_BYTES
-    for index in range(num_buckets):
-        held = held_rows(address + index * BUCKET_BYTES)
+    for bucket in range(address, address + num_buckets * BUCKET_BYTES, BUCKET_BYTES):
+        held = held_rows(bucket)
         while held != np.uint64(0):
-            count = counts + (get32(sides + (index * BUCKET_ROWS + lowest_bit(held)) * 4) & MAX_DEPTH) * 4
-            put32(count, get32(count) + 1)
+            _count_row(snapshot, get32(sides + lowest_bit(held) * 4))
             held &= held - _U1
+        sides += BUCKET_ROWS * 4
     return num_buckets * BUCKET_ROWS
 
 

@@ -13,12 +13,14 @@ import numpy as np
 from kvist.radix.compiled.intrinsics import (
     clear,
     equal_keys,
+    get8,
     get32,
     get64,
     getu64,
     held_rows,
     lowest_bit,
     prefetch,
+    put8,
     put32,
     put64,
     putu64,
@@ -212,21 +214,34 @@ def take_out(control, segment_index, output):
 def put_back(control, segment_index, capacity, num_buckets, rows, dirty_bytes):
     """Lay a segment out anew, in the buffer it has now, with its loose rows; false if it is too small for them.
 
-    What the buffer has beyond `dirty_bytes` must be zero.
+    What the buffer has beyond `dirty_bytes` must be zero. Behind the loose rows there must be a byte a bucket to count
+    what each holds: to read that from the bucket just written to would wait for the writing, and take twice as long.
     """
     segment, bits = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, get64(control + SEGMENT_BITS)
-    address, num_rows, has_side = get64(segment), get32(segment + 16), get64(control + SIDE_BYTES) != 0
+    address, has_side = get64(segment), get64(control + SIDE_BYTES) != 0
+    end_of_rows, farthest = rows + get32(segment + 16) * LOOSE_ROW_BYTES, _FARTHEST_BYTES // BUCKET_BYTES
     clear(address, min(dirty_bytes, num_buckets * BUCKET_BYTES))
+    clear(end_of_rows, num_buckets)
     put32(segment + 8, capacity)
     put32(segment + 12, num_buckets)
-    for loose in range(rows, rows + num_rows * LOOSE_ROW_BYTES, LOOSE_ROW_BYTES):
+    sides = address + num_buckets * BUCKET_BYTES
+    for loose in range(rows, end_of_rows, LOOSE_ROW_BYTES):
         key = getu64(loose)
-        home = address + home_index(key, bits, capacity) * BUCKET_BYTES
-        row = _place(segment, home, key, get32(loose + 12))
-        if row == 0:
-            return False
+        home = home_index(key, bits, capacity)
+        index, count = home, get8(end_of_rows + home)
+        while count == BUCKET_ROWS:
+            passed = address + index * BUCKET_BYTES + BUCKET_PASSED
+            put32(passed, get32(passed) + 1)
+            index += 1
+            if index >= num_buckets or index >= home + farthest:
+                return False
+            count = get8(end_of_rows + index)
+        put8(end_of_rows + index, count + 1)
+        bucket = address + index * BUCKET_BYTES
+        putu64(bucket + count * 8, key)
+        put32(bucket + BUCKET_SETS + count * 4, get32(loose + 12))
         if has_side:
-            put32(side_of(segment, row), get32(loose + 8))
+            put32(sides + (index * BUCKET_ROWS + count) * 4, get32(loose + 8))
     return True
 
 

@@ -10,6 +10,7 @@ from kvist.radix.compiled.intrinsics import get32, get64, get_word, getu64, put3
 from kvist.radix.compiled.jit import jit
 from kvist.radix.compiled.layout import (
     CLEAR,
+    EPOCH,
     INLINE,
     INPUT,
     INVALID,
@@ -22,6 +23,7 @@ from kvist.radix.compiled.layout import (
     NUM_INVALID,
     NUM_NOT_FOUND,
     NUM_ORPHANS,
+    NUM_STAMPED,
     OPERATION_BYTES,
     OPERATIONS,
     ORPHAN,
@@ -70,10 +72,8 @@ def _store_new(control, segment, home, key, depth, set_id):
     row = insert_row(control, segment, home, key, set_id)
     if row < 0:
         return row
-    side = side_of(segment, row)
-    put32(side, depth | SECONDARY if is_secondary else depth)
-    if get64(control + IS_CAPPED):
-        stamp(control, side)
+    put32(side_of(segment, row), depth | get64(control + EPOCH) | (SECONDARY if is_secondary else 0))
+    put64(control + NUM_STAMPED, get64(control + NUM_STAMPED) + 1)
     return 1
 
 

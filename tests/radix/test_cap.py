@@ -1,0 +1,179 @@
+"""An index with a cap keeps to it: the least recently used blocks go, the deepest first, and holders lose them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from kvist.errors import InvalidValueError
+from kvist.events import Stored, Tier, WorkerRank
+from kvist.radix import RadixIndex, RankDigest, StoreStatus, _cap
+
+W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
+U64 = Callable[..., NDArray[np.uint64]]
+
+
+def depth_of(index: RadixIndex, hashes: NDArray[np.uint64], source: WorkerRank = W0) -> int:
+    """Return how many leading blocks a rank holds, without touching them."""
+    chunks = [chunk for chunk in index.snapshot() if len(chunk.hashes)]
+    held = {
+        block
+        for chunk in chunks
+        for block, s in zip(chunk.hashes.tolist(), chunk.set_idx.tolist(), strict=True)
+        for member in chunk.members[chunk.offsets[s] : chunk.offsets[s + 1]].tolist()
+        if chunk.ranks[member >> 4] == source
+    }
+    missing = [number for number, block in enumerate(hashes.tolist()) if block not in held]
+    return missing[0] if missing else len(hashes)
+
+
+def random_hashes(*shape: int, seed: int = 1) -> Any:
+    return np.random.default_rng(seed).integers(0, 2**64, shape, dtype=np.uint64)
+
+
+def test_a_chain_longer_than_the_cap_loses_its_end() -> None:
+    index, chain = RadixIndex(max_blocks=32), random_hashes(50)
+    assert index.store(W0, Tier.GPU, None, chain).num_stored == 50
+    assert index.statistics().num_blocks == 28
+    assert index.statistics().num_evicted == 22
+    assert depth_of(index, chain) == 28
+    index.check_invariants()
+
+
+def test_what_was_matched_or_stored_last_stays() -> None:
+    index, chains = RadixIndex(max_blocks=44), random_hashes(5, 10)
+    for chain in chains[:4]:
+        index.store(W0, Tier.GPU, None, chain)
+    index.match(chains[0])
+    index.store(W0, Tier.GPU, None, chains[2])
+    index.store(W1, Tier.GPU, None, chains[4])
+    assert [depth_of(index, chain) for chain in chains[:4]] == [10, 0, 10, 9]
+    assert depth_of(index, chains[4], W1) == 10
+
+
+def test_a_match_touches_only_the_blocks_that_lead_without_a_gap(u64: U64) -> None:
+    index = RadixIndex(max_blocks=8)
+    index.store(W0, Tier.GPU, None, u64(1, 2, 3, 4))
+    index.store(W0, Tier.GPU, None, u64(5, 6, 7, 8))
+    index.remove(W0, Tier.GPU, u64(2))
+    index.match(u64(1, 2, 3, 4))
+    index.store(W0, Tier.GPU, None, u64(9, 10))
+    index.store(W0, Tier.GPU, None, u64(11, 12))
+    assert depth_of(index, u64(1)) == 1
+    assert depth_of(index, u64(3)) == depth_of(index, u64(4)) == 0
+
+
+def test_holders_count_what_they_lost_and_are_known_until_they_are_cleared() -> None:
+    index, chains = RadixIndex(max_blocks=64), random_hashes(2, 60)
+    index.store(W0, Tier.GPU, None, chains[0])
+    index.store(W0, Tier.HOST, None, chains[0])
+    index.store(W1, Tier.DISK, None, chains[0])
+    assert not index.evicted_from(W0)
+    index.apply(WorkerRank("w2", 0), [Stored(chains[1, :50].tobytes())])
+    assert index.statistics().num_blocks <= 64
+    assert index.evicted_from(W0)
+    assert index.evicted_from(W1)
+    assert not index.evicted_from(WorkerRank("w2", 0))
+    assert not index.evicted_from(WorkerRank("unknown", 0))
+    num_left = depth_of(index, chains[0])
+    assert index.digest(W0).num_blocks == 2 * num_left
+    assert index.digest(W1).num_blocks == num_left
+    index.check_invariants()
+    index.clear("w0")
+    assert not index.evicted_from(W0)
+    assert index.digest(W0) == RankDigest(0, 0)
+    index.check_invariants()
+
+
+def test_an_evicted_block_is_no_parent_and_may_be_stored_again(u64: U64) -> None:
+    index = RadixIndex(max_blocks=2)
+    index.store(W0, Tier.GPU, None, u64(1))
+    index.store(W0, Tier.GPU, None, u64(2))
+    index.store(W0, Tier.GPU, None, u64(3))
+    assert index.store(W0, Tier.GPU, 1, u64(4)).status is StoreStatus.PARENT_BLOCK_NOT_FOUND
+    assert index.remove(W0, Tier.GPU, u64(1)) == 1
+    assert index.store(W0, Tier.GPU, None, u64(1, 4)).num_stored == 2
+    assert index.statistics().num_blocks == 2
+
+
+def test_blocks_of_ranks_that_are_gone_are_evicted_like_others() -> None:
+    index, chains = RadixIndex(max_blocks=100), random_hashes(3, 80)
+    for number, chain in enumerate(chains):
+        index.store(WorkerRank(f"w{number}", 0), Tier.GPU, None, chain)
+        index.remove_worker(f"w{number - 1}")
+        index.check_invariants()
+    assert index.statistics().num_blocks <= 100
+    assert index.digest(WorkerRank("w2", 0)).num_blocks == 80
+
+
+def test_eviction_follows_use_over_a_long_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cap, "_WORK_PER_ROW", 10**6)  # so that no round is left half done
+    index, chains, rng = RadixIndex(max_blocks=120, segment_bits=2), random_hashes(60, 10), np.random.default_rng(3)
+    last_use: dict[int, int] = {}
+    depths = {block: depth for chain in chains.tolist() for depth, block in enumerate(chain)}
+    for step, number in enumerate(rng.geometric(0.05, 600) % 60):
+        chain = chains[number]
+        if step % 3:
+            lead = depth_of(index, chain)
+            index.match(chain)
+            last_use |= dict.fromkeys(chain[:lead].tolist(), step)
+        else:
+            index.store(W0, Tier.GPU, None, chain)
+            last_use |= dict.fromkeys(chain.tolist(), step)
+        left = {block for chunk in index.snapshot() for block in chunk.hashes.tolist()}
+        gone = last_use.keys() - left
+        assert left <= last_use.keys()
+        assert len(left) <= 120
+        if gone:
+            youngest = max((last_use[block], -depths[block]) for block in gone)
+            assert youngest <= min((last_use[block], -depths[block]) for block in left)
+        for block in gone:
+            del last_use[block]
+    assert index.statistics().num_evicted > 500
+    index.check_invariants()
+
+
+def test_epochs_come_round_without_making_old_blocks_young(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cap, "_WORK_PER_ROW", 10**6)
+    index, old, hot = RadixIndex(max_blocks=100), random_hashes(40), random_hashes(20, seed=2)
+    index.store(W0, Tier.GPU, None, old)
+    index.store(W0, Tier.GPU, None, hot)
+    for _ in range(5_000):
+        index.match(hot)
+    index.store(W0, Tier.GPU, None, random_hashes(50, seed=3))
+    assert depth_of(index, hot) == 20
+    assert depth_of(index, old) < 20
+
+
+def test_a_snapshot_still_tells_what_is_evicted_meanwhile() -> None:
+    index, chains = RadixIndex(max_blocks=1_000, segment_bits=3), random_hashes(12, 100)
+    for chain in chains[:8]:
+        index.store(W0, Tier.GPU, None, chain)
+    with index.snapshot(50) as snapshot:
+        for chain in chains[8:]:
+            index.store(W1, Tier.GPU, None, chain)
+            index.check_invariants()
+        assert index.evicted_from(W0)
+        told = [block for chunk in snapshot for block in chunk.hashes.tolist()]
+    assert sorted(told) == sorted(chains[:8].ravel().tolist())
+    index.check_invariants()
+
+
+def test_many_slices_keep_a_large_index_to_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cap, "_LEAST_WORK", 1)
+    index, sizes = RadixIndex(max_blocks=20_000), []
+    for chain in random_hashes(10_000, 8):
+        index.store(W0, Tier.GPU, None, chain)
+        sizes.append(index.statistics().num_blocks)
+    assert max(sizes) <= 20_000
+    assert min(sizes[5_000:]) >= 17_400
+    index.check_invariants()
+
+
+def test_a_cap_is_at_least_one_block() -> None:
+    with pytest.raises(InvalidValueError, match="max_blocks"):
+        RadixIndex(max_blocks=0)
