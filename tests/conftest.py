@@ -116,6 +116,12 @@ class FakeVllm:
         events = [{"type": "BlockRemoved", "block_hashes": [h], "medium": "GPU"} for h in block_hashes]
         self.publish(*events, **options)
 
+    def resend(self, sequence: int) -> None:
+        """Send again what is kept under a number: a duplicate or, if it was lost, a latecomer."""
+        for kept_sequence, payload in self.kept:
+            if kept_sequence == sequence:
+                self._stream.send_multipart([b"", sequence.to_bytes(8, "big"), payload])
+
     def kill(self) -> None:
         """End at once: nothing is drained."""
         self._is_stopping.set()

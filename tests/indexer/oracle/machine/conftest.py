@@ -1,0 +1,163 @@
+"""Streams for the state machine: endpoints whose process can be restarted, on a wire that can be told to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from kvist.events import Tier
+from kvist.events.transports import Endpoint, Message
+from kvist.events.transports.zmq import ZmqPublication
+from kvist.events.windows import FULL as FULL_WINDOW
+from kvist.events.windows import UNKNOWN
+from kvist.publisher import KvEventPublisher, PublisherLimits
+
+FULL = 1 << 62
+
+
+class StockStream:
+    """One endpoint of a worker: an engine that knows nothing of Kvist, started anew now and then."""
+
+    can_misalign = True
+
+    def __init__(self, start_vllm: Callable[..., Any], port: int, wire: Any, block_size: int, says_rank: bool) -> None:
+        self.url, self.replay_url = f"tcp://127.0.0.1:{port}{wire.url_options}", f"tcp://127.0.0.1:{port + 1}"
+        self.num_to_lose = 0
+        self._start = lambda: start_vllm(port)
+        self._engine = self._start()
+        self._wire = wire
+        self._block_size = block_size
+        self._says_rank = says_rank
+        self._pending: tuple[int, list[Any]] = (0, [])
+
+    def stored(self, rank: int, *args: Any, **options: Any) -> None:
+        self._add(rank, self._wire.stored(*args, **{"block_size": self._block_size, **options}))
+
+    def removed(self, rank: int, engine_hashes: Sequence[int], tier: int, group: int | None) -> None:
+        self._add(rank, self._wire.removed(engine_hashes, tier, group=group))
+
+    def cleared(self, rank: int) -> None:
+        self._add(rank, self._wire.cleared())
+
+    def flush(self) -> None:
+        rank, events = self._pending
+        self._pending = (rank, [])
+        if events:
+            is_lost, self.num_to_lose = self.num_to_lose > 0, max(0, self.num_to_lose - 1)
+            self._engine.publish(*events, rank=rank if self._says_rank else None, is_lost=is_lost)
+
+    def resend(self, num_back: int) -> None:
+        self._engine.resend(self._engine.next_sequence - num_back)
+
+    def restart(self) -> None:
+        self.close()
+        self._pending = (0, [])
+        self._engine = self._start()
+
+    def close(self) -> None:
+        self._engine.kill()
+
+    def _add(self, rank: int, event: Any) -> None:
+        if self._pending[0] != rank:
+            self.flush()
+        self._pending = (rank, [*self._pending[1], event])
+
+
+class FaultyPublication(ZmqPublication):
+    """Kvist's own sockets, on a wire that loses and repeats what it is told to."""
+
+    num_to_lose = 0
+    num_to_repeat = 0
+
+    def send(self, message: Message) -> None:
+        """Lose the message, or send it once or twice; heartbeats get through."""
+        if b"heartbeat" in message.payload:
+            super().send(message)
+        elif self.num_to_lose:
+            self.num_to_lose -= 1
+        else:
+            super().send(message)
+            if self.num_to_repeat:
+                self.num_to_repeat -= 1
+                super().send(message)
+
+
+class KvistStream:
+    """One endpoint of a worker whose engine carries Kvist's publisher, which checks what it is told."""
+
+    can_misalign = False
+
+    def __init__(self, port: int, block_size: int) -> None:
+        self.url, self.replay_url = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
+        self._block_size = block_size
+        self.restart()
+
+    @property
+    def num_to_lose(self) -> int:
+        return self._publication.num_to_lose
+
+    @num_to_lose.setter
+    def num_to_lose(self, number: int) -> None:
+        self._publication.num_to_lose = number
+
+    def stored(
+        self,
+        rank: int,
+        engine_hashes: Sequence[int],
+        token_ids: Sequence[int],
+        parent: int | None = None,
+        tier: int = 0,
+        *,
+        scope: Any,
+        group: int | None,
+        window: int,
+    ) -> None:
+        self._publisher.stored(
+            engine_hashes,
+            token_ids,
+            parent_block_hash=parent,
+            rank=rank,
+            tier=Tier(tier),
+            lora_name=scope.lora_name,
+            cache_salt=scope.cache_salt,
+            group=group,
+            window=UNKNOWN if group is None else FULL_WINDOW if window == FULL else window,
+        )
+
+    def removed(self, rank: int, engine_hashes: Sequence[int], tier: int, group: int | None) -> None:
+        self._publisher.removed(engine_hashes, rank=rank, tier=Tier(tier), group=group)
+
+    def cleared(self, rank: int) -> None:
+        self._publisher.cleared(rank=rank)
+
+    def flush(self) -> None:
+        """Nothing to do: the publisher has its own thread."""
+
+    def resend(self, num_back: int) -> None:
+        self._publication.num_to_repeat = num_back
+
+    def restart(self) -> None:
+        if hasattr(self, "_publisher"):
+            self._publisher.close()
+        self._publication = FaultyPublication(Endpoint.parse(self.url))
+        limits = PublisherLimits(coalesce_s=0.001, heartbeat_s=0.1, close_timeout_s=0.01)
+        self._publisher = KvEventPublisher(self._publication, worker="w", block_size=self._block_size, limits=limits)
+
+    def close(self) -> None:
+        self._publisher.close()
+
+
+@pytest.fixture
+def make_stock_stream(
+    start_vllm: Callable[..., Any], free_port: Callable[[], int], wires: Sequence[Any]
+) -> Callable[..., StockStream]:
+    """Return a function of the wire's number, the block size, and whether batches say their rank."""
+    return lambda wire, *options: StockStream(start_vllm, free_port(), wires[wire], *options)
+
+
+@pytest.fixture
+def make_kvist_stream(free_port: Callable[[], int]) -> Callable[[int], KvistStream]:
+    """Return a function of the block size."""
+    return lambda block_size: KvistStream(free_port(), block_size)
