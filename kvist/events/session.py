@@ -26,9 +26,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 T = TypeVar("T")
+
+_NO_SEQUENCE = (1 << 64) - 1
+"""What stands where no message is remembered: no engine gets that far."""
 
 
 class SourceState(StrEnum):
@@ -343,21 +347,28 @@ class RestartDetector:
     """Gives an engine's own stream the epoch it does not carry: equal bytes under a number mean the same process.
 
     Remembers a fingerprint of the last `capacity` messages. A timestamp in each makes equal bytes by chance unlikely.
+    `sequences` and `fingerprints` are a ring, in which a number's place is the number modulo their length, a power of
+    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so with `advanced`.
     """
 
     def __init__(self, capacity: int = 2048) -> None:
         self.epoch = 0
-        self._capacity = capacity
-        self._fingerprints: dict[int, int] = {}
-        self._last_sequence = -1
+        num_places = 1 << (capacity - 1).bit_length()
+        self.sequences = np.full(num_places, _NO_SEQUENCE, np.uint64)
+        self.fingerprints = np.zeros(num_places, np.uint64)
+        self.last_sequence = -1
 
     def received(self, sequence: int, payload: bytes) -> int:
         """Return the epoch of a live message: the next one if its number was used for other bytes."""
         fingerprint = xxh3_64_intdigest(payload)
-        if sequence <= self._last_sequence and self._fingerprints.get(sequence) != fingerprint:
+        if sequence <= self.last_sequence and self._recall(sequence) != fingerprint:
             self._restart()
         self._remember(sequence, fingerprint)
         return self.epoch
+
+    def advanced(self, last_sequence: int) -> None:
+        """Take note that the messages up to this one, each later than all before, were applied and remembered."""
+        self.last_sequence = last_sequence
 
     def replayed(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:
         """Return the epoch of an answer that was asked for from `last_sequence` on, the last message applied.
@@ -367,8 +378,9 @@ class RestartDetector:
         """
         fingerprints = {sequence: xxh3_64_intdigest(payload) for sequence, payload in messages}
         is_known = last_sequence is None or last_sequence in fingerprints
-        shared = fingerprints.keys() & self._fingerprints.keys()
-        if not is_known or any(fingerprints[sequence] != self._fingerprints[sequence] for sequence in shared):
+        if not is_known or any(
+            self._recall(sequence) not in (None, fingerprint) for sequence, fingerprint in fingerprints.items()
+        ):
             self._restart()
         for sequence, fingerprint in fingerprints.items():
             self._remember(sequence, fingerprint)
@@ -376,11 +388,14 @@ class RestartDetector:
 
     def _restart(self) -> None:
         self.epoch += 1
-        self._fingerprints.clear()
-        self._last_sequence = -1
+        self.sequences.fill(_NO_SEQUENCE)
+        self.last_sequence = -1
+
+    def _recall(self, sequence: int) -> int | None:
+        place = sequence & (len(self.sequences) - 1)
+        return int(self.fingerprints[place]) if self.sequences[place] == sequence else None
 
     def _remember(self, sequence: int, fingerprint: int) -> None:
-        self._fingerprints[sequence] = fingerprint
-        self._last_sequence = max(self._last_sequence, sequence)
-        if len(self._fingerprints) > self._capacity:
-            del self._fingerprints[next(iter(self._fingerprints))]
+        place = sequence & (len(self.sequences) - 1)
+        self.sequences[place], self.fingerprints[place] = sequence, fingerprint
+        self.last_sequence = max(self.last_sequence, sequence)

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
-from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
+from kvist.events import EngineCleared, EngineEvent, EngineStored, Event, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.session import Session, SessionLimits, SourceState
-from kvist.events.transports import Message
+from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.stream import RankStream
+
+if TYPE_CHECKING:
+    from kvist.indexer.engine_lane import EngineLane, Taken
+
+
+class _Rank(Protocol):
+    """Where the events of one rank go."""
+
+    def admit(self, event: EngineEvent) -> None:
+        """Take one event; what it amounts to is in the index when this returns."""
+
+    def clear(self) -> None:
+        """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
 
 
 class EngineFollower:
@@ -35,10 +50,12 @@ class EngineFollower:
         self._index = index
         self._resyncing = resyncing
         self._counters = counters
-        self._streams: dict[int, RankStream] = {}
+        self._ranks: dict[int, _Rank] = {}
         self._now_s = 0.0
         self._has_our_block_size = False
+        self._is_part = False
         self._feed = EngineFeed(engine, worker, self, limits)
+        self._lane = _lane_for(block_size, engine, index, self._feed)
 
     @property
     def session(self) -> Session[bytes]:
@@ -47,8 +64,8 @@ class EngineFollower:
 
     def states(self) -> dict[int, SourceState]:
         """Return how far each rank's blocks in the index can be trusted."""
-        is_resyncing = not self._resyncing.isdisjoint(self._ranks())
-        return dict.fromkeys(self._streams, SourceState.RESYNCING if is_resyncing else self._feed.session.state)
+        is_resyncing = not self._resyncing.isdisjoint(self._sources())
+        return dict.fromkeys(self._ranks, SourceState.RESYNCING if is_resyncing else self._feed.session.state)
 
     def progress(self) -> None:
         """Say nothing: what the engine's hashes name is not known elsewhere."""
@@ -61,9 +78,22 @@ class EngineFollower:
         self._note_state()
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages; yields between them."""
-        for message in messages:
-            self.received(message, now_s)
+        """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
+        if self._lane is None:
+            for message in messages:
+                self.received(message, now_s)
+                yield
+            return
+        block = MessageBlock.of(messages)
+        self._lane.begin(block)
+        while self._lane.message_idx < len(block):
+            next_sequence = self._feed.next_sequence
+            taken = None if next_sequence is None else self._lane.take(next_sequence, self._has_our_block_size)
+            if taken is not None:
+                self._note_taken(taken, now_s)
+            if taken is None or taken.is_stopped:
+                self.received(block[self._lane.message_idx], now_s)
+                self._lane.skip()
             yield
 
     def reconnected(self, now_s: float) -> None:
@@ -83,24 +113,39 @@ class EngineFollower:
 
     def apply(self, batch: DecodedEngineBatch) -> None:
         """Filter, hash and apply an engine's batch (called by the feed)."""
-        ranks = {event.rank for event in batch.events}
         for event in batch.events:
             self._check_block_size(event)
-            self._stream(event.rank).admit(event)
-        for rank in ranks:
-            for canonical in self._streams[rank].close_batches(0.0):
-                result = self._index.apply(WorkerRank(self._worker, rank), canonical.events)
-                self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
+            self._rank(event.rank).admit(event)
         self._counters.num_unknown_events += batch.num_ignored_events
-        self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
-        if ranks == self._streams.keys() and any(isinstance(event, EngineCleared) for event in batch.events):
+        if self._is_part:
+            self._counters.num_events += len(batch.events)
+        else:
+            self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
+        ranks = {event.rank for event in batch.events}
+        if ranks == self._ranks.keys() and any(isinstance(event, EngineCleared) for event in batch.events):
             self._feed.session.emptied()
 
     def clear(self) -> None:
         """Forget what every rank of this stream holds (called by the feed)."""
-        for rank in self._streams:
-            self._index.clear(self._worker, rank)
-            self._streams[rank] = self._new_stream(rank)
+        for rank in self._ranks.values():
+            rank.clear()
+
+    def _note_taken(self, taken: Taken, now_s: float) -> None:
+        """Count what the lane took, as if it had been received, and apply what it stopped at."""
+        counters = self._counters
+        counters.num_events += taken.num_events
+        counters.num_unknown_events += taken.num_ignored_events
+        if taken.has_our_block_size:
+            self._has_our_block_size = True
+            counters.failure = None
+        if taken.num_batches:
+            self._feed.took(taken.num_batches, now_s)
+            counters.applied(0, taken.timestamp_s, now_s, time.time(), taken.num_batches)
+        if taken.part is not None:
+            self._is_part = True
+            self._feed.take_part(taken.part)
+            self._is_part = False
+            self._note_state()
 
     def _check_block_size(self, event: EngineEvent) -> None:
         """Note a block size that the normaliser will leave out; hybrid models have some of them beside ours."""
@@ -112,22 +157,68 @@ class EngineFollower:
         elif not self._has_our_block_size:
             self._counters.refuse(self._worker, event.block_size, self._block_size)
 
-    def _ranks(self) -> set[WorkerRank]:
-        return {WorkerRank(self._worker, rank) for rank in self._streams}
+    def _sources(self) -> set[WorkerRank]:
+        return {WorkerRank(self._worker, rank) for rank in self._ranks}
 
     def _note_state(self) -> None:
         """Tell the router whether the ranks' overlap counts; called once the steps so far are taken."""
         self._counters.num_malformed = self._feed.num_malformed
         if self._feed.session.state is SourceState.RESYNCING:
-            self._resyncing |= self._ranks()
+            self._resyncing |= self._sources()
         else:
-            self._resyncing -= self._ranks()
+            self._resyncing -= self._sources()
 
-    def _stream(self, rank: int) -> RankStream:
-        stream = self._streams.get(rank)
-        if stream is None:
-            stream = self._streams[rank] = self._new_stream(rank)
-        return stream
+    def _rank(self, number: int) -> _Rank:
+        rank = self._ranks.get(number)
+        if rank is None:
+            source = WorkerRank(self._worker, number)
+            apply = partial(self._apply, source)
+            if self._lane is not None:
+                rank = self._lane.add_rank(source, apply)
+            else:
+                rank = _PlainRank(source, self._block_size, apply, partial(self._index.clear, *source))
+            self._ranks[number] = rank
+        return rank
 
-    def _new_stream(self, rank: int) -> RankStream:
-        return RankStream(WorkerRank(self._worker, rank), self._block_size, epoch=0)
+    def _apply(self, source: WorkerRank, events: Iterable[Event]) -> None:
+        result = self._index.apply(source, events)
+        self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
+
+
+class _PlainRank:
+    """Takes the events of one rank as a publisher would, and keeps account of them beside the index."""
+
+    def __init__(
+        self,
+        source: WorkerRank,
+        block_size: int,
+        apply: Callable[[Iterable[Event]], None],
+        clear_index: Callable[[], None],
+    ) -> None:
+        self._source = source
+        self._block_size = block_size
+        self._apply = apply
+        self._clear_index = clear_index
+        self._stream = self._new_stream()
+
+    def admit(self, event: EngineEvent) -> None:
+        """Take one event."""
+        self._stream.admit(event)
+        for batch in self._stream.close_batches(0.0):
+            self._apply(batch.events)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._clear_index()
+        self._stream = self._new_stream()
+
+    def _new_stream(self) -> RankStream:
+        return RankStream(self._source, self._block_size, epoch=0)
+
+
+def _lane_for(block_size: int, engine: str, index: Index, feed: EngineFeed) -> EngineLane | None:
+    """Return the fast lane into an index, None if that is not the compiled one."""
+    from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who has none
+    from kvist.radix import RadixIndex
+
+    return EngineLane(block_size, engine, index, feed.restarts) if isinstance(index, RadixIndex) else None

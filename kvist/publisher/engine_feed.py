@@ -39,17 +39,16 @@ class EngineFeed:
     included. Only if it comes back with the same bytes did the engine go on where it was.
     """
 
-    def __init__(
-        self, engine: str, name: str, target: EngineFeedTarget, limits: SessionLimits | None = None
-    ) -> None:
+    def __init__(self, engine: str, name: str, target: EngineFeedTarget, limits: SessionLimits | None = None) -> None:
         """Decode the dialect `engine`; `name` stands for the stream in logs."""
         self._decode = DECODERS[engine]
         self._name = name
         self._target = target
         self._session: Session[bytes] = Session(limits)
-        self._restarts = RestartDetector()
+        self.restarts = RestartDetector()
         self._has_replay = False
         self._num_silences = 0
+        self._is_malformed_in_part = False
         self._last_heard_s: float | None = None
         self.num_batches = 0
         self.num_malformed = 0
@@ -62,7 +61,7 @@ class EngineFeed:
     def received(self, message: Message, now_s: float) -> None:
         """Take one live message."""
         self._last_heard_s = now_s
-        epoch = self._restarts.received(message.sequence, message.payload)
+        epoch = self.restarts.received(message.sequence, message.payload)
         for step in self._session.received(epoch, message.sequence, message.payload, now_s):
             self._take(step)
 
@@ -71,6 +70,31 @@ class EngineFeed:
         for message in messages:
             self.received(message, now_s)
             yield
+
+    @property
+    def next_sequence(self) -> int | None:
+        """Return the sequence of the message that would be applied at once, None while there is none.
+
+        Whoever applies messages from this one on elsewhere writes their fingerprints into `restarts`, applies what is
+        left to the feed with `take_part`, and reports with `took`.
+        """
+        expected = self._session.expected_sequence
+        return expected if self._session.is_in_step and expected > self.restarts.last_sequence else None
+
+    def took(self, num_messages: int, now_s: float) -> None:
+        """Take note that so many messages from `next_sequence` on were applied."""
+        self._last_heard_s = now_s
+        self.num_batches += num_messages
+        self.restarts.advanced(self._session.expected_sequence + num_messages - 1)
+        self._session.applied(num_messages, now_s)
+        self._is_malformed_in_part = False
+
+    def take_part(self, payload: bytes) -> None:
+        """Apply some events of the next message, wrapped as a batch of their own; the message is counted by `took`."""
+        num_malformed_events = self._apply(payload)
+        if num_malformed_events and not self._is_malformed_in_part:
+            self._is_malformed_in_part = True
+            self._count_malformed_events(num_malformed_events)
 
     def reconnected(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
@@ -103,7 +127,7 @@ class EngineFeed:
             self._num_silences = 0
             frames = [(message.sequence, message.payload) for message in messages]
             last_sequence = question.start_sequence if self._session.expected_sequence else None
-            epoch = self._restarts.replayed(frames, last_sequence)
+            epoch = self.restarts.replayed(frames, last_sequence)
             steps = self._session.replayed(epoch, frames, now_s)
         for step in steps:
             self._take(step)
@@ -114,15 +138,24 @@ class EngineFeed:
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()
             return
+        num_malformed_events = self._apply(step.body)
+        if num_malformed_events is not None:
+            self.num_batches += 1
+            if num_malformed_events:
+                self._count_malformed_events(num_malformed_events)
+
+    def _apply(self, payload: bytes) -> int | None:
+        """Decode a batch and apply it; return how many of its events are malformed, None if it is none at all."""
         try:
-            batch = self._decode(step.body, self._name)
+            batch = self._decode(payload, self._name)
         except MalformedMessageError as error:
             self._count_malformed(str(error))
-            return
+            return None
         self._target.apply(batch)
-        self.num_batches += 1
-        if batch.num_malformed_events:
-            self._count_malformed(f"{batch.num_malformed_events} events are not the dialect's")
+        return batch.num_malformed_events
+
+    def _count_malformed_events(self, num_events: int) -> None:
+        self._count_malformed(f"{num_events} events are not the dialect's")
 
     def _count_malformed(self, reason: str) -> None:
         self.num_malformed += 1

@@ -90,6 +90,19 @@ class WindowFilter:
             self._has_published_unknown |= event.window is UNKNOWN
         return (EngineCleared(rank=event.rank), event) if must_clear else (event,)
 
+    @property
+    def state(self) -> tuple[object, ...]:
+        """Return all that verdicts depend on: while it stays equal, an event like an earlier one fares like that."""
+        return (
+            self._is_created_phase,
+            self._window,
+            self._group,
+            self._is_learning,
+            frozenset(self._shown_groups),
+            self._has_published,
+            self._has_published_unknown,
+        )
+
     def statistics(self) -> FilterStatistics:
         """Return the counters as they are now."""
         return FilterStatistics(

@@ -19,7 +19,7 @@ from kvist.events.engine import EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import local_block_hashes, sequence_hashes
 from kvist.events.types import Cleared, Event, Heartbeat, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
-from kvist.publisher.residency import Residency, Scope
+from kvist.publisher.residency import Holdings, Residency, Scope
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class Normaliser:
         rank: int = 0,
         lora_names: Mapping[int, str] | None = None,
         max_partial_blocks: int = 65_536,
+        holdings: Holdings | None = None,
     ) -> None:
+        """Keep what is held in `holdings`, by default a `Residency`."""
         if block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
         if max_partial_blocks <= 0:
@@ -75,7 +77,7 @@ class Normaliser:
         self._rank = rank
         self._lora_names = dict(lora_names or {})
         self._max_partial_blocks = max_partial_blocks
-        self._residency = Residency()
+        self._residency: Holdings = Residency() if holdings is None else holdings
         # Blocks reported before they were full, oldest first: never published, so their removal is not either.
         self._partial_blocks: dict[EngineHash, None] = {}
         self._num_stored_blocks = 0

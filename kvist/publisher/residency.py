@@ -9,7 +9,7 @@ held until the last of them is removed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvist.events.digest import blocks_digest
 from kvist.events.engine import EngineHash
@@ -40,6 +40,46 @@ class Released(NamedTuple):
 
     block_hashes: list[int]
     not_found: list[EngineHash]
+
+
+class Holdings(Protocol):
+    """What a normaliser needs of what it keeps: `Residency`, or something that keeps the same in another way."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many (block, tier) pairs are held."""
+
+    @property
+    def digest(self) -> int:
+        """Return the digest (`kvist.events.digest`) of everything held."""
+
+    def find(self, engine_hash: EngineHash) -> int | None:
+        """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
+
+    def holds(self, block_hash: int) -> bool:
+        """Return whether any tier holds the block."""
+
+    def parent(self, block_hash: int) -> int | None:
+        """Return the block before a held one, None at the root, or where that does not matter."""
+
+    def scope(self, block_hash: int) -> Scope:
+        """Return the scope that a held block was stored with."""
+
+    def hold(
+        self,
+        engine_hashes: Sequence[EngineHash],
+        block_hashes: Sequence[int],
+        parent: int | None,
+        tier: Tier,
+        scope: Scope = NO_SCOPE,
+    ) -> Held:
+        """Hold a chain of blocks behind `parent` in a tier."""
+
+    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
+        """Take the engine's hashes out of a tier, in any order."""
+
+    def clear(self) -> None:
+        """Hold nothing."""
 
 
 class Residency:

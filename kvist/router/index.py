@@ -59,6 +59,7 @@ class FleetIndex:
         """Compile the index, which takes seconds the first time on a machine, and start following."""
         # Compiled here, rather than with the first stream or prompt.
         import kvist.indexer.canonical_lane
+        import kvist.indexer.engine_lane
         import kvist.indexer.frames
         import kvist.indexer.hashing
         import kvist.indexer.json_tokens  # noqa: F401

@@ -9,7 +9,7 @@ from __future__ import annotations
 from kvist.events.dialects.batch import DecodedEngineBatch
 from kvist.events.dialects.block_events import decode_block_events
 
-_FIELD_ORDER = {
+FIELD_ORDER = {
     "BlockStored": (
         "block_hashes",
         "parent_block_hash",
@@ -23,8 +23,9 @@ _FIELD_ORDER = {
     ),
     "BlockRemoved": ("block_hashes", "medium"),
 }
+"""What the fields of the positional form are called."""
 
 
 def decode(payload: bytes, source: str) -> DecodedEngineBatch:
     """Return SGLang's batch as engine events; raises MalformedMessageError when the payload is no batch."""
-    return decode_block_events(payload, source, _FIELD_ORDER)
+    return decode_block_events(payload, source, FIELD_ORDER)

@@ -1,0 +1,160 @@
+"""The fast lane of one engine's stream: compiled code takes what is ordinary, many messages at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from kvist.events import Event, WorkerRank
+from kvist.events.dialects import sglang, vllm
+from kvist.events.session import RestartDetector
+from kvist.events.transports import MessageBlock
+from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
+from kvist.events.types import MAX_RANKS
+from kvist.indexer.compiled import engine_layout as layout
+from kvist.indexer.compiled.engine import take_messages
+from kvist.indexer.compiled.names import FIELDS
+from kvist.indexer.engine_rank import EngineRank
+from kvist.radix import RadixIndex
+from kvist.radix.memory import PAGE_BYTES, Heap
+
+_MAX_BYTES = 1 << 20
+"""Work of one call, in bytes of messages, each counted once when it is checked and once when it is done: about 1 ms."""
+_SCRATCH_BYTES = 1 << 15
+"""Messages up to this size have room from the beginning; its memory is used as far as messages need it."""
+_MAX_SCRATCH_BYTES = 1 << 20
+"""What a larger message needed is given back after the block it was in."""
+_FIELD_ORDERS = {"vllm": vllm.FIELD_ORDER, "sglang": sglang.FIELD_ORDER}
+_ORDER_AT = layout.SOURCE_BYTES
+_CHAIN_AT = _ORDER_AT + 2 * layout.MAX_FIELDS
+
+
+class Taken(NamedTuple):
+    """What was done, and what is to be done in another way before the lane can go on.
+
+    That is the message that the lane stands before, or `part`: some events of it, as a batch of their own.
+    """
+
+    num_batches: int
+    num_events: int
+    num_ignored_events: int
+    has_our_block_size: bool
+    timestamp_s: float
+    is_stopped: bool
+    part: bytes | None
+
+
+class EngineLane:
+    """Takes what is ordinary: next in sequence, well-formed, of whole blocks that nothing but their tokens names."""
+
+    def __init__(self, block_size: int, engine: str, index: RadixIndex, restarts: RestartDetector) -> None:
+        """Apply to `index` what `engine` says; note the fingerprint of each message taken in `restarts`."""
+        self._block_size = block_size
+        self._index = index
+        self._restarts = restarts  # its arrays are to live as long as this
+        self._ranks: dict[int, EngineRank] = {}
+        self._block: MessageBlock | None = None
+        self._heap = heap = Heap()
+        self._address = heap.allocate(_CHAIN_AT + layout.SLICE_BLOCKS * 8)
+        self._fields, self._times = heap.view(self._address).cast("q"), heap.view(self._address).cast("d")
+        self._set(layout.INDEX, index.address)
+        self._set(layout.BLOCK_SIZE, block_size)
+        self._set(layout.CHAIN, self._address + _CHAIN_AT)
+        self._set(layout.FIELD_ORDER, self._address + _ORDER_AT)
+        order = heap.view(self._address)
+        for row, tag in enumerate(("BlockStored", "BlockRemoved")):
+            for place, name in enumerate(_FIELD_ORDERS[engine][tag]):
+                order[_ORDER_AT + row * layout.MAX_FIELDS + place] = FIELDS.get(name, 0)
+        self._set(layout.RANKS, heap.allocate(MAX_RANKS * 8))
+        self._rank_addresses = heap.view(self._get(layout.RANKS)).cast("q")
+        self._set(layout.SEQUENCES, restarts.sequences.ctypes.data)
+        self._set(layout.FINGERPRINTS, restarts.fingerprints.ctypes.data)
+        self._set(layout.RING_MASK, len(restarts.sequences) - 1)
+        self._make_room(_SCRATCH_BYTES)
+
+    def add_rank(self, source: WorkerRank, apply: Callable[[Iterable[Event]], None]) -> EngineRank:
+        """Return a rank that takes single events and shares all that it knows with the lane."""
+        rank = EngineRank(source, self._block_size, self._index, apply)
+        self._ranks[source.rank] = rank
+        self._rank_addresses[source.rank] = rank.address
+        return rank
+
+    def begin(self, block: MessageBlock) -> None:
+        """Stand before the first message of a block."""
+        self._block = block
+        if self._get(layout.SCRATCH_BYTES) > _MAX_SCRATCH_BYTES:
+            self._make_room(_SCRATCH_BYTES)
+        self._go_to(0)
+
+    @property
+    def message_idx(self) -> int:
+        """Return the message that the lane stands before."""
+        return self._get(layout.MESSAGE_IDX)
+
+    def skip(self) -> None:
+        """Stand behind the message that it stands before: it was taken in another way."""
+        self._go_to(self.message_idx + 1)
+
+    def take(self, next_sequence: int, has_our_block_size: bool) -> Taken:
+        """Take messages, for about a millisecond, as long as they are ordinary and in sequence."""
+        block = self._block
+        assert block is not None
+        for rank in self._ranks.values():
+            rank.settle()
+        for field in (layout.NUM_BATCHES, layout.NUM_EVENTS, layout.NUM_IGNORED, layout.NUM_SIZED):
+            self._set(field, 0)
+        self._set(layout.HAS_BLOCK_SIZE, has_our_block_size)
+        table = block.table.__array_interface__["data"][0]
+        reason = take_messages(self._address, block.address, table, len(block), next_sequence, _MAX_BYTES)
+        part = self._unusual_events(block) if reason == layout.SOME_EVENTS else None
+        if reason == layout.INDEX_NEEDS_HELP:
+            self._index.help_out()
+        elif reason == layout.MAP_NEEDS_HELP:
+            self._ranks[self._get(layout.CHECKED_RANK)].enlarge_map()
+        elif reason == layout.SCRATCH_NEEDS_HELP:
+            self._make_room(int(block.table[self.message_idx, PAYLOAD_BYTES]))
+        return Taken(
+            self._get(layout.NUM_BATCHES),
+            self._get(layout.NUM_EVENTS),
+            self._get(layout.NUM_IGNORED),
+            self._get(layout.NUM_SIZED) > 0,
+            self._times[layout.LAST_TIMESTAMP >> 3],
+            reason in (layout.NOT_NEXT, layout.WHOLE_MESSAGE),
+            part,
+        )
+
+    def _unusual_events(self, block: MessageBlock) -> bytes:
+        """Return the events before which the lane stands as a batch of their own, and stand behind them."""
+        start = int(block.table[self.message_idx, PAYLOAD_START])
+        timestamp = bytes(block.buffer[start + 1 : start + 10])
+        events = bytes(block.buffer[start + self._get(layout.STOP_START) : start + self._get(layout.STOP_END)])
+        end_idx, rank = self._get(layout.STOP_EVENT_END), self._get(layout.CHECKED_RANK)
+        num_events = end_idx - self._get(layout.EVENT_IDX)
+        self._set(layout.EVENT_IDX, end_idx)
+        self._set(layout.BLOCK_IDX, 0)
+        return b"\x93%b\xdd%b%b\xcd%b" % (timestamp, num_events.to_bytes(4), events, rank.to_bytes(2))
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Have scratch for messages up to that size; what was checked is to be checked again."""
+        size_bytes = max(PAGE_BYTES, size_bytes)
+        max_events = size_bytes // layout.MIN_EVENT_BYTES
+        for field, room_bytes in (
+            (layout.EVENTS, (max_events + 1) * layout.EVENT_BYTES),
+            (layout.HASHES, size_bytes * 8),
+            (layout.TOKENS, size_bytes * 4),
+        ):
+            if self._get(field):
+                self._heap.free(self._get(field))
+            self._set(field, self._heap.allocate(room_bytes))
+        self._set(layout.SCRATCH_BYTES, size_bytes)
+
+    def _go_to(self, message_idx: int) -> None:
+        self._set(layout.MESSAGE_IDX, message_idx)
+        self._set(layout.IS_CHECKED, 0)
+
+    def _get(self, field: int) -> int:
+        value: int = self._fields[field >> 3]
+        return value
+
+    def _set(self, field: int, value: int) -> None:
+        self._fields[field >> 3] = value

@@ -1,0 +1,109 @@
+"""One rank of an engine's stream: what its window filter lets pass is held in the index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, WorkerRank
+from kvist.events.windows import FULL, UNKNOWN
+from kvist.indexer.compiled import engine_layout as layout
+from kvist.indexer.residency import EngineResidency
+from kvist.publisher.filter import WindowFilter
+from kvist.publisher.normaliser import Normaliser
+from kvist.radix import RadixIndex
+from kvist.radix.memory import Heap
+
+
+class EngineRank:
+    """Filters and normalises a rank's events, and lets compiled code know how it would go about others like them."""
+
+    def __init__(
+        self, source: WorkerRank, block_size: int, index: RadixIndex, apply: Callable[[Iterable[Event]], None]
+    ) -> None:
+        """Hold blocks of `source` in `index`, which `apply` applies events of it to."""
+        self._source = source
+        self._block_size = block_size
+        self._residency = EngineResidency(index, source, apply)
+        self._verdicts = _Verdicts()
+        self._begin()
+
+    @property
+    def address(self) -> int:
+        """Return where compiled code finds what it needs to know of this rank."""
+        return self._verdicts.address
+
+    def admit(self, event: EngineEvent) -> None:
+        """Take one event; what it amounts to is in the index when this returns."""
+        before = self._filter.state
+        passed = self._filter.admit(event)
+        for each in passed:
+            self._normaliser.normalise(each)
+        if self._filter.state != before:
+            self._verdicts.clear()
+        elif isinstance(event, EngineStored | EngineRemoved):
+            self._verdicts.add(event, passes=bool(passed))
+
+    def clear(self) -> None:
+        """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
+        self._residency.clear()
+        self._verdicts.clear()
+        self._begin()
+
+    def settle(self) -> None:
+        """Let compiled code know where the rank's blocks are now."""
+        self._verdicts.point_to(self._residency.slot, self._residency.map.address)
+
+    def enlarge_map(self) -> None:
+        """Provide the room that compiled code asked for."""
+        self._residency.map.help_out()
+
+    def _begin(self) -> None:
+        self._filter = WindowFilter(self._source.rank)
+        # Partial blocks are never published, so nothing here depends on whether they are remembered.
+        self._normaliser = Normaliser(
+            self._block_size, rank=self._source.rank, max_partial_blocks=1, holdings=self._residency
+        )
+
+
+class _Verdicts:
+    """What compiled code knows of a rank: its slot, its engine map, and how events fare with its filter as it is."""
+
+    def __init__(self) -> None:
+        self._heap = Heap()
+        self.address = self._heap.allocate(layout.RANK_BYTES)
+        self._fields = self._heap.view(self.address).cast("q")
+        self._num_verdicts = 0
+
+    def point_to(self, slot: int, engine_map: int) -> None:
+        """Have the rank's blocks held by a slot of the index, and named by a map."""
+        self._fields[layout.RANK_SLOT >> 3], self._fields[layout.RANK_MAP >> 3] = slot, engine_map
+
+    def add(self, event: EngineStored | EngineRemoved, *, passes: bool) -> None:
+        """Let every event fare like this one that has its type, group and window."""
+        key = _verdict_key(event)
+        places = [(layout.RANK_VERDICTS + number * layout.VERDICT_BYTES) >> 3 for number in range(self._num_verdicts)]
+        if key is None or any(self._fields[place] == key + 1 for place in places):
+            return
+        if self._num_verdicts == layout.NUM_VERDICTS:
+            self.clear()
+        place = (layout.RANK_VERDICTS + self._num_verdicts * layout.VERDICT_BYTES) >> 3
+        self._fields[place], self._fields[place + 1] = key + 1, layout.PASSES if passes else layout.DROPPED
+        self._num_verdicts += 1
+
+    def clear(self) -> None:
+        """Forget all verdicts: the filter has changed."""
+        for number in range(self._num_verdicts):
+            self._fields[(layout.RANK_VERDICTS + number * layout.VERDICT_BYTES) >> 3] = 0
+        self._num_verdicts = 0
+
+
+def _verdict_key(event: EngineStored | EngineRemoved) -> int | None:
+    """Return what compiled code looks for, None for an event that it does not look at."""
+    group = 0 if event.group is None else event.group + 1
+    if event.window is FULL:
+        window = layout.FULL_WINDOW
+    else:
+        window = 0 if event.window is UNKNOWN else event.window
+        if window >= layout.FULL_WINDOW:
+            return None
+    return isinstance(event, EngineRemoved) | group << 1 | window << 32 if group <= layout.MAX_GROUP else None

@@ -1,0 +1,190 @@
+"""What one rank of an engine holds: nearly all of it is in the index already, and only its names are kept beside it.
+
+A *regular* block is held under one engine hash, which names nothing else: a compiled map leads from the hash to the
+block's row, and the row says in which tiers. What is not regular lives in a `Residency`: blocks of an adapter or with a
+salt, blocks with several engine hashes, hashes that name several blocks. In the map their hashes are only marked.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+
+from kvist.events import Event, Removed, Stored, Tier, WorkerRank
+from kvist.events.dialects.batch import fold_hash
+from kvist.events.engine import EngineHash
+from kvist.indexer.engine_map import EngineMap
+from kvist.publisher.residency import NO_SCOPE, Held, Released, Residency, Scope
+from kvist.radix import RadixIndex
+
+
+class EngineResidency:
+    """Implements `kvist.publisher.residency.Holdings` on an index, to which it applies each change at once.
+
+    A block that the index has evicted is not held any more.
+    """
+
+    def __init__(self, index: RadixIndex, source: WorkerRank, apply: Callable[[Iterable[Event]], None]) -> None:
+        """Hold the blocks of `source` in `index`, which `apply` applies events of that source to."""
+        self._index = index
+        self._source = source
+        self._apply = apply
+        self.map = EngineMap(index)
+        self._irregular = Residency()
+        # Blocks in it that a regular hash holds, too: which hash that is shows when it turns up.
+        self._shared: set[int] = set()
+
+    @property
+    def slot(self) -> int:
+        """Return the slot that stands for the rank in the index."""
+        slot = self._index.slot_of(self._source)
+        if slot is None:
+            self._apply((Removed(b""),))  # which gives it one
+            slot = self._index.slot_of(self._source)
+            assert slot is not None
+        return slot
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many (block, tier) pairs are held."""
+        return self._index.digest(self._source).num_blocks
+
+    @property
+    def digest(self) -> int:
+        """Return the digest of everything held."""
+        return self._index.digest(self._source).digest
+
+    def find(self, engine_hash: EngineHash) -> int | None:
+        """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
+        name = fold_hash(engine_hash)
+        return self._irregular.find(name) if self.map.is_irregular(name) else self.map.block_of(name, self.slot)
+
+    def holds(self, block_hash: int) -> bool:
+        """Return whether any tier holds the block."""
+        return self._tiers(block_hash) != 0
+
+    def parent(self, block_hash: int) -> int | None:
+        """Return the block before an irregular one; None for a regular one, whose place the index knows itself."""
+        return self._irregular.parent(block_hash) if self._irregular.holds(block_hash) else None
+
+    def scope(self, block_hash: int) -> Scope:
+        """Return the scope that a held block was stored with."""
+        return self._irregular.scope(block_hash)
+
+    def hold(
+        self,
+        engine_hashes: Sequence[EngineHash],
+        block_hashes: Sequence[int],
+        parent: int | None,
+        tier: Tier,
+        scope: Scope = NO_SCOPE,
+    ) -> Held:
+        """Hold a chain of blocks behind `parent` in a tier; an engine hash names what it was last stored for."""
+        held = Held([], [])
+        for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
+            name = fold_hash(engine_hash)
+            if scope == NO_SCOPE and self._is_regular(name, block_hash):
+                is_new = self._store(block_hash, parent, tier)
+                if self.map.can_name(block_hash):
+                    self.map.put(name, block_hash)
+                else:
+                    self.map.mark(name)
+                    self._irregular.hold((name,), (block_hash,), parent, tier)
+            else:
+                displaced = self._hold_irregular(name, block_hash, parent, tier, scope)
+                held.displaced.extend(displaced)
+                is_new = self._store(block_hash, parent, tier)
+            if is_new:
+                held.new_idxs.append(idx)
+            parent = block_hash
+        return held
+
+    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
+        """Take the engine's hashes out of a tier, in any order."""
+        released = Released([], [])
+        for engine_hash in engine_hashes:
+            name = fold_hash(engine_hash)
+            if not self.map.is_irregular(name) and self.map.block_of(name, self.slot) in self._shared:
+                self._make_irregular(name)
+            if self.map.is_irregular(name):
+                block_hashes, not_found = self._irregular.release((name,), tier)
+                if self._irregular.find(name) is None:
+                    self.map.drop(name)
+            else:
+                block_hashes = self._release_regular(name, tier)
+                not_found = [] if block_hashes else [name]
+            self._remove(block_hashes, tier)
+            released.block_hashes.extend(block_hashes)
+            released.not_found.extend(engine_hash for _ in not_found)
+        return released
+
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._index.clear(*self._source)
+        self.map.clear()
+        self._irregular.clear()
+        self._shared.clear()
+
+    def _is_regular(self, name: int, block_hash: int) -> bool:
+        return not self._irregular.holds(block_hash) and self.map.is_regular(name, block_hash, self.slot)
+
+    def _hold_irregular(self, name: int, block_hash: int, parent: int | None, tier: Tier, scope: Scope) -> list[int]:
+        """Hold a block under a hash, of which one is not regular or is not from here on; return what the hash left."""
+        self._make_irregular(name)
+        if not self._irregular.holds(block_hash):
+            for held_tier in self._tiers_of(block_hash):
+                self._irregular.hold((_unknown_name(block_hash),), (block_hash,), None, held_tier)
+                self._shared.add(block_hash)
+        if block_hash in self._shared:
+            self.map.mark_row(block_hash)
+        displaced = self._irregular.hold((name,), (block_hash,), parent, tier, scope).displaced
+        self._remove(displaced, tier)
+        return displaced
+
+    def _make_irregular(self, name: int) -> None:
+        """Keep account of a hash here from now on, with the block that it names, if any."""
+        if self.map.is_irregular(name):
+            return
+        block_hash = self.map.block_of(name, self.slot)
+        self.map.mark(name)
+        if block_hash is None:
+            return
+        for tier in self._tiers_of(block_hash):
+            if block_hash in self._shared and self._irregular.release((_unknown_name(block_hash),), tier).not_found:
+                continue  # in this tier others hold it
+            self._irregular.hold((name,), (block_hash,), None, tier)
+        self._shared.discard(block_hash)
+
+    def _release_regular(self, name: int, tier: Tier) -> list[int]:
+        block_hash = self.map.block_of(name, self.slot)
+        tiers = 0 if block_hash is None else self._tiers(block_hash)
+        if tiers in (0, 1 << tier):
+            self.map.drop(name)
+        return [block_hash] if block_hash is not None and tiers >> tier & 1 else []
+
+    def _tiers(self, block_hash: int) -> int:
+        return self.map.tiers(block_hash, self.slot)
+
+    def _tiers_of(self, block_hash: int) -> list[Tier]:
+        tiers = self._tiers(block_hash)
+        return [tier for tier in Tier if tiers >> tier & 1]
+
+    def _store(self, block_hash: int, parent: int | None, tier: Tier) -> bool:
+        """Hold a block in the index; return whether it was not held in this tier before."""
+        if self._tiers(block_hash) >> tier & 1:
+            return False
+        self._apply((Stored(_packed((block_hash,)), parent, tier),))
+        return True
+
+    def _remove(self, block_hashes: Sequence[int], tier: Tier) -> None:
+        if block_hashes:
+            self._apply((Removed(_packed(block_hashes), tier),))
+
+
+def _unknown_name(block_hash: int) -> bytes:
+    """Return what stands for the regular hash of a block until that turns up; hashes themselves are integers here."""
+    return block_hash.to_bytes(8, "little")
+
+
+def _packed(block_hashes: Sequence[int]) -> bytes:
+    return array("Q", block_hashes).tobytes()

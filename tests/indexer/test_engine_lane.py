@@ -1,0 +1,280 @@
+"""The fast lane against the plain path: the same stream through both ends in equal indexes, states and counters."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import msgspec
+import pytest
+
+from kvist.events.transports import Message, MessageBlock
+from kvist.indexer.engine import EngineFollower
+from kvist.indexer.statistics import SourceCounters
+from kvist.radix import RadixIndex
+
+BLOCK_SIZE = 2
+encode = msgspec.msgpack.encode
+
+
+class PlainIndex:
+    """An index that is not known to be the compiled one, so that a follower takes the plain path."""
+
+    def __init__(self, index: RadixIndex) -> None:
+        self._index = index
+
+    def __getattr__(self, name):
+        return getattr(self._index, name)
+
+
+class Side:
+    """A follower with its index."""
+
+    def __init__(self, is_plain: bool, engine: str) -> None:
+        self.index = RadixIndex(seed=1, segment_bits=1)
+        self.resyncing = set()
+        self.counters = SourceCounters()
+        target = PlainIndex(self.index) if is_plain else self.index
+        self.follower = EngineFollower("w", BLOCK_SIZE, engine, target, self.resyncing, self.counters)
+
+    def take(self, messages: list[Message], now_s: float) -> None:
+        """Take messages as they came live."""
+        for _ in self.follower.received_all(MessageBlock.of(messages), now_s):
+            pass
+
+    def settle(self, kept: list[Message], now_s: float):
+        """Ask what is to be asked, and be told what the engine keeps; return the questions."""
+        questions = self.follower.questions(now_s)
+        for question in questions:
+            answer = None if kept is None else [m for m in kept if m.sequence >= question.start_sequence]
+            for _ in self.follower.answered(question, answer, now_s):
+                pass
+        return questions
+
+    def held(self) -> dict[int, list[tuple[int, int]]]:
+        """Return who holds each block, as (rank, tiers)."""
+        held = {}
+        for chunk in self.index.snapshot():
+            for block_hash, set_idx in zip(chunk.hashes.tolist(), chunk.set_idx.tolist(), strict=True):
+                members = chunk.members[chunk.offsets[set_idx] : chunk.offsets[set_idx + 1]].tolist()
+                held[block_hash] = sorted((chunk.ranks[member >> 4].rank, member & 15) for member in members)
+        return held
+
+    def digests(self):
+        """Return what each rank holds, as a heartbeat would say it."""
+        return {
+            source.rank: self.index.digest(source)
+            for source in self.index.ranks()
+            if self.index.digest(source).num_blocks
+        }
+
+    def numbers(self):
+        """Return all that is counted, but what depends on the machine's clock."""
+        session = self.follower.session
+        counted = {name: value for name, value in vars(session).items() if name.startswith("num_")}
+        return dataclasses.replace(self.counters, lag_s=None), counted, session.expected_sequence, session.state
+
+
+class Engine:
+    """Makes up messages: prompts over so few tokens that they meet again and again, under hashes that mostly agree."""
+
+    def __init__(self, seed: int, form: str) -> None:
+        self.rng = random.Random(seed)
+        self.form = form
+        self.sequence = 0
+        self.kept: list[Message] = []
+        self.oddity = self.rng.choice([0.0, 0.02, 0.1])
+        self.has_groups = self.rng.random() < 0.4
+        self.num_ranks = self.rng.choice([1, 1, 3])
+        self.chains: list[tuple[tuple[int, ...], list[int]]] = [((), [])]  # tokens of whole blocks, hashes
+
+    def message(self) -> Message:
+        """Return the next message."""
+        rng = self.rng
+        events = [self.event() for _ in range(rng.choice([0, 1, 1, 1, 2, 5]))]
+        rank = rng.randrange(self.num_ranks)
+        batch = [self.sequence + 0.5, events, rng.choice([rank, rank, rank, None])]
+        if self.num_ranks == 1 and rng.random() < 0.2:
+            batch.pop()
+        payload = encode(batch)
+        if rng.random() < self.oddity:
+            payload = rng.choice([b"", b"\xc1", payload + b"\0", payload[:-1], encode([float("nan"), events, 0])])
+        message = Message(b"", self.sequence, payload)
+        self.sequence += 1
+        self.kept = [*self.kept[-20:], message]
+        return message
+
+    def restart(self) -> None:
+        """Begin anew, with nothing."""
+        self.sequence, self.kept, self.chains = 0, [], [((), [])]
+
+    def event(self):
+        """Return one event, in one of its forms."""
+        rng = self.rng
+        choice = rng.random()
+        if choice < 0.6:
+            event = self.stored()
+        elif choice < 0.99:
+            event = self.removed()
+        else:
+            event = {"type": "AllBlocksCleared"}
+        if rng.random() < self.oddity:
+            event = self.odd(event)
+        if self.form == "array" and isinstance(event, dict) and "type" in event and rng.random() < 0.95:
+            order = ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"]
+            if event["type"] == "BlockRemoved":
+                order = ["block_hashes", "medium"]
+            return [event["type"], *(event.get(name) for name in order)] if len(event) > 1 else [event["type"]]
+        if isinstance(event, dict) and rng.random() < 0.3:
+            items = [*event.items(), ("session_id", rng.choice([None, "s", ["x", {"y": 1.5}]]))]
+            rng.shuffle(items)
+            event = dict(items)
+        return event
+
+    def stored(self):
+        """Return a chain stored below a known one, mostly."""
+        rng = self.rng
+        tokens, hashes = rng.choice(self.chains[-8:] if rng.random() < 0.7 else self.chains)
+        start = rng.randrange(len(hashes) + 1) if hashes and rng.random() < 0.5 else len(hashes)
+        num_blocks = 300 if rng.random() < 0.01 else rng.randint(1, 4)
+        chain_tokens, chain_hashes = list(tokens[: start * BLOCK_SIZE]), list(hashes[:start])
+        for idx in range(start, start + num_blocks):
+            if idx < len(hashes) and rng.random() < 0.5:
+                block = tokens[idx * BLOCK_SIZE : (idx + 1) * BLOCK_SIZE]
+            else:
+                block = [rng.choice([1, 70_000]), rng.randrange(3)]
+            chain_tokens += block
+            chain_hashes.append(self.hash_of(tuple(chain_tokens)))
+        self.chains.append((tuple(chain_tokens), chain_hashes))
+        event = {
+            "type": "BlockStored",
+            "block_hashes": [self.wire_hash(each) for each in chain_hashes[start:]],
+            "parent_block_hash": self.wire_hash(chain_hashes[start - 1]) if start else None,
+            "token_ids": chain_tokens[start * BLOCK_SIZE :],
+            "block_size": BLOCK_SIZE,
+            "lora_id": None,
+            "medium": rng.choice(["GPU", "GPU", "GPU", None, "CPU", "DISK"]),
+            "lora_name": rng.choice([None, ""]),
+        }
+        if rng.random() < 0.2:
+            event["extra_keys"] = rng.choice([None, [None] * num_blocks, [[]] * num_blocks])
+        if self.has_groups:
+            event |= rng.choice(
+                [
+                    {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+                    {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
+                    {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128},
+                    {"group_idx": 2, "kv_cache_spec_kind": "mamba"},
+                ]
+            )
+        return event
+
+    def removed(self):
+        """Return a removal of what was stored some time, mostly."""
+        rng = self.rng
+        _, hashes = rng.choice(self.chains)
+        chosen = rng.sample(hashes, min(len(hashes), rng.choice([1, 1, 1, 3]))) or [rng.randrange(1 << 64)]
+        event = {"type": "BlockRemoved", "block_hashes": [self.wire_hash(each) for each in chosen]}
+        event["medium"] = rng.choice(["GPU", "GPU", "GPU", None, "CPU", "DISK"])
+        if self.has_groups:
+            event["group_idx"] = rng.choice([0, 0, 0, 1, None])
+        return event
+
+    def hash_of(self, tokens: tuple[int, ...]) -> int:
+        """Return what the engine calls a block: now and then not what it called it before, or another's name."""
+        if self.rng.random() < self.oddity / 4:
+            return hash((tokens, 1)) % (1 << 64)
+        if self.rng.random() < self.oddity / 4 and len(self.chains) > 1:
+            return self.rng.choice(self.rng.choice(self.chains)[1] or [7])
+        return hash(tokens) % (1 << 64)
+
+    def wire_hash(self, engine_hash: int):
+        """Return one of the forms that engines give a hash."""
+        choice = self.rng.random()
+        if choice < 0.1:
+            return b"\xaa" * self.rng.choice([0, 24]) + engine_hash.to_bytes(8, "big")
+        return engine_hash - (1 << 64) if choice < 0.3 and engine_hash >> 63 else engine_hash
+
+    def odd(self, event):
+        """Return something that an engine rarely says, or never."""
+        rng = self.rng
+        hashes = event.get("block_hashes", [])
+        oddities = [
+            event | {"medium": "TAPE"},
+            event | {"medium": "gpu"},
+            event | {"locality": "REMOTE"},
+            event | {"locality": "LOCAL"},
+            event | {"block_hashes": None},
+            event | {"block_hashes": [*hashes, *hashes[:1]]},
+            event | {"block_hashes": hashes[:1] * 2},
+            {"type": "Unheard"},
+            ["BlockRemoved"],
+            5,
+            {},
+        ]
+        if event["type"] == "BlockStored":
+            tokens = event["token_ids"]
+            oddities += [
+                event | {"lora_name": "sql"},
+                event | {"lora_id": 3},
+                event | {"lora_id": 0},
+                event | {"cache_salt": "salt"},
+                event | {"cache_salt": ""},
+                event | {"parent_block_hash": rng.randrange(1 << 64)},
+                event | {"block_size": BLOCK_SIZE + 1},
+                event | {"block_size": 1, "block_hashes": hashes[:1], "token_ids": tokens[:1]},
+                event | {"block_size": "x"},
+                event | {"token_ids": tokens[:-1]},
+                event | {"token_ids": [[1, 2], *itertools.pairwise(tokens)]},
+                event | {"token_ids": [*tokens[:-1], 1 << 32]},
+                event | {"token_ids": [*tokens[:-1], -1]},
+                event | {"block_hashes": [None, *hashes[1:]]},
+                event | {"block_hashes": [*hashes[:-1], None]},
+                event | {"extra_keys": [["salty"]] + [None] * (len(hashes) - 1)},
+                event | {"extra_keys": [None] * (len(hashes) - 1) + [[["a" * 64, 3]]]},
+                event | {"kv_cache_spec_sliding_window": -1},
+                event | {"kv_cache_spec_kind": "novel"},
+                event | {"group_idx": 1 << 30},
+            ]
+        return rng.choice(oddities)
+
+
+def assert_equal(lane: Side, plain: Side) -> None:
+    assert lane.numbers() == plain.numbers()
+    assert lane.follower.states() == plain.follower.states()
+    assert lane.resyncing == plain.resyncing
+    assert lane.digests() == plain.digests()
+    assert lane.held() == plain.held()
+
+
+@pytest.mark.parametrize("form", ["map", "array"])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_stream_leaves_the_same_behind_by_either_way(seed, form):
+    engine = Engine(seed, form)
+    lane, plain = Side(False, "vllm"), Side(True, "vllm")
+    rng = random.Random(seed)
+    now_s = 0.0
+    for side in (lane, plain):
+        side.follower.reconnected(now_s)
+    for _ in range(12):
+        messages = [engine.message() for _ in range(rng.randint(1, 12))]
+        fate = rng.random()
+        if fate < 0.1:
+            del messages[rng.randrange(len(messages))]
+        elif fate < 0.2:
+            messages.append(messages[rng.randrange(len(messages))])
+        elif fate < 0.25:
+            engine.restart()
+            messages += [engine.message() for _ in range(3)]
+        for side in (lane, plain):
+            if messages:
+                side.take(messages, now_s)
+        if fate > 0.95:
+            for side in (lane, plain):
+                side.follower.reconnected(now_s)
+        now_s += 1.0
+        kept = rng.choice([None, engine.kept, engine.kept, engine.kept])
+        assert lane.settle(kept, now_s) == plain.settle(kept, now_s)
+        assert_equal(lane, plain)
+    lane.index.check_invariants()
