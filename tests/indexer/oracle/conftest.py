@@ -280,10 +280,14 @@ class Service:
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Return the status and the JSON of an answer."""
-        content = None if body is None else json.dumps(body)
-        self.connection.request(method, path, content, {"content-type": "application/json"})
+        status, content = self.send(method, path, b"" if body is None else json.dumps(body).encode())
+        return status, json.loads(content)
+
+    def send(self, method: str, path: str, content: bytes, **headers: str) -> tuple[int, bytes]:
+        """Return the status and the body of an answer to whatever is sent."""
+        self.connection.request(method, path, content, {"content-type": "application/json"} | headers)
         response = self.connection.getresponse()
-        return response.status, json.loads(response.read())
+        return response.status, response.read()
 
     def close(self) -> None:
         """Stop the service."""
