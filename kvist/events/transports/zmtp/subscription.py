@@ -18,7 +18,7 @@ from kvist.events.transports.frames import MalformedCounter
 from kvist.events.transports.zmq_replay import ReplayClient
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
-from kvist.events.transports.zmtp.protocol import ZmtpProtocol
+from kvist.events.transports.zmtp.link import Link, connect
 from kvist.events.transports.zmtp.splitter import Splitter, split
 
 CONNECT_TIMEOUT_S = 5.0
@@ -52,7 +52,7 @@ class ZmtpSubscription:
         self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
         self._has_messages = asyncio.Event()
         self._is_emptied = asyncio.Event()
-        self._protocol: ZmtpProtocol | None = None
+        self._link: Link | None = None
         self._connection: Connection | None = None
         self._num_past_connects = 0
         self._tasks = asyncio.TaskGroup()
@@ -88,8 +88,8 @@ class ZmtpSubscription:
             self._has_messages.clear()
             await self._has_messages.wait()
         block = self._inbox.take()
-        if self._protocol is not None:
-            self._protocol.advance()
+        if self._link is not None:
+            self._link.taken()
         if self._inbox.num_messages == 0:
             self._is_emptied.set()
         return block
@@ -116,20 +116,15 @@ class ZmtpSubscription:
 
     async def _follow(self, connection: Connection) -> bool:
         """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
-
-        def protocol_for_socket() -> ZmtpProtocol:
-            return ZmtpProtocol(connection, self._inbox, self._malformed, self._has_messages.set)
-
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, protocol = await asyncio.get_running_loop().create_connection(
-                protocol_for_socket, self._host, self._port, family=self._family
-            )
-        self._connection, self._protocol = connection, protocol
-        await protocol.watch()
+            sock = await connect(self._host, self._port, self._family)
+        link = Link(sock, connection, self._inbox, self._malformed, self._has_messages.set)
+        self._connection, self._link = connection, link
+        await link.watch()
         while self._inbox.num_messages:
             self._is_emptied.clear()
             await self._is_emptied.wait()
         self._inbox.forget_rest()
-        self._connection, self._protocol = None, None
+        self._connection, self._link = None, None
         self._num_past_connects += connection.is_ready
-        return connection.is_ready and not protocol.is_given_up
+        return connection.is_ready and not link.is_left

@@ -221,9 +221,11 @@ async def test_a_consumer_that_does_not_take_is_not_taken_for_a_silent_peer(peer
 
 async def test_a_peer_that_pings_and_never_reads_is_left(peer, say):
     async with ZmtpSubscription(peer.endpoint) as subscription:
-        await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
         await receive(subscription)
-        subscription._protocol.pause_writing()  # what asyncio does when 64 KiB of answers wait
+        writer.transport.pause_reading()
+        subscription._link._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        writer.write(say.command(b"PING", bytes(18)) * 100_000)
         await peer.accept()
         assert subscription.num_malformed == 1
 
