@@ -13,6 +13,8 @@ from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
 
+CONNECT_TIMEOUT_S = 5.0
+"""How long one address may take to answer."""
 NAP_S = 0.005
 """A busy socket that was emptied is looked at again after so long: many small reads cost more than a few large ones.
 
@@ -35,7 +37,8 @@ async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.
         sock = socket.socket(*kind)
         try:
             sock.setblocking(False)
-            await loop.sock_connect(sock, address)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await loop.sock_connect(sock, address)
             _keep_alive(sock)
         except OSError as error:
             sock.close()

@@ -21,8 +21,6 @@ from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.link import Link, connect
 from kvist.events.transports.zmtp.splitter import Splitter, split
 
-CONNECT_TIMEOUT_S = 5.0
-"""How long a name is looked up and a host asked before it is tried again."""
 OVERHEAD_BYTES = 64 << 10
 """Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
 
@@ -116,8 +114,7 @@ class ZmtpSubscription:
 
     async def _follow(self, connection: Connection) -> bool:
         """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            sock = await connect(self._host, self._port, self._family)
+        sock = await connect(self._host, self._port, self._family)
         link = Link(sock, connection, self._inbox, self._malformed, self._has_messages.set)
         self._connection, self._link = connection, link
         await link.watch()

@@ -247,6 +247,29 @@ async def test_a_name_is_looked_up_anew_each_time_and_a_failure_is_logged_once(p
     assert caplog.text.count("not connected, and tried again") == 1
 
 
+async def test_every_address_of_a_name_is_tried(peer, say, monkeypatch):
+    monkeypatch.setattr("kvist.events.transports.zmtp.link.CONNECT_TIMEOUT_S", 0.05)
+    loop = asyncio.get_running_loop()
+    connect = loop.sock_connect
+
+    async def look_up(*_, **__):
+        ports = (1, 2, peer.port)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)) for port in ports]
+
+    async def answer(sock, address):
+        if address[1] == 1:
+            raise ConnectionRefusedError
+        if address[1] == 2:
+            await asyncio.Event().wait()
+        await connect(sock, address)
+
+    monkeypatch.setattr(loop, "getaddrinfo", look_up)
+    monkeypatch.setattr(loop, "sock_connect", answer)
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        assert await receive(subscription) == [Message(b"t", 0, b"x")]
+
+
 @pytest.mark.parametrize("is_taking", [False, True])
 @pytest.mark.parametrize("num_bytes", [0, 30, 64, 89, 95, 1 << 20])
 async def test_it_can_be_left_at_any_moment(peer, say, is_taking, num_bytes):
