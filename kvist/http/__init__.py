@@ -21,10 +21,11 @@ from kvist.http.fields import Headers
 from kvist.http.limits import HttpLimits, UpstreamLimits
 from kvist.http.pool import PoolStatistics, UpstreamPool, UpstreamResponse
 from kvist.http.request import Request
-from kvist.http.responder import Responder
+from kvist.http.responder import Answer, Responder
 from kvist.http.server import HttpServer, ServerStatistics
 
 __all__ = [
+    "Answer",
     "ClientDisconnectedError",
     "ConnectError",
     "Handler",

@@ -42,13 +42,16 @@ class LengthBody:
         self.excess = b""
 
     def feed(self, data: bytes) -> bytes:
-        if len(data) < self._num_missing:
-            self._num_missing -= len(data)
-            return data
-        payload, self.excess = data[: self._num_missing], data[self._num_missing :]
-        self._num_missing = 0
-        self.is_complete = True
+        num_taken = self.take(len(data))
+        payload, self.excess = data[:num_taken], data[num_taken:]
         return payload
+
+    def take(self, num_bytes: int) -> int:
+        """How many of the next bytes are payload, which they are from here on: for who copies them himself."""
+        num_taken = min(num_bytes, self._num_missing)
+        self._num_missing -= num_taken
+        self.is_complete = self._num_missing == 0
+        return num_taken
 
 
 class UntilCloseBody:

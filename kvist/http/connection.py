@@ -15,11 +15,15 @@ from kvist.http.errors import ClientDisconnectedError, RequestRefusedError, Upst
 from kvist.http.fields import render_head, status_line
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request, RequestParser
-from kvist.http.responder import Responder
+from kvist.http.responder import Answer, Responder
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[Request, Responder], Coroutine[Any, Any, None]]
+QuickHandler = Callable[[Request], Answer | None]
+
+READ_BYTES = 256 * 1024
+"""The most that is read at once. The buffer is one for all connections: nothing stays in it."""
 
 
 @dataclass(slots=True)
@@ -27,7 +31,9 @@ class ServerState:
     """What the connections of one server share: who is open, what is counted, whether the end has begun."""
 
     handler: Handler
+    quick_handler: QuickHandler | None
     limits: HttpLimits
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
     connections: "set[ServerConnection]" = field(default_factory=set)
     is_closing: bool = False
     num_requests: int = 0
@@ -38,7 +44,7 @@ class ServerState:
     num_body_bytes_held: int = 0
 
 
-class ServerConnection(asyncio.Protocol):
+class ServerConnection(asyncio.BufferedProtocol):
     """Serves one client until it leaves, misbehaves, is too slow, or the server closes."""
 
     def __init__(self, state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,10 +76,13 @@ class ServerConnection(asyncio.Protocol):
         else:
             self._deadline.set("idle", self._limits.idle_timeout_s)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._state.read_buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
         if self._is_discarding:
             return
-        self._parser.feed(data)
+        self._parser.feed(self._state.read_buffer[:num_bytes])
         if self._task is None:
             self._advance()
         elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
@@ -138,20 +147,40 @@ class ServerConnection(asyncio.Protocol):
 
     def _advance(self) -> None:
         """Starts the next request if it is whole, else waits for what is missing."""
-        try:
-            request = self._parser.next_request()
-            self._hold_body(self._parser.num_body_bytes if request is None else len(request.body))
-        except RequestRefusedError as refusal:
-            self._refuse(refusal)
+        while self._task is None and not self._is_discarding and not self._transport.is_closing():
+            try:
+                request = self._parser.next_request()
+                self._hold_body(self._parser.num_body_bytes if request is None else len(request.body))
+            except RequestRefusedError as refusal:
+                self._refuse(refusal)
+                return
+            if request is None:
+                self._await_bytes()
+                return
+            self._deadline.clear()
+            self._state.num_requests += 1
+            keep_alive = request.is_keep_alive and not self._state.is_closing
+            responder = Responder(self, request, self._loop, keep_alive=keep_alive)
+            quick_handler = self._state.quick_handler
+            answer = None if quick_handler is None else quick_handler(request)
+            if answer is None:
+                self._run(self._state.handler(request, responder), responder)
+            else:
+                responder.send_now(answer)
+                self._answered(responder)
+
+    def _answered(self, responder: Responder) -> None:
+        """Goes on behind an answer that took no task, or takes one while the client does not read."""
+        if self._is_write_paused:
+            self._run(self.drained(), responder)
             return
-        if request is None:
-            self._await_bytes()
-            return
-        self._deadline.clear()
-        self._state.num_requests += 1
-        keep_alive = request.is_keep_alive and not self._state.is_closing
-        self._responder = Responder(self, request, self._loop, keep_alive=keep_alive)
-        self._task = self._loop.create_task(self._state.handler(request, self._responder), name="kvist-http-request")
+        self._release_body()
+        if not responder.keep_alive:
+            self._end()
+
+    def _run(self, work: Coroutine[Any, Any, None], responder: Responder) -> None:
+        self._responder = responder
+        self._task = self._loop.create_task(work, name="kvist-http-request")
         self._task.add_done_callback(self._handler_done)
 
     def _await_bytes(self) -> None:
@@ -182,7 +211,12 @@ class ServerConnection(asyncio.Protocol):
         elif responder.keep_alive and not self._state.is_closing:
             self._transport.resume_reading()
             self._advance()
-        elif self._parser.num_buffered_bytes:
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        """Ends the connection behind its last response."""
+        if self._parser.num_buffered_bytes:
             self._linger()
         else:
             self._close()

@@ -6,7 +6,7 @@ No I/O here: `RequestParser` is fed bytes and yields whole requests one after th
 
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -28,8 +28,15 @@ _HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
 """What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
 
 
+MAX_REMEMBERED_BYTES = 2048
+"""The longest head kept, for each connection, to be recognised when it comes again."""
+
+
 class Request(msgspec.Struct, frozen=True):
-    """A whole request. `target` is in origin form (or `*`), ASCII, still percent-encoded."""
+    """A whole request, whose headers the next one may share.
+
+    `target` is in origin form (or `*`), ASCII, still percent-encoded.
+    """
 
     method: str
     target: str
@@ -53,6 +60,18 @@ class Request(msgspec.Struct, frozen=True):
         return next((value for field, value in self.headers if field == name), None)
 
 
+class _Head(NamedTuple):
+    """What a head says. `length` is that of the body, None for a chunked one."""
+
+    method: str
+    target: str
+    headers: Headers
+    http_version: HttpVersion
+    is_keep_alive: bool
+    length: int | None
+    expects_continue: bool
+
+
 _CONTROL_FIELDS = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"},
 )
@@ -62,14 +81,28 @@ _CONTROL_FIELDS = frozenset(
 class RequestParser:
     """Yields only requests that have one reading; holds the current request and the bytes read ahead of it."""
 
-    __slots__ = ("_awaits_continue", "_body", "_buffer", "_client", "_head", "_limits", "_payload", "_scanned")
+    __slots__ = (
+        "_awaits_continue",
+        "_body",
+        "_buffer",
+        "_client",
+        "_head",
+        "_last_head",
+        "_last_head_bytes",
+        "_limits",
+        "_payload",
+        "_scanned",
+    )
 
     def __init__(self, limits: HttpLimits, client: tuple[str, int] | None) -> None:
         self._limits = limits
         self._client = client
         self._buffer = b""
         self._scanned = 0
-        self._head: tuple[str, str, Headers, HttpVersion, bool] | None = None
+        self._head: _Head | None = None
+        # A client's heads are often the same to the byte; the last one is read once.
+        self._last_head: _Head | None = None
+        self._last_head_bytes = b""
         self._body: Body | None = None
         self._payload = bytearray()
         self._awaits_continue = False
@@ -96,9 +129,14 @@ class RequestParser:
         awaits, self._awaits_continue = self._awaits_continue, False
         return awaits
 
-    def feed(self, data: bytes) -> None:
-        """Adds what the client sent; nothing is examined yet."""
-        self._buffer = self._buffer + data if self._buffer else data
+    def feed(self, data: bytes | memoryview) -> None:
+        """Adds what the client sent, as a copy; nothing is examined yet."""
+        if isinstance(self._body, LengthBody) and not self._body.is_complete and not self._buffer:
+            num_taken = self._body.take(len(data))
+            self._payload += data[:num_taken]
+            self._buffer = bytes(data[num_taken:])
+        else:
+            self._buffer = self._buffer + data if self._buffer else bytes(data)
 
     def next_request(self) -> Request | None:
         """The next whole request, or None until more bytes come; raises RequestRefusedError."""
@@ -111,6 +149,10 @@ class RequestParser:
 
     def _read_head(self) -> bool:
         buffer, limits = self._buffer, self._limits
+        if self._last_head is not None and buffer.startswith(self._last_head_bytes):
+            self._buffer = buffer[len(self._last_head_bytes) :]
+            self._begin(self._last_head)
+            return True
         end = buffer.find(b"\r\n\r\n", max(0, self._scanned - 3))
         line_end = buffer.find(b"\r\n", 0, limits.max_request_line_bytes + 2)
         if line_end < 0 and len(buffer) > limits.max_request_line_bytes:
@@ -124,11 +166,20 @@ class RequestParser:
             self._scanned = len(buffer)
             return False
         self._scanned = 0
+        head = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
+        if end < MAX_REMEMBERED_BYTES:
+            self._last_head, self._last_head_bytes = head, buffer[: end + 4]
         self._buffer = buffer[end + 4 :]
-        self._accept_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
+        self._begin(head)
         return True
 
-    def _accept_head(self, request_line: bytes, block: bytes) -> None:
+    def _begin(self, head: _Head) -> None:
+        """Awaits the body of a head."""
+        self._head = head
+        self._body = ChunkedBody() if head.length is None else LengthBody(head.length)
+        self._awaits_continue = head.expects_continue and not self._body.is_complete and not self._buffer
+
+    def _parse_head(self, request_line: bytes, block: bytes) -> _Head:
         match = _REQUEST_LINE.fullmatch(request_line)
         if match is None:
             raise MalformedHttpError("the request line is not 'METHOD target HTTP/1.1'")
@@ -144,14 +195,18 @@ class RequestParser:
         target = _origin_form(method, target, _single_host(control[b"host"]))
         options = list_members(control[b"connection"])
         _refuse_upgrade(control[b"upgrade"])
-        self._body = self._framing(control, is_http11)
-        self._awaits_continue = (
-            is_http11 and bool(control[b"expect"]) and not self._body.is_complete and not self._buffer
+        return _Head(
+            method.decode(),
+            target.decode(),
+            headers,
+            "1.1" if is_http11 else "1.0",
+            is_keep_alive=b"close" not in options and (is_http11 or b"keep-alive" in options),
+            length=self._length(control, is_http11),
+            expects_continue=is_http11 and bool(control[b"expect"]),
         )
-        is_keep_alive = b"close" not in options and (is_http11 or b"keep-alive" in options)
-        self._head = (method.decode(), target.decode(), headers, "1.1" if is_http11 else "1.0", is_keep_alive)
 
-    def _framing(self, control: _Control, is_http11: bool) -> Body:
+    def _length(self, control: _Control, is_http11: bool) -> int | None:
+        """The length of the body, None for a chunked one."""
         for value in control[b"expect"]:
             if value.lower() != b"100-continue":
                 raise RequestRefusedError(417, "expectation_failed", "the only expectation met is 100-continue")
@@ -162,12 +217,12 @@ class RequestParser:
                 raise MalformedHttpError("transfer-encoding in an HTTP/1.0 request")
             if len(control[b"transfer-encoding"]) > 1 or control[b"transfer-encoding"][0].lower() != b"chunked":
                 raise RequestRefusedError(501, "not_implemented", "the only transfer coding implemented is chunked")
-            return ChunkedBody()
+            return None
         if len(control[b"content-length"]) > 1:
             raise MalformedHttpError("more than one content-length")
         length = content_length(control[b"content-length"][0]) if control[b"content-length"] else 0
         self._check_size(length)
-        return LengthBody(length)
+        return length
 
     def _read_body(self) -> Request | None:
         body = self._body
@@ -189,10 +244,11 @@ class RequestParser:
             self._payload += last_piece
             body = bytes(self._payload)
             self._payload = bytearray()
-        method, target, headers, http_version, is_keep_alive = self._head
-        self._head = self._body = None
+        head, self._head, self._body = self._head, None, None
         self._awaits_continue = False
-        return Request(method, target, headers, body, self._client, http_version, is_keep_alive)
+        return Request(
+            head.method, head.target, head.headers, body, self._client, head.http_version, head.is_keep_alive
+        )
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_body_bytes:

@@ -5,7 +5,7 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 """
 
 import asyncio
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from kvist.errors import InvalidValueError
 from kvist.http.fields import Headers, content_length, render_head, status_line
@@ -15,6 +15,14 @@ _CONNECTION_FIELDS = frozenset({b"connection", b"keep-alive", b"transfer-encodin
 _NO_CONTENT, _NOT_MODIFIED = 204, 304
 
 Framing = Literal["length", "chunked", "until_close", "none"]
+
+
+class Answer(NamedTuple):
+    """A whole response that is known at once."""
+
+    status: int
+    content_type: bytes
+    body: bytes
 
 
 class ClientConnection(Protocol):
@@ -66,6 +74,22 @@ class Responder:
         self.start(status, [*others, (b"content-length", b"%d" % len(body))])
         await self.write(body)
         await self.finish()
+
+    def send_now(self, answer: Answer) -> None:
+        """A whole response at once, without waiting for a client that does not read."""
+        status, content_type, body = answer
+        connection = b"" if self.keep_alive else b"connection: close\r\n"
+        if self.keep_alive and self._request.http_version == "1.0":
+            connection = b"connection: keep-alive\r\n"
+        head = b"%b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
+            status_line(status),
+            content_type,
+            len(body),
+            connection,
+        )
+        self.has_started = self.is_finished = True
+        self.status = status
+        self._connection.send(head if self._request.method == "HEAD" else head + body)
 
     def start(self, status: int, headers: Headers) -> None:
         """Begins the response; names must be lower-case. The head leaves with the first piece or in the next loop turn.

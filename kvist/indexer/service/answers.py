@@ -17,6 +17,7 @@ from kvist.events import WorkerRank
 from kvist.radix import Match
 
 _FRAME = '{"scores":{%s},"frequencies":[],"instances":{%s}}'
+_NOTHING = (_FRAME % ("", "")).encode()
 _INSTANCE = '"%s":{"longest_matched":%d,"gpu":%d,"dp":{%s},"cpu":%d,"disk":%d}'
 
 
@@ -32,6 +33,8 @@ def instance_of(stream: str) -> str:
 
 def render_match(match: Match, block_size: int, doubted: AbstractSet[WorkerRank]) -> bytes:
     """Return the answer to a query, without the ranks whose blocks may be gone."""
+    if len(match) == 0:
+        return _NOTHING
     by_instance: dict[str, list[tuple[int, int, int, int]]] = {}
     columns = (match.depths * block_size).T.tolist()
     for source, gpu, cpu, _, any_tier in zip(match.ranks, *columns, strict=True):
@@ -39,11 +42,20 @@ def render_match(match: Match, block_size: int, doubted: AbstractSet[WorkerRank]
             by_instance.setdefault(instance_of(source.worker), []).append((source.rank, gpu, cpu, any_tier))
     scores, instances = [], []
     for instance, rows in by_instance.items():
-        on_gpu = [f'"{rank}":{gpu}' for rank, gpu, _, _ in rows if gpu]
-        if on_gpu:
-            scores.append(f'"{instance}":{{{",".join(on_gpu)}}}')
-        by_rank = ",".join([f'"{rank}":{gpu}' for rank, gpu, _, _ in rows])
-        longest = max([row[3] for row in rows])
-        gpu, cpu = max([row[1] for row in rows]), max([row[2] for row in rows])
+        if len(rows) == 1:
+            ((rank, gpu, cpu, longest),) = rows
+            by_rank = f'"{rank}":{gpu}'
+            if gpu:
+                scores.append(f'"{instance}":{{{by_rank}}}')
+        else:
+            gpu, cpu, longest = (max(column) for column in list(zip(*rows, strict=True))[1:])
+            tokens_of = dict(sorted((rank, tokens) for rank, tokens, _, _ in rows))
+            by_rank = _by_rank(tokens_of)
+            if gpu:
+                scores.append(f'"{instance}":{{{_by_rank({r: t for r, t in tokens_of.items() if t})}}}')
         instances.append(_INSTANCE % (instance, longest, gpu, by_rank, cpu, longest))
     return (_FRAME % (",".join(scores), ",".join(instances))).encode()
+
+
+def _by_rank(tokens_of: dict[int, int]) -> str:
+    return ",".join([f'"{rank}":{tokens}' for rank, tokens in tokens_of.items()])

@@ -28,11 +28,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
 from kvist.events.hashing import sequence_hashes
-from kvist.http import Request, Responder
+from kvist.http import Answer, Request, Responder
 from kvist.http.access import bears, is_direct_from_loopback
-from kvist.indexer.hashing import block_hashes
 from kvist.indexer.service.answers import render_match
-from kvist.indexer.service.bodies import read_hash_query, read_query, read_register, read_unregister
+from kvist.indexer.service.bodies import QueryReader, read_hash_query, read_register, read_unregister
 from kvist.indexer.service.dump import Dumper
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
@@ -42,12 +41,23 @@ from kvist.indexer.service.workers import describe_workers
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 
-_JSON = (b"content-type", b"application/json")
+_METHODS = {
+    "/query": "POST",
+    "/query_by_hash": "POST",
+    "/register": "POST",
+    "/unregister": "POST",
+    "/workers": "GET",
+    "/dump": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+}
+_JSON_TYPE = b"application/json"
+_JSON = (b"content-type", _JSON_TYPE)
 _DONE = b'{"status":"ok"}'
 
 
 class Api:
-    """Answers every request; `handle` is what an HttpServer calls."""
+    """Answers every request; `answer` and `handle` are what an HttpServer calls."""
 
     def __init__(
         self, registry: Registry, rules: EndpointRules, counters: RequestCounters, gauges: Gauges, admin_key: str | None
@@ -60,19 +70,36 @@ class Api:
         self._dumper = Dumper()
         self.cold_start_s = 0.0
         """Seconds that the service took to start, known when it has."""
-        self._routes: dict[str, tuple[str, Endpoint]] = {
-            "/query": ("POST", self._query),
-            "/query_by_hash": ("POST", self._query_by_hash),
-            "/register": ("POST", self._register),
-            "/unregister": ("POST", self._unregister),
-            "/workers": ("GET", self._workers),
-            "/dump": ("GET", self._dump),
-            "/health": ("GET", self._health),
-            "/metrics": ("GET", self._metrics),
+        self._queries = QueryReader()
+        self._quick_routes: dict[str, Callable[[Request], bytes]] = {
+            "/query": self._query,
+            "/query_by_hash": self._query_by_hash,
+        }
+        self._routes: dict[str, Endpoint] = {
+            "/register": self._register,
+            "/unregister": self._unregister,
+            "/workers": self._workers,
+            "/dump": self._dump,
+            "/health": self._health,
+            "/metrics": self._metrics,
         }
 
+    def answer(self, request: Request) -> Answer | None:
+        """Answer a query at once; None for any other request."""
+        path = request.path
+        endpoint = self._quick_routes.get(path)
+        if endpoint is None or request.method != "POST":
+            return None
+        started_s = perf_counter()
+        try:
+            answer = Answer(200, _JSON_TYPE, endpoint(request))
+        except ApiError as error:
+            answer = Answer(error.status, _JSON_TYPE, error.body())
+        self._counters.count(path, answer.status, perf_counter() - started_s)
+        return answer
+
     async def handle(self, request: Request, responder: Responder) -> None:
-        """Answer one request, with `{"error": …}` where it cannot be done."""
+        """Answer any other request, with `{"error": …}` where it cannot be done."""
         started_s = perf_counter()
         path = request.path
         try:
@@ -80,32 +107,29 @@ class Api:
         except ApiError as error:
             headers = [_JSON]
             if error.status == HTTPStatus.METHOD_NOT_ALLOWED:
-                headers.append((b"allow", self._routes[path][0].encode()))
+                headers.append((b"allow", _METHODS[path].encode()))
             elif error.status == HTTPStatus.UNAUTHORIZED:
                 headers.append((b"www-authenticate", b"Bearer"))
             await responder.send_response(error.status, headers, error.body())
-        counted = path if path in self._routes else "other"
-        self._counters.count(counted, responder.status or 0, perf_counter() - started_s)
+        self._counters.count(path if path in _METHODS else "other", responder.status or 0, perf_counter() - started_s)
 
     def _route(self, request: Request, path: str) -> Endpoint:
-        route = self._routes.get(path)
-        if route is None:
+        method = _METHODS.get(path)
+        if method is None:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")
-        method, endpoint = route
         if request.method != method and not (request.method == "HEAD" and method == "GET"):
             raise ApiError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} {path}: expected {method}")
-        return endpoint
+        return self._routes[path]
 
-    async def _query(self, request: Request, responder: Responder) -> None:
-        query = read_query(request.body)
+    def _query(self, request: Request) -> bytes:
+        query = self._queries.read(request.body)
         member = self._registry.get(query.model_name, query.group)
-        hashes = block_hashes(query.tokens, member.block_size, lora_name=query.lora_name, cache_salt=query.cache_salt)
-        await responder.send_response(HTTPStatus.OK, [_JSON], _answer(member, hashes))
+        return _answer(member, self._queries.block_hashes(query, member.block_size))
 
-    async def _query_by_hash(self, request: Request, responder: Responder) -> None:
+    def _query_by_hash(self, request: Request) -> bytes:
         query = read_hash_query(request.body)
         member = self._registry.get(query.model_name, query.group)
-        await responder.send_response(HTTPStatus.OK, [_JSON], _answer(member, sequence_hashes(query.local_hashes)))
+        return _answer(member, sequence_hashes(query.local_hashes))
 
     async def _register(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)

@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import MAX_RANKS
-from kvist.indexer.hashing import token_array
-from kvist.indexer.json_tokens import Integer, split_integer_array
+from kvist.indexer.hashing import block_hashes
+from kvist.indexer.json_tokens import split_integer_array
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.errors import ApiError
+from kvist.indexer.service.prompts import PromptReader
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
@@ -67,7 +68,7 @@ class UnregisterBody(_Scoped, kw_only=True):
     dp_rank: _Rank | None = None
 
 
-class _QueryBody(_Scoped, kw_only=True):
+class QueryBody(_Scoped, kw_only=True):
     """`POST /query`."""
 
     token_ids: list[int]
@@ -79,16 +80,6 @@ class _HashQueryBody(_Scoped, kw_only=True):
     """`POST /query_by_hash`."""
 
     block_hashes: list[int]
-
-
-class Query(NamedTuple):
-    """A prompt, and what of its scope changes the hashes of its blocks."""
-
-    model_name: str
-    group: str
-    tokens: NDArray[np.uint32]
-    lora_name: str | None
-    cache_salt: str | None
 
 
 class HashQuery(NamedTuple):
@@ -113,31 +104,62 @@ def read_unregister(body: bytes) -> UnregisterBody:
     return _with_instance(_read(_unregister_decoder, body))
 
 
-def read_query(body: bytes) -> Query:
-    """Return the body of `POST /query`; raises ApiError."""
-    query, tokens = _read_with_array(_query_decoder, body, "token_ids", np.uint32)
-    if tokens is None:
+class QueryReader:
+    """Reads the bodies of `POST /query`, and hashes their prompts."""
+
+    def __init__(self) -> None:
+        self._prompts = PromptReader()
+        self._token_ids: list[int] | None = None  # of the last body, if it is unusual
+
+    def read(self, body: bytes) -> QueryBody:
+        """Return a body, but for its prompt, which is kept for `block_hashes`; raises ApiError."""
+        rest = self._prompts.read(body)
+        if rest is not None:
+            try:
+                query = _query_decoder.decode(rest)
+            except DECODE_ERRORS:
+                pass
+            else:
+                self._token_ids = None
+                return query
+        query = _read(_query_decoder, body)
+        self._token_ids = query.token_ids
+        return query
+
+    def block_hashes(self, query: QueryBody, block_size: int) -> NDArray[np.uint64]:
+        """Return the canonical hash of each full block of the query read last; raises ApiError."""
+        if self._token_ids is None:
+            return self._prompts.block_hashes(block_size, query.lora_name, query.cache_salt)
         try:
-            tokens = token_array(query.token_ids)
+            return block_hashes(
+                self._token_ids, block_size, lora_name=query.lora_name, cache_salt=query.cache_salt
+            )
         except InvalidValueError as error:
             _refuse("token_ids", error.value)
-    return Query(query.model_name, query.group, tokens, query.lora_name, query.cache_salt)
 
 
 def read_hash_query(body: bytes) -> HashQuery:
     """Return the body of `POST /query_by_hash`; raises ApiError."""
-    query, hashes = _read_with_array(_hash_query_decoder, body, "block_hashes", np.uint64)
-    if hashes is None:  # signed ones, usually: the peer's clients send i64
-        wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
-        if wrong is not None:
-            _refuse("block_hashes", wrong)
-        hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)
+    split = split_integer_array(body, b"block_hashes", np.uint64)
+    if split is not None:
+        hashes, rest = split
+        try:
+            query = _hash_query_decoder.decode(rest)
+        except DECODE_ERRORS:
+            pass
+        else:
+            return HashQuery(query.model_name, query.group, hashes)
+    query = _read(_hash_query_decoder, body)
+    wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
+    if wrong is not None:
+        _refuse("block_hashes", wrong)
+    hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # the peer's clients send i64
     return HashQuery(query.model_name, query.group, hashes)
 
 
 _register_decoder = msgspec.json.Decoder(RegisterBody)
 _unregister_decoder = msgspec.json.Decoder(UnregisterBody)
-_query_decoder = msgspec.json.Decoder(_QueryBody)
+_query_decoder = msgspec.json.Decoder(QueryBody)
 _hash_query_decoder = msgspec.json.Decoder(_HashQueryBody)
 
 
@@ -148,20 +170,6 @@ def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:
         _explain(body, str(error))
     except DECODE_ERRORS as error:
         raise ApiError(HTTPStatus.BAD_REQUEST, f"body: not JSON ({error})") from None
-
-
-def _read_with_array(
-    decoder: msgspec.json.Decoder[_Body], body: bytes, key: str, dtype: type[Integer]
-) -> tuple[_Body, NDArray[Integer] | None]:
-    """Return the body and its array of integers, None where the body has it as a list."""
-    split = split_integer_array(body, key.encode(), dtype)
-    if split is None:
-        return _read(decoder, body), None
-    integers, rest = split
-    try:
-        return decoder.decode(rest), integers
-    except DECODE_ERRORS:
-        return _read(decoder, body), None
 
 
 def _with_instance(body: _Instanced) -> _Instanced:

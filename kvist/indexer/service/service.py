@@ -80,5 +80,7 @@ class IndexService:
         gauges = Gauges(registry, counters, lambda: server.statistics())
         self._api = Api(registry, rules, counters, gauges, config.admin_key)
         limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
-        server = HttpServer(self._api.handle, host=config.host, port=config.port, limits=limits)
+        server = HttpServer(
+            self._api.handle, quick_handler=self._api.answer, host=config.host, port=config.port, limits=limits
+        )
         self._server = await exits.enter_async_context(server)
