@@ -24,7 +24,7 @@ COMMANDS = {
     "peer": [sys.executable, "-m", "dynamo.indexer"],
     "kvist": [sys.executable, "-m", "kvist", "--log-level", "warning", "index"],
 }
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 300.0
 POLL_S = 0.005
 """How often a waiting client asks: often enough for the wall time of a burst, and 1 % of its CPU."""
 

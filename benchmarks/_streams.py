@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from kvist.publisher.stream import RankStream, topic_of
 
 BLOCK_SIZE = 16
 VOCABULARY = 128_256
-NUM_OPEN_CONVERSATIONS = 64
+MAX_BLOCKS = 128
+"""Of a conversation, unless an event has more than a quarter of it."""
 ENGINE_HWM = 100_000
 """What vLLM's socket keeps for a slow subscriber. Bursts are shorter; where they are not, the publisher waits."""
 
@@ -61,14 +63,16 @@ class StreamSpec:
     forms: dict[str, str]
     capacity: int | None = None
     num_streams: int = 1
+    num_open: int = 64
+    """Conversations that go on at the same time."""
     high_water_mark: int = ENGINE_HWM
     seed: int = 1
 
 
 @dataclass
 class _Conversation:
-    token_ids: list[int] = field(default_factory=list)
-    hashes: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    hashes: array[int] = field(default_factory=lambda: array("Q"))
     num_held: int = 0
 
 
@@ -77,10 +81,10 @@ class Conversations:
 
     def __init__(self, spec: StreamSpec, stream_idx: int) -> None:
         self._num_blocks = spec.num_blocks
-        self._max_blocks = max(128, 4 * spec.num_blocks)
+        self._max_blocks = max(MAX_BLOCKS, 4 * spec.num_blocks)
         self._capacity = spec.capacity
         self._rng = np.random.default_rng((spec.seed, stream_idx))
-        self._open: deque[_Conversation] = deque(_Conversation() for _ in range(NUM_OPEN_CONVERSATIONS))
+        self._open: deque[_Conversation] = deque(_Conversation() for _ in range(spec.num_open))
         self._evictable: deque[_Conversation] = deque()
         self._num_held = 0
         self.all: list[_Conversation] = list(self._open)
@@ -98,7 +102,7 @@ class Conversations:
     def sentinel(self) -> tuple[EngineStored, list[int]]:
         """Return the event of a conversation of one block, and its tokens."""
         conversation = _Conversation()
-        return self._grow(conversation, 1), conversation.token_ids
+        return self._grow(conversation, 1), conversation.token_ids.tolist()
 
     def prompt(self, token_ids: Sequence[int], hashes: Sequence[int]) -> list[EngineStored]:
         """Return the events of a prompt, in chunks of 64 blocks as from a chunked prefill."""
@@ -115,8 +119,8 @@ class Conversations:
 
     def _extend(self, conversation: _Conversation, tokens: list[int], hashes: list[int]) -> EngineStored:
         parent = conversation.hashes[-1] if conversation.hashes else None
-        conversation.token_ids += tokens
-        conversation.hashes += hashes
+        conversation.token_ids.extend(tokens)
+        conversation.hashes.extend(hashes)
         conversation.num_held += len(hashes)
         self._num_held += len(hashes)
         return EngineStored(hashes, tokens, BLOCK_SIZE, parent, window=FULL, group=0)
@@ -316,11 +320,22 @@ class _Server:
         """Return prompts of all kinds: whole, cut within and between blocks, going on unknown, wrong in the middle."""
         return [self._probe() for _ in range(num_probes)]
 
+    def whole_prompts(self, num_prompts: int) -> list[Probe]:
+        """Return conversations that have ended, of all streams."""
+        found = []
+        while len(found) < num_prompts:
+            stream_idx = self._rng.randrange(self._spec.num_streams)
+            conversation = self._rng.choice(self._engines[stream_idx].all)
+            if conversation.num_held >= MAX_BLOCKS:
+                token_ids = conversation.token_ids.tolist()
+                found.append(Probe(stream_idx, token_ids, len(token_ids)))
+        return found
+
     def _probe(self) -> Probe:
         stream_idx = self._rng.randrange(self._spec.num_streams)
         conversations = self._engines[stream_idx].all
         conversation = self._rng.choice(conversations[-256:] if self._rng.random() < 0.7 else conversations)
-        tokens = list(conversation.token_ids)
+        tokens = conversation.token_ids.tolist()
         num_known = len(tokens)
         kind = self._rng.randrange(5)
         if kind == 1:
