@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 QuickHandler = Callable[[Request], Answer | None]
 
+MAX_QUICK_ANSWERS = 16
+"""Requests of one client that are answered in a row before others get a turn."""
 READ_BYTES = 256 * 1024
 """The most that is read at once. The buffer is one for all connections: nothing stays in it."""
 
@@ -147,6 +149,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _advance(self) -> None:
         """Starts the next request if it is whole, else waits for what is missing."""
+        num_answered = 0
         while self._task is None and not self._is_discarding and not self._transport.is_closing():
             try:
                 request = self._parser.next_request()
@@ -166,17 +169,23 @@ class ServerConnection(asyncio.BufferedProtocol):
             if answer is None:
                 self._run(self._state.handler(request, responder), responder)
             else:
+                num_answered += 1
                 responder.send_now(answer)
-                self._answered(responder)
+                self._answered(responder, is_last=num_answered == MAX_QUICK_ANSWERS)
 
-    def _answered(self, responder: Responder) -> None:
-        """Goes on behind an answer that took no task, or takes one while the client does not read."""
-        if self._is_write_paused:
-            self._run(self.drained(), responder)
+    def _answered(self, responder: Responder, *, is_last: bool) -> None:
+        """Goes on behind an answer that took no task; takes one where the client does not read, or others wait."""
+        if self._is_write_paused or is_last:
+            self._run(self._pass_on(), responder)
             return
         self._release_body()
         if not responder.keep_alive:
             self._end()
+
+    async def _pass_on(self) -> None:
+        """Waits until the client reads, and lets others run."""
+        await asyncio.sleep(0)
+        await self.drained()
 
     def _run(self, work: Coroutine[Any, Any, None], responder: Responder) -> None:
         self._responder = responder

@@ -131,9 +131,7 @@ class QueryReader:
         if self._token_ids is None:
             return self._prompts.block_hashes(block_size, query.lora_name, query.cache_salt)
         try:
-            return block_hashes(
-                self._token_ids, block_size, lora_name=query.lora_name, cache_salt=query.cache_salt
-            )
+            return block_hashes(self._token_ids, block_size, lora_name=query.lora_name, cache_salt=query.cache_salt)
         except InvalidValueError as error:
             _refuse("token_ids", error.value)
 

@@ -11,6 +11,9 @@ from kvist.events.hashing import scope_seed
 from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.compiled.json_tokens import COUNT, END, INTEGERS, START, find_integers
 
+_address = ctypes.pythonapi.PyBytes_AsString  # of its content, in a fifth of the time of a cast
+_address.argtypes, _address.restype = (ctypes.py_object,), ctypes.c_void_p
+
 _TOKEN_BYTES = 4
 _KEY = b"token_ids"
 _MIN_BODY_BYTES = 64 << 10
@@ -64,7 +67,3 @@ class PromptReader:
     def _reserve_hashes(self, num_blocks: int) -> None:
         self._hashes: NDArray[np.uint64] = np.empty(num_blocks, np.uint64)
         self._hashes_address = self._hashes.ctypes.data
-
-
-def _address(content: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
