@@ -42,7 +42,9 @@ class SetArena:
         control[layout.CLASSES >> 3] = address = heap.allocate(len(sizes) * layout.CLASS_BYTES)
         self.classes = np.frombuffer(heap.view(address), _CLASS, len(sizes))
         self.classes["record_bytes"] = sizes
-        control[layout.TRANSITIONS >> 3] = heap.allocate(layout.NUM_TRANSITIONS * layout.TRANSITION_BYTES)
+        control[layout.TRANSITIONS >> 3] = heap.allocate(
+            (layout.NUM_TRANSITIONS + layout.NUM_STEPS) * layout.TRANSITION_BYTES
+        )
         control[layout.BUCKETS >> 3] = address = heap.allocate(8)
         self._bucket_pages(1)[0] = heap.allocate(_BUCKET_PAGE_BYTES)
         control[layout.NUM_BUCKETS >> 3] = layout.BUCKETS_PER_PAGE

@@ -15,13 +15,15 @@ from kvist.radix.memory import Heap
 
 MAX_SLOTS = 1 << 20
 _SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("unused", "u4", 2)])
-# Scratch of the compiled code, in bytes a slot; the fixed part leaves room for one member more than there are slots.
+# Scratch of the compiled code, in bytes a slot; the fixed part leaves room for one member more than there are slots,
+# and for words in eights.
 _SCRATCH = (
     (layout.MEMBERS, 4),
     (layout.WORDS, 4),
     (layout.ACTIVE, 4),
     (layout.DEPTHS, 16),
-    (layout.OUTPUT, 20),
+    (layout.OUTPUT, 4),
+    (layout.OUTPUT_DEPTHS, 16),
 )
 _SCRATCH_FIXED_BYTES = 64
 
@@ -40,7 +42,6 @@ class SlotTable:
         self.ranks: list[WorkerRank] = []
         control[layout.SLOTS >> 3] = heap.allocate(self._capacity * layout.SLOT_BYTES)
         self._scratch = heap.allocate(1)
-        self.output = heap.view(self._scratch)
         self._place_scratch()
 
     def table(self) -> NDArray[np.void]:
@@ -112,13 +113,11 @@ class SlotTable:
 
     def _place_scratch(self) -> None:
         """Make room for sets and matches of as many slots as there may be now."""
-        self.output.release()  # a view forbids resizing
         size_bytes = sum(_SCRATCH_FIXED_BYTES + self._capacity * each for _, each in _SCRATCH)
         self._scratch = at = self._heap.resize(self._scratch, size_bytes)
         for field, each in _SCRATCH:
             self._control[field >> 3] = at
             at += _SCRATCH_FIXED_BYTES + self._capacity * each
-        self.output = self._heap.view(self._scratch)[self._control[layout.OUTPUT >> 3] - self._scratch :]
 
     def members_of(self, set_id: int) -> bytes:
         """Return a set's members, ascending, as u32."""

@@ -185,12 +185,15 @@ class RadixIndex:
 
     def match(self, hashes: NDArray[np.uint64]) -> Match:
         """Return, for each rank that holds the first block, how many leading blocks it holds now, by tier."""
-        num_hashes = self._load(hashes)
-        num_rows = compiled.match(self._address, num_hashes)
+        try:
+            holder_ids, depths = compiled.match(self._address, hashes)
+        except TypeError:  # not as compiled code takes them
+            num_hashes = self._load(hashes)
+            holder_ids, depths = compiled.match(self._address, np.frombuffer(self._input_bytes, np.uint64, num_hashes))
         if self._cap is not None:
-            compiled.touch(self._address, num_hashes)
+            compiled.touch(self._address, self._load(hashes))
             self._cap.keep()
-        return Match(self._slots.ranks, bytes(self._slots.output[: num_rows * 20]), num_hashes)
+        return Match(self._slots.ranks, holder_ids, depths, len(hashes))
 
     def ranks(self) -> list[WorkerRank]:
         """Return the ranks the index knows."""

@@ -94,11 +94,13 @@ class SegmentTable:
         self._heap, self._address, self._density = heap, address, density
         self.num_segments = 1 << bits
         directory = heap.allocate(self.num_segments * layout.SEGMENT_BYTES)
+        homes = heap.allocate(self.num_segments * 8)
         for field, value in (
             (layout.SELF, address),
             (layout.MULTIPLIER, signed(secrets.randbits(64) | 1 if multiplier is None else multiplier)),
             (layout.SEGMENT_BITS, bits),
             (layout.SEGMENTS, directory),
+            (layout.HOMES, homes),
             (layout.SIDE_BYTES, density.side_bytes),
             (layout.FULLEST_128THS, density.fullest_128ths),
         ):
@@ -109,6 +111,8 @@ class SegmentTable:
         self._words, self._halves = heap.view(directory).cast("q"), heap.view(directory).cast("I")
         # All segments begin as one and the same, a vacant bucket that belongs to none of them.
         self.directory["address"] = self._nothing = heap.allocate(layout.BUCKET_BYTES)
+        self._homes = np.frombuffer(heap.view(homes), np.uint64, self.num_segments)
+        self._homes[:] = self._home_of_nothing = self._nothing >> 12 << 28
         if initial_rows:
             share = initial_rows / self.num_segments
             fullest = share + 4 * math.sqrt(share)  # keys are spread at random: hardly any segment gets more
@@ -183,6 +187,7 @@ class SegmentTable:
             self._heap.free(self._words[3 * index])
             # Still captured: a second copy, of what comes later, must not replace the one an open snapshot reads.
             self.directory[index] = (self._nothing, 0, 0, 0, self.directory["captured"][index])
+            self._homes[index] = self._home_of_nothing
         else:
             self._lay_out(index, self._bytes_for(count * 9 // 8))
 
@@ -190,8 +195,8 @@ class SegmentTable:
         """Give back all memory but the control block; the table is not to be used any more."""
         for index in filter(self.is_allocated, range(self.num_segments)):
             self._heap.free(self._words[3 * index])
-        del self.directory
+        del self.directory, self._homes
         self._words.release()
         self._halves.release()
-        for address in (control[layout.SEGMENTS >> 3], self._nothing):
+        for address in (control[layout.SEGMENTS >> 3], control[layout.HOMES >> 3], self._nothing):
             self._heap.free(address)

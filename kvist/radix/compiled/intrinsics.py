@@ -71,44 +71,140 @@ def _lanes(builder: Any, address: Any, bits: int, num_lanes: int) -> Any:
 
 
 def _splat(builder: Any, value: Any, vector: Any) -> Any:
-    """Repeat a value in all eight lanes of a vector."""
+    """Repeat a value in all lanes of a vector."""
     nothing = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(nothing, value, ir.IntType(32)(0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), 8), None))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(ir.IntType(32), vector.count), None))
 
 
 def _mask(builder: Any, lanes: Any) -> Any:
-    """Gather the outcomes of eight comparisons into the low bits of a word."""
-    return builder.zext(builder.bitcast(lanes, ir.IntType(8)), ir.IntType(64))
+    """Gather the outcomes of comparisons into the low bits of a word."""
+    return builder.zext(builder.bitcast(lanes, ir.IntType(lanes.type.count)), ir.IntType(64))
+
+
+def _each(vector: Any, value: int) -> Any:
+    """Return a constant with the same value in all lanes."""
+    return ir.Constant(vector, [value] * vector.count)
 
 
 @intrinsic
 def intersect_words(_typing: Any, _active: Any, _payload: Any, _num_held: Any, _gone: Any) -> Any:
-    """Take from eight active words what a set's words lack; return eight bits: which words have changed.
+    """Take from eight active words what a set's words lack; return which words lost something, and which of the set's
+    have something else, as eight bits each.
 
     Only the first `num_held` words of the set count (it may be none, or more than eight). A tier is taken only if the
     set has no faster one either. What is gone is written apart. No jump that could be mispredicted.
     """
 
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         active, payload, num_held, gone = args
-
-        def each(word: int) -> Any:
-            return ir.Constant(ir.VectorType(ir.IntType(64), 8), [word] * 8)
-
         before, words = _lanes(builder, active, 64, 8), _lanes(builder, payload, 64, 8)
-        words = builder.or_(words, builder.and_(builder.shl(words, each(1)), each(0xEEEE_EEEE_EEEE_EEEE)))
-        words = builder.or_(words, builder.and_(builder.shl(words, each(2)), each(0xCCCC_CCCC_CCCC_CCCC)))
+        for shift, above in ((1, 0xEEEE_EEEE_EEEE_EEEE), (2, 0xCCCC_CCCC_CCCC_CCCC)):
+            slower = builder.shl(words, _each(words.type, shift))
+            words = builder.or_(words, builder.and_(slower, _each(words.type, above)))
         is_held = builder.icmp_signed(
             "<", ir.Constant(words.type, list(range(8))), _splat(builder, num_held, words.type)
         )
-        after = builder.select(is_held, builder.and_(before, words), each(0))
+        words = builder.select(is_held, words, _each(words.type, 0))
+        after = builder.and_(before, words)
         taken = builder.xor(before, after)
         for address, value in ((active, after), (gone, taken)):
             builder.store(value, builder.inttoptr(address, words.type.as_pointer()), align=4)
-        return _mask(builder, builder.icmp_unsigned("!=", taken, each(0)))
+        results = (
+            _mask(builder, builder.icmp_unsigned("!=", lanes, others))
+            for lanes, others in ((taken, _each(words.type, 0)), (words, after))
+        )
+        return context.make_tuple(builder, signature.return_type, list(results))
 
-    return types.uint64(types.int64, types.int64, types.int64, types.int64), generate
+    return types.UniTuple(types.uint64, 2)(types.int64, types.int64, types.int64, types.int64), generate
+
+
+@intrinsic
+def locate_eight(
+    _typing: Any, _hashes: Any, _multiplier: Any, _bits: Any, _home_words: Any, _keys: Any, _homes: Any
+) -> Any:
+    """Write the keys of eight hashes, and the addresses of their homes, as `table.locate` says."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        hashes, multiplier, bits, home_words, to_keys, to_homes = args
+        vector, flags = ir.VectorType(ir.IntType(64), 8), ir.VectorType(ir.IntType(1), 8)
+        pointers = ir.VectorType(ir.IntType(8).as_pointer(), 8)
+
+        def shifted(shift: Any, lanes: Any, by: Any) -> Any:
+            return shift(lanes, _each(vector, by) if isinstance(by, int) else by)
+
+        right, left, bits = builder.lshr, builder.shl, _splat(builder, bits, vector)
+        keys = builder.mul(_lanes(builder, hashes, 64, 8), _splat(builder, multiplier, vector))
+        segments = shifted(right, shifted(right, keys, 1), builder.sub(_each(vector, 63), bits))
+        places = shifted(left, shifted(right, keys, 32), builder.add(_each(vector, 32), bits))
+        at = builder.add(shifted(left, segments, 3), _splat(builder, home_words, vector))
+        gather = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [pointers, ir.IntType(32), flags, vector]),
+            "llvm.masked.gather.v8i64.v8p0",
+        )
+        operands = [
+            builder.inttoptr(at, pointers),
+            ir.IntType(32)(8),
+            _each(flags, 1),
+            ir.Constant(vector, ir.Undefined),
+        ]
+        words = builder.call(gather, operands)
+        products = builder.mul(shifted(right, places, 32), builder.and_(words, _each(vector, (1 << 28) - 1)))
+        offsets = builder.and_(shifted(right, products, 26), _each(vector, -64))
+        homes = builder.add(shifted(left, shifted(right, words, 28), 12), offsets)
+        for address, value in ((to_keys, keys), (to_homes, homes)):
+            builder.store(value, builder.inttoptr(address, vector.as_pointer()), align=8)
+        return context.get_dummy_value()
+
+    i8 = types.int64
+    return types.void(i8, types.uint64, i8, i8, i8, i8), generate
+
+
+@intrinsic
+def are_changes(_typing: Any, _numbers: Any) -> Any:
+    """Return 32 bits: which of 32 numbers, of 32 bits each, differ from the one before."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        now = _lanes(builder, args[0], 32, 32)
+        before = _lanes(builder, builder.sub(args[0], ir.IntType(64)(4)), 32, 32)
+        return _mask(builder, builder.icmp_unsigned("!=", now, before))
+
+    return types.uint64(types.int64), generate
+
+
+@intrinsic
+def are_below(_typing: Any, _numbers: Any, _bound: Any) -> Any:
+    """Return 32 bits: which of 32 numbers, of 32 bits each, are less than a bound."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        numbers = _lanes(builder, args[0], 32, 32)
+        bound = _splat(builder, builder.trunc(args[1], ir.IntType(32)), numbers.type)
+        return _mask(builder, builder.icmp_unsigned("<", numbers, bound))
+
+    return types.uint64(types.int64, types.int64), generate
+
+
+def _put_lanes(name: str, num_lanes: int, step: int) -> Any:
+    """Return an intrinsic that stores a 32-bit value, or it and those that follow it by steps, side by side."""
+
+    def put(_typing: Any, _address: Any, _value: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            vector = ir.VectorType(ir.IntType(32), num_lanes)
+            lanes = _splat(builder, builder.trunc(args[1], ir.IntType(32)), vector)
+            lanes = builder.add(lanes, ir.Constant(vector, [lane * step for lane in range(num_lanes)]))
+            builder.store(lanes, builder.inttoptr(args[0], vector.as_pointer()), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    put.__name__ = put.__qualname__ = name
+    return intrinsic(put)
+
+
+put_same_4 = _put_lanes("put_same_4", 4, 0)
+put_same_16 = _put_lanes("put_same_16", 16, 0)
+put_next_16 = _put_lanes("put_next_16", 16, 1)
 
 
 @intrinsic
@@ -146,6 +242,19 @@ def held_rows(_typing: Any, _bucket: Any) -> Any:
         return builder.and_(builder.lshr(bits, ir.IntType(64)(2)), ir.IntType(64)(31))
 
     return types.uint64(types.int64), generate
+
+
+@intrinsic
+def equal_keys_at(_typing: Any, _bucket: Any, _key: Any) -> Any:
+    """Return eight bits, of which five count: which keys of a bucket are the one at an address."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        keys = _lanes(builder, args[0], 64, 8)
+        key = builder.load(builder.inttoptr(args[1], word.as_pointer()), align=8, typ=word)
+        return _mask(builder, builder.icmp_unsigned("==", keys, _splat(builder, key, keys.type)))
+
+    return types.uint64(types.int64, types.int64), generate
 
 
 @intrinsic

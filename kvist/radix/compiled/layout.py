@@ -15,6 +15,8 @@ Segment: the keys that share their top bits. Its buckets; then, in a table that 
     Where there is no row it means nothing.
 Entry in the segment directory, 24:
     0  i64 address  8  u32 capacity (range of homes)  12 u32 buckets (with padding)  16 u32 count  20 u32 captured
+Home word of a segment, u64, in an array beside the directory: address >> 12 << 28 | capacity, so that one load tells
+    where the homes of its keys are
 Loose row, 16, as snapshots and rebuilding take them out: 0 u64 key  8 u32 side  12 u32 value
 
 Set id, u32: who holds a block, in which tiers. A *member* is `slot << 4 | tiers`: a slot stands for one rank of one
@@ -32,6 +34,9 @@ Class, 8: 0 u32 record bytes  4 u32 first slab with room (0 = none; slab 0 is ne
 Bucket: u32 set id, head of a chain. Pages of 4,096 buckets; linear hashing adds or merges one page at a time.
 Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u32 set  4 u32 operation
     8 u32 stamp of set  12 u32 result  16 u32 stamp of result
+Step, 20, behind the transitions: what a match need not compute again: by how much one dense set, in the place of its id
+    modulo NUM_STEPS, exceeds another. Valid while the stamps match. 0 u32 set  4 u32 other  8 u32 stamp of set
+    12 u32 stamp of other  16 u32 the one slot that the other lacks, held in the fastest tier
 Snapshot, 72: 0 i64 directory  8 next segment  16 first depth collected and  24 the one after the last
     32 collected rows, loose  40 place of the next row of each depth, u32, or 0: in the order they are found
     48 how many, if in that order  56 number of rows of each depth, u32  64 greatest depth
@@ -45,14 +50,17 @@ from __future__ import annotations
 
 # The control block: 64-bit fields, by byte offset. Every table has the first ones, the index all of them.
 MULTIPLIER, SEGMENT_BITS, SEGMENTS, NUM_ROWS, NEED_KIND, NEED_ARG, IS_CAPTURING, SELF = range(0, 64, 8)
-SIDE_BYTES, FULLEST_128THS = range(64, 80, 8)  # side words, 0 or 4 a row; how full a segment may be
-TABLE_BYTES = 80
-INVERSE, SLABS, CLASSES, BUCKETS, NUM_BUCKETS, TRANSITIONS, SLOTS, MEMBERS, WORDS = range(80, 152, 8)
-ACTIVE, DEPTHS, OUTPUT, INPUT, OPERATIONS, NUM_SETS, NEXT_STAMP, NUM_EMPTY_SLABS = range(152, 216, 8)
-NUM_RETIRED, RETIRE_EPOCH, RESUME, RESUME_OPERATION = range(216, 248, 8)
-NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(248, 280, 8)
-IS_CAPPED, EPOCH, NUM_STAMPED, NUM_EVICTED = range(280, 312, 8)  # the epoch as it stands in a side word
-PIPELINE, CONTROL_BYTES = 512, 2048  # the rest is scratch for the homes of the hashes looked up ahead
+SIDE_BYTES, FULLEST_128THS, HOMES = range(64, 88, 8)  # side words, 0 or 4 a row; how full a segment may be
+TABLE_BYTES = 88
+INVERSE, SLABS, CLASSES, BUCKETS, NUM_BUCKETS, TRANSITIONS, SLOTS, MEMBERS, WORDS = range(88, 160, 8)
+ACTIVE, DEPTHS, OUTPUT, INPUT, OPERATIONS, NUM_SETS, NEXT_STAMP, NUM_EMPTY_SLABS = range(160, 224, 8)
+NUM_RETIRED, RETIRE_EPOCH, RESUME, RESUME_OPERATION = range(224, 256, 8)
+NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(256, 288, 8)
+IS_CAPPED, EPOCH, NUM_STAMPED, NUM_EVICTED = range(288, 320, 8)  # the epoch as it stands in a side word
+# Of a match: where its rows go beside their slots; how many there are, and will be; how many words, or members of a
+# list, are active; the set they are exactly, or -1; whether steps were taken since that left them behind.
+OUTPUT_DEPTHS, NUM_OUT, NUM_BEGUN, NUM_WORDS, NUM_ACTIVE, EXACT_SET, IS_BEHIND = range(320, 376, 8)
+PIPELINE, CONTROL_BYTES = 512, 4096  # the rest is scratch for the hashes that are being looked up
 
 MAX_DEPTH, EPOCH_SHIFT, EPOCHS, SECONDARY, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 30, 1 << 31
 OLDEST, DEPTH_CLASSES = 1 << 11, 128  # age in epochs beyond which rows are as old; what an eviction tells apart
@@ -62,7 +70,7 @@ LOOSE_ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_
 OPERATION_BYTES = 32  # u64 kind, tier, parent hash, number of hashes
 STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = 0, 1, 2, 3
 RECORD_HEADER_BYTES, RECORD_BITS, BUCKETS_PER_PAGE = 24, 13, 4096
-NUM_TRANSITIONS = 4096
+NUM_TRANSITIONS = NUM_STEPS = 4096
 INLINE = 1 << 31
 NEED_SEGMENT, NEED_SLAB, NEED_CAPTURE = 1, 2, 3
 LIVE, RETIRED = 1, 2

@@ -20,6 +20,7 @@ from kvist.radix.compiled.layout import (
     NUM_BUCKETS,
     NUM_EMPTY_SLABS,
     NUM_SETS,
+    NUM_STEPS,
     NUM_TRANSITIONS,
     RECORD_BITS,
     RECORD_HEADER_BYTES,
@@ -133,9 +134,9 @@ def _intern(control, payload, num_members, num_words, content_hash):
     if set_id < 0:
         return set_id
     stamp = get64(control + NEXT_STAMP)
-    if stamp >> 32:  # stamps come round: no remembered transition may outlive that
+    if stamp >> 32:  # stamps come round: no remembered transition or step may outlive that
         stamp = 1
-        for offset in range(0, NUM_TRANSITIONS * TRANSITION_BYTES, 4):
+        for offset in range(0, (NUM_TRANSITIONS + NUM_STEPS) * TRANSITION_BYTES, 4):
             put32(get64(control + TRANSITIONS) + offset, 0)
     put64(control + NEXT_STAMP, stamp + 1)
     record = record_of(control, set_id)
@@ -315,6 +316,13 @@ def _transition(control, set_id, operation):
     """Address of the one place where the result of this operation on this set may be remembered."""
     mixed = (np.uint64(set_id) * MIX_1) ^ (np.uint64(operation) * MIX_2)
     return get64(control + TRANSITIONS) + np.int64(mixed >> np.uint64(52)) * TRANSITION_BYTES
+
+
+@jit("i8(i8,i8)")
+def step_of(control, set_id):
+    """Address of the one place where a step from this set to a smaller one may be remembered."""
+    steps = get64(control + TRANSITIONS) + NUM_TRANSITIONS * TRANSITION_BYTES
+    return steps + (set_id & (NUM_STEPS - 1)) * TRANSITION_BYTES
 
 
 @jit("i8(i8,i8,i8,i8)")

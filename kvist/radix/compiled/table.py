@@ -32,6 +32,7 @@ from kvist.radix.compiled.layout import (
     BUCKET_ROWS,
     BUCKET_SETS,
     FULLEST_128THS,
+    HOMES,
     IS_CAPTURING,
     LOOSE_ROW_BYTES,
     MULTIPLIER,
@@ -224,6 +225,7 @@ def put_back(control, segment_index, capacity, num_buckets, rows, dirty_bytes):
     clear(end_of_rows, num_buckets)
     put32(segment + 8, capacity)
     put32(segment + 12, num_buckets)
+    put64(get64(control + HOMES) + segment_index * 8, address >> 12 << 28 | capacity)
     sides = address + num_buckets * BUCKET_BYTES
     for loose in range(rows, end_of_rows, LOOSE_ROW_BYTES):
         key = getu64(loose)
