@@ -55,11 +55,12 @@ class EngineLane:
         self._ranks: dict[int, EngineRank] = {}
         self._block: MessageBlock | None = None
         self._heap = heap = Heap()
-        self._address = heap.allocate(_CHAIN_AT + layout.SLICE_BLOCKS * 8)
+        self._address = heap.allocate(_CHAIN_AT + 2 * layout.SLICE_BLOCKS * 8)
         self._fields, self._times = heap.view(self._address).cast("q"), heap.view(self._address).cast("d")
         self._set(layout.INDEX, index.address)
         self._set(layout.BLOCK_SIZE, block_size)
         self._set(layout.CHAIN, self._address + _CHAIN_AT)
+        self._set(layout.OUTLOOKS, self._address + _CHAIN_AT + layout.SLICE_BLOCKS * 8)
         self._set(layout.FIELD_ORDER, self._address + _ORDER_AT)
         order = heap.view(self._address)
         for row, tag in enumerate(("BlockStored", "BlockRemoved")):

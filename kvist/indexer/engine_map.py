@@ -49,8 +49,8 @@ class EngineMap:
 
     def is_regular(self, name: int, block_hash: int, slot: int) -> bool:
         """Return whether the slot may hold the block under this hash without either standing for anything else."""
-        can_be: bool = compiled.is_regular(self._index.address, self.address, slot, name, block_hash)
-        return can_be
+        outlook = compiled.outlook(self._index.address, self.address, slot, 0, name, block_hash)
+        return bool(outlook != compiled.ACCOUNTING)
 
     def tiers(self, block_hash: int, slot: int) -> int:
         """Return in which tiers the slot holds a block, by bit."""

@@ -42,7 +42,9 @@ from kvist.indexer.compiled.engine_layout import (
     IRREGULAR,
     IS_CHECKED,
     LAST_BLOCK,
+    LAST_DEPTH,
     LAST_TIMESTAMP,
+    LIKELY_MAP,
     MAP_NEEDS_HELP,
     MESSAGE_IDX,
     NOT_NEXT,
@@ -52,11 +54,13 @@ from kvist.indexer.compiled.engine_layout import (
     NUM_IGNORED,
     NUM_SIZED,
     NUM_VERDICTS,
+    OUTLOOKS,
     PAUSED,
     RANK_MAP,
     RANK_SLOT,
     RANK_VERDICTS,
     RANKS,
+    REMOVED,
     RING_MASK,
     SCRATCH_BYTES,
     SCRATCH_NEEDS_HELP,
@@ -72,28 +76,32 @@ from kvist.indexer.compiled.engine_layout import (
     WHOLE_MESSAGE,
 )
 from kvist.indexer.compiled.engine_map import (
+    ACCOUNTING,
+    NOTHING,
     drop_entry,
     entry_of,
     hash_of,
-    is_irregular,
-    is_regular,
-    is_secondary,
+    marks_of,
+    outlook,
     prefix_of,
     put_entry,
     row_named,
 )
-from kvist.indexer.compiled.hashing import hash_chain
+from kvist.indexer.compiled.hashing import local_hash
 from kvist.indexer.compiled.intrinsics import byteswap
 from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.xxh3 import xxh3_64
+from kvist.indexer.compiled.xxh3 import chained, xxh3_64
 from kvist.radix.compiled.intrinsics import get32, get64, getu64, prefetch, put32, put64, putu64
-from kvist.radix.compiled.layout import MAX_DEPTH, MULTIPLIER, SEGMENT_BITS, SEGMENTS
-from kvist.radix.compiled.rows import depth_below, find_row
+from kvist.radix.compiled.layout import BUCKET_SETS, MAX_DEPTH, MULTIPLIER, SECONDARY
+from kvist.radix.compiled.layout import IRREGULAR as IRREGULAR_ROW
+from kvist.radix.compiled.rows import find_row
 from kvist.radix.compiled.sets import tiers_of
-from kvist.radix.compiled.table import locate
+from kvist.radix.compiled.table import home_of, segment_of, side_of
 from kvist.radix.compiled.updates import block_digest, credit, remove_one, store_one
 
 _SEED = np.uint64(HASH_SEED)
+_EVENTS_AHEAD = 16
+_U32 = np.uint64(32)
 
 
 @jit("i8(i8,i8)")
@@ -108,11 +116,25 @@ def _verdict(rank, key):
     return 0
 
 
-@jit("void(i8,i8,i8)")
-def _prefetch_homes(table, hashes, num_hashes):
-    segments, bits, multiplier = get64(table + SEGMENTS), get64(table + SEGMENT_BITS), getu64(table + MULTIPLIER)
-    for at in range(hashes, hashes + num_hashes * 8, 8):
-        prefetch(locate(segments, bits, getu64(at) * multiplier))
+@jit("void(i8,u8)", is_inlined=True)
+def _prefetch_row(index, key):
+    """Ask for the place where the row of a key is, or may be put, and for the side words there."""
+    segment = segment_of(index, key)
+    home = home_of(index, segment, key)
+    prefetch(home)
+    prefetch(side_of(segment, home + BUCKET_SETS))
+
+
+@jit("u8(i8,i8,i8,i8,i8,u8,i8)")
+def _hash_blocks(index, tokens, num_blocks, block_bytes, has_parent, parent, chain):
+    """Write the canonical hash of each block to the chain, ask for the place of its row, and return the last."""
+    multiplier, last = getu64(index + MULTIPLIER), parent
+    for number in range(num_blocks):
+        local = local_hash(tokens + number * block_bytes, block_bytes, _SEED)
+        last = chained(last, local) if has_parent or number else local
+        putu64(chain + number * 8, last)
+        _prefetch_row(index, last * multiplier)
+    return last
 
 
 @jit("i8(i8,i8,i8,i8,u8,u8,i8)")
@@ -132,7 +154,7 @@ def _hold(index, engine_map, slot, tier, engine_hash, block_hash, depth):
     result = store_one(index, block_hash, depth, slot, tier)
     if result < 0:
         return -INDEX_NEEDS_HELP
-    if result > 0 and is_secondary(index, find_row(index, block_hash)):
+    if result > 0 and get32(marks_of(index, find_row(index, block_hash))) & SECONDARY:
         remove_one(index, block_hash, slot, tier)
         drop_entry(engine_map, engine_hash)
         return -SOME_EVENTS
@@ -143,22 +165,24 @@ def _hold(index, engine_map, slot, tier, engine_hash, block_hash, depth):
 def _hold_slice(source, rank, event, hashes, num_blocks, depth):
     """Hold blocks whose canonical hashes stand in the chain, the first one at a depth; return DONE or why not."""
     index, engine_map, slot = get64(source + INDEX), get64(rank + RANK_MAP), get64(rank + RANK_SLOT)
-    tier, chain = get64(event + EVENT_TIER), get64(source + CHAIN)
-    _prefetch_homes(index, chain, num_blocks)
-    _prefetch_homes(engine_map, hashes, num_blocks)
+    tier, chain, outlooks = get64(event + EVENT_TIER), get64(source + CHAIN), get64(source + OUTLOOKS)
     for offset in range(0, num_blocks * 8, 8):
-        if not is_regular(index, engine_map, slot, getu64(hashes + offset), getu64(chain + offset)):
+        each = outlook(index, engine_map, slot, tier, getu64(hashes + offset), getu64(chain + offset))
+        if each == ACCOUNTING:
             return SOME_EVENTS
+        put64(outlooks + offset, each)
     num_stored, digest, result = 0, np.uint64(0), 0
     for offset in range(0, num_blocks * 8, 8):
+        if get64(outlooks + offset) == NOTHING:
+            continue
         block_hash = getu64(chain + offset)
-        result = _hold(index, engine_map, slot, tier, getu64(hashes + offset), block_hash, depth)
+        block_depth = min(depth + (offset >> 3), MAX_DEPTH)
+        result = _hold(index, engine_map, slot, tier, getu64(hashes + offset), block_hash, block_depth)
         if result < 0:
             break
         if result > 0:
             num_stored += 1
             digest += block_digest(block_hash, tier)
-        depth = min(depth + 1, MAX_DEPTH)
     credit(index, slot, num_stored, digest)
     return -result if result < 0 else DONE
 
@@ -177,24 +201,41 @@ def _store_event(source, rank, event):
         if row == 0:
             return DONE
         putu64(source + LAST_BLOCK, hash_of(get64(source + INDEX), row))
-    hashes, tokens, block_bytes = get64(event + EVENT_HASHES), get64(event + EVENT_TOKENS), block_size * 4
+        put64(source + LAST_DEPTH, get32(marks_of(get64(source + INDEX), row)) & MAX_DEPTH)
+    elif start == 0:
+        put64(source + LAST_DEPTH, -1)
+    index, hashes, tokens = get64(source + INDEX), get64(event + EVENT_HASHES), get64(event + EVENT_TOKENS)
+    block_bytes, chain = block_size * 4, get64(source + CHAIN)
     while start < num_hashes:
-        num_blocks, chain = min(SLICE_BLOCKS, num_hashes - start), get64(source + CHAIN)
-        has_parent, parent = np.int64(start > 0 or parent_at != 0), getu64(source + LAST_BLOCK)
-        at = tokens + start * block_bytes
-        last = hash_chain(at, num_blocks, block_bytes, block_bytes, _SEED, has_parent, parent, chain)
-        depth = depth_below(get64(source + INDEX), parent) if has_parent else 0
+        num_blocks, depth = min(SLICE_BLOCKS, num_hashes - start), get64(source + LAST_DEPTH) + 1
+        at, before = tokens + start * block_bytes, getu64(source + LAST_BLOCK)
+        last = _hash_blocks(index, at, num_blocks, block_bytes, depth, before, chain)
         result = _hold_slice(source, rank, event, hashes + start * 8, num_blocks, depth)
         if result != DONE:
             return result
         start += num_blocks
         put64(source + BLOCK_IDX, start)
         putu64(source + LAST_BLOCK, last)
+        put64(source + LAST_DEPTH, depth + num_blocks - 1)
         budget = get64(source + BUDGET) - num_blocks * block_bytes
         put64(source + BUDGET, budget)
         if budget <= 0 and start < num_hashes:
             return PAUSED
     return DONE
+
+
+@jit("void(i8,i8,i8,i8)")
+def _prefetch_removed(source, rank, event, num_events):
+    """Ask for the rows of what the next events remove: most of them have one hash each."""
+    index, engine_map = get64(source + INDEX), get64(rank + RANK_MAP)
+    for _ in range(min(num_events, _EVENTS_AHEAD)):
+        if get64(event + EVENT_KIND) == REMOVED:
+            hashes = get64(event + EVENT_HASHES)
+            for at in range(hashes, hashes + min(get64(event + EVENT_NUM_HASHES), _EVENTS_AHEAD) * 8, 8):
+                entry = entry_of(engine_map, getu64(at))
+                if entry:
+                    _prefetch_row(index, np.uint64(get32(entry)) << _U32)
+        event += EVENT_BYTES
 
 
 @jit("i8(i8,i8,i8)")
@@ -205,8 +246,6 @@ def _remove_event(source, rank, event):
     end = hashes + get64(event + EVENT_NUM_HASHES) * 8
     num_removed, digest, stop = 0, np.uint64(0), DONE
     for at in range(hashes + get64(source + BLOCK_IDX) * 8, end, 8):
-        if at + 64 < end and (at - hashes) & 63 == 0:
-            _prefetch_homes(engine_map, at + 64, 8)
         entry = entry_of(engine_map, getu64(at))
         if entry == 0:
             continue
@@ -217,7 +256,7 @@ def _remove_event(source, rank, event):
         if row == 0:
             drop_entry(engine_map, getu64(at))
             continue
-        if is_irregular(index, row):
+        if get32(marks_of(index, row)) & IRREGULAR_ROW:
             stop = SOME_EVENTS
             break
         tiers, block_hash = tiers_of(index, get32(row), slot), hash_of(index, row)
@@ -280,7 +319,11 @@ def _take_events(source):
     num_events, event_idx = get64(source + NUM_CHECKED), get64(source + EVENT_IDX)
     rank = get64(get64(source + RANKS) + get64(source + CHECKED_RANK) * 8)
     event = get64(source + EVENTS) + event_idx * EVENT_BYTES
+    ahead = event_idx
     while event_idx < num_events:
+        if event_idx == ahead and rank:
+            _prefetch_removed(source, rank, event, num_events - event_idx)
+            ahead += _EVENTS_AHEAD
         result = _take_event(source, rank, event)
         if result == SOME_EVENTS:
             return _hand_over(source, event, num_events - event_idx - 1)
@@ -316,6 +359,7 @@ def take_messages(source, buffer, table, num_messages, expected, max_bytes):
     Return DONE, or why it stopped before; a call does about as much work as `max_bytes` of messages are.
     """
     put64(source + BUDGET, max_bytes)
+    put64(source + LIKELY_MAP, 0)
     while get64(source + MESSAGE_IDX) < num_messages:
         message = table + get64(source + MESSAGE_IDX) * 40
         payload, num_bytes = buffer + get64(message + 24), get64(message + 32)
@@ -328,6 +372,8 @@ def take_messages(source, buffer, table, num_messages, expected, max_bytes):
                 return SCRATCH_NEEDS_HELP
             if check_message(source, payload, num_bytes) == 0:
                 return WHOLE_MESSAGE
+            rank = get64(get64(source + RANKS) + get64(source + CHECKED_RANK) * 8)
+            put64(source + LIKELY_MAP, get64(rank + RANK_MAP) if rank else 0)
             put64(source + IS_CHECKED, 1)
             put64(source + EVENT_IDX, 0)
             put64(source + BLOCK_IDX, 0)

@@ -34,6 +34,7 @@ from kvist.indexer.compiled.engine_layout import (
     HASHES,
     IGNORED,
     KIND,
+    LIKELY_MAP,
     LOCALITY,
     MAX_FIELDS,
     MAX_GROUP,
@@ -59,10 +60,13 @@ from kvist.indexer.compiled.msgpack import (
     read_uint,
     skip,
 )
-from kvist.radix.compiled.intrinsics import get8, get64, getu64, put64
+from kvist.radix.compiled.intrinsics import get8, get64, getu64, prefetch, put64
+from kvist.radix.compiled.layout import MULTIPLIER, SEGMENT_BITS, SEGMENTS
+from kvist.radix.compiled.table import locate
 
 _OF_ALL = 1 << names.TYPE | 1 << names.BLOCK_HASHES
 _OF_STORED = _OF_ALL | 1 << names.TOKEN_IDS | 1 << names.BLOCK_SIZE
+_MAX_PREFETCHED = 64  # more would push out what was asked for first
 _EMPTY_STR, _EMPTY_ARRAY, _FLOAT_64 = 0xA0, 0x90, 0xCB
 _INFINITE = np.uint64(0x7FF)
 _U52 = np.uint64(52)
@@ -92,6 +96,15 @@ def _skip_simple(at, end):
     return skip(at, end)
 
 
+@jit("void(i8,i8,i8)")
+def _prefetch_entries(engine_map, hashes, num_hashes):
+    """Ask for the places of engine hashes in a map, if there is one."""
+    if engine_map:
+        segments, bits = get64(engine_map + SEGMENTS), get64(engine_map + SEGMENT_BITS)
+        for at in range(hashes, hashes + min(num_hashes, _MAX_PREFETCHED) * 8, 8):
+            prefetch(locate(segments, bits, getu64(at) * getu64(engine_map + MULTIPLIER)))
+
+
 @jit("i8(i8,i8,i8,i8)")
 def _read_hash_array(source, event, at, end):
     num_hashes, at = read_array(at, end)
@@ -101,7 +114,10 @@ def _read_hash_array(source, event, at, end):
     put64(event + EVENT_HASHES, output)
     put64(event + EVENT_NUM_HASHES, num_hashes)
     put64(source + NEXT_HASH, output + num_hashes * 8)
-    return read_hashes(at, end, num_hashes, output)
+    at = read_hashes(at, end, num_hashes, output)
+    if at:
+        _prefetch_entries(get64(source + LIKELY_MAP), output, num_hashes)
+    return at
 
 
 @jit("i8(i8,i8,i8,i8)")

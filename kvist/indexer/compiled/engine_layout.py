@@ -18,8 +18,9 @@ from __future__ import annotations
 # Source: what it is told, and told again when memory moves.
 INDEX, BLOCK_SIZE, FIELD_ORDER, RANKS, FINGERPRINTS, SEQUENCES, RING_MASK = range(0, 56, 8)
 EVENTS, HASHES, TOKENS, SCRATCH_BYTES, CHAIN, BUDGET = range(56, 104, 8)
-# Where it stands: the message, whether it is checked, the event, of that the block, and the hash of the one before.
+# Where it stands: the message, whether it is checked, the event, of that the block; hash and depth of the one before.
 MESSAGE_IDX, IS_CHECKED, EVENT_IDX, BLOCK_IDX, LAST_BLOCK, HAS_BLOCK_SIZE = range(104, 152, 8)
+LAST_DEPTH, OUTLOOKS, LIKELY_MAP = range(320, 344, 8)  # the map of the rank before: most streams have one
 # What it counts: batches, events, events that are never indexed, events with blocks of our size; and the last time.
 NUM_BATCHES, NUM_EVENTS, NUM_IGNORED, NUM_SIZED, LAST_TIMESTAMP = range(152, 192, 8)
 # Where it stopped, if for some events: the first of them, the end, and their bytes. Or whose map needs help.

@@ -12,32 +12,21 @@ import numpy as np
 
 from kvist.indexer.compiled.engine_layout import IRREGULAR
 from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.intrinsics import get32, getu64, put32
-from kvist.radix.compiled.layout import INVERSE, MULTIPLIER, SECONDARY
+from kvist.radix.compiled.intrinsics import get32, get64, getu64, put32
+from kvist.radix.compiled.layout import INVERSE, IS_CAPPED, MULTIPLIER, SECONDARY
 from kvist.radix.compiled.layout import IRREGULAR as IRREGULAR_ROW
 from kvist.radix.compiled.rows import find_primary, find_row
 from kvist.radix.compiled.sets import tiers_of
 from kvist.radix.compiled.table import delete_row, find, home_of, insert_row, key_of, segment_of, side_of
 
+NOTHING, STORING, ACCOUNTING = range(3)
 _U32 = np.uint64(32)
 
 
 @jit("i8(i8,i8)")
-def _marks_of(index, row):
+def marks_of(index, row):
     """Address of the side word of a row, which says whether it is secondary or irregular."""
     return side_of(segment_of(index, key_of(row)), row)
-
-
-@jit("b1(i8,i8)")
-def is_secondary(index, row):
-    """Whether a row is not the one that its prefix names."""
-    return get32(_marks_of(index, row)) & SECONDARY != 0
-
-
-@jit("b1(i8,i8)")
-def is_irregular(index, row):
-    """Whether more is known of a row's block than the map tells."""
-    return get32(_marks_of(index, row)) & IRREGULAR_ROW != 0
 
 
 @jit("i8(u8)", is_inlined=True)
@@ -93,7 +82,7 @@ def name_of(index, block_hash):
     """Return what names a block in engine maps, 0 if nothing can: it has no row, or one that is not the first."""
     row = find_row(index, block_hash)
     name = prefix_of(block_hash * getu64(index + MULTIPLIER))
-    return name if row and not is_secondary(index, row) and name > IRREGULAR else 0
+    return name if row and get32(marks_of(index, row)) & SECONDARY == 0 and name > IRREGULAR else 0
 
 
 @jit("void(i8,u8)", is_entry=True)
@@ -101,7 +90,7 @@ def mark_irregular(index, block_hash):
     """Have every event that touches a block's row left to Python from here on."""
     row = find_row(index, block_hash)
     if row:
-        marks = _marks_of(index, row)
+        marks = marks_of(index, row)
         put32(marks, get32(marks) | IRREGULAR_ROW)
 
 
@@ -129,19 +118,24 @@ def drop_entry(engine_map, engine_hash):
         delete_row(engine_map, segment, home, entry)
 
 
-@jit("b1(i8,i8,i8,u8,u8)", is_entry=True)
-def is_regular(index, engine_map, slot, engine_hash, block_hash):
-    """Whether this rank may hold the block under this engine hash without either standing for anything else."""
-    entry, row = entry_of(engine_map, engine_hash), find_row(index, block_hash)
-    name = prefix_of(block_hash * getu64(index + MULTIPLIER))
-    is_held = row != 0 and tiers_of(index, get32(row), slot) != 0
-    if name <= IRREGULAR or (row and is_secondary(index, row)):
-        return False
-    if entry == 0:
-        return not is_held
-    named = get32(entry)
-    if named == IRREGULAR or (named != name and is_held):
-        return False
-    if named == name and is_held:
-        return not is_irregular(index, row)
-    return row_named(index, slot, named) == 0
+@jit("i8(i8,i8,i8,i8,u8,u8)", is_entry=True)
+def outlook(index, engine_map, slot, tier, engine_hash, block_hash):
+    """Say what it takes to hold a block in a tier under an engine hash: NOTHING, STORING, or ACCOUNTING.
+
+    The last means that one of the two stands for something else already, or that no entry can name the block.
+    """
+    key, entry = block_hash * getu64(index + MULTIPLIER), entry_of(engine_map, engine_hash)
+    segment = segment_of(index, key)
+    row, name = find(home_of(index, segment, key), key), prefix_of(key)
+    named = get32(entry) if entry else 0
+    if named == IRREGULAR or name <= IRREGULAR:
+        return ACCOUNTING
+    tiers = tiers_of(index, get32(row), slot) if row else 0
+    marks = get32(side_of(segment, row)) if row else 0
+    if marks & SECONDARY or (tiers and (named != name or marks & IRREGULAR_ROW)):
+        return ACCOUNTING
+    if named and named != name and row_named(index, slot, named):
+        return ACCOUNTING
+    if named == name and row == 0 and row_named(index, slot, named):
+        return ACCOUNTING
+    return NOTHING if tiers >> tier & 1 and get64(index + IS_CAPPED) == 0 else STORING

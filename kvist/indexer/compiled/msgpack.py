@@ -16,8 +16,8 @@ from kvist.radix.compiled.intrinsics import get8, getu64, put32, putu64
 
 NIL = 0xC0
 _MAX_CONTAINERS = 256  # in one skipped value; deeper nesting is an error for a decoder that recurses
-_U2, _U3, _U8, _U24, _U40, _U48 = (np.uint64(n) for n in (2, 3, 8, 24, 40, 48))
-_U32_END = np.uint64(1 << 32)
+_U2, _U8 = np.uint64(2), np.uint64(8)
+_CD, _NEITHER = np.uint64(0xCD), np.uint64(0xFE)  # of a first byte less 0xCD, the bits that are 0 for 0xCD and 0xCE
 
 # For heads 0xC0 to 0xDF: the bytes of the value itself, and of the length that stands before it. 0xC1 is no head.
 _FIXED = (1, 0, 1, 1, 2, 3, 5, 3, 4, 6, 5, 9, 2, 3, 5, 9, 2, 3, 5, 9, 3, 4, 6, 10, 18, 2, 3, 5, 3, 5, 3, 5)
@@ -142,32 +142,39 @@ def read_hashes(at, end, num_hashes, output):
     return at
 
 
+@jit("i8(u8,i8)", is_inlined=True)
+def _short_number(word, longer):
+    """Return the number that is two bytes long, or four, behind the first byte of a word read from memory."""
+    return np.int64((byteswap(word) << _U8) >> np.uint64(48 - 8 * longer))
+
+
 @jit("i8(i8,i8,i8,i8)")
 def read_tokens(at, end, num_tokens, output):
     """Write token ids that follow one another as u32; returns 0 if one is no integer of that range.
 
-    Which of them take three and which five bytes is random, and a jump on it would be mispredicted every other time:
-    two at a time are read without, the second one's first byte taken from the word that holds the first.
+    Which of them take three bytes and which five is random, and a jump on it would be mispredicted every other time:
+    four at a time are read without. Where the next begins, the word that holds the one before tells at half the delay.
     """
     index = 0
     while index < num_tokens:
-        if index + 2 <= num_tokens and at + 10 <= end:
-            word = getu64(at)
-            longer = np.int64(word & _U2)  # 0 for 0xCD, 2 for 0xCE
-            second = word >> np.uint64(24 + 8 * longer)
-            second_longer = np.int64(second & _U2)
-            wrong = (((word ^ (word >> np.uint64(1))) ^ np.uint64(1)) & np.uint64(1)) | (
-                ((second ^ (second >> np.uint64(1))) ^ np.uint64(1)) & np.uint64(1)
-            )
-            wrong |= ((word ^ np.uint64(0xCC)) | (second ^ np.uint64(0xCC))) & np.uint64(0xFC)
-            if wrong == np.uint64(0):
-                first = (byteswap(word) << _U8) >> np.uint64(48 - 8 * longer)
-                at += 3 + longer
-                other = (byteswap(getu64(at)) << _U8) >> np.uint64(48 - 8 * second_longer)
-                at += 3 + second_longer
-                put32(output + index * 4, np.int64(first))
-                put32(output + index * 4 + 4, np.int64(other))
-                index += 2
+        if index + 4 <= num_tokens and at + 20 <= end:
+            first = getu64(at)
+            a = np.int64(first & _U2)  # 0 for 0xCD, 2 for 0xCE
+            second = first >> np.uint64(24 + 8 * a)
+            b = np.int64(second & _U2)
+            at_3 = at + 6 + a + b
+            third = getu64(at_3)
+            c = np.int64(third & _U2)
+            fourth = third >> np.uint64(24 + 8 * c)
+            d = np.int64(fourth & _U2)
+            wrong = (first - _CD) | (second - _CD) | (third - _CD) | (fourth - _CD)
+            if wrong & _NEITHER == np.uint64(0):
+                put32(output + index * 4, _short_number(first, a))
+                put32(output + index * 4 + 4, _short_number(getu64(at + 3 + a), b))
+                put32(output + index * 4 + 8, _short_number(third, c))
+                put32(output + index * 4 + 12, _short_number(getu64(at_3 + 3 + c), d))
+                at = at_3 + 6 + c + d
+                index += 4
                 continue
         if at >= end:
             return 0

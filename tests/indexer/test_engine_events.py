@@ -1,0 +1,198 @@
+"""The checking pass against the decoder: what it accepts means the same to both; it reads nothing beyond the end."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvist.events import EngineRemoved, EngineStored
+from kvist.events.dialects import sglang, vllm
+from kvist.events.transports.block import PADDING_BYTES
+from kvist.events.windows import FULL, UNKNOWN
+from kvist.indexer.compiled import engine_layout as layout
+from kvist.indexer.compiled.engine_events import check_message
+from kvist.indexer.compiled.names import FIELDS
+
+DIALECTS = {"vllm": vllm, "sglang": sglang}
+CAPACITY_BYTES = 1 << 16
+encode = msgspec.msgpack.encode
+
+
+class Checker:
+    """Checks payloads that end right before memory that nobody may read, but for the padding."""
+
+    def __init__(self, dialect: str) -> None:
+        page = mmap.PAGESIZE
+        self._memory = mmap.mmap(-1, CAPACITY_BYTES + page)
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(self._start + CAPACITY_BYTES), page, 0) == 0
+        self._source = np.zeros(layout.SOURCE_BYTES // 8, np.int64)
+        self._room = {
+            layout.EVENTS: np.zeros(CAPACITY_BYTES // layout.MIN_EVENT_BYTES * layout.EVENT_BYTES, np.uint8),
+            layout.HASHES: np.zeros(CAPACITY_BYTES, np.uint64),
+            layout.TOKENS: np.zeros(CAPACITY_BYTES, np.uint32),
+            layout.FIELD_ORDER: np.zeros(2 * layout.MAX_FIELDS, np.uint8),
+        }
+        for field, array in self._room.items():
+            self._source[field >> 3] = array.ctypes.data
+        for row, tag in enumerate(("BlockStored", "BlockRemoved")):
+            for place, name in enumerate(DIALECTS[dialect].FIELD_ORDER[tag]):
+                self._room[layout.FIELD_ORDER][row * layout.MAX_FIELDS + place] = FIELDS.get(name, 0)
+
+    def check(self, payload: bytes) -> list[dict[str, int]] | None:
+        """Return the events of an accepted message, None for one that is not."""
+        end = CAPACITY_BYTES - PADDING_BYTES
+        self._memory[end - len(payload) : end] = payload
+        if not check_message(self._source.ctypes.data, self._start + end - len(payload), len(payload)):
+            return None
+        num_events = self._source[layout.NUM_CHECKED >> 3]
+        fields = self._room[layout.EVENTS].view(np.int64).reshape(-1, layout.EVENT_BYTES >> 3)[:num_events].tolist()
+        names = ("kind", "start", "tier", "verdict", "hashes", "num_hashes", "tokens", "num_tokens", "size", "parent")
+        return [dict(zip(names, values, strict=True)) for values in fields]
+
+    @property
+    def rank(self) -> int:
+        return int(self._source[layout.CHECKED_RANK >> 3])
+
+    @property
+    def end(self) -> int:
+        return int(self._source[layout.CHECKED_END >> 3])
+
+
+def words(address: int, count: int, kind: type) -> list[int]:
+    return list((kind * count).from_address(address))
+
+
+def expected_verdict(event: EngineStored | EngineRemoved) -> int:
+    window = {FULL: layout.FULL_WINDOW, UNKNOWN: 0}.get(event.window, event.window)
+    group = 0 if event.group is None else event.group + 1
+    return isinstance(event, EngineRemoved) | group << 1 | window << 32
+
+
+def assert_agrees(checker: Checker, payload: bytes, dialect: str) -> int:
+    """Compare each event with what the decoder makes of it alone; return how many were not left to it."""
+    events = checker.check(payload)
+    if events is None:
+        return 0
+    decoded = DIALECTS[dialect].decode(payload, "test")
+    assert (decoded.rank or 0) == checker.rank
+    num_taken = 0
+    for idx, event in enumerate(events):
+        end = events[idx + 1]["start"] if idx + 1 < len(events) else checker.end
+        alone = b"\x93" + payload[1:10] + b"\x91" + payload[event["start"] : end] + b"\x00"
+        one = DIALECTS[dialect].decode(alone, "test")
+        assert len(one.events) + one.num_ignored_events + one.num_malformed_events == 1
+        if event["kind"] == layout.UNUSUAL:
+            continue
+        num_taken += 1
+        assert one.num_malformed_events == 0
+        assert one.num_ignored_events == (event["kind"] == layout.IGNORED)
+        for read in one.events:
+            assert (event["kind"] == layout.STORED) == isinstance(read, EngineStored)
+            assert event["tier"] == read.tier
+            assert event["verdict"] == expected_verdict(read)
+            assert words(event["hashes"], event["num_hashes"], ctypes.c_uint64) == list(read.block_hashes)
+            if isinstance(read, EngineStored):
+                assert words(event["tokens"], event["num_tokens"], ctypes.c_uint32) == list(read.token_ids)
+                assert event["size"] == read.block_size
+                parent = words(event["parent"], 1, ctypes.c_uint64)[0] if event["parent"] else None
+                assert parent == read.parent_block_hash
+                assert not any((read.lora_id, read.lora_name, read.cache_salt, read.mm_hashes, read.is_eagle))
+    return num_taken
+
+
+def real_payloads(rng: random.Random) -> list[bytes]:
+    """Return batches as engines send them, in all forms."""
+    payloads = []
+    for is_map in (True, False):
+        for width in (7, 14, 31, 64):
+            hashes = [
+                rng.choice([rng.getrandbits(width), -rng.getrandbits(min(width, 63)), rng.randbytes(32)])
+                for _ in range(4)
+            ]
+            tokens = [rng.choice([rng.getrandbits(17), 5, 200, 40_000, (1 << 32) - 1]) for _ in range(8)]
+            stored = {
+                "block_hashes": hashes,
+                "parent_block_hash": rng.choice([None, 3, 1 << 63, b"parent"]),
+                "token_ids": tokens,
+                "block_size": 2,
+                "lora_id": rng.choice([None, 0]),
+                "medium": rng.choice(["GPU", "CPU", None]),
+            }
+            removed = {"block_hashes": hashes[:2], "medium": rng.choice(["DISK", None, "CPU_PINNED"])}
+            if is_map:
+                stored |= {"lora_name": None, "extra_keys": [None, [], None, None], "cache_salt": "", "group_idx": 0}
+                stored |= {"kv_cache_spec_kind": "full_attention", "ownership": {"a": [1, {"b": 2.5}]}}
+                stored |= {"session_id": "s" * 40, "locality": rng.choice([None, "LOCAL", "REMOTE"])}
+                removed |= {"group_idx": 1}
+                events = [{"type": "BlockStored", **stored}, {**removed, "type": "BlockRemoved"}]
+                events.append({**stored, "type": "BlockStored", "kv_cache_spec_kind": "mamba"})
+            else:
+                events = [["BlockStored", *stored.values()], ["BlockRemoved", *removed.values()]]
+            payloads.append(encode([1.5, events, rng.choice([None, 0, 200, 4095])]))
+    return payloads
+
+
+def mutated(payload: bytes, rng: random.Random) -> bytes:
+    """Return a payload with a few bytes changed, cut, doubled or put in."""
+    mutant = bytearray(payload)
+    for _ in range(rng.choice([1, 1, 1, 2, 5])):
+        at = rng.randrange(len(mutant) + 1)
+        choice = rng.random()
+        if choice < 0.6 and at < len(mutant):
+            mutant[at] = rng.choice([rng.randrange(256), 0xC0, 0xC1, 0xCF, 0xD3, 0xDB, 0xDD, 0xDF, 0x90, 0x80, 0xA0])
+        elif choice < 0.7:
+            del mutant[at : at + rng.choice([1, 2, 9])]
+        elif choice < 0.8:
+            del mutant[at:]
+        elif choice < 0.9:
+            mutant[at:at] = mutant[at : at + rng.randrange(20)]
+        else:
+            mutant[at:at] = rng.randbytes(rng.randrange(4))
+        if not mutant:
+            break
+    return bytes(mutant)
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_what_engines_send_is_read_without_the_decoder(dialect):
+    checker = Checker(dialect)
+    for payload in real_payloads(random.Random(1)):
+        num_events = len(DIALECTS[dialect].decode(payload, "test").events)
+        assert assert_agrees(checker, payload, dialect) >= num_events
+
+
+@pytest.mark.parametrize("dialect", ["vllm", "sglang"])
+def test_damaged_messages_are_refused_or_mean_what_the_decoder_says(dialect):
+    checker, rng = Checker(dialect), random.Random(2)
+    payloads, num_taken = real_payloads(rng), 0
+    for _ in range(8_000):
+        num_taken += assert_agrees(checker, mutated(rng.choice(payloads), rng), dialect)
+    assert num_taken > 1000
+
+
+def test_every_cut_of_a_message_is_refused():
+    checker = Checker("vllm")
+    for payload in real_payloads(random.Random(3)):
+        assert checker.check(payload) is not None
+        assert all(checker.check(payload[:end]) is None for end in range(len(payload)))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        pytest.param(b"\x93\xcb\x7f\xf0" + bytes(6) + b"\x90\x00", id="infinite time"),
+        pytest.param(encode([1.5, [], 4096]), id="rank too high"),
+        pytest.param(encode([1.5, [], 0, 0]), id="a fourth field"),
+        pytest.param(encode([1, [], 0]), id="whole number for a time"),
+        pytest.param(b"\x93\xcb" + bytes(8) + b"\xdd\xff\xff\xff\xff", id="more events than bytes"),
+        pytest.param(b"\x92\xcb" + bytes(8) + b"\x91" + b"\x91" * 5000 + b"\x90", id="nested without end"),
+    ],
+)
+def test_unusual_messages_are_left_to_the_decoder(payload):
+    assert Checker("vllm").check(payload) is None
