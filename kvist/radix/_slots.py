@@ -13,7 +13,7 @@ from kvist.radix import compiled
 from kvist.radix.compiled import layout
 from kvist.radix.memory import Heap
 
-MAX_SLOTS = 1 << 20
+MAX_SLOTS, _LEAST_SLOTS = 1 << 20, 64
 _SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("unused", "u4", 2)])
 # Scratch of the compiled code, in bytes a slot; the fixed part leaves room for one member more than there are slots,
 # and for words in eights.
@@ -37,7 +37,7 @@ class SlotTable:
         self._slots: dict[WorkerRank, int] = {}
         self._ranks_of: dict[str, list[WorkerRank]] = {}
         self._free: list[int] = []
-        self._capacity = 64
+        self._capacity = _LEAST_SLOTS
         # Copied when a slot is reused, so that an earlier match still names whom it meant.
         self.ranks: list[WorkerRank] = []
         control[layout.SLOTS >> 3] = heap.allocate(self._capacity * layout.SLOT_BYTES)
@@ -98,6 +98,17 @@ class SlotTable:
         for slot in slots:
             self.free(slot)
 
+    def release_spare(self) -> None:
+        """Give back room if not a quarter of it is needed; O(slots) where that is so, and O(1) otherwise."""
+        if (len(self.ranks) - len(self._free)) * 4 > self._capacity or self._capacity == _LEAST_SLOTS:
+            return
+        num_needed = 1 + int(np.flatnonzero(self.table()["state"]).max(initial=-1))
+        capacity = max(_LEAST_SLOTS, 1 << (2 * num_needed).bit_length())
+        if capacity * 2 <= self._capacity:
+            self.ranks = self.ranks[:num_needed]
+            self._free = sorted(slot for slot in self._free if slot < num_needed)
+            self._resize(capacity)
+
     def free(self, slot: int) -> None:
         """Put a slot back on the list of free ones."""
         self.table()["state"][slot] = 0
@@ -106,9 +117,12 @@ class SlotTable:
     def _double(self) -> None:
         if self._capacity == MAX_SLOTS:
             raise InvalidValueError("ranks", self._capacity + 1, f"at most {MAX_SLOTS} ranks, with those not yet swept")
-        self._capacity *= 2
+        self._resize(2 * self._capacity)
+
+    def _resize(self, capacity: int) -> None:
+        self._capacity = capacity
         address = self._control[layout.SLOTS >> 3]
-        self._control[layout.SLOTS >> 3] = self._heap.resize(address, self._capacity * layout.SLOT_BYTES)
+        self._control[layout.SLOTS >> 3] = self._heap.resize(address, capacity * layout.SLOT_BYTES)
         self._place_scratch()
 
     def _place_scratch(self) -> None:

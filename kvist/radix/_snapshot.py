@@ -72,11 +72,11 @@ class Snapshot:
         self._ranks: list[WorkerRank] = list(slots.ranks)
         self._is_live: NDArray[np.bool_] = slots.table()["state"] == layout.LIVE
         self._inverse = np.uint64(control[layout.INVERSE >> 3] % (1 << 64))
-        most_rows = int(segments.directory["count"].max())
+        most_rows = max(_MAX_COLLECTED, _MAX_VISITS + int(segments.directory["count"].max()))
         self._state = heap.allocate(layout.SNAPSHOT_BYTES + segments.num_segments * layout.SNAPSHOT_ENTRY_BYTES)
         entries = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
         self._entries: NDArray[np.void] = entries
-        self._collected = heap.allocate(max(_MAX_COLLECTED, _MAX_VISITS + most_rows) * layout.LOOSE_ROW_BYTES)
+        self._collected = heap.allocate(min(most_rows, control[layout.NUM_ROWS >> 3]) * layout.LOOSE_ROW_BYTES)
         self._tables = heap.allocate(2 * _NUM_DEPTHS * 4)
         tables = np.frombuffer(heap.view(self._tables), np.uint32).reshape(2, -1)
         self._counts: NDArray[np.uint32] = tables[0]

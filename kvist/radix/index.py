@@ -19,6 +19,7 @@ from kvist.radix._invariants import check
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
 from kvist.radix._snapshot import Snapshot, member_rows
+from kvist.radix._sweeper import Sweeper
 from kvist.radix.compiled import layout
 from kvist.radix.memory import Heap
 from kvist.radix.tables import INDEX, SegmentTable, signed
@@ -84,11 +85,10 @@ class RadixIndex:
         self._operations_address = self._heap.allocate(4096)
         self._place_input()
         self._cap = None if max_blocks is None else Cap(self._heap, control, max_blocks, self.help_out)
-        self._retired: list[int] = []  # waiting for a sweep to begin
-        self._sweeping: list[int] = []  # free once the sweep under way is through
-        self._cursor = 0
+        self._sweeper = Sweeper(
+            self._heap, self._address, self._segments, self._sets, self._slots, self._capture, self.help_out
+        )
         self._snapshot: weakref.ref[Snapshot] | None = None
-        self._stale_rows: dict[int, int] = {}  # loose ones of closed snapshots; address: how many
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
@@ -228,8 +228,8 @@ class RadixIndex:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
-        snapshot = None if self._snapshot is None else self._snapshot()
-        loose_rows = self._stale_rows | (snapshot.loose_rows if snapshot is not None else {})
+        snapshot = self._open_snapshot()
+        loose_rows = self._sweeper.loose_rows | (snapshot.loose_rows if snapshot is not None else {})
         check(self._heap, self._control, self._segments, self._sets, self._slots, loose_rows)
 
     # --- Housekeeping -----------------------------------------------------------------------------------------------
@@ -240,43 +240,7 @@ class RadixIndex:
         It frees the blocks of ranks that are gone, then memory that is no longer needed. Call it from the host's loop,
         now and then while it returns False.
         """
-        num_rows = 0
-        while self._stale_rows and num_rows < max_rows:
-            num_rows += self._release_stale(max_rows - num_rows)
-        while num_rows < max_rows and (self._sweeping or self._retired):
-            if not self._sweeping:
-                self._sweeping, self._retired, self._cursor = self._retired, [], 0
-            num_rows += 1 + self._segments.num_rows(self._cursor)
-            self._capture(self._cursor)
-            while compiled.purge(self._address, self._cursor) == layout.NEEDS_HELP:
-                self.help_out()
-            self._cursor += 1
-            if self._cursor == self._segments.num_segments:
-                self._slots.free_swept(self._sweeping)
-                self._sweeping = []
-        if num_rows < max_rows:
-            self._sets.release_spare()
-        shrinkable = self._segments.shrinkable() if num_rows < max_rows else []
-        while shrinkable and num_rows < max_rows:
-            index = shrinkable.pop()
-            num_rows += 1 + self._segments.num_rows(index)
-            self._capture(index)
-            self._segments.shrink(index)
-        if not shrinkable:
-            self._heap.free_scratch()
-        return bool(num_rows >= max_rows or self._sweeping or self._retired or self._sets.has_spare_buckets)
-
-    def _release_stale(self, max_rows: int) -> int:
-        """Take back references of a closed snapshot's rows; return how many."""
-        address, num_left = self._stale_rows.popitem()
-        num_released = min(num_left, max_rows)
-        num_left -= num_released
-        compiled.release(self._address, address + num_left * layout.LOOSE_ROW_BYTES, num_released)
-        if num_left:
-            self._stale_rows[address] = num_left
-        else:
-            self._heap.free(address)
-        return 1 + num_released
+        return self._sweeper.sweep(max_rows, has_snapshot=self._open_snapshot() is not None)
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
@@ -288,7 +252,7 @@ class RadixIndex:
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
-        if self._snapshot is not None and self._snapshot() is not None:
+        if self._open_snapshot() is not None:
             raise InvalidValueError("snapshot", "a second one", "the open one to be read to its end or closed first")
         snapshot = Snapshot(
             self._heap, self._control, self._segments, self._slots, max_blocks_per_chunk, self._forget_snapshot
@@ -351,16 +315,19 @@ class RadixIndex:
     def _retire(self, source: WorkerRank) -> None:
         slot = self._slots.remove(source)
         if slot is not None:
-            self._retired.append(slot)
+            self._sweeper.retired.append(slot)
+
+    def _open_snapshot(self) -> Snapshot | None:
+        return None if self._snapshot is None else self._snapshot()
 
     def _capture(self, index: int) -> None:
         """Let an open snapshot copy a segment that is about to change."""
-        snapshot = None if self._snapshot is None else self._snapshot()
+        snapshot = self._open_snapshot()
         if snapshot is not None:
             snapshot.capture(index)
 
     def _forget_snapshot(self, loose_rows: dict[int, int]) -> None:
-        self._stale_rows.update(loose_rows)
+        self._sweeper.loose_rows.update(loose_rows)
         self._snapshot = None
 
     def _load(self, hashes: NDArray[np.uint64]) -> int:

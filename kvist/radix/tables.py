@@ -21,7 +21,8 @@ The index is one, with a side word a row; a table of your own needs a control bl
     while put(address, number, value) == layout.NEEDS_HELP:
         table.grow(control[layout.NEED_ARG >> 3])
 
-A value may not be 0. `delete_row` takes a row out; now and then `shrink` what is `shrinkable`; at the end, `free`.
+A value may not be 0. `delete_row` takes a row out. Now and then `shrink` what is `shrinkable` and free the scratch of
+the heap, which tables may share; at the end, `free`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from kvist.radix.memory import PAGE_BYTES, Heap, page_rounded
 
 # Buckets beyond the last home, for what passes the last homes. Rows that need more make the segment grow.
 _PADDING_BUCKETS = 6
-_SMALL_BYTES = 32 * 1024  # below this a segment doubles
+_SMALL_BYTES = 8 * 1024  # below this a segment doubles
 _DIRECTORY = np.dtype([("address", "i8"), ("capacity", "u4"), ("buckets", "u4"), ("count", "u4"), ("captured", "u4")])
 _BUCKET = np.dtype([("key", "u8", 5), ("value", "u4", 5), ("passed", "u4")])
 
@@ -93,25 +94,28 @@ class SegmentTable:
         """
         self._heap, self._address, self._density = heap, address, density
         self.num_segments = 1 << bits
-        directory = heap.allocate(self.num_segments * layout.SEGMENT_BYTES)
-        homes = heap.allocate(self.num_segments * 8)
+        # All segments begin as one and the same, a vacant bucket that belongs to none of them. Behind it lie their home
+        # words and their directory.
+        size_bytes = self.num_segments * (8 + layout.SEGMENT_BYTES)
+        self._nothing = heap.allocate(layout.BUCKET_BYTES + size_bytes)
+        words = heap.view(self._nothing)[layout.BUCKET_BYTES :][:size_bytes]
+        homes, directory = words[: self.num_segments * 8], words[self.num_segments * 8 :]
         for field, value in (
             (layout.SELF, address),
             (layout.MULTIPLIER, signed(secrets.randbits(64) | 1 if multiplier is None else multiplier)),
             (layout.SEGMENT_BITS, bits),
-            (layout.SEGMENTS, directory),
-            (layout.HOMES, homes),
+            (layout.SEGMENTS, self._nothing + layout.BUCKET_BYTES + self.num_segments * 8),
+            (layout.HOMES, self._nothing + layout.BUCKET_BYTES),
             (layout.SIDE_BYTES, density.side_bytes),
             (layout.FULLEST_128THS, density.fullest_128ths),
         ):
             control[field >> 3] = value
-        self.directory = np.frombuffer(heap.view(directory), _DIRECTORY, self.num_segments)
+        self.directory = np.frombuffer(directory, _DIRECTORY)
+        self.directory["address"] = self._nothing
         # The same memory by field, at a tenth of the time: `_words[3 * index]` is an address, `_halves[6 * index + 2]`
         # and those after it are capacity, buckets and count.
-        self._words, self._halves = heap.view(directory).cast("q"), heap.view(directory).cast("I")
-        # All segments begin as one and the same, a vacant bucket that belongs to none of them.
-        self.directory["address"] = self._nothing = heap.allocate(layout.BUCKET_BYTES)
-        self._homes = np.frombuffer(heap.view(homes), np.uint64, self.num_segments)
+        self._words, self._halves = directory.cast("q"), directory.cast("I")
+        self._homes = np.frombuffer(homes, np.uint64)
         self._homes[:] = self._home_of_nothing = self._nothing >> 12 << 28
         if initial_rows:
             share = initial_rows / self.num_segments
@@ -191,12 +195,11 @@ class SegmentTable:
         else:
             self._lay_out(index, self._bytes_for(count * 9 // 8))
 
-    def free(self, control: memoryview) -> None:
+    def free(self) -> None:
         """Give back all memory but the control block; the table is not to be used any more."""
         for index in filter(self.is_allocated, range(self.num_segments)):
             self._heap.free(self._words[3 * index])
         del self.directory, self._homes
         self._words.release()
         self._halves.release()
-        for address in (control[layout.SEGMENTS >> 3], control[layout.HOMES >> 3], self._nothing):
-            self._heap.free(address)
+        self._heap.free(self._nothing)

@@ -280,6 +280,45 @@ def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behin
     index.check_invariants()
 
 
+def test_memory_is_back_where_it_began_after_a_fleet_of_thousands_came_and_went(u64: U64) -> None:
+    index, rng, prefix = RadixIndex(), np.random.default_rng(1), random_hashes(64)
+    index.match(u64(1))
+    initial_bytes = index.statistics().size_bytes
+    for number in range(6_000):
+        source = WorkerRank(f"w{number}", 0)
+        index.store(source, Tier.GPU, None, prefix[: int(rng.integers(1, 64))])
+        index.store(source, Tier.HOST, None, random_hashes(32, seed=number))
+        if number >= 3_000:
+            index.remove_worker(f"w{number - 3_000}")
+            index.sweep(2_000)
+    assert index.statistics().size_bytes > initial_bytes + 1_000_000
+    for number in range(3_000, 6_000):
+        index.remove_worker(f"w{number}")
+    sweep_all(index)
+    index.check_invariants()
+    assert index.statistics().size_bytes <= initial_bytes + 4096 * 8
+    index.store(WorkerRank("w9999", 0), Tier.GPU, None, prefix)
+    assert gpu_depths(index, prefix) == {WorkerRank("w9999", 0): 64}
+
+
+def test_a_snapshot_needs_memory_for_what_changes_and_little_more() -> None:
+    index, chains = RadixIndex(), random_hashes(3_000, 100)
+    for chain in chains:
+        index.store(W0, Tier.GPU, None, chain)
+    full = index.statistics()
+    with index.snapshot() as snapshot:
+        for number, chunk in enumerate(snapshot):
+            index.remove(W0, Tier.GPU, chunk.hashes[:1])
+            if number == 5:
+                for chain in chains[:1_000]:
+                    index.remove(W0, Tier.GPU, chain)
+            assert index.statistics().size_bytes < full.size_bytes + 2 * 16 * 300_000 + 4_000_000
+        last_bytes = index.statistics().size_bytes
+    assert last_bytes < full.size_bytes + 16 * 300_000 + 500_000, "copies were given back as they were told"
+    sweep_all(index)
+    index.check_invariants()
+
+
 def test_a_wide_set_meets_narrow_ones_and_reads_nothing_beyond_them() -> None:
     index, fleet, blocks = RadixIndex(), [WorkerRank("w", rank) for rank in range(2_000)], random_hashes(1_000)
     for source in fleet:
