@@ -173,6 +173,7 @@ def _follow(control, group, depth, last):
 def _score(control, hashes, num_hashes):
     """Write, per slot that holds the first block, its cumulative depth in each tier."""
     put64(control + NUM_OUT, 0)
+    put32(_group_at(control, 0) + _ID_BEFORE, 0)  # so the first set is a change
     tail, num_full, last = control + _TAIL, num_hashes // _GROUP, -1
     clear(tail, _GROUP * 8)  # all homes of what is not there are one
     move(tail, hashes + num_full * _GROUP * 8, num_hashes % _GROUP * 8)
