@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import MAX_RANKS
-from kvist.indexer.hashing import block_hashes
+from kvist.indexer.hashing import block_hashes, token_array
 from kvist.indexer.json_tokens import split_integer_array
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.errors import ApiError
@@ -109,7 +109,7 @@ class QueryReader:
 
     def __init__(self) -> None:
         self._prompts = PromptReader()
-        self._token_ids: list[int] | None = None  # of the last body, if it is unusual
+        self._unusual: NDArray[np.uint32] | None = None  # the last prompt, if it is not in `_prompts`
 
     def read(self, body: bytes) -> QueryBody:
         """Return a body, but for its prompt, which is kept for `block_hashes`; raises ApiError."""
@@ -120,20 +120,20 @@ class QueryReader:
             except DECODE_ERRORS:
                 pass
             else:
-                self._token_ids = None
+                self._unusual = None
                 return query
         query = _read(_query_decoder, body)
-        self._token_ids = query.token_ids
+        try:
+            self._unusual = token_array(query.token_ids)
+        except InvalidValueError as error:
+            _refuse_item("token_ids", query.token_ids, error.value)
         return query
 
     def block_hashes(self, query: QueryBody, block_size: int) -> NDArray[np.uint64]:
-        """Return the canonical hash of each full block of the query read last; raises ApiError."""
-        if self._token_ids is None:
+        """Return the canonical hash of each full block of the query read last."""
+        if self._unusual is None:
             return self._prompts.block_hashes(block_size, query.lora_name, query.cache_salt)
-        try:
-            return block_hashes(self._token_ids, block_size, lora_name=query.lora_name, cache_salt=query.cache_salt)
-        except InvalidValueError as error:
-            _refuse("token_ids", error.value)
+        return block_hashes(self._unusual, block_size, lora_name=query.lora_name, cache_salt=query.cache_salt)
 
 
 def read_hash_query(body: bytes) -> HashQuery:
@@ -150,7 +150,7 @@ def read_hash_query(body: bytes) -> HashQuery:
     query = _read(_hash_query_decoder, body)
     wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
     if wrong is not None:
-        _refuse("block_hashes", wrong)
+        _refuse_item("block_hashes", query.block_hashes, wrong)
     hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # the peer's clients send i64
     return HashQuery(query.model_name, query.group, hashes)
 
@@ -198,15 +198,17 @@ def _refuse(field: str, value: Any, place: str = "") -> NoReturn:
     raise ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, message)
 
 
+def _refuse_item(field: str, values: list[Any], wrong: Any) -> NoReturn:
+    _refuse(field, wrong, f"[{values.index(wrong)}]" if wrong in values else "")
+
+
 def _expected(field: str) -> str:
     return _EXPECTED.get(field, _EXPECTED_STRING)
 
 
 def _shown(value: Any) -> str:
     """Return the value as JSON, cut short."""
-    text = json.dumps(value if isinstance(value, str | int | float | None) else _brief(value))
+    if isinstance(value, list | dict):
+        return f"an {'array' if isinstance(value, list) else 'object'} of {len(value)}"
+    text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
-
-
-def _brief(value: list[Any] | dict[str, Any]) -> str:
-    return f"an {'array' if isinstance(value, list) else 'object'} of {len(value)}"

@@ -113,11 +113,13 @@ class Gauges(Collector):
             "size_bytes": GaugeMetricFamily("kvist_index_bytes", "Memory of the index", labels=labels),
             "peak_bytes": GaugeMetricFamily("kvist_index_peak_bytes", "Most memory it ever took", labels=labels),
         }
+        evicted = CounterMetricFamily("kvist_index_evicted_blocks", "Blocks that went to keep the cap", labels=labels)
         for member in self.registry:
             statistics = member.index.statistics()
             for name, gauge in gauges.items():
                 gauge.add_metric([*member.namespace], getattr(statistics, name))
-        yield from gauges.values()
+            evicted.add_metric([*member.namespace], statistics.num_evicted)
+        yield from (*gauges.values(), evicted)
 
     def _streams(self) -> Iterator[Metric]:
         labels = ["model", "instance", "dp_rank"]

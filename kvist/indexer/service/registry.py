@@ -69,8 +69,9 @@ class Member:
 class Registry:
     """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
 
-    def __init__(self, now_s: Callable[[], float], *, is_held: bool = False) -> None:
-        """With `is_held`, streams are subscribed to, but not read until `release`."""
+    def __init__(self, now_s: Callable[[], float], *, max_blocks: int | None = None, is_held: bool = False) -> None:
+        """Cap each index at `max_blocks`. With `is_held`, streams are subscribed to, but not read until `release`."""
+        self._max_blocks = max_blocks
         self._is_held = is_held
         self._now_s = now_s
         self._members: dict[Namespace, Member] = {}
@@ -203,7 +204,7 @@ class Registry:
 
     async def _run(self, namespace: Namespace, block_size: int, opened: asyncio.Future[Member]) -> None:
         """Keep one namespace from its first instance to its last."""
-        index = RadixIndex()
+        index = RadixIndex(max_blocks=self._max_blocks)
         async with Indexer(index, block_size=block_size, clock=self._now_s, is_held=self._is_held) as indexer:
             member = Member(namespace, block_size, index, indexer)
             opened.set_result(member)

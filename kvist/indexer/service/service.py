@@ -67,7 +67,8 @@ class IndexService:
     async def _start(self, exits: AsyncExitStack) -> None:
         config = self._config
         rules = EndpointRules(config.allow_endpoints, config.replay)
-        registry = await exits.enter_async_context(Registry(time.monotonic, is_held=bool(config.peers)))
+        registry = Registry(time.monotonic, max_blocks=config.max_blocks, is_held=bool(config.peers))
+        await exits.enter_async_context(registry)
         for worker in config.parsed_workers():
             assert config.block_size is not None
             namespace = Namespace(config.model_name, DEFAULT_GROUP)

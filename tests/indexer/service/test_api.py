@@ -25,8 +25,8 @@ def stored(hashes, tokens, parent=None, medium="GPU", **more):
 
 
 async def test_a_prompt_scores_the_tokens_of_the_blocks_that_are_held(client, engine, eventually):
-    assert (await client.register(engine.port)).status_code == 201
     engine.publish(stored([101, 102], TOKENS[:8]))
+    assert (await client.register(engine.port)).status_code == 201
     await eventually(lambda: client.scores(TOKENS))
     assert await client.query(TOKENS) == {
         "scores": {"1": {"0": 8}},
@@ -40,7 +40,6 @@ async def test_a_prompt_scores_the_tokens_of_the_blocks_that_are_held(client, en
 
 
 async def test_tiers_add_up_and_an_instance_has_what_its_best_rank_has(client, engine, eventually):
-    await client.register(engine.port)
     engine.publish(
         stored([1, 2], TOKENS[:8]),
         stored([3], TOKENS[8:12], 2, "CPU"),
@@ -48,6 +47,7 @@ async def test_tiers_add_up_and_an_instance_has_what_its_best_rank_has(client, e
         rank=0,
     )
     engine.publish(stored([11, 12, 13], TOKENS[:12], None, "STORAGE"), rank=3)
+    await client.register(engine.port)
 
     async def is_whole():
         return len((await client.query(TOKENS))["instances"].get("1", {}).get("dp", {})) == 2
@@ -62,8 +62,8 @@ async def test_tiers_add_up_and_an_instance_has_what_its_best_rank_has(client, e
 
 @pytest.mark.parametrize("is_signed", [False, True])
 async def test_a_prompt_may_be_given_by_its_local_hashes(client, engine, eventually, is_signed):
-    await client.register(engine.port)
     engine.publish(stored([101, 102], TOKENS[:8]))
+    await client.register(engine.port)
     hashes = local_block_hashes(TOKENS, 4).tolist()
     if is_signed:
         hashes = [value - (1 << 64) if value >> 63 else value for value in hashes]
@@ -73,22 +73,22 @@ async def test_a_prompt_may_be_given_by_its_local_hashes(client, engine, eventua
 
 
 async def test_adapter_and_salt_are_part_of_a_prompt(client, engine, eventually):
-    await client.register(engine.port)
     plain = {"type": "BlockStored", "parent_block_hash": None, "block_size": 4, "lora_id": None, "medium": "GPU"}
     engine.publish(
         plain | {"block_hashes": [1], "token_ids": [7] * 4, "lora_name": "ada"},
         plain | {"block_hashes": [2], "token_ids": [8] * 4, "lora_name": None, "cache_salt": "salt"},
     )
+    await client.register(engine.port)
     await eventually(lambda: client.scores([8] * 4, cache_salt="salt"))
     assert await client.scores([7] * 4, lora_name="ada") == {"1": {"0": 4}}
     assert await client.scores([7] * 4) == await client.scores([8] * 4) == {}
 
 
 async def test_models_and_groups_know_nothing_of_each_other(client, engine, eventually):
+    engine.publish(stored([1], TOKENS[:4]))
     await client.register(engine.port, 1)
     await client.register(engine.port, 2, model_name="other")
     await client.register(engine.port, 3, routing_group="blue")
-    engine.publish(stored([1], TOKENS[:4]))
     await eventually(lambda: client.scores(TOKENS))
     await eventually(lambda: client.scores(TOKENS, model_name="other"))
     await eventually(lambda: client.scores(TOKENS, routing_group="blue"))
@@ -116,9 +116,9 @@ async def test_workers_and_endpoints_of_the_configuration_are_followed_from_the_
 
 
 async def test_an_instance_that_leaves_takes_its_blocks_and_the_last_one_its_namespace(client, engine, eventually):
+    engine.publish(stored([1], TOKENS[:4]))
     await client.register(engine.port, 1)
     await client.register(engine.port, 2)
-    engine.publish(stored([1], TOKENS[:4]))
 
     async def both():
         return len(await client.scores(TOKENS)) == 2
@@ -139,8 +139,8 @@ async def test_one_rank_of_an_instance_may_leave(client, start_vllm, free_port, 
     ports = [free_port(), free_port()]
     engines = [start_vllm(port) for port in ports]
     for rank, port in enumerate(ports):
-        await client.register(port, 1, dp_rank=rank)
         engines[rank].publish(stored([1], TOKENS[:4]), rank=rank)
+        await client.register(port, 1, dp_rank=rank)
 
     async def both():
         return await client.scores(TOKENS) == {"1": {"0": 4, "1": 4}}
@@ -151,9 +151,9 @@ async def test_one_rank_of_an_instance_may_leave(client, start_vllm, free_port, 
 
 
 async def test_workers_are_listed_with_state_lag_and_counters(client, engine, eventually):
-    await client.register(engine.port)
     engine.publish(stored([1, 2], TOKENS[:8]))
     engine.publish(["BlockRemoved", [2], "GPU"])
+    await client.register(engine.port)
 
     async def is_live():
         return (await client.workers())[1]["listeners"]["0"]["ranks"] == {"0": {"state": "live", "num_blocks": 1}}
@@ -178,8 +178,8 @@ async def test_workers_are_listed_with_state_lag_and_counters(client, engine, ev
 
 
 async def test_another_block_size_in_the_stream_is_told_as_the_listeners_failure(client, engine, eventually):
-    await client.register(engine.port)
     engine.publish(["BlockStored", [1], None, TOKENS[:8], 8, None, "GPU"])
+    await client.register(engine.port)
 
     async def has_failed():
         return (await client.workers())[1]["status"] == "failed"
@@ -197,8 +197,8 @@ async def test_health_says_how_long_the_start_took(client):
 
 
 async def test_metrics_tell_of_requests_streams_and_blocks(client, engine, eventually):
-    await client.register(engine.port)
     engine.publish(stored([1, 2], TOKENS[:8]))
+    await client.register(engine.port)
     await eventually(lambda: client.scores(TOKENS))
     await client.post("/query", {"token_ids": TOKENS, "model_name": "unknown"})
     page = (await client.get("/metrics")).text
