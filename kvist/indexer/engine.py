@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from kvist.events import EngineCleared, EngineEvent, EngineStored, Event, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.session import Session, SessionLimits, SourceState
+from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
@@ -19,6 +20,10 @@ from kvist.publisher.stream import RankStream
 
 if TYPE_CHECKING:
     from kvist.indexer.engine_lane import EngineLane, Taken
+
+
+_JOINED_STEPS = 256
+"""Messages of an answer that are copied side by side at a time."""
 
 
 class _Rank(Protocol):
@@ -55,7 +60,7 @@ class EngineFollower:
         self._has_our_block_size = False
         self._is_part = False
         self._feed = EngineFeed(engine, worker, self, limits)
-        self._lane = _lane_for(block_size, engine, index, self._feed)
+        self._lane = _lane_for(block_size, engine, index)
 
     @property
     def session(self) -> Session[bytes]:
@@ -85,15 +90,19 @@ class EngineFollower:
                 yield
             return
         block = MessageBlock.of(messages)
-        self._lane.begin(block)
-        while self._lane.message_idx < len(block):
-            next_sequence = self._feed.next_sequence
-            taken = None if next_sequence is None else self._lane.take(next_sequence, self._has_our_block_size)
-            if taken is not None:
+        self._lane.begin(block, self._feed.restarts)
+        message_idx = 0
+        while message_idx < len(block):
+            next_sequence, is_stopped = self._feed.next_sequence, True
+            if next_sequence is not None:
+                taken = self._lane.take(next_sequence, self._has_our_block_size)
+                message_idx, is_stopped = taken.message_idx, taken.is_stopped
+                if taken.num_batches:
+                    self._feed.took(taken.num_batches, now_s)
                 self._note_taken(taken, now_s)
-            if taken is None or taken.is_stopped:
-                self.received(block[self._lane.message_idx], now_s)
-                self._lane.skip()
+            if is_stopped:
+                self.received(block[message_idx], now_s)
+                message_idx = self._lane.skip()
             yield
 
     def reconnected(self, now_s: float) -> None:
@@ -108,7 +117,17 @@ class EngineFollower:
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
         self._now_s = now_s
-        yield from self._feed.answered(question, messages, now_s)
+        for is_clear, run in groupby(
+            self._feed.judged(question, messages, now_s), lambda step: isinstance(step, Clear)
+        ):
+            steps = list(run)
+            if is_clear or self._lane is None:
+                for step in steps:
+                    self._feed.take(step)
+                    yield
+            else:
+                for start in range(0, len(steps), _JOINED_STEPS):
+                    yield from self._take_judged(self._lane, steps[start : start + _JOINED_STEPS], now_s)
         self._note_state()
 
     def apply(self, batch: DecodedEngineBatch) -> None:
@@ -130,22 +149,37 @@ class EngineFollower:
         for rank in self._ranks.values():
             rank.clear()
 
+    def _take_judged(self, lane: EngineLane, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
+        """Apply messages that were judged already, ordinary ones in bulk; yields between."""
+        bodies = [step.body for step in steps if isinstance(step, Apply)]
+        block = MessageBlock.of([Message(b"", idx, body) for idx, body in enumerate(bodies)])
+        lane.begin(block, None)
+        message_idx = 0
+        while message_idx < len(block):
+            taken = lane.take(message_idx, self._has_our_block_size)
+            message_idx = taken.message_idx
+            self._feed.took_judged(taken.num_batches)
+            self._note_taken(taken, now_s)
+            if taken.is_stopped:
+                self._feed.take(steps[message_idx])
+                message_idx = lane.skip()
+            yield
+
     def _note_taken(self, taken: Taken, now_s: float) -> None:
         """Count what the lane took, as if it had been received, and apply what it stopped at."""
         counters = self._counters
         counters.num_events += taken.num_events
         counters.num_unknown_events += taken.num_ignored_events
-        if taken.has_our_block_size:
+        if taken.num_events_of_our_size:
             self._has_our_block_size = True
             counters.failure = None
         if taken.num_batches:
-            self._feed.took(taken.num_batches, now_s)
             counters.applied(0, taken.timestamp_s, now_s, time.time(), taken.num_batches)
         if taken.part is not None:
             self._is_part = True
             self._feed.take_part(taken.part)
             self._is_part = False
-            self._note_state()
+        self._counters.num_malformed = self._feed.num_malformed
 
     def _check_block_size(self, event: EngineEvent) -> None:
         """Note a block size that the normaliser will leave out; hybrid models have some of them beside ours."""
@@ -216,9 +250,9 @@ class _PlainRank:
         return RankStream(self._source, self._block_size, epoch=0)
 
 
-def _lane_for(block_size: int, engine: str, index: Index, feed: EngineFeed) -> EngineLane | None:
+def _lane_for(block_size: int, engine: str, index: Index) -> EngineLane | None:
     """Return the fast lane into an index, None if that is not the compiled one."""
     from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who has none
     from kvist.radix import RadixIndex
 
-    return EngineLane(block_size, engine, index, feed.restarts) if isinstance(index, RadixIndex) else None
+    return EngineLane(block_size, engine, index) if isinstance(index, RadixIndex) else None

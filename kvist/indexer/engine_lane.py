@@ -26,19 +26,26 @@ _MAX_SCRATCH_BYTES = 1 << 20
 """What a larger message needed is given back after the block it was in."""
 _FIELD_ORDERS = {"vllm": vllm.FIELD_ORDER, "sglang": sglang.FIELD_ORDER}
 _ORDER_AT = layout.SOURCE_BYTES
-_CHAIN_AT = _ORDER_AT + 2 * layout.MAX_FIELDS
+_SPARE_AT = _ORDER_AT + 2 * layout.MAX_FIELDS
+_CHAIN_AT = _SPARE_AT + 8
+_HAS_BLOCK_SIZE, _MESSAGE_IDX = layout.HAS_BLOCK_SIZE >> 3, layout.MESSAGE_IDX >> 3
+_COUNTS = slice(layout.NUM_BATCHES >> 3, (layout.NUM_SIZED >> 3) + 1)
+_LAST_TIMESTAMP = layout.LAST_TIMESTAMP >> 3
+_REASONS_TO_GO_ON = frozenset((layout.DONE, layout.PAUSED, layout.NOT_NEXT, layout.WHOLE_MESSAGE))
 
 
 class Taken(NamedTuple):
     """What was done, and what is to be done in another way before the lane can go on.
 
-    That is the message that the lane stands before, or `part`: some events of it, as a batch of their own.
+    With `is_stopped` that is the message at `message_idx`, before which the lane stands; else `part`, if given: some
+    of its events, as a batch of their own.
     """
 
+    message_idx: int
     num_batches: int
     num_events: int
     num_ignored_events: int
-    has_our_block_size: bool
+    num_events_of_our_size: int
     timestamp_s: float
     is_stopped: bool
     part: bytes | None
@@ -47,13 +54,13 @@ class Taken(NamedTuple):
 class EngineLane:
     """Takes what is ordinary: next in sequence, well-formed, of whole blocks that nothing but their tokens names."""
 
-    def __init__(self, block_size: int, engine: str, index: RadixIndex, restarts: RestartDetector) -> None:
-        """Apply to `index` what `engine` says; note the fingerprint of each message taken in `restarts`."""
+    def __init__(self, block_size: int, engine: str, index: RadixIndex) -> None:
+        """Apply to `index` what `engine` says."""
         self._block_size = block_size
         self._index = index
-        self._restarts = restarts  # its arrays are to live as long as this
         self._ranks: dict[int, EngineRank] = {}
-        self._block: MessageBlock | None = None
+        self._block = MessageBlock.of(())
+        self._table_address = 0
         self._heap = heap = Heap()
         self._address = heap.allocate(_CHAIN_AT + 2 * layout.SLICE_BLOCKS * 8)
         self._fields, self._times = heap.view(self._address).cast("q"), heap.view(self._address).cast("d")
@@ -68,10 +75,8 @@ class EngineLane:
                 order[_ORDER_AT + row * layout.MAX_FIELDS + place] = FIELDS.get(name, 0)
         self._set(layout.RANKS, heap.allocate(MAX_RANKS * 8))
         self._rank_addresses = heap.view(self._get(layout.RANKS)).cast("q")
-        self._set(layout.SEQUENCES, restarts.sequences.ctypes.data)
-        self._set(layout.FINGERPRINTS, restarts.fingerprints.ctypes.data)
-        self._set(layout.RING_MASK, len(restarts.sequences) - 1)
         self._make_room(_SCRATCH_BYTES)
+        self._note_fingerprints(None)
 
     def add_rank(self, source: WorkerRank, apply: Callable[[Iterable[Event]], None]) -> EngineRank:
         """Return a rank that takes single events and shares all that it knows with the lane."""
@@ -80,53 +85,68 @@ class EngineLane:
         self._rank_addresses[source.rank] = rank.address
         return rank
 
-    def begin(self, block: MessageBlock) -> None:
-        """Stand before the first message of a block."""
-        self._block = block
+    def begin(self, block: MessageBlock, restarts: RestartDetector | None) -> None:
+        """Stand before the first message of a block, whose fingerprints are noted in `restarts`, if given."""
+        if restarts is not self._restarts:
+            self._note_fingerprints(restarts)
+        self._block, self._table_address = block, block.table.__array_interface__["data"][0]
         if self._get(layout.SCRATCH_BYTES) > _MAX_SCRATCH_BYTES:
             self._make_room(_SCRATCH_BYTES)
         self._go_to(0)
 
-    @property
-    def message_idx(self) -> int:
-        """Return the message that the lane stands before."""
+    def skip(self) -> int:
+        """Stand behind the message that it stands before, which was taken in another way; return the one it is at."""
+        self._go_to(self._get(layout.MESSAGE_IDX) + 1)
         return self._get(layout.MESSAGE_IDX)
-
-    def skip(self) -> None:
-        """Stand behind the message that it stands before: it was taken in another way."""
-        self._go_to(self.message_idx + 1)
 
     def take(self, next_sequence: int, has_our_block_size: bool) -> Taken:
         """Take messages, for about a millisecond, as long as they are ordinary and in sequence."""
-        block = self._block
-        assert block is not None
+        block, fields = self._block, self._fields
         for rank in self._ranks.values():
             rank.settle()
-        for field in (layout.NUM_BATCHES, layout.NUM_EVENTS, layout.NUM_IGNORED, layout.NUM_SIZED):
-            self._set(field, 0)
-        self._set(layout.HAS_BLOCK_SIZE, has_our_block_size)
-        table = block.table.__array_interface__["data"][0]
-        reason = take_messages(self._address, block.address, table, len(block), next_sequence, _MAX_BYTES)
-        part = self._unusual_events(block) if reason == layout.SOME_EVENTS else None
+        fields[_HAS_BLOCK_SIZE] = has_our_block_size
+        reason = take_messages(
+            self._address, block.address, self._table_address, len(block.table), next_sequence, _MAX_BYTES
+        )
+        part = None
+        if reason not in _REASONS_TO_GO_ON:
+            if reason == layout.SOME_EVENTS:
+                part = self._unusual_events(block)
+            else:
+                self._help_out(reason)
+        self._index.keep_to_cap()
+        num_batches, num_events, num_ignored, num_sized = fields[_COUNTS].tolist()
+        is_stopped = reason == layout.NOT_NEXT or reason == layout.WHOLE_MESSAGE
+        timestamp_s = self._times[_LAST_TIMESTAMP]
+        return Taken(
+            fields[_MESSAGE_IDX], num_batches, num_events, num_ignored, num_sized, timestamp_s, is_stopped, part
+        )
+
+    def _help_out(self, reason: int) -> None:
+        """Provide what compiled code needs before it can go on."""
         if reason == layout.INDEX_NEEDS_HELP:
             self._index.help_out()
         elif reason == layout.MAP_NEEDS_HELP:
             self._ranks[self._get(layout.CHECKED_RANK)].enlarge_map()
-        elif reason == layout.SCRATCH_NEEDS_HELP:
-            self._make_room(int(block.table[self.message_idx, PAYLOAD_BYTES]))
-        return Taken(
-            self._get(layout.NUM_BATCHES),
-            self._get(layout.NUM_EVENTS),
-            self._get(layout.NUM_IGNORED),
-            self._get(layout.NUM_SIZED) > 0,
-            self._times[layout.LAST_TIMESTAMP >> 3],
-            reason in (layout.NOT_NEXT, layout.WHOLE_MESSAGE),
-            part,
-        )
+        else:
+            self._make_room(int(self._block.table[self._get(layout.MESSAGE_IDX), PAYLOAD_BYTES]))
+
+    def _note_fingerprints(self, restarts: RestartDetector | None) -> None:
+        """Have fingerprints written into a ring; it lives as long as its address is known here."""
+        self._restarts = restarts
+        if restarts is None:
+            sequences = fingerprints = self._address + _SPARE_AT
+            ring_mask = 0
+        else:
+            sequences, fingerprints = restarts.sequences.ctypes.data, restarts.fingerprints.ctypes.data
+            ring_mask = len(restarts.sequences) - 1
+        self._set(layout.SEQUENCES, sequences)
+        self._set(layout.FINGERPRINTS, fingerprints)
+        self._set(layout.RING_MASK, ring_mask)
 
     def _unusual_events(self, block: MessageBlock) -> bytes:
         """Return the events before which the lane stands as a batch of their own, and stand behind them."""
-        start = int(block.table[self.message_idx, PAYLOAD_START])
+        start = int(block.table[self._get(layout.MESSAGE_IDX), PAYLOAD_START])
         timestamp = bytes(block.buffer[start + 1 : start + 10])
         events = bytes(block.buffer[start + self._get(layout.STOP_START) : start + self._get(layout.STOP_END)])
         end_idx, rank = self._get(layout.STOP_EVENT_END), self._get(layout.CHECKED_RANK)

@@ -63,7 +63,7 @@ class EngineFeed:
         self._last_heard_s = now_s
         epoch = self.restarts.received(message.sequence, message.payload)
         for step in self._session.received(epoch, message.sequence, message.payload, now_s):
-            self._take(step)
+            self.take(step)
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages; yields between them."""
@@ -84,13 +84,17 @@ class EngineFeed:
     def took(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages from `next_sequence` on were applied."""
         self._last_heard_s = now_s
-        self.num_batches += num_messages
         self.restarts.advanced(self._session.expected_sequence + num_messages - 1)
         self._session.applied(num_messages, now_s)
+        self.took_judged(num_messages)
+
+    def took_judged(self, num_messages: int) -> None:
+        """Take note that so many messages that `judged` had said to apply were applied."""
+        self.num_batches += num_messages
         self._is_malformed_in_part = False
 
     def take_part(self, payload: bytes) -> None:
-        """Apply some events of the next message, wrapped as a batch of their own; the message is counted by `took`."""
+        """Apply some events of a message, wrapped as a batch of their own, that is otherwise applied elsewhere."""
         num_malformed_events = self._apply(payload)
         if num_malformed_events and not self._is_malformed_in_part:
             self._is_malformed_in_part = True
@@ -111,29 +115,31 @@ class EngineFeed:
         is_idle = self._last_heard_s is not None and now_s - self._last_heard_s >= idle_s
         if not is_idle or self._session.state is SourceState.RESYNCING:
             return []
-        self._last_heard_s = now_s
         return [Question(None, max(0, self._session.expected_sequence - 1))]
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
+        for step in self.judged(question, messages, now_s):
+            self.take(step)
+            yield
+
+    def judged(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
+        """Return what is to be done because of an answer, all of it and in order, for `take`."""
         self._last_heard_s = now_s
         is_idle = self._session.state is not SourceState.RESYNCING
         if messages is None or (is_idle and not messages and not self._has_replay):
             self._num_silences += 1
             # No evidence either way, or an engine that never keeps anything: while idle it is believed to be the same.
-            steps = [] if is_idle else self._session.replayed(None, None, now_s)
-        else:
-            self._has_replay |= bool(messages)
-            self._num_silences = 0
-            frames = [(message.sequence, message.payload) for message in messages]
-            last_sequence = question.start_sequence if self._session.expected_sequence else None
-            epoch = self.restarts.replayed(frames, last_sequence)
-            steps = self._session.replayed(epoch, frames, now_s)
-        for step in steps:
-            self._take(step)
-            yield
+            return [] if is_idle else self._session.replayed(None, None, now_s)
+        self._has_replay |= bool(messages)
+        self._num_silences = 0
+        frames = [(message.sequence, message.payload) for message in messages]
+        last_sequence = question.start_sequence if self._session.expected_sequence else None
+        epoch = self.restarts.replayed(frames, last_sequence)
+        return self._session.replayed(epoch, frames, now_s)
 
-    def _take(self, step: Step[bytes]) -> None:
+    def take(self, step: Step[bytes]) -> None:
+        """Do what was judged."""
         if isinstance(step, Clear):
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()

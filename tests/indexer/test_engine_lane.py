@@ -7,12 +7,16 @@ import itertools
 import random
 
 import msgspec
+import numpy as np
 import pytest
 
+from kvist.events import Tier, WorkerRank
+from kvist.events.hashing import block_hashes
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.statistics import SourceCounters
 from kvist.radix import RadixIndex
+from kvist.radix.compiled import layout
 
 BLOCK_SIZE = 2
 encode = msgspec.msgpack.encode
@@ -278,3 +282,136 @@ def test_a_stream_leaves_the_same_behind_by_either_way(seed, form):
         assert lane.settle(kept, now_s) == plain.settle(kept, now_s)
         assert_equal(lane, plain)
     lane.index.check_invariants()
+
+
+def stored(hashes, tokens, parent=None, **fields):
+    """Return the event of a chain, as an engine sends it."""
+    return {
+        "type": "BlockStored",
+        "block_hashes": list(hashes),
+        "parent_block_hash": parent,
+        "token_ids": list(tokens),
+        "block_size": BLOCK_SIZE,
+        "medium": "GPU",
+        **fields,
+    }
+
+
+def removed(*hashes, **fields):
+    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU", **fields}
+
+
+class Pair:
+    """Both ways beside each other; after each message what they left behind is compared."""
+
+    def __init__(self) -> None:
+        self.lane, self.plain = Side(False, "vllm"), Side(True, "vllm")
+        self.sequence = 0
+        self.take([])
+
+    def take(self, *batches) -> int:
+        """Take one message a batch of events; return how often others had a turn."""
+        messages = []
+        for events in batches:
+            messages.append(Message(b"", self.sequence, encode([1.5, events, 0])))
+            self.sequence += 1
+        for _ in self.plain.follower.received_all(messages, 0.0):
+            pass
+        num_turns = sum(1 for _ in self.lane.follower.received_all(messages, 0.0))
+        assert_equal(self.lane, self.plain)
+        return num_turns
+
+    def num_irregular(self) -> int:
+        """Return how many engine hashes the rank keeps account of in Python."""
+        irregular = self.lane.follower._ranks[0]._residency._irregular
+        return sum(map(len, irregular._block_of.values()))
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def test_an_event_of_many_blocks_is_taken_in_slices_and_others_get_a_turn_between(pair, monkeypatch):
+    monkeypatch.setattr("kvist.indexer.engine_lane._MAX_BYTES", 1 << 12)
+    num_blocks = 5000
+    hashes, tokens = range(1, num_blocks + 1), range(num_blocks * BLOCK_SIZE)
+    pair.take([stored([9_000_001], [1, 1])], [stored([9_000_002], [1, 2])])
+    assert pair.take([stored(hashes, tokens)]) > num_blocks // 300
+    assert pair.take([removed(hash_) for hash_ in hashes]) > 10
+    pair.take([stored(hashes, tokens), removed(*hashes[::2]), stored(hashes[:3000], tokens[:6000])])
+    assert pair.num_irregular() == 0
+
+
+def test_what_turns_out_irregular_in_the_middle_of_a_long_event_is_done_once(pair):
+    num_blocks = 1000
+    hashes, tokens = list(range(1, num_blocks + 1)), list(range(num_blocks * BLOCK_SIZE))
+    pair.take([stored([5001], [7, 7])], [stored([5002], [7, 8])], [stored([700], [8, 8])])
+    pair.take([stored(hashes, tokens)])  # the 700th hash is another block's until then
+    pair.take([removed(*hashes[690:710])])
+    pair.take([stored([*hashes[:500], hashes[3], *hashes[501:]], tokens)])
+
+
+def test_two_hashes_of_one_block_hold_it_until_both_are_removed(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [1, 2, 3, 4])], [stored([11, 12], [1, 2, 3, 4])])
+    assert pair.num_irregular() == 4
+    pair.take([removed(1)], [stored([3], [5, 6], parent=12)], [removed(12)], [removed(2)], [removed(11)])
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [removed(1, 2, 3)])
+    assert pair.num_irregular() == 0
+    assert pair.lane.held() == {}
+
+
+def test_a_block_of_an_adapter_is_followed_by_blocks_of_the_same_adapter(pair):
+    pair.take([stored([1], [1, 2], lora_name="sql")], [stored([2], [3, 4], parent=1)], [stored([3], [1, 2])])
+    pair.take([stored([4], [3, 4], parent=3)], [stored([4], [3, 4], parent=3)], [removed(1, 2)], [removed(3)])
+    assert len(pair.lane.held()) == 1
+
+
+def test_blocks_offloaded_by_hash_alone_are_held_in_both_tiers(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [], medium="CPU")], [removed(2)])
+    pair.take([stored([5], [5, 6], parent=2)], [removed(2, medium="CPU")], [stored([6], [6, 6], parent=2)])
+    assert pair.num_irregular() == 0
+
+
+def test_a_block_whose_prefix_another_row_has_is_held_beside_it(pair):
+    (block_hash,) = block_hashes([1, 2], BLOCK_SIZE).tolist()
+    for side in (pair.lane, pair.plain):
+        inverse = side.index._control[layout.INVERSE >> 3] % (1 << 64)
+        multiplier = pow(inverse, -1, 1 << 64)
+        twin = ((block_hash * multiplier % (1 << 64)) ^ 1) * inverse % (1 << 64)
+        side.index.store(WorkerRank("v", 7), Tier.GPU, None, np.array([twin], np.uint64))
+    pair.take([stored([9], [9, 9])], [stored([10], [9, 8])], [stored([1, 2], [1, 2, 3, 4])])
+    assert pair.num_irregular() == 1
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [removed(1)], [stored([3], [3, 4], parent=1)], [stored([1], [1, 2])])
+    pair.take([removed(1, 2)])
+    assert len(pair.lane.held()) == 3
+
+
+def test_an_open_snapshot_does_not_show_what_the_lane_does(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([3], [5, 6])], [stored([4], [5, 7])])
+    held = set(pair.lane.held())
+    snapshot = pair.lane.index.snapshot()
+    events = [stored([10 + n], [n, n]) for n in range(300)] + [removed(1), removed(2)]
+    messages = [Message(b"", pair.sequence, encode([1.5, events, 0]))]
+    for _ in pair.lane.follower.received_all(messages, 0.0):
+        pass
+    assert {block_hash for chunk in snapshot for block_hash in chunk.hashes.tolist()} == held
+
+
+def test_an_index_that_evicts_goes_on_beside_the_lane():
+    index = RadixIndex(seed=1, max_blocks=2000)
+    follower = EngineFollower("w", BLOCK_SIZE, "vllm", index, set(), SourceCounters())
+    rng, sequence = random.Random(1), 0
+    for _ in range(60):
+        messages = []
+        for _ in range(20):
+            first = rng.randrange(20_000)
+            tokens = [token for n in range(8) for token in (first, n)]
+            events = [stored([first * 8 + n for n in range(8)], tokens), removed(rng.randrange(160_000))]
+            messages.append(Message(b"", sequence, encode([1.5, events, 0])))
+            sequence += 1
+        for _ in follower.received_all(messages, 0.0):
+            pass
+        index.sweep()
+    index.check_invariants()
+    assert index.statistics().num_blocks < 3000

@@ -359,7 +359,8 @@ def take_messages(source, buffer, table, num_messages, expected, max_bytes):
     Return DONE, or why it stopped before; a call does about as much work as `max_bytes` of messages are.
     """
     put64(source + BUDGET, max_bytes)
-    put64(source + LIKELY_MAP, 0)
+    for field in (LIKELY_MAP, NUM_BATCHES, NUM_EVENTS, NUM_IGNORED, NUM_SIZED):
+        put64(source + field, 0)
     while get64(source + MESSAGE_IDX) < num_messages:
         message = table + get64(source + MESSAGE_IDX) * 40
         payload, num_bytes = buffer + get64(message + 24), get64(message + 32)
