@@ -67,9 +67,17 @@ class Inbox:
         self._spare = taken
         return taken.block()
 
-    def forget_rest(self) -> None:
-        """Drop what is not split: its connection is gone."""
+    def reset(self) -> None:
+        """Drop what is not split, and room that only a large message needed: the connection is gone."""
         self._filling.end = self._filling.begin
+        if self._filling.capacity > HALF_BYTES:
+            self._filling = Half(HALF_BYTES)
+        if self._spare.capacity > HALF_BYTES:
+            self._spare = Half(HALF_BYTES)
+
+    def close(self) -> None:
+        """Give all memory back; a block that is out keeps its own."""
+        self._filling = self._spare = Half(0)
 
 
 class Half:

@@ -143,7 +143,7 @@ class Link:
             return
         try:
             self._connection.advance()
-            if not self._inbox.is_full:
+            if not (self._inbox.is_full or self._ended.done()):
                 self._space = self._inbox.space()
         except PeerError as error:
             self._leave(error.reason)
@@ -200,6 +200,7 @@ class Link:
         if self._next_read is not None:
             self._next_read.cancel()
         self._sock.close()
+        self._space = memoryview(b"")  # the inbox may outgrow its room, and give it back
 
 
 def _keep_alive(sock: socket.socket) -> None:

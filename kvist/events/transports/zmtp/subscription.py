@@ -78,7 +78,14 @@ class ZmtpSubscription:
         self._connecting.cancel()
         # A task group would wrap an error of the body into a group; it has no part in that error.
         is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
-        await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
+        try:
+            await (
+                self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None)
+            )
+        finally:
+            self._inbox.close()
+            self._connection = self._link = None
+            del self._connecting  # it held this subscription in turn
 
     async def receive(self) -> MessageBlock:
         """Wait for at least one message; return at most `MAX_DRAIN`."""
@@ -121,7 +128,7 @@ class ZmtpSubscription:
         while self._inbox.num_messages:
             self._is_emptied.clear()
             await self._is_emptied.wait()
-        self._inbox.forget_rest()
+        self._inbox.reset()
         self._connection, self._link = None, None
         self._num_past_connects += connection.is_ready
         return connection.is_ready and not link.is_left

@@ -7,6 +7,7 @@ import gc
 import logging
 import random
 import socket
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -173,6 +174,37 @@ async def test_the_memory_of_a_large_message_is_given_back(peer, say):
             writer.write(say.message(Message(b"t", sequence, b"")))
             await receive(subscription)
         assert subscription._inbox.filling.capacity == subscription._inbox._spare.capacity == HALF_BYTES
+
+
+async def test_the_memory_of_a_large_message_is_given_back_when_its_peer_goes_amid_it(peer, say, until):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, bytes(3 << 20)))[:-1])
+        await until(lambda: subscription._inbox.filling.capacity > HALF_BYTES)
+        writer.close()
+        await peer.accept()
+        assert subscription._inbox.filling.capacity == subscription._inbox._spare.capacity == HALF_BYTES
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 1 << 20])
+async def test_leaving_gives_all_memory_back_at_once_but_for_a_block_that_is_out(peer, say, until, num_bytes):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        block = await subscription.receive()
+        writer.write(say.message(Message(b"t", 1, bytes(2 << 20)))[:num_bytes])
+        inbox = subscription._inbox
+        await until(lambda: inbox.filling.end >= min(num_bytes, 1))
+        held = [weakref.ref(half.buffer) for half in (inbox.filling, inbox._spare)]
+        subscription_held = weakref.ref(subscription)
+        gc.disable()
+    try:
+        del subscription
+        assert [buffer() is None for buffer in held] == [True, False]
+        assert list(block) == [Message(b"t", 0, b"x")]
+        del block
+        assert [buffer() is None for buffer in held] == [True, True]
+        assert subscription_held() is None
+    finally:
+        gc.enable()
 
 
 @pytest.fixture
