@@ -1,0 +1,82 @@
+"""Residency on an index against `kvist.publisher.residency`, which keeps all of it in Python."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvist.events import Tier, WorkerRank
+from kvist.indexer.residency import EngineResidency
+from kvist.publisher.residency import NO_SCOPE, Residency, Scope
+from kvist.radix import RadixIndex
+from kvist.radix.compiled import layout
+
+SOURCE, OTHER = WorkerRank("w", 0), WorkerRank("v", 1)
+
+
+def hashes_with_keys(*keys: int) -> list[int]:
+    """Return the block hashes that have these keys in an index of the tests' seed."""
+    index = RadixIndex(seed=1, segment_bits=0)
+    inverse = index._control[layout.INVERSE >> 3]
+    return [key * inverse % (1 << 64) for key in keys]
+
+
+# Two blocks share the prefix that maps go by; the prefix of one says "irregular" in a map, and that of another nothing.
+BLOCKS = hashes_with_keys(5 << 32 | 3, 5 << 32 | 4, 6 << 32, 7 << 62 | 9, 1 << 32 | 1, 77)
+names = st.one_of(st.integers(0, 5), st.just(b"\x07"))
+blocks = st.sampled_from(BLOCKS)
+tiers = st.sampled_from([Tier.GPU, Tier.HOST])
+pairs = st.lists(st.tuples(names, blocks), max_size=4, unique_by=(lambda pair: pair[0], lambda pair: pair[1]))
+steps = st.one_of(
+    st.tuples(st.just("hold"), pairs, tiers, st.sampled_from([NO_SCOPE, NO_SCOPE, NO_SCOPE, Scope("sql", None)])),
+    st.tuples(st.just("release"), st.lists(names, max_size=4), tiers, st.none()),
+    st.tuples(st.just("other"), st.lists(blocks, max_size=2), tiers, st.booleans()),
+    st.tuples(st.just("clear"), st.none(), st.none(), st.none()),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(steps, max_size=25))
+def test_it_holds_and_says_what_the_other_does(history):
+    index = RadixIndex(seed=1, segment_bits=0)
+    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
+    model = Residency()
+    scope_of: dict[int, Scope] = {}
+    for step, items, tier, detail in history:
+        if step == "hold":
+            engine_hashes = [name for name, _ in items]
+            block_hashes = [block for _, block in items]
+            if any(scope_of.setdefault(block, detail) != detail for block in block_hashes):
+                continue  # a scope is part of what a block's hash is made from
+            arguments = (engine_hashes, block_hashes, None, tier, detail)
+            held, expected = residency.hold(*arguments), model.hold(*arguments)
+            assert held.new_idxs == expected.new_idxs
+            assert held.displaced == expected.displaced
+        elif step == "release":
+            assert residency.release(items, tier) == model.release(items, tier)
+        elif step == "other":  # another rank's blocks make no difference
+            if detail:
+                for block in items:
+                    index.store(OTHER, tier, None, np.array([block], np.uint64))
+            else:
+                index.remove(OTHER, tier, np.array(items, np.uint64))
+        else:
+            residency.clear()
+            model.clear()
+        check(residency, model)
+    index.check_invariants()
+    for name in (*range(6), b"\x07"):
+        for tier in (Tier.GPU, Tier.HOST):
+            assert residency.release([name], tier) == model.release([name], tier)
+    assert residency.num_blocks == len(residency.map) == 0
+
+
+def check(residency: EngineResidency, model: Residency) -> None:
+    assert residency.num_blocks == model.num_blocks
+    assert residency.digest == model.digest
+    for name in (*range(6), b"\x07"):
+        assert residency.find(name) == model.find(name)
+    for block in BLOCKS:
+        assert residency.holds(block) == model.holds(block)
+        assert residency.scope(block) == model.scope(block)
