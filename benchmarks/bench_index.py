@@ -1,11 +1,12 @@
 """How fast, how small and how even is the index, beside the RadixTree of ai-dynamo-runtime in the same run?
 
-Bounds: a hot match by instructions per block and by the call from Python, a cold one by memory latency; applying by the
-encoding of events when they are short, by cache misses, page faults and growth when they are long; memory by buckets of
-five rows in 104 bytes, at loads from 0.66 to 0.875. The peer is compiled Rust, called as its Python API has it: a list
-of ints to match, one event as JSON bytes to apply. Its scores can only be read as a dict, so a match is timed with its
-answer read on both sides (ours: the arrays a policy reads), and once more without. Repetitions alternate; CPU time
-counts the peer's own thread too, and does not depend on what else the machine runs.
+Bounds: a hot match by instructions per block and by the call from Python, a cold one by how many cache misses the
+processor has under way at once; applying by the encoding of events when they are short, by cache misses, page faults
+and growth when they are long; memory by buckets of five rows in 84 bytes, at most 0.81 full. The peer is compiled Rust,
+called as its Python API has it: a list of ints to match, one event as JSON bytes to apply. Its scores can only be read
+as a dict, so a match is timed with its answer read on both sides (ours: the arrays a policy reads), and once more
+without; answers are checked to be equal. Repetitions alternate; CPU time counts the peer's own thread too, and does not
+depend on what else the machine runs.
 
     python benchmarks/bench_index.py [--quick] [--save]
 """
@@ -15,120 +16,116 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
 import numpy as np
-from _common import best_and_spread, report, table, time_call_us
+from _common import report, table
+from _index_loads import (
+    COMPARISON,
+    NUM_WORKERS,
+    QUERY_BLOCKS,
+    RANKS,
+    Both,
+    Row,
+    Step,
+    compare,
+    hashes_of,
+    peer_event,
+    removal_heavy,
+    row_of,
+    run_steps,
+    shared_prefixes,
+)
+from _plot import svg_lines
 from dynamo.llm import RadixTree
 
-from kvist.events import Removed, Stored, Tier, WorkerRank
+from kvist.events import Removed, Stored, Tier
 from kvist.radix import RadixIndex
 
-RANKS = [WorkerRank(f"w{worker}", 0) for worker in range(4096)]
-NUM_WORKERS, QUERY_BLOCKS = 256, 1000
-Row = list[object]
-
-
-def hashes_of(rng: np.random.Generator, *shape: int) -> Any:
-    """Return block hashes; below 2**63, because the peer's JSON takes no more."""
-    return rng.integers(1, 2**63, shape, dtype=np.uint64)
-
-
-def peer_event(parent: int | None, hashes: list[int]) -> bytes:
-    """Return a stored event as the peer takes it, with one number for both of its hashes of a block."""
-    blocks = [{"block_hash": block, "tokens_hash": block} for block in hashes]
-    return json.dumps({"event_id": 0, "data": {"stored": {"parent_hash": parent, "blocks": blocks}}}).encode()
-
-
-def compare(name: str, ours: Callable[[], object], peers: Callable[[], object], num_calls: int, num_reps: int) -> Row:
-    """Return a row: the best of either side on the wall and of CPU, and the CPU ratio of alternating repetitions."""
-    pairs = [(time_call_us(ours, num_calls), time_call_us(peers, num_calls)) for _ in range(num_reps)]
-    return row_of(name, pairs)
-
-
-def row_of(name: str, pairs: list[tuple[tuple[float, float], tuple[float, float]]]) -> Row:
-    """Return a row from the (wall, CPU) times of both sides in each repetition."""
-    low, middle, high = best_and_spread(theirs[1] / own[1] for own, theirs in pairs)
-    own_wall, own_cpu = (min(own[i] for own, _ in pairs) for i in range(2))
-    peer_wall, peer_cpu = (min(theirs[i] for _, theirs in pairs) for i in range(2))
-    return [
-        name,
-        f"{own_wall:.3g}",
-        f"{own_cpu:.3g}",
-        f"{peer_wall:.3g}",
-        f"{peer_cpu:.3g}",
-        f"{peer_wall / own_wall:.1f}x",
-        f"{middle:.1f}x ({low:.1f}-{high:.1f})",
-    ]
+Loads = Callable[[int, np.random.Generator], Iterator[Step]]
+STEPS: dict[str, Loads] = {
+    "removals: full caches, chains of 32 in and out, 64 workers": removal_heavy,
+    "shared prefixes: 10 of 200 blocks, chats, 128 workers": shared_prefixes,
+}
+SCALES = (1, 4, 16)
 
 
 def bench_match(quick: bool) -> list[Row]:
     """Match 1,000 blocks: hot, held by 256 workers, and cold, in a table that no cache holds."""
-    rng = np.random.default_rng(1)
-    num_chains = 400 if quick else 4000
-    index, tree = RadixIndex(), RadixTree()
-    same, stairs, chains = (
-        hashes_of(rng, *shape) for shape in ((QUERY_BLOCKS,), (QUERY_BLOCKS,), (num_chains, QUERY_BLOCKS))
-    )
+    rng, both = np.random.default_rng(1), Both()
+    num_chains = 400 if quick else 10_000
+    same, stairs = hashes_of(rng, 2, QUERY_BLOCKS)
+    chains = hashes_of(rng, num_chains, QUERY_BLOCKS)
     depths = (rng.permutation(NUM_WORKERS) + 1) * (QUERY_BLOCKS // NUM_WORKERS)
     for worker in range(NUM_WORKERS):
-        for chain in (same, stairs[: depths[worker]]):
-            index.store(RANKS[worker], Tier.GPU, None, chain)
-            tree.apply_event(worker, peer_event(None, chain.tolist()))
-    for first in range(0, num_chains, 100):  # a hundred chains grow side by side, eight blocks at a time
-        for block in range(0, QUERY_BLOCKS, 8):
-            for number, chain in enumerate(chains[first : first + 100], first):
-                parent, part = int(chain[block - 1]) if block else None, chain[block : block + 8]
-                event = peer_event(parent, part.tolist())
-                for worker in (number % NUM_WORKERS, (number * 7 + 1) % NUM_WORKERS):
-                    index.store(RANKS[worker], Tier.GPU, parent, part)
-                    tree.apply_event(worker, event)
-
-    def ours(query: Any) -> Callable[[], object]:
-        def call() -> object:
-            match = index.match(query)
-            return match.holder_ids, match.depths
-
-        return call
-
-    def peers(query: Any) -> Callable[[], object]:
-        as_list = query.tolist()
-        return lambda: tree.find_matches(as_list).scores
-
+        both.store([worker], None, same)
+        both.store([worker], None, stairs[: depths[worker]])
+    both.grow_chains(chains, lambda number: [number % NUM_WORKERS, (number * 7 + 1) % NUM_WORKERS])
     num_reps = 5 if quick else 9
-    same_list, stairs_list = same.tolist(), stairs.tolist()
-    order = random.Random(1).sample(range(num_chains), num_chains)
-    lists = [chain.tolist() for chain in chains]
-    mine, theirs = iter(order * 2), iter(order * 2)
-    per_rep = num_chains // num_reps
+    cold = f"cold, {num_chains * QUERY_BLOCKS:,} blocks in events of 8, 2 workers a chain, answer read"
     return [
-        compare("hot, 256 workers, one depth, answer read", ours(same), peers(same), 200, num_reps),
-        compare("hot, 256 workers, 250 depths, answer read", ours(stairs), peers(stairs), 200, num_reps),
-        compare(
-            "hot, one depth, call only", lambda: index.match(same), lambda: tree.find_matches(same_list), 200, num_reps
-        ),
-        compare(
-            "hot, 250 depths, call only",
-            lambda: index.match(stairs),
-            lambda: tree.find_matches(stairs_list),
-            200,
-            num_reps,
-        ),
-        compare(
-            f"cold, {num_chains * QUERY_BLOCKS:,} blocks in events of 8, 2 workers a chain, answer read",
-            lambda: ours(chains[next(mine)])(),
-            lambda: tree.find_matches(lists[next(theirs)]).scores,
-            per_rep,
-            num_reps,
-        ),
+        both.compare("hot, 256 workers, one depth, answer read", [same], 200, num_reps),
+        both.compare("hot, 256 workers, 250 depths, answer read", [stairs], 200, num_reps),
+        both.compare("hot, one depth, call only", [same], 200, num_reps, is_read=False),
+        both.compare("hot, 250 depths, call only", [stairs], 200, num_reps, is_read=False),
+        both.compare(cold, chains[rng.permutation(num_chains)], min(500, num_chains // num_reps), num_reps),
     ]
+
+
+def bench_steps(quick: bool) -> list[Row]:
+    """Apply a message, then match, in loads that change what is asked for."""
+    rows = []
+    for name, load in STEPS.items():
+        steps = list(load(1_000 if quick else 6_000, np.random.default_rng(1)))
+        rows.append(row_of(name, [run_steps(steps, 200) for _ in range(3 if quick else 5)]))
+    return rows
+
+
+def bench_growth(quick: bool) -> list[Row]:
+    """Match in an index of 1, 4 and 16 times the blocks and workers, and tell it of more."""
+    rows: list[Row] = []
+    base = 20_000 if quick else 100_000
+    for scale in SCALES:
+        rng, both, num_workers = np.random.default_rng(scale), Both(), 64 * scale
+        shared, chains = hashes_of(rng, QUERY_BLOCKS), hashes_of(rng, base * scale // 200, 200)
+        for worker in range(num_workers):
+            both.store([worker], None, shared[: int(rng.integers(1, QUERY_BLOCKS))])
+        holders = rng.integers(0, num_workers, (len(chains), 2)).tolist()
+        both.grow_chains(chains, holders.__getitem__)
+        size = f"{base * scale:,} blocks, {num_workers:,} workers"
+        queries, num_reps = chains[rng.permutation(len(chains))], 5
+        own_events = iter([[Stored(each.tobytes())] for each in hashes_of(rng, num_reps * 200, 8)])
+        peer_events = iter([peer_event(None, each) for each in hashes_of(rng, num_reps * 200, 8).tolist()])
+        apply = partial(_call_next, partial(both.index.apply, RANKS[0]), own_events)
+        peer_apply = partial(_call_next, partial(both.tree.apply_event, 0), peer_events)
+        rows += [
+            both.compare(f"{size}: match, shared prefix of 1,000", [shared], 100, num_reps),
+            both.compare(f"{size}: match, chain of 200", queries, min(200, len(queries)), num_reps),
+            compare(f"{size}: apply, 8 blocks", apply, peer_apply, 200, num_reps),
+        ]
+    return rows
+
+
+def _call_next(function: Callable[[Any], object], arguments: Iterator[Any]) -> object:
+    return function(next(arguments))
+
+
+def plot_growth(rows: list[Row], path: Path) -> None:
+    """Draw the CPU times of matches over the scale, both sides."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for number, row in enumerate(rows):
+        what = str(row[0]).partition(": ")[2]
+        for side, column in (("kvist", 2), ("RadixTree", 4)):
+            points = series.setdefault(f"{side}: {what}", [])
+            points.append((SCALES[number // (len(rows) // len(SCALES))], float(str(row[column]))))
+    svg_lines(path, "Growth", "times the blocks and the workers", "µs of CPU a call", series, log_x=True, log_y=True)
 
 
 def timed_loop(function: Callable[..., object], *columns: Any) -> tuple[float, float]:
@@ -299,21 +296,14 @@ def bench_pauses(quick: bool) -> list[Row]:
     return rows
 
 
-COMPARISON = [
-    "case",
-    "kvist, wall",
-    "kvist, CPU",
-    "RadixTree, wall",
-    "RadixTree, CPU",
-    "wall, best to best",
-    "CPU, median (range)",
-]
 SECTIONS: dict[str, tuple[str, list[str], Callable[[bool], list[Row]]]] = {
     "match": (
         "Match of 1,000 blocks, µs a call",
         COMPARISON,
         bench_match,
     ),
+    "steps": ("A message applied, then a match of its conversation or another, µs for both", COMPARISON, bench_steps),
+    "growth": ("Growth, µs a call", COMPARISON, bench_growth),
     "apply": (
         "Stored events of new blocks, ns a block",
         COMPARISON,
@@ -359,6 +349,8 @@ def main() -> None:
     results = {name: in_process(name, options.quick) for name in SECTIONS}
     parts = [f"## {title}\n\n{table(headers, results[name])}" for name, (title, headers, _) in SECTIONS.items()]
     facts = {"is_quick": options.quick, "wall_s": round(perf_counter() - start), "rows": results}
+    if options.save:
+        plot_growth(results["growth"], Path(__file__).parent / "results" / "bench_index_growth.svg")
     packages = ("numpy", "numba", "ai-dynamo-runtime")
     report("bench_index", "\n\n".join(["# The index", *parts]), facts, packages, options.save)
 
