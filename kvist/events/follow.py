@@ -1,4 +1,4 @@
-"""Following one subscription: the asyncio shell around a `Follower`, which decides and does no I/O."""
+"""Following subscriptions: the asyncio shell around `Follower`s, which decide and do no I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from kvist.events.transports import Message, Subscription
 
 TICK_S = 0.2
-"""The longest a follower goes without being looked at: questions fall due and idleness shows without a message."""
+"""How often those who wait for a message are looked at: questions fall due and peers connect without one."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
 SLICE_S = 0.002
@@ -41,10 +41,43 @@ class Follower(Protocol):
         """Take note that a peer connected; what comes next may be another process's."""
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return what to ask now; called at least every `TICK_S`."""
+        """Return what to ask now, the same until `answered` or something else happens; called every `TICK_S`."""
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, None for silence; yields between pieces of work, wherever others may have a turn."""
+
+
+class Ticker:
+    """Wakes who waits for a message when there is something else to do: one timer, however many wait.
+
+    A stream with nothing to say costs about a microsecond a tick.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[asyncio.Timeout, Callable[[], bool]] = {}
+
+    async def run(self) -> None:
+        """Look at everyone every `TICK_S` until cancelled."""
+        turn = _Turn()
+        while True:
+            await asyncio.sleep(TICK_S)
+            for wait, is_due in tuple(self._waiting.items()):
+                if wait in self._waiting and is_due():
+                    del self._waiting[wait]
+                    wait.reschedule(0.0)
+                await turn.pass_on()
+
+    async def receive(self, subscription: Subscription, is_due: Callable[[], bool]) -> Sequence[Message]:
+        """Wait for messages, and no longer than until a tick finds `is_due`; then return none."""
+        wait = asyncio.timeout(None)
+        self._waiting[wait] = is_due
+        try:
+            async with wait:
+                return await subscription.receive()
+        except TimeoutError:
+            return ()
+        finally:
+            self._waiting.pop(wait, None)
 
 
 async def follow(
@@ -52,16 +85,21 @@ async def follow(
     follower: Follower,
     *,
     clock: Callable[[], float],
+    ticker: Ticker,
     replay_gate: AbstractAsyncContextManager[object],
     num_connects: int = 0,
 ) -> None:
     """Feed the follower and ask its questions until cancelled; `replay_gate` is entered around each question.
 
-    The first `num_connects` connections are no news to the follower.
+    The first `num_connects` connections are no news to the follower. Whoever owns the ticker runs it.
     """
     turn = _Turn()
+
+    def is_due() -> bool:
+        return subscription.num_connects > num_connects or bool(follower.questions(clock()))
+
     while True:
-        messages = await _receive(subscription)
+        messages = await ticker.receive(subscription, is_due)
         if subscription.num_connects > num_connects:
             num_connects = subscription.num_connects
             follower.reconnected(clock())
@@ -74,14 +112,6 @@ async def follow(
                 answer = await subscription.replay(question.topic, question.start_sequence, REPLAY_TIMEOUT_S)
             for _ in follower.answered(question, answer, clock()):
                 await turn.pass_on()
-
-
-async def _receive(subscription: Subscription) -> Sequence[Message]:
-    try:
-        async with asyncio.timeout(TICK_S):
-            return await subscription.receive()
-    except TimeoutError:
-        return ()
 
 
 class _Turn:

@@ -12,7 +12,7 @@ from typing import Self
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.events.follow import follow
+from kvist.events.follow import Ticker, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
 from kvist.indexer.progress import Progress
@@ -48,7 +48,8 @@ class Indexer:
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
         self._resyncing: set[WorkerRank] = set()
-        self._sweeper: asyncio.Task[None] | None = None
+        self._housekeeping: list[asyncio.Task[None]] = []
+        self._ticker = Ticker()
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
         self._released = asyncio.Event()
         if not is_held:
@@ -57,18 +58,21 @@ class Indexer:
     async def __aenter__(self) -> Self:
         """Start housekeeping; sources can be added from here on."""
         await self._tasks.__aenter__()
-        self._sweeper = self._tasks.create_task(self._sweep(), name="kvist-sweep")
+        self._housekeeping = [
+            self._tasks.create_task(self._sweep(), name="kvist-sweep"),
+            self._tasks.create_task(self._ticker.run(), name="kvist-ticker"),
+        ]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop following; the index keeps what it has."""
+        for task in self._housekeeping:
+            task.cancel()
         for sources in self._sources.values():
             for _, task in sources:
                 task.cancel()
-        if self._sweeper is not None:
-            self._sweeper.cancel()
         # A task group would wrap an error of the body into a group; it has no part in that error.
         is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
         await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
@@ -113,7 +117,7 @@ class Indexer:
     def resume(self, worker: str, progress: Progress) -> None:
         """Go on with a worker's one stream from where another indexer was, whose blocks the index has."""
         ((source, _),) = self._sources[worker]
-        source.resume(progress, self._clock())
+        source.resume(progress)
 
     def release(self) -> None:
         """Begin to read the streams."""
@@ -148,6 +152,7 @@ class Indexer:
                     subscription,
                     source,
                     clock=self._clock,
+                    ticker=self._ticker,
                     replay_gate=self._replay_gate,
                     num_connects=source.num_known_connects,
                 )

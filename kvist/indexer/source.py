@@ -57,13 +57,11 @@ class Source:
         """Return what to ask now."""
         if self._follower is not None:
             return self._follower.questions(now_s)
-        if self._must_probe:
-            self._must_probe = False
-            return [Question(None, 0)]
-        return []
+        return [Question(None, 0)] if self._must_probe else []
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; that to the first question may decide what the source speaks."""
+        self._must_probe = False
         if self._follower is None:
             if not messages:
                 return
@@ -78,7 +76,7 @@ class Source:
         """Return how far the stream was followed, None if nothing of it can be trusted."""
         return None if self._follower is None else self._follower.progress()
 
-    def resume(self, progress: Progress, now_s: float) -> None:
+    def resume(self, progress: Progress) -> None:
         """Go on from where another source was; to be called before anything else."""
         shared = (self._index, self._resyncing, self._counters)
         if isinstance(progress, CanonicalProgress):

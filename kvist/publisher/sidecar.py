@@ -12,7 +12,7 @@ from typing import Self
 
 from kvist.events import EngineCleared, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
-from kvist.events.follow import follow
+from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint, open_publication, open_subscription
 from kvist.events.windows import KnownWindow
 from kvist.publisher.engine_feed import EngineFeed
@@ -69,6 +69,7 @@ class Sidecar:
         self._limits = limits
         self._publication = open_publication(to)
         self._publisher: KvEventPublisher | None = None
+        self._ticker = Ticker()
         self._feeds = [(endpoint, _Feed(endpoint, self)) for endpoint in engine_endpoints]
         if block_size is not None:
             self._start_publisher(block_size)
@@ -85,7 +86,8 @@ class Sidecar:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                followers = [
+                followers = [tasks.create_task(self._ticker.run(), name="kvist-sidecar-ticker")]
+                followers += [
                     tasks.create_task(self._follow(endpoint, feed), name=f"kvist-sidecar-{endpoint.address}")
                     for endpoint, feed in self._feeds
                 ]
@@ -148,7 +150,9 @@ class Sidecar:
 
     async def _follow(self, endpoint: Endpoint, feed: _Feed) -> None:
         async with open_subscription(endpoint) as subscription:
-            await follow(subscription, feed.feed, clock=time.monotonic, replay_gate=asyncio.Semaphore())
+            await follow(
+                subscription, feed.feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore()
+            )
 
 
 class _Feed:

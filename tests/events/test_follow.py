@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvist.events.follow import Question, follow
+from kvist.events.follow import Question, Ticker, follow
 from kvist.events.transports import Message
 
 
@@ -16,12 +16,14 @@ class FakeSubscription:
 
     def __init__(self) -> None:
         self.num_connects = 0
+        self.num_receives = 0
         self.inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.asked: list[tuple[bytes | None, int]] = []
         self.answer: list[Message] | None = None
         self.may_answer = asyncio.Event()
 
     async def receive(self) -> list[Message]:
+        self.num_receives += 1
         return await self.inbox.get()
 
     async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
@@ -36,6 +38,7 @@ class Recorder:
     def __init__(self) -> None:
         self.log: list[object] = []
         self.due: list[Question] = []
+        self.num_looks = 0
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         for message in messages:
@@ -46,10 +49,11 @@ class Recorder:
         self.log.append("connected")
 
     def questions(self, now_s: float) -> list[Question]:
-        due, self.due = self.due, []
-        return due
+        self.num_looks += 1
+        return self.due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+        self.due = [each for each in self.due if each != question]
         for message in messages or ():
             yield
             self.log.append(f"replayed {message.sequence}")
@@ -61,15 +65,30 @@ def message(sequence: int) -> Message:
 
 
 @pytest.fixture
-async def followed(monkeypatch):
+async def start_following(monkeypatch):
+    """Return a function that follows a subscription until the test ends, or its result is cancelled; ticks are fast."""
+    monkeypatch.setattr("kvist.events.follow.TICK_S", 0.001)
+    ticker, gate = Ticker(), asyncio.Semaphore()
+    tasks = [asyncio.create_task(ticker.run())]
+
+    def start(subscription, recorder, replay_gate=gate):
+        following = follow(subscription, recorder, clock=lambda: 7.0, ticker=ticker, replay_gate=replay_gate)
+        tasks.append(asyncio.create_task(following))
+        return tasks[-1]
+
+    yield start
+    for task in tasks:
+        task.cancel()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [result for result in results if not isinstance(result, asyncio.CancelledError)] == []
+
+
+@pytest.fixture
+async def followed(start_following):
     """Return a subscription and its follower, followed until the test ends."""
-    monkeypatch.setattr("kvist.events.follow.TICK_S", 0.01)
     subscription, recorder = FakeSubscription(), Recorder()
-    task = asyncio.create_task(follow(subscription, recorder, clock=lambda: 7.0, replay_gate=asyncio.Semaphore()))
-    yield subscription, recorder
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    start_following(subscription, recorder)
+    return subscription, recorder
 
 
 async def test_messages_arrive_in_order_with_the_time(followed, until):
@@ -108,31 +127,26 @@ async def test_silence_is_an_answer_too(followed, until):
     await until(lambda: recorder.log == ["answered 0"])
 
 
-async def test_the_gate_limits_the_questions_asked_at_once(until, monkeypatch):
-    monkeypatch.setattr("kvist.events.follow.TICK_S", 0.01)
+async def test_the_gate_limits_the_questions_asked_at_once(start_following, until):
     gate = asyncio.Semaphore(1)
     pairs = [(FakeSubscription(), Recorder()) for _ in range(2)]
-    tasks = []
     for subscription, recorder in pairs:
         recorder.due = [Question(None, 0)]
-        tasks.append(asyncio.create_task(follow(subscription, recorder, clock=lambda: 0.0, replay_gate=gate)))
+        start_following(subscription, recorder, gate)
     first, second = (subscription for subscription, _ in pairs)
     await until(lambda: first.asked and gate.locked())
     assert second.asked == []
     first.may_answer.set()
     second.may_answer.set()
     await until(lambda: second.asked and pairs[1][1].log == ["answered 0"])
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_cancelling_amid_a_replay_leaves_the_gate_open(until):
+async def test_cancelling_amid_a_replay_leaves_the_gate_open(start_following, until):
     gate = asyncio.Semaphore(1)
     subscription, recorder = FakeSubscription(), Recorder()
     recorder.due = [Question(None, 0)]
     subscription.inbox.put_nowait([message(0)])
-    task = asyncio.create_task(follow(subscription, recorder, clock=lambda: 0.0, replay_gate=gate))
+    task = start_following(subscription, recorder, gate)
     await until(lambda: subscription.asked)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -140,7 +154,52 @@ async def test_cancelling_amid_a_replay_leaves_the_gate_open(until):
     assert not gate.locked()
 
 
-async def test_a_source_that_is_never_waited_for_gives_others_a_turn(monkeypatch):
+async def test_a_stream_with_nothing_to_say_is_looked_at_and_left_asleep(followed, until):
+    subscription, recorder = followed
+    await until(lambda: recorder.num_looks > 5)
+    assert subscription.num_receives == 1
+
+
+async def test_one_stream_is_woken_while_others_sleep(start_following, until):
+    pairs = [(FakeSubscription(), Recorder()) for _ in range(3)]
+    for subscription, recorder in pairs:
+        subscription.may_answer.set()
+        start_following(subscription, recorder)
+    await until(lambda: all(recorder.num_looks for _, recorder in pairs))
+    pairs[1][1].due = [Question(None, 0)]
+    await until(lambda: pairs[1][1].log == ["answered 0"])
+    assert [subscription.num_receives for subscription, _ in pairs] == [1, 2, 1]
+
+
+async def test_a_message_that_comes_as_its_stream_is_woken_is_not_lost(followed, until):
+    """Whichever comes first, in whatever order: all messages arrive, and each question is answered."""
+    subscription, recorder = followed
+    subscription.may_answer.set()
+    for number in range(50):
+        await until(lambda looks=recorder.num_looks: recorder.num_looks > looks)
+        recorder.due = [Question(None, 0)]
+        subscription.inbox.put_nowait([message(number)])
+        for _ in range(number % 5):
+            await asyncio.sleep(0)
+        await until(lambda: recorder.due == [])
+    await until(lambda: len(recorder.log) == 100)
+    assert [entry[0] for entry in recorder.log if isinstance(entry, tuple)] == list(range(50))
+
+
+async def test_a_stream_that_ends_is_looked_at_no_more(start_following, until):
+    subscription, recorder = FakeSubscription(), Recorder()
+    other = Recorder()
+    start_following(FakeSubscription(), other)
+    task = start_following(subscription, recorder)
+    await until(lambda: recorder.num_looks > 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    num_looks = recorder.num_looks
+    await until(lambda looks=other.num_looks: other.num_looks > looks + 2)
+    assert recorder.num_looks == num_looks
+
+
+async def test_a_source_that_is_never_waited_for_gives_others_a_turn(start_following, monkeypatch):
     """A follower that takes all at once and a subscription that always has more: yet other tasks run."""
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
 
@@ -154,7 +213,7 @@ async def test_a_source_that_is_never_waited_for_gives_others_a_turn(monkeypatch
             return iter(())
 
     recorder = Greedy()
-    task = asyncio.create_task(follow(Endless(), recorder, clock=lambda: 0.0, replay_gate=asyncio.Semaphore()))
+    task = start_following(Endless(), recorder)
     for num_receives in range(1, 10):
         await asyncio.sleep(0)
         assert len(recorder.log) == num_receives
@@ -162,17 +221,14 @@ async def test_a_source_that_is_never_waited_for_gives_others_a_turn(monkeypatch
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_a_long_drain_gives_others_a_turn(monkeypatch):
+async def test_a_long_drain_gives_others_a_turn(start_following, monkeypatch):
     """With slices of no length every message ends one: another task runs between any two."""
     monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
     subscription, recorder = FakeSubscription(), Recorder()
     subscription.inbox.put_nowait([message(sequence) for sequence in range(100)])
-    gate = asyncio.Semaphore()
-    task = asyncio.create_task(follow(subscription, recorder, clock=lambda: 0.0, replay_gate=gate))
+    start_following(subscription, recorder)
     seen = []
     while len(recorder.log) < 100:
         await asyncio.sleep(0)
         seen.append(len(recorder.log))
     assert len(set(seen)) >= 100
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
