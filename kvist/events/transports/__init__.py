@@ -1,8 +1,14 @@
 """Transports behind one Protocol; `base` holds the delivery contract, `endpoint` the URLs that choose a transport."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from kvist.events.transports.base import Message, Publication, ReplaySource, Subscription
-from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint, open_publication, open_subscription
+
+if TYPE_CHECKING:
+    from kvist.events.transports.block import MessageBlock
 
 __all__ = [
     "Endpoint",
@@ -14,3 +20,12 @@ __all__ = [
     "open_publication",
     "open_subscription",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs numpy only for who asks for it: configurations name endpoints, and nothing else here."""
+    if name != "MessageBlock":
+        raise AttributeError(name)
+    from kvist.events.transports.block import MessageBlock
+
+    return MessageBlock

@@ -1,0 +1,108 @@
+"""`kvist index` from the outside: flags and file, the ready line, the end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvist.cli import index, main
+from kvist.indexer.service import IndexConfig
+from kvist.indexer.service.config import Worker
+
+WORKERS = "1=tcp://127.0.0.1:5557,1:1=tcp://127.0.0.1:5558?engine=sglang&replay_port=9"
+
+
+def config(*argv: str) -> IndexConfig:
+    parser = argparse.ArgumentParser()
+    index.add_arguments(parser)
+    return index.make_config(parser.parse_args(argv))
+
+
+def test_without_arguments_the_defaults_hold() -> None:
+    assert config() == IndexConfig()
+    assert (IndexConfig().host, IndexConfig().port, IndexConfig().model_name) == ("127.0.0.1", 8090, "default")
+
+
+def test_flags_are_read_in_their_keys_types() -> None:
+    read = config(
+        *("--workers", WORKERS, "--block-size", "16", "--port", "0", "--model-name", "m", "--max-blocks", "1000"),
+        *("--peers", "http://a:8090, http://b:8091/", "--allow-endpoints", "10.0.0.0/8", "--no-replay"),
+    )
+    assert read.parsed_workers() == [
+        Worker(1, 0, "tcp://127.0.0.1:5557"),
+        Worker(1, 1, "tcp://127.0.0.1:5558?engine=sglang&replay_port=9"),
+    ]
+    assert (read.block_size, read.port, read.model_name, read.max_blocks) == (16, 0, "m", 1000)
+    assert (read.peers, read.allow_endpoints) == (("http://a:8090", "http://b:8091/"), ("10.0.0.0/8",))
+    assert not read.replay
+    assert config("--replay").replay
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "index.toml"
+    path.write_text('port = 1\nblock_size = 8\nworkers = ["3=tcp://h:1"]\nreplay = false\n')
+    read = config("--config", str(path), "--port", "2")
+    assert (read.port, read.block_size, read.workers, read.replay) == (2, 8, ("3=tcp://h:1",), False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--workers", "x=tcp://h:1", "--block-size", "4"], "workers: got 'x=tcp://h:1', expected id[:rank]=endpoint"),
+        (["--workers", "1:x=tcp://h:1", "--block-size", "4"], "workers: got '1:x=tcp://h:1', expected id[:rank]="),
+        (["--workers", f"{1 << 64}=tcp://h:1", "--block-size", "4"], "id and rank in digits"),
+        (["--workers", "1=h:1", "--block-size", "4"], "expected id[:rank]=endpoint (endpoint: got 'h:1'"),
+        (["--workers", "1=tcp://h:1,1:0=tcp://h:2", "--block-size", "4"], "expected each id and rank once"),
+        (["--workers", "1=tcp://h:1"], "block_size: got None, expected the workers' tokens per block"),
+        (["--block-size", "0"], "block_size: got '0', expected int >= 1"),
+        (["--port", "70000"], "port: got '70000', expected int <= 65535"),
+        (["--max-blocks", "x"], "max_blocks: got 'x', expected int"),
+        (["--peers", "a:8090"], "peers: got 'a:8090', expected http://host[:port]"),
+        (["--peers", "http://a:8090/dump"], "peers: got 'http://a:8090/dump', expected http://host[:port]"),
+        (["--allow-endpoints", "10.0.0.0/33"], "allow_endpoints: got '10.0.0.0/33', expected a network as CIDR"),
+        (["--admin-key", ""], "admin_key: got '', expected str of length >= 1"),
+    ],
+)
+def test_a_wrong_flag_ends_with_code_2_and_its_name(capsys, argv: list[str], message: str) -> None:
+    assert main(["index", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "kvist", "index", "--port", "0", "--workers", WORKERS, "--block-size", "16"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        yield running
+        running.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_0(process, number: int) -> None:
+    line = process.stdout.readline()
+    ready = re.fullmatch(r"kvist index: listening on (http://127\.0\.0\.1:\d+) streams=2 start_s=\d+\.\d\d\n", line)
+    assert ready, line
+    with urllib.request.urlopen(ready[1] + "/workers", timeout=5) as answer:
+        assert [worker["instance_id"] for worker in json.load(answer)] == [1]
+    os.kill(process.pid, number)
+    assert process.wait(timeout=10) == 0
+
+
+def test_a_port_in_use_is_a_clear_error(capsys) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main(["index", "--port", str(port)]) == 1
+    assert f"{port}" in (error := capsys.readouterr().err)
+    assert "address already in use" in error
