@@ -31,8 +31,7 @@ from xxhash import xxh3_64_intdigest
 
 T = TypeVar("T")
 
-_NO_SEQUENCE = (1 << 64) - 1
-"""What stands where no message is remembered: no engine gets that far."""
+_NO_SEQUENCE = (1 << 64) - 1  # where no message is remembered: no engine gets that far
 
 
 class SourceState(StrEnum):
@@ -365,6 +364,20 @@ class RestartDetector:
             self._restart()
         self._remember(sequence, fingerprint)
         return self.epoch
+
+    def remembered(self) -> list[tuple[int, int]]:
+        """Return sequence and fingerprint of what is remembered, oldest first."""
+        return sorted(
+            (sequence, fingerprint)
+            for sequence, fingerprint in zip(self.sequences.tolist(), self.fingerprints.tolist(), strict=True)
+            if sequence != _NO_SEQUENCE
+        )
+
+    def resume(self, remembered: Iterable[tuple[int, int]], last_sequence: int) -> None:
+        """Remember what another detector did, whose last message was this one."""
+        for sequence, fingerprint in remembered:
+            self._remember(sequence, fingerprint)
+        self.last_sequence = last_sequence
 
     def advanced(self, last_sequence: int) -> None:
         """Take note that the messages up to this one, each later than all before, were applied and remembered."""

@@ -13,12 +13,14 @@ from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, MessageBlock
+from kvist.indexer.progress import EngineProgress, EngineRankProgress
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.stream import RankStream
 
 if TYPE_CHECKING:
+    from kvist.indexer.engine_map import Names
     from kvist.indexer.engine_lane import EngineLane, Taken
 
 
@@ -72,9 +74,39 @@ class EngineFollower:
         is_resyncing = not self._resyncing.isdisjoint(self._sources())
         return dict.fromkeys(self._ranks, SourceState.RESYNCING if is_resyncing else self._feed.session.state)
 
-    def progress(self) -> None:
-        """Say nothing: what the engine's hashes name is not known elsewhere."""
-        return
+    def progress(self) -> EngineProgress | None:
+        """Return how far the stream was followed, None if it cannot be trusted or is not kept by compiled code."""
+        session, restarts = self._feed.session, self._feed.restarts
+        if self._lane is None or session.state is SourceState.RESYNCING or session.epoch is None:
+            return None
+        ranks = self._lane.ranks
+        is_complete = session.state is SourceState.LIVE and not any(rank.residency.has_irregular for rank in ranks.values())
+        return EngineProgress(
+            session.expected_sequence,
+            is_complete,
+            tuple(restarts.remembered()),
+            tuple(EngineRankProgress(number, rank.filter.state) for number, rank in ranks.items()),
+        )
+
+    def resume(self, progress: EngineProgress, now_s: float) -> None:
+        """Go on from where another follower was, whose blocks the index gets; to be called before anything else."""
+        self._feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
+        assert self._lane is not None
+        for each in progress.ranks:
+            self._rank(each.rank)
+            self._lane.ranks[each.rank].filter.resume(each.filter)
+        self._note_state()
+
+    def names(self) -> Iterator[tuple[int, Names]]:
+        """Yield, by rank, what the engine's hashes name in the index, some at a time."""
+        for number, rank in [*self._lane.ranks.items()] if self._lane is not None else ():
+            for names in rank.residency.names():
+                yield number, names
+
+    def resume_names(self, rank: int, names: Names) -> None:
+        """Account for blocks of a rank that the index has now."""
+        assert self._lane is not None
+        self._lane.ranks[rank].residency.resume(names)
 
     def received(self, message: Message, now_s: float) -> None:
         """Take one live message."""
@@ -111,7 +143,9 @@ class EngineFollower:
         self._note_state()
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return the question that is due, if any."""
+        """Return the question that is due, if any; and tidy up, since this is asked all the time."""
+        if self._lane is not None:
+            self._lane.tidy()
         return self._feed.questions(now_s)
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:

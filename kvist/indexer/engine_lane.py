@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from kvist.events import Event, WorkerRank
@@ -78,6 +78,11 @@ class EngineLane:
         self._make_room(_SCRATCH_BYTES)
         self._note_fingerprints(None)
 
+    @property
+    def ranks(self) -> Mapping[int, EngineRank]:
+        """Return each rank so far."""
+        return self._ranks
+
     def add_rank(self, source: WorkerRank, apply: Callable[[Iterable[Event]], None]) -> EngineRank:
         """Return a rank that takes single events and shares all that it knows with the lane."""
         rank = EngineRank(source, self._block_size, self._index, apply)
@@ -93,6 +98,11 @@ class EngineLane:
         if self._get(layout.SCRATCH_BYTES) > _MAX_SCRATCH_BYTES:
             self._make_room(_SCRATCH_BYTES)
         self._go_to(0)
+
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more; call it now and then."""
+        for rank in self._ranks.values():
+            rank.tidy()
 
     def skip(self) -> int:
         """Stand behind the message that it stands before, which was taken in another way; return the one it is at."""

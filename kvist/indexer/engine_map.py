@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
 from kvist.indexer.compiled import engine_map as compiled
+from kvist.indexer.compiled import engine_names as bulk
 from kvist.indexer.compiled.engine_layout import IRREGULAR
 from kvist.radix import RadixIndex
 from kvist.radix.compiled import layout
 from kvist.radix.memory import Heap
-from kvist.radix.tables import DENSE, SegmentTable
+from kvist.radix.tables import DENSE, SegmentTable, buckets_at
 
-_SEGMENT_BITS = 4
-"""A rank's map is small: 64 KiB once each segment has a page, and growing one of a million takes a millisecond."""
+_SEGMENT_BITS = 3
+"""Few, for there may be thousands of maps: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
+
+
+class Names(NamedTuple):
+    """Engine hashes, as `fold_hash` has them, each with the block that it names."""
+
+    engine_hashes: NDArray[np.uint64]
+    blocks: NDArray[np.uint64]
 
 
 class EngineMap:
@@ -26,6 +40,7 @@ class EngineMap:
         self.address = heap.allocate(layout.TABLE_BYTES)
         self._control = heap.view(self.address).cast("q")
         self._segments = SegmentTable(heap, self._control, self.address, DENSE, bits=_SEGMENT_BITS)
+        self._most = 0  # engine hashes since all segments were of the size they need
 
     @property
     def size_bytes(self) -> int:
@@ -77,9 +92,53 @@ class EngineMap:
         """Forget an engine hash."""
         compiled.drop_entry(self.address, name)
 
+    def names(self, slot: int) -> Iterator[Names]:
+        """Yield what regular engine hashes name and the slot holds, some at a time; each that is there throughout, once."""
+        inverse = np.uint64(pow(self._control[layout.MULTIPLIER >> 3] % (1 << 64), -1, 1 << 64))
+        for index in range(self._segments.num_segments):
+            address, num_rows = int(self._segments.directory["address"][index]), self._segments.num_rows(index)
+            rows = buckets_at(self._heap, address, num_rows // layout.BUCKET_ROWS)
+            names = rows["key"][rows["value"] > IRREGULAR] * inverse
+            blocks = np.empty_like(names)
+            num_known = bulk.read_names(
+                self._index.address, self.address, slot, names.ctypes.data, len(names), blocks.ctypes.data
+            )
+            yield Names(names[:num_known], blocks[:num_known])
+
+    def put_all(self, names: Names, slot: int) -> NDArray[np.int64]:
+        """Let engine hashes name blocks, as far as the slot holds them; return where no entry can lead to the block."""
+        others = np.zeros(1 + len(names.blocks), np.int64)
+        engine_hashes, blocks, start = names.engine_hashes.ctypes.data, names.blocks.ctypes.data, 0
+        while True:
+            start = bulk.put_names(
+                self._index.address,
+                self.address,
+                slot,
+                engine_hashes,
+                blocks,
+                start,
+                len(names.blocks),
+                others.ctypes.data,
+            )
+            if start == len(names.blocks):
+                return others[1 : 1 + others[0]]
+            self.help_out()
+
     def help_out(self) -> None:
         """Provide the room that compiled code asked for."""
         self._segments.grow(self._control[layout.NEED_ARG >> 3])
+        self._heap.free_scratch()
+
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
+        self._most = max(self._most, len(self))
+        if len(self) * 2 >= self._most:
+            return
+        shrinkable = self._segments.shrinkable()
+        if shrinkable:
+            self._segments.shrink(shrinkable[0])
+        else:
+            self._most = len(self)
 
     def _put(self, name: int, value: int) -> None:
         while compiled.put_entry(self.address, name, value) < 0:

@@ -49,6 +49,16 @@ class EngineRank:
         self._verdicts.clear()
         self._begin()
 
+    @property
+    def residency(self) -> EngineResidency:
+        """Return what the rank holds, and under which names."""
+        return self._residency
+
+    @property
+    def filter(self) -> WindowFilter:
+        """Return what tells the rank's groups apart."""
+        return self._filter
+
     def settle(self) -> None:
         """Let compiled code know where the rank's blocks are now."""
         self._verdicts.point_to(self._residency.slot, self._residency.map.address)
@@ -56,6 +66,10 @@ class EngineRank:
     def enlarge_map(self) -> None:
         """Provide the room that compiled code asked for."""
         self._residency.map.help_out()
+
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more; call it now and then."""
+        self._residency.map.tidy()
 
     def _begin(self) -> None:
         self._filter = WindowFilter(self._source.rank)
