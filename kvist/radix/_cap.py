@@ -21,14 +21,14 @@ _WORK_PER_ROW = 128  # rows looked at for each one stored; to evict one counts a
 _LEAST_WORK = 1 << 16  # rows looked at by a call that finds the index beyond its cap, or a round late; some 0.1 ms
 _EPOCHS_A_ROUND = layout.OLDEST // 8  # at most: a round must see rows before their epoch comes round again
 _NUM_PRIORITIES = layout.EPOCHS * layout.DEPTH_CLASSES
-_NEXT_SEGMENT, _NEXT_BUCKET, _NOW, _THRESHOLD, _QUOTA, _COUNTS = range(6)
+_NEXT_SEGMENT, _NEXT_BUCKET, _NOW, _THRESHOLD, _QUOTA, _COUNTS, _HIGHEST = range(7)
 
 
 class Cap:
     """Evicts from one index."""
 
-    def __init__(self, heap: Heap, control: memoryview, max_blocks: int, help_out: Callable[[], None]) -> None:
-        self._heap, self._control, self._help_out, self._max_blocks = heap, control, help_out, max_blocks
+    def __init__(self, heap: Heap, control: memoryview, max_blocks: int) -> None:
+        self._heap, self._control, self._max_blocks = heap, control, max_blocks
         self._high, self._low = max_blocks - max_blocks // 16, max_blocks - max_blocks // 8
         self._epoch_blocks = max(1, max_blocks // 64)
         self._num_epochs = 0  # since the last round began
@@ -39,7 +39,7 @@ class Cap:
         self._is_counting = False
         control[layout.IS_CAPPED >> 3] = 1
 
-    def keep(self) -> None:
+    def keep(self, help_out: Callable[[], None]) -> None:
         """Do what is due after blocks were used or stored: work in proportion to what was stored since."""
         control = self._control
         if control[layout.NUM_STAMPED >> 3] >= self._epoch_blocks:
@@ -48,7 +48,7 @@ class Cap:
         is_late = num_rows > self._max_blocks or self._num_epochs >= _EPOCHS_A_ROUND
         work = max(_WORK_PER_ROW * (num_rows - self._num_rows), _LEAST_WORK if is_late else 0)
         if work > 0 and (is_late or num_rows > self._high or self._counts is not None):
-            while self._step(work) and control[layout.NUM_ROWS >> 3] > self._max_blocks:
+            while self._step(work, help_out) and control[layout.NUM_ROWS >> 3] > self._max_blocks:
                 pass
         self._num_rows = control[layout.NUM_ROWS >> 3]
 
@@ -58,20 +58,20 @@ class Cap:
         self._control[layout.EPOCH >> 3] = epoch % layout.EPOCHS << layout.EPOCH_SHIFT
         self._num_epochs += 1
 
-    def _step(self, work: int) -> bool:
+    def _step(self, work: int, help_out: Callable[[], None]) -> bool:
         """Begin a round or carry it on, by about so much work; return whether that was enough for a part of it."""
         address = self._control[layout.SELF >> 3]
         if self._counts is None:
             self._counts = self._head[_COUNTS] = self._heap.allocate(_NUM_PRIORITIES * 4)
             self._head[_NOW], self._is_counting, self._num_epochs = self._control[layout.EPOCH >> 3], True, 0
-            self._head[_NEXT_SEGMENT] = self._head[_NEXT_BUCKET] = 0
+            self._head[_NEXT_SEGMENT] = self._head[_NEXT_BUCKET] = self._head[_HIGHEST] = 0
         if self._is_counting:
             if not compiled.count_priorities(address, self._state, work):
                 return False
             self._choose(self._counts)
             return True
         while (result := compiled.evict(address, self._state, work)) == layout.NEEDS_HELP:
-            self._help_out()
+            help_out()
         if result:
             self._heap.free(self._counts)
             self._counts = None
@@ -79,10 +79,10 @@ class Cap:
 
     def _choose(self, address: int) -> None:
         """Find the priority above which all rows go, and how many of those at it."""
-        counts: NDArray[np.uint32] = np.frombuffer(self._heap.view(address), np.uint32, _NUM_PRIORITIES)
+        counts: NDArray[np.uint32] = np.frombuffer(self._heap.view(address), np.uint32, self._head[_HIGHEST] + 1)
         from_top = np.cumsum(counts[::-1], dtype=np.int64)
         num_excess = min(max(0, self._control[layout.NUM_ROWS >> 3] - self._low), int(from_top[-1]))
         place = int(np.searchsorted(from_top, num_excess))
-        self._head[_THRESHOLD] = _NUM_PRIORITIES - 1 - place
+        self._head[_THRESHOLD] = len(counts) - 1 - place
         self._head[_QUOTA] = num_excess - (int(from_top[place - 1]) if place else 0)
         self._head[_NEXT_SEGMENT], self._is_counting = 0, False

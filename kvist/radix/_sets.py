@@ -43,7 +43,7 @@ class SetArena:
         self.classes = np.frombuffer(heap.view(address), _CLASS, len(sizes))
         self.classes["record_bytes"] = sizes
         control[layout.TRANSITIONS >> 3] = heap.allocate(
-            (layout.NUM_TRANSITIONS + layout.NUM_STEPS) * layout.TRANSITION_BYTES
+            layout.NUM_TRANSITIONS * layout.TRANSITION_BYTES + layout.NUM_STEPS * layout.STEP_BYTES
         )
         control[layout.BUCKETS >> 3] = address = heap.allocate(8)
         self._bucket_pages(1)[0] = heap.allocate(_BUCKET_PAGE_BYTES)

@@ -13,7 +13,7 @@ from kvist.radix.tables import SegmentTable
 
 
 class Sweeper:
-    """Sweeps one index: the caller lends what it owns, and how to prepare a segment for a change."""
+    """Sweeps one index, whose owner lends how to prepare a segment for a change: to keep that would tie a knot."""
 
     def __init__(
         self,
@@ -22,27 +22,26 @@ class Sweeper:
         segments: SegmentTable,
         sets: SetArena,
         slots: SlotTable,
-        capture: Callable[[int], None],
-        help_out: Callable[[], None],
     ) -> None:
         self._heap, self._address = heap, address
         self._segments, self._sets, self._slots = segments, sets, slots
-        self._capture, self._help_out = capture, help_out
         self.retired: list[int] = []  # slots that wait for a sweep to begin
         self._sweeping: list[int] = []  # free once the sweep under way is through
         self._cursor = 0
         self.loose_rows: dict[int, int] = {}  # left by closed snapshots; address: how many
 
-    def sweep(self, max_rows: int, *, has_snapshot: bool) -> bool:
+    def sweep(
+        self, max_rows: int, capture: Callable[[int], None], help_out: Callable[[], None], *, has_snapshot: bool
+    ) -> bool:
         """Do a slice of about `max_rows` rows; return whether more is left to do."""
         num_rows = 0
         while self.loose_rows and num_rows < max_rows:
             num_rows += self._release_rows(max_rows - num_rows)
         while num_rows < max_rows and (self._sweeping or self.retired):
-            num_rows += self._purge_next()
+            num_rows += self._purge_next(capture, help_out)
         if num_rows < max_rows:
             self._sets.release_spare()
-            num_rows += self._shrink(max_rows - num_rows)
+            num_rows += self._shrink(max_rows - num_rows, capture)
         if num_rows < max_rows:
             self._heap.free_scratch()
             if not has_snapshot:  # whose sets may have more members than there will be slots
@@ -61,26 +60,26 @@ class Sweeper:
             self._heap.free(address)
         return 1 + num_released
 
-    def _purge_next(self) -> int:
+    def _purge_next(self, capture: Callable[[int], None], help_out: Callable[[], None]) -> int:
         """Take the retired slots out of the next segment; return how many rows that is."""
         if not self._sweeping:
             self._sweeping, self.retired, self._cursor = self.retired, [], 0
         num_rows = 1 + self._segments.num_rows(self._cursor)
-        self._capture(self._cursor)
+        capture(self._cursor)
         while compiled.purge(self._address, self._cursor) == layout.NEEDS_HELP:
-            self._help_out()
+            help_out()
         self._cursor += 1
         if self._cursor == self._segments.num_segments:
             self._slots.free_swept(self._sweeping)
             self._sweeping = []
         return num_rows
 
-    def _shrink(self, max_rows: int) -> int:
+    def _shrink(self, max_rows: int, capture: Callable[[int], None]) -> int:
         """Give back memory of sparse segments; return how many rows that took."""
         shrinkable, num_rows = self._segments.shrinkable(), 0
         while shrinkable and num_rows < max_rows:
             index = shrinkable.pop()
             num_rows += 1 + self._segments.num_rows(index)
-            self._capture(index)
+            capture(index)
             self._segments.shrink(index)
         return num_rows

@@ -84,10 +84,8 @@ class RadixIndex:
         self._input_address = self._heap.allocate(64 * 1024)
         self._operations_address = self._heap.allocate(4096)
         self._place_input()
-        self._cap = None if max_blocks is None else Cap(self._heap, control, max_blocks, self.help_out)
-        self._sweeper = Sweeper(
-            self._heap, self._address, self._segments, self._sets, self._slots, self._capture, self.help_out
-        )
+        self._cap = None if max_blocks is None else Cap(self._heap, control, max_blocks)
+        self._sweeper = Sweeper(self._heap, self._address, self._segments, self._sets, self._slots)
         self._snapshot: weakref.ref[Snapshot] | None = None
 
     # --- Events -----------------------------------------------------------------------------------------------------
@@ -192,7 +190,7 @@ class RadixIndex:
             holder_ids, depths = compiled.match(self._address, np.frombuffer(self._input_bytes, np.uint64, num_hashes))
         if self._cap is not None:
             compiled.touch(self._address, self._load(hashes))
-            self._cap.keep()
+            self._cap.keep(self.help_out)
         return Match(self._slots.ranks, holder_ids, depths, len(hashes))
 
     def ranks(self) -> list[WorkerRank]:
@@ -240,7 +238,8 @@ class RadixIndex:
         It frees the blocks of ranks that are gone, then memory that is no longer needed. Call it from the host's loop,
         now and then while it returns False.
         """
-        return self._sweeper.sweep(max_rows, has_snapshot=self._open_snapshot() is not None)
+        has_snapshot = self._open_snapshot() is not None
+        return self._sweeper.sweep(max_rows, self._capture, self.help_out, has_snapshot=has_snapshot)
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
@@ -292,7 +291,7 @@ class RadixIndex:
     def keep_to_cap(self) -> None:
         """Evict what is due; to be called after compiled code stored or touched blocks. Does nothing without a cap."""
         if self._cap is not None:
-            self._cap.keep()
+            self._cap.keep(self.help_out)
 
     def help_out(self) -> None:
         """Provide what compiled code asked for, when it said NEEDS_HELP, before it can go on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -278,6 +279,18 @@ def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behin
     statistics = index.statistics()
     assert (statistics.num_blocks, statistics.num_sets, statistics.num_ranks, statistics.num_retired) == (0, 0, 0, 0)
     index.check_invariants()
+
+
+def test_an_index_goes_as_soon_as_nobody_refers_to_it(u64: U64) -> None:
+    for max_blocks in (None, 5):
+        index = RadixIndex(max_blocks=max_blocks)
+        index.store(W0, Tier.GPU, None, u64(1, 2, 3, 4, 5, 6))
+        index.sweep()
+        with index.snapshot() as snapshot:
+            next(snapshot)
+        reference = weakref.ref(index)
+        del index, snapshot
+        assert reference() is None
 
 
 def test_memory_is_back_where_it_began_after_a_fleet_of_thousands_came_and_went(u64: U64) -> None:

@@ -111,8 +111,10 @@ def count_priorities(control, eviction, max_visits):
                 held &= held - _U1
                 if _age(get32(side), now) > OLDEST:
                     put32(side, get32(side) & ~_EPOCH | oldest)
-                count = counts + _priority(get32(side), now) * 4
-                put32(count, get32(count) + 1)
+                priority = _priority(get32(side), now)
+                put32(counts + priority * 4, get32(counts + priority * 4) + 1)
+                if priority > get64(eviction + 48):
+                    put64(eviction + 48, priority)
             sides += BUCKET_ROWS * 4
         num_visited += 1 + num_buckets * BUCKET_ROWS
         put64(eviction, get64(eviction) + 1)

@@ -10,6 +10,7 @@ faster one.
 from __future__ import annotations
 
 import numpy as np
+from numba import types
 
 from kvist.radix.compiled.intrinsics import (
     clear,
@@ -42,6 +43,7 @@ from kvist.radix.compiled.layout import (
     OUTPUT,
     OUTPUT_DEPTHS,
     RECORD_HEADER_BYTES,
+    STEP_SLOTS,
     WORDS,
 )
 from kvist.radix.compiled.sets import NIBBLE, is_retired, list_members, record_of, step_of, tiers_of
@@ -100,19 +102,45 @@ def _drop_wholly(control, first, ended, depth):
     put64(control + NUM_OUT, row)
 
 
-@jit("void(i8,i8,u8,u8,i8)", is_inlined=True)
+@jit("b1(i8,i8,u8,u8,i8)", is_inlined=True)
 def _drop_from_word(control, first, dropped, left, depth):
-    """Note what sixteen slots, from the first on, are dropped from."""
+    """Note what sixteen slots, from the first on, are dropped from; return whether each is from all tiers at once."""
     ended = dropped & _LOWEST
     if dropped == (ended << _U4) - ended:
         _drop_wholly(control, first, ended, depth)
-        return
+        return True
     while dropped != _U0:
         shift = lowest_bit(dropped) & 60
         tiers = np.int64((dropped >> np.uint64(shift)) & NIBBLE)
         remaining = np.int64((left >> np.uint64(shift)) & NIBBLE)
         _drop(control, first + (shift >> 2), tiers, remaining, depth)
         dropped &= ~(NIBBLE << np.uint64(shift))
+    return False
+
+
+@jit("void(i8,i8,i8,b1,b1)")
+def _settle(control, last, set_id, is_exact, is_whole):
+    """Note whether the active ones are now exactly a set, and the step to it if they were exactly the last one.
+
+    They are if no member of the set has a tier that they lack (`is_exact`), and none is missing. A step is remembered
+    if slots were dropped in all tiers (`is_whole`), and few of them: they are the last rows.
+    """
+    num_out = get64(control + NUM_OUT)
+    if not is_exact or get64(control + NUM_BEGUN) - num_out != get32(record_of(control, set_id) + 16):
+        put64(control + EXACT_SET, -1)
+        return
+    if get64(control + EXACT_SET) == last:
+        before, now = record_of(control, last), record_of(control, set_id)
+        count = get32(before + 16) - get32(now + 16)
+        if is_whole and count <= STEP_SLOTS:
+            step = step_of(control, last)
+            put32(step, last)
+            put32(step + 4, set_id)
+            put32(step + 8, get32(before + 4))
+            put32(step + 12, get32(now + 4))
+            put32(step + 16, count)
+            move(step + 20, get64(control + OUTPUT) + (num_out - count) * 4, count * 4)
+    put64(control + EXACT_SET, set_id)
 
 
 # --- Active list ----------------------------------------------------------------------------------------------------
@@ -134,14 +162,15 @@ def _words_to_list(control, num_words):
     return count
 
 
-@jit("void(i8,i8,i8)")
-def _narrow_list(control, set_id, depth):
+@jit("void(i8,i8,i8,i8)")
+def _narrow_list(control, last, set_id, depth):
     """Drop from the active list who is not in a set."""
-    active, kept = get64(control + ACTIVE), 0
+    active, kept, is_whole, is_exact = get64(control + ACTIVE), 0, True, False
     is_sparse, payload, num_members, at = False, 0, 0, 0
     if set_id != 0 and not set_id & INLINE:
         record = record_of(control, set_id)
         is_sparse, payload, num_members = get32(record + 20) == 0, record + RECORD_HEADER_BYTES, get32(record + 16)
+        is_exact = True
     for index in range(get64(control + NUM_ACTIVE)):
         before = get32(active + index * 4)
         slot, tiers = before >> 4, 0
@@ -152,25 +181,31 @@ def _narrow_list(control, set_id, depth):
                 tiers = get32(payload + at * 4) & 15
         else:
             tiers = tiers_of(control, set_id, slot)
-        after = before & _closed(tiers)
+        held = _closed(tiers)
+        after = before & held
+        is_exact &= after == held
         if after:
             put32(active + kept * 4, slot << 4 | after)
             kept += 1
         if after != before & 15:
+            is_whole &= before & 15 == 15 and after == 0
             _drop(control, slot, before & 15 & ~after, after, depth)
     put64(control + NUM_ACTIVE, kept)
+    _settle(control, last, set_id, is_exact, is_whole)
 
 
 # --- Active words ---------------------------------------------------------------------------------------------------
 
 
-@jit("b1(i8,i8,i8,i8,i8)")
+@jit(types.UniTuple(types.boolean, 2)(*[types.int64] * 5))
 def _intersect_words(control, num_words, payload, num_held, depth):
-    """Drop from the active words who is not in the words of a set; return whether all in the set are still active.
+    """Drop from the active words who is not in the words of a set.
 
-    Active words come in eights, with zeros at the end; what is read there beyond a record does not matter.
+    Return whether no member of the set has a tier that its slot lacks here, and whether all slots that lost a tier had
+    all tiers and lost them all. Active words come in eights, with zeros at the end; what is read there beyond a record
+    does not matter.
     """
-    active, gone, surplus = get64(control + ACTIVE), get64(control + WORDS), _U0
+    active, gone, surplus, is_whole = get64(control + ACTIVE), get64(control + WORDS), _U0, True
     for base in range(0, num_words, 64):
         # All words first, then those that changed: which of them did is random, and a jump on it would be mispredicted.
         changed = _U0
@@ -184,8 +219,8 @@ def _intersect_words(control, num_words, payload, num_held, depth):
             index = base + lowest_bit(changed)
             changed &= changed - _U1
             dropped, left = getu64(gone + index * 8), getu64(active + index * 8)
-            _drop_from_word(control, index * 16, dropped, left, depth)
-    return surplus == _U0 and num_held <= num_words
+            is_whole &= _drop_from_word(control, index * 16, dropped, left, depth)
+    return surplus == _U0, is_whole
 
 
 @jit("void(i8,i8,i8)", is_inlined=True)
@@ -210,53 +245,18 @@ def _spread(control, set_id, num_words):
     return words
 
 
-@jit("void(i8,i8)")
-def _catch_up(control, last):
-    """Make the active words those of the last set, if steps have left them behind."""
-    if get64(control + IS_BEHIND) == 0:
-        return
-    record, active = record_of(control, last), get64(control + ACTIVE)
-    num_words = get32(record + 20)
-    for index in range(num_words):
-        putu64(active + index * 8, _closed_word(getu64(record + RECORD_HEADER_BYTES + index * 8)))
-    for index in range(num_words, get64(control + NUM_WORDS)):
-        putu64(active + index * 8, _U0)
-    put64(control + NUM_WORDS, num_words)
-    put64(control + IS_BEHIND, 0)
-
-
-@jit("void(i8,i8,i8)")
-def _remember_step(control, last, set_id):
-    """Remember the one slot that has just been dropped, if it was in all tiers and nothing else is gone."""
-    gone, slot, step = get64(control + WORDS), -1, step_of(control, last)
-    for index in range(get64(control + NUM_WORDS)):
-        word = getu64(gone + index * 8)
-        if word != _U0:
-            shift = lowest_bit(word)
-            if slot >= 0 or shift & 3 or word != NIBBLE << np.uint64(shift):
-                return
-            slot = index * 16 + (shift >> 2)
-    put32(step, last)
-    put32(step + 4, set_id)
-    put32(step + 8, get32(record_of(control, last) + 4))
-    put32(step + 12, get32(record_of(control, set_id) + 4))
-    put32(step + 16, slot)
-
-
 @jit("void(i8,i8,i8,i8)")
 def _narrow_words(control, last, set_id, depth):
     """Take from the active words who is not in a set; go on with a list if those who are left are few."""
-    num_words, num_out = get64(control + NUM_WORDS), get64(control + NUM_OUT)
+    num_words = get64(control + NUM_WORDS)
     record = 0 if set_id & INLINE else record_of(control, set_id)
     num_held = get32(record + 20) if record else 0
     if num_held:
-        is_exact = _intersect_words(control, num_words, record + RECORD_HEADER_BYTES, num_held, depth)
-        if is_exact and get64(control + EXACT_SET) == last and get64(control + NUM_OUT) == num_out + 1:
-            _remember_step(control, last, set_id)
-        put64(control + EXACT_SET, set_id if is_exact else -1)
+        is_exact, is_whole = _intersect_words(control, num_words, record + RECORD_HEADER_BYTES, num_held, depth)
     else:
-        _intersect_words(control, num_words, _spread(control, set_id, num_words), num_words, depth)
-        put64(control + EXACT_SET, -1)
+        payload = _spread(control, set_id, num_words)
+        is_exact, is_whole = _intersect_words(control, num_words, payload, num_words, depth)
+    _settle(control, last, set_id, is_exact and record != 0, is_whole)
     active = get64(control + ACTIVE)
     while num_words and getu64(active + (num_words - 1) * 8) == _U0:
         num_words -= 1
@@ -312,6 +312,29 @@ def _begin_words(control, record):
 
 
 @jit("void(i8,i8)")
+def _catch_up(control, last):
+    """Make the active ones those of the last set, if steps have left them behind."""
+    if get64(control + IS_BEHIND) == 0:
+        return
+    put64(control + IS_BEHIND, 0)
+    active, num_words = get64(control + ACTIVE), get64(control + NUM_WORDS)
+    if num_words == 0:
+        num_active = list_members(control, last)
+        for index in range(num_active):
+            member = get32(get64(control + MEMBERS) + index * 4)
+            put32(active + index * 4, member & ~15 | _closed(member & 15))
+        put64(control + NUM_ACTIVE, num_active)
+        return
+    record = record_of(control, last)
+    num_held, payload = get32(record + 20), record + RECORD_HEADER_BYTES
+    if num_held == 0:
+        num_held, payload = num_words, _spread(control, last, num_words)
+    for index in range(num_words):
+        word = getu64(payload + index * 8) if index < num_held else _U0
+        putu64(active + index * 8, _closed_word(word))
+
+
+@jit("void(i8,i8)")
 def begin(control, set_id):
     """Follow the living members of the first block's set, if it has one."""
     for field in (NUM_WORDS, NUM_ACTIVE, NUM_BEGUN, IS_BEHIND):
@@ -320,11 +343,10 @@ def begin(control, set_id):
     if set_id == 0:
         return
     record = 0 if set_id & INLINE else record_of(control, set_id)
-    if record and get32(record + 20):
-        put64(control + NUM_BEGUN, _begin_words(control, record))
-        put64(control + EXACT_SET, -1 if get64(control + NUM_RETIRED) else set_id)
-    else:
-        put64(control + NUM_BEGUN, _begin_list(control, set_id))
+    is_dense = record != 0 and get32(record + 20) != 0
+    put64(control + NUM_BEGUN, _begin_words(control, record) if is_dense else _begin_list(control, set_id))
+    if record and get64(control + NUM_RETIRED) == 0:
+        put64(control + EXACT_SET, set_id)
 
 
 @jit("void(i8,i8,i8,i8)")
@@ -334,7 +356,7 @@ def narrow(control, last, set_id, depth):
     if get64(control + NUM_WORDS):
         _narrow_words(control, last, set_id, depth)
     else:
-        _narrow_list(control, set_id, depth)
+        _narrow_list(control, last, set_id, depth)
 
 
 @jit("void(i8,i8,i8)")
@@ -345,4 +367,4 @@ def end(control, last, depth):
     if num_words:
         _intersect_words(control, num_words, 0, 0, depth)
     else:
-        _narrow_list(control, 0, depth)
+        _narrow_list(control, last, 0, depth)

@@ -28,7 +28,7 @@ from kvist.radix.compiled.intrinsics import (
     prefetch,
     put32,
     put64,
-    put_same_4,
+    put_same_16,
     putu64,
 )
 from kvist.radix.compiled.jit import jit
@@ -129,9 +129,9 @@ def _take_steps(control, group, depth, last):
             following, step = get32(record_of(control, set_id) + 4), step_of(control, last)
             if get64(step) != set_id << 32 | last or get64(step + 8) != following << 32 | stamp:
                 break
-            put32(slots + row * 4, get32(step + 16))
-            put_same_4(depths + row * 16, depth + index)
-            row += 1
+            move(slots + row * 4, step + 20, 16)  # rows beyond their number do not count
+            put_same_16(depths + row * 16, depth + index)
+            row += get32(step + 16)
             last, stamp = set_id, following
         changes &= changes - _U1
     putu64(group + _CHANGES, changes)

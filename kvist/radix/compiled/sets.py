@@ -30,6 +30,7 @@ from kvist.radix.compiled.layout import (
     SLABS,
     SLOT_BYTES,
     SLOTS,
+    STEP_BYTES,
     TRANSITION_BYTES,
     TRANSITIONS,
     WORDS,
@@ -136,7 +137,7 @@ def _intern(control, payload, num_members, num_words, content_hash):
     stamp = get64(control + NEXT_STAMP)
     if stamp >> 32:  # stamps come round: no remembered transition or step may outlive that
         stamp = 1
-        for offset in range(0, (NUM_TRANSITIONS + NUM_STEPS) * TRANSITION_BYTES, 4):
+        for offset in range(0, NUM_TRANSITIONS * TRANSITION_BYTES + NUM_STEPS * STEP_BYTES, 4):
             put32(get64(control + TRANSITIONS) + offset, 0)
     put64(control + NEXT_STAMP, stamp + 1)
     record = record_of(control, set_id)
@@ -322,7 +323,7 @@ def _transition(control, set_id, operation):
 def step_of(control, set_id):
     """Address of the one place where a step from this set to a smaller one may be remembered."""
     steps = get64(control + TRANSITIONS) + NUM_TRANSITIONS * TRANSITION_BYTES
-    return steps + (set_id & (NUM_STEPS - 1)) * TRANSITION_BYTES
+    return steps + ((set_id + (set_id >> RECORD_BITS) * 1_301) & (NUM_STEPS - 1)) * STEP_BYTES
 
 
 @jit("i8(i8,i8,i8,i8)")
