@@ -323,7 +323,8 @@ def _transition(control, set_id, operation):
 def step_of(control, set_id):
     """Address of the one place where a step from this set to a smaller one may be remembered."""
     steps = get64(control + TRANSITIONS) + NUM_TRANSITIONS * TRANSITION_BYTES
-    return steps + ((set_id + (set_id >> RECORD_BITS) * 1_301) & (NUM_STEPS - 1)) * STEP_BYTES
+    spread = set_id + (set_id >> RECORD_BITS) * 1_301  # records of all slabs are counted from 0
+    return steps + (spread & (NUM_STEPS - 1)) * STEP_BYTES
 
 
 @jit("i8(i8,i8,i8,i8)")
