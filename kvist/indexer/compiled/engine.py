@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvist.events.hashing import HASH_SEED
+from kvist.indexer.compiled.engine_blocks import hash_blocks, hold_slice, prefetch_named, release_slice
 from kvist.indexer.compiled.engine_events import check_message
 from kvist.indexer.compiled.engine_layout import (
     BLOCK_IDX,
@@ -38,14 +38,12 @@ from kvist.indexer.compiled.engine_layout import (
     HAS_BLOCK_SIZE,
     IGNORED,
     INDEX,
-    INDEX_NEEDS_HELP,
     IRREGULAR,
     IS_CHECKED,
     LAST_BLOCK,
     LAST_DEPTH,
     LAST_TIMESTAMP,
     LIKELY_MAP,
-    MAP_NEEDS_HELP,
     MESSAGE_IDX,
     NOT_NEXT,
     NUM_BATCHES,
@@ -54,7 +52,6 @@ from kvist.indexer.compiled.engine_layout import (
     NUM_IGNORED,
     NUM_SIZED,
     NUM_VERDICTS,
-    OUTLOOKS,
     PAUSED,
     RANK_MAP,
     RANK_SLOT,
@@ -76,32 +73,19 @@ from kvist.indexer.compiled.engine_layout import (
     WHOLE_MESSAGE,
 )
 from kvist.indexer.compiled.engine_map import (
-    ACCOUNTING,
-    NOTHING,
-    drop_entry,
     entry_of,
     hash_of,
     marks_of,
-    outlook,
-    prefix_of,
-    put_entry,
     row_named,
 )
-from kvist.indexer.compiled.hashing import local_hash
 from kvist.indexer.compiled.intrinsics import byteswap
 from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.xxh3 import chained, xxh3_64
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, prefetch, put32, put64, putu64
-from kvist.radix.compiled.layout import BUCKET_SETS, MAX_DEPTH, MULTIPLIER, SECONDARY
-from kvist.radix.compiled.layout import IRREGULAR as IRREGULAR_ROW
-from kvist.radix.compiled.rows import find_row
-from kvist.radix.compiled.sets import tiers_of
-from kvist.radix.compiled.table import home_of, segment_of, side_of
-from kvist.radix.compiled.updates import block_digest, credit, remove_one, store_one
+from kvist.indexer.compiled.xxh3 import xxh3_64
+from kvist.radix.compiled.intrinsics import get32, get64, getu64, put64, putu64
+from kvist.radix.compiled.layout import MAX_DEPTH
 
-_SEED = np.uint64(HASH_SEED)
 _EVENTS_AHEAD = 16
-_U32 = np.uint64(32)
+_REMOVAL_BYTES = 64  # on the wire, where a removal is an event of its own
 
 
 @jit("i8(i8,i8)")
@@ -116,79 +100,9 @@ def _verdict(rank, key):
     return 0
 
 
-@jit("void(i8,u8)", is_inlined=True)
-def _prefetch_row(index, key):
-    """Ask for the place where the row of a key is, or may be put, and for the side words there."""
-    segment = segment_of(index, key)
-    home = home_of(index, segment, key)
-    prefetch(home)
-    prefetch(side_of(segment, home + BUCKET_SETS))
-
-
-@jit("u8(i8,i8,i8,i8,i8,u8,i8)")
-def _hash_blocks(index, tokens, num_blocks, block_bytes, has_parent, parent, chain):
-    """Write the canonical hash of each block to the chain, ask for the place of its row, and return the last."""
-    multiplier, last = getu64(index + MULTIPLIER), parent
-    for number in range(num_blocks):
-        local = local_hash(tokens + number * block_bytes, block_bytes, _SEED)
-        last = chained(last, local) if has_parent or number else local
-        putu64(chain + number * 8, last)
-        _prefetch_row(index, last * multiplier)
-    return last
-
-
-@jit("i8(i8,i8,i8,i8,u8,u8,i8)")
-def _hold(index, engine_map, slot, tier, engine_hash, block_hash, depth):
-    """Hold one block; return 1 if it was not held before, 0 if it was, otherwise minus the reason to stop.
-
-    The map first: should the index need help, the entry is stale until all of it is done again.
-    """
-    name, entry = prefix_of(block_hash * getu64(index + MULTIPLIER)), entry_of(engine_map, engine_hash)
-    if entry == 0:
-        if put_entry(engine_map, engine_hash, name) < 0:
-            return -MAP_NEEDS_HELP
-    elif get32(entry) != name:
-        if row_named(index, slot, get32(entry)):  # the event has this engine hash twice
-            return -SOME_EVENTS
-        put32(entry, name)
-    result = store_one(index, block_hash, depth, slot, tier)
-    if result < 0:
-        return -INDEX_NEEDS_HELP
-    if result > 0 and get32(marks_of(index, find_row(index, block_hash))) & SECONDARY:
-        remove_one(index, block_hash, slot, tier)
-        drop_entry(engine_map, engine_hash)
-        return -SOME_EVENTS
-    return result
-
-
-@jit("i8(i8,i8,i8,i8,i8,i8)")
-def _hold_slice(source, rank, event, hashes, num_blocks, depth):
-    """Hold blocks whose canonical hashes stand in the chain, the first one at a depth; return DONE or why not."""
-    index, engine_map, slot = get64(source + INDEX), get64(rank + RANK_MAP), get64(rank + RANK_SLOT)
-    tier, chain, outlooks = get64(event + EVENT_TIER), get64(source + CHAIN), get64(source + OUTLOOKS)
-    for offset in range(0, num_blocks * 8, 8):
-        each = outlook(index, engine_map, slot, tier, getu64(hashes + offset), getu64(chain + offset))
-        if each == ACCOUNTING:
-            return SOME_EVENTS
-        put64(outlooks + offset, each)
-    num_stored, digest, result = 0, np.uint64(0), 0
-    for offset in range(0, num_blocks * 8, 8):
-        if get64(outlooks + offset) == NOTHING:
-            continue
-        block_hash = getu64(chain + offset)
-        block_depth = min(depth + (offset >> 3), MAX_DEPTH)
-        result = _hold(index, engine_map, slot, tier, getu64(hashes + offset), block_hash, block_depth)
-        if result < 0:
-            break
-        if result > 0:
-            num_stored += 1
-            digest += block_digest(block_hash, tier)
-    credit(index, slot, num_stored, digest)
-    return -result if result < 0 else DONE
-
-
 @jit("i8(i8,i8,i8)")
 def _store_event(source, rank, event):
+    """Hold an event's blocks, if it is about whole ones, a slice at a time; return DONE or why it stopped."""
     num_hashes, num_tokens = get64(event + EVENT_NUM_HASHES), get64(event + EVENT_NUM_TOKENS)
     block_size, parent_at, start = get64(source + BLOCK_SIZE), get64(event + EVENT_PARENT), get64(source + BLOCK_IDX)
     if get64(event + EVENT_BLOCK_SIZE) != block_size or num_tokens != num_hashes * block_size:
@@ -209,8 +123,8 @@ def _store_event(source, rank, event):
     while start < num_hashes:
         num_blocks, depth = min(SLICE_BLOCKS, num_hashes - start), get64(source + LAST_DEPTH) + 1
         at, before = tokens + start * block_bytes, getu64(source + LAST_BLOCK)
-        last = _hash_blocks(index, at, num_blocks, block_bytes, depth, before, chain)
-        result = _hold_slice(source, rank, event, hashes + start * 8, num_blocks, depth)
+        last = hash_blocks(index, at, num_blocks, block_bytes, depth, before, chain)
+        result = hold_slice(source, rank, event, hashes + start * 8, num_blocks, depth)
         if result != DONE:
             return result
         start += num_blocks
@@ -229,48 +143,29 @@ def _prefetch_removed(source, rank, event, num_events):
     """Ask for the rows of what the next events remove: most of them have one hash each."""
     index, engine_map = get64(source + INDEX), get64(rank + RANK_MAP)
     for _ in range(min(num_events, _EVENTS_AHEAD)):
-        if get64(event + EVENT_KIND) == REMOVED:
-            hashes = get64(event + EVENT_HASHES)
-            for at in range(hashes, hashes + min(get64(event + EVENT_NUM_HASHES), _EVENTS_AHEAD) * 8, 8):
-                entry = entry_of(engine_map, getu64(at))
-                if entry:
-                    _prefetch_row(index, np.uint64(get32(entry)) << _U32)
+        if get64(event + EVENT_KIND) == REMOVED and get64(event + EVENT_NUM_HASHES) <= _EVENTS_AHEAD:
+            prefetch_named(index, engine_map, get64(event + EVENT_HASHES), get64(event + EVENT_NUM_HASHES))
         event += EVENT_BYTES
 
 
 @jit("i8(i8,i8,i8)")
 def _remove_event(source, rank, event):
-    """Release the event's blocks; what is not held is passed over."""
-    index, engine_map, slot = get64(source + INDEX), get64(rank + RANK_MAP), get64(rank + RANK_SLOT)
-    tier, hashes = get64(event + EVENT_TIER), get64(event + EVENT_HASHES)
-    end = hashes + get64(event + EVENT_NUM_HASHES) * 8
-    num_removed, digest, stop = 0, np.uint64(0), DONE
-    for at in range(hashes + get64(source + BLOCK_IDX) * 8, end, 8):
-        entry = entry_of(engine_map, getu64(at))
-        if entry == 0:
-            continue
-        if get32(entry) == IRREGULAR:
-            stop = SOME_EVENTS
-            break
-        row = row_named(index, slot, get32(entry))
-        if row == 0:
-            drop_entry(engine_map, getu64(at))
-            continue
-        if get32(marks_of(index, row)) & IRREGULAR_ROW:
-            stop = SOME_EVENTS
-            break
-        tiers, block_hash = tiers_of(index, get32(row), slot), hash_of(index, row)
-        result = remove_one(index, block_hash, slot, tier)
-        if result < 0:
-            stop = INDEX_NEEDS_HELP
-            break
-        if result > 0:
-            num_removed += 1
-            digest += block_digest(block_hash, tier)
-            if tiers == 1 << tier:
-                drop_entry(engine_map, getu64(at))
-    credit(index, slot, -num_removed, np.uint64(0) - digest)
-    return stop
+    """Release an event's blocks, a slice at a time; return DONE or why it stopped."""
+    tier, num_hashes, start = get64(event + EVENT_TIER), get64(event + EVENT_NUM_HASHES), get64(source + BLOCK_IDX)
+    while start < num_hashes:
+        hashes, num_here = get64(event + EVENT_HASHES) + start * 8, min(SLICE_BLOCKS, num_hashes - start)
+        if num_hashes > _EVENTS_AHEAD:
+            prefetch_named(get64(source + INDEX), get64(rank + RANK_MAP), hashes, num_here)
+        result = release_slice(source, rank, tier, hashes, num_here)
+        if result != DONE:
+            return result
+        start += num_here
+        put64(source + BLOCK_IDX, start)
+        budget = get64(source + BUDGET) - num_here * _REMOVAL_BYTES
+        put64(source + BUDGET, budget)
+        if budget <= 0 and start < num_hashes:
+            return PAUSED
+    return DONE
 
 
 @jit("i8(i8,i8,i8)")
@@ -333,9 +228,7 @@ def _take_events(source):
         event += EVENT_BYTES
         put64(source + EVENT_IDX, event_idx)
         put64(source + BLOCK_IDX, 0)
-        budget = get64(source + BUDGET) - get64(event - EVENT_BYTES + EVENT_NUM_HASHES) * 64
-        put64(source + BUDGET, budget)
-        if budget <= 0 and event_idx < num_events:
+        if get64(source + BUDGET) <= 0 and event_idx < num_events:
             return PAUSED
     return DONE
 

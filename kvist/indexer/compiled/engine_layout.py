@@ -9,26 +9,25 @@ Event, 80: 0 i64 kind, one of those below  8 i64 where it starts in the payload 
     32 i64 address of the hashes  40 i64 their number  48 i64 address of the tokens  56 i64 their number
     64 i64 block size  72 i64 address of the parent's hash, 0 for none
 Rank: one rank of a source; 64-bit fields, then verdicts of 16: i64 what it depends on, plus one  8 i64 the verdict
-Engine map: the control block of an index of which only the table is used; a row's key is an engine hash, its set id
-    the top 32 bits of the key of the block's row in the index, or IRREGULAR.
+Engine map: a table as `kvist.radix.tables` has them; a row's key is an engine hash times a secret odd number, its value
+    the upper 32 bits of the key of the block's row in the index, or IRREGULAR.
 """
 
 from __future__ import annotations
 
 # Source: what it is told, and told again when memory moves.
 INDEX, BLOCK_SIZE, FIELD_ORDER, RANKS, FINGERPRINTS, SEQUENCES, RING_MASK = range(0, 56, 8)
-EVENTS, HASHES, TOKENS, SCRATCH_BYTES, CHAIN, BUDGET = range(56, 104, 8)
+EVENTS, HASHES, TOKENS, SCRATCH_BYTES, CHAIN, OUTLOOKS, HAS_BLOCK_SIZE = range(56, 112, 8)
 # Where it stands: the message, whether it is checked, the event, of that the block; hash and depth of the one before.
-MESSAGE_IDX, IS_CHECKED, EVENT_IDX, BLOCK_IDX, LAST_BLOCK, HAS_BLOCK_SIZE = range(104, 152, 8)
-LAST_DEPTH, OUTLOOKS, LIKELY_MAP = range(320, 344, 8)  # the map of the rank before: most streams have one
+MESSAGE_IDX, IS_CHECKED, EVENT_IDX, BLOCK_IDX, LAST_BLOCK, LAST_DEPTH = range(112, 160, 8)
 # What it counts: batches, events, events that are never indexed, events with blocks of our size; and the last time.
-NUM_BATCHES, NUM_EVENTS, NUM_IGNORED, NUM_SIZED, LAST_TIMESTAMP = range(152, 192, 8)
-# Where it stopped, if for some events: the first of them, the end, and their bytes. Or whose map needs help.
-STOP_EVENT_END, STOP_START, STOP_END = range(192, 216, 8)
-# The message that was checked.
-NUM_CHECKED, CHECKED_RANK, CHECKED_END, NEXT_HASH, NEXT_TOKEN = range(232, 272, 8)
+NUM_BATCHES, NUM_EVENTS, NUM_IGNORED, NUM_SIZED, LAST_TIMESTAMP = range(160, 200, 8)
+# Where it stopped, if for some events: the end of them, and their bytes. What it may still do in this call.
+STOP_EVENT_END, STOP_START, STOP_END, BUDGET = range(200, 232, 8)
+# The message that was checked; the map of the rank before, which is likely that of the next.
+NUM_CHECKED, CHECKED_RANK, CHECKED_END, NEXT_HASH, NEXT_TOKEN, LIKELY_MAP = range(232, 280, 8)
 # The event being checked: fields seen, by bit, and what they say.
-SEEN, EVENT_TYPE, KIND, WINDOW, GROUP, LOCALITY = range(272, 320, 8)
+SEEN, EVENT_TYPE, KIND, WINDOW, GROUP, LOCALITY = range(280, 328, 8)
 SOURCE_BYTES = 512
 
 RANK_SLOT, RANK_MAP, RANK_VERDICTS = 0, 8, 16
