@@ -156,6 +156,11 @@ class CanonicalFollower:
             yield
         self._note_state(rank)
 
+    def clear(self) -> None:
+        """Forget what every rank of this stream holds."""
+        for rank in self._sessions:
+            self._index.clear(self._worker, rank)
+
     def _heartbeat(
         self, session: Session[Batch], batch: Batch, heartbeat: Heartbeat, now_s: float
     ) -> list[Step[Batch]]:

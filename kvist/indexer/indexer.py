@@ -15,6 +15,7 @@ from kvist.events import WorkerRank
 from kvist.events.follow import Ticker, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
+from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import Progress
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import SourceStatistics
@@ -117,7 +118,23 @@ class Indexer:
     def resume(self, worker: str, progress: Progress) -> None:
         """Go on with a worker's one stream from where another indexer was, whose blocks the index has."""
         ((source, _),) = self._sources[worker]
-        source.resume(progress)
+        source.resume(progress, self._clock())
+
+    def forget(self, worker: str) -> None:
+        """Undo `resume`, and forget the worker's blocks."""
+        for source, _ in self._sources.get(worker, ()):
+            source.forget()
+        self._index.remove_worker(worker)
+        self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
+
+    def has_source(self, worker: str) -> bool:
+        """Return whether the worker is followed."""
+        return worker in self._sources
+
+    def engine_of(self, worker: str) -> EngineFollower | None:
+        """Return who follows a worker's one stream if it is an engine's own: it knows what the engine's hashes name."""
+        ((source, _),) = self._sources[worker]
+        return source.engine
 
     def release(self) -> None:
         """Begin to read the streams."""

@@ -1,24 +1,50 @@
-"""One source: the stream of one worker at one endpoint, whose first message tells what it speaks."""
+"""One source: the stream of one worker at one endpoint, followed as what its messages show it to be."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
-from kvist.events.codec import is_canonical
+from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
-from kvist.events.transports import Endpoint, Message, Subscription
+from kvist.events.transports import Endpoint, Message, MessageBlock, Subscription
+from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress
 from kvist.indexer.statistics import SourceCounters, SourceStatistics
 from kvist.indexer.target import Index
+from kvist.publisher.engine_feed import DECODERS
+
+_logger = logging.getLogger(__name__)
+
+SILENCE_S = 10.0
+"""After so long without a canonical batch an engine's batch is believed; publishers send a heartbeat every second."""
+
+_SECOND_BYTE = 0xA6
+"""What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
 
 
 class Source:
-    """Follows one endpoint for one worker. What is kept at the publisher is asked for as soon as it is connected."""
+    """Follows one endpoint for one worker, be it an engine's own stream or a canonical one.
+
+    The first batch that decodes decides which, and a later one of the other form decides anew:
+
+    - An engine's stream becomes canonical with any canonical batch.
+    - A canonical stream becomes an engine's with a batch of the engine's, if that is the first of either form from a
+      peer that has just connected, or nothing canonical came for `SILENCE_S`.
+
+    What was held is cleared then, and the new form followed from that batch on. So a publisher may be put before an
+    engine, or taken away, without a word to anyone; an endpoint where both speak stays canonical; and what only begins
+    like a batch is malformed and decides nothing. What the publisher keeps is asked for as soon as one is connected.
+    """
 
     def __init__(self, worker: str, url: str, block_size: int, index: Index, resyncing: set[WorkerRank]) -> None:
         """Parse the URL; raises InvalidValueError when it is wrong."""
@@ -31,23 +57,28 @@ class Source:
         self._block_size = block_size
         self._index = index
         self._counters = SourceCounters()
+        self._past: SourceStatistics | None = None
         self._follower: CanonicalFollower | EngineFollower | None = None
         self._must_probe = False
+        self._is_new_peer = False
+        self._canonical_at_s = 0.0
         self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages; the first decides what the source speaks, until others begin with a canonical one."""
-        first = messages[0]
-        if self._follower is None:
-            self._follower = self._follower_for(first)
-            self._follower.reconnected(now_s)
-        elif isinstance(self._follower, EngineFollower) and is_canonical(first.payload):
-            self._follower.clear()
-            self._follower = self._follower_for(first)
-        yield from self._follower.received_all(messages, now_s)
+        """Take live messages."""
+        while messages:
+            turn_idx = self._turn_idx(messages, now_s)
+            if self._follower is None:
+                self._skip(turn_idx)
+            elif turn_idx > 0:
+                yield from self._follower.received_all(messages[:turn_idx], now_s)
+            messages = messages[turn_idx:]
+            if messages:
+                self._begin(messages[0], now_s)
 
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
+        self._is_new_peer = True
         if self._follower is None:
             self._must_probe = True
         else:
@@ -60,28 +91,41 @@ class Source:
         return [Question(None, 0)] if self._must_probe else []
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer; that to the first question may decide what the source speaks."""
+        """Take the answer, which tells as live messages do that a stream is canonical."""
         self._must_probe = False
-        if self._follower is None:
-            if not messages:
-                return
-            self._follower = self._follower_for(messages[0])
-            if isinstance(self._follower, CanonicalFollower):
-                # Of all ranks, each from its beginning: as if they came live.
-                yield from self._follower.received_all(messages, now_s)
-                return
-        yield from self._follower.answered(question, messages, now_s)
+        if messages and not isinstance(self._follower, CanonicalFollower):
+            turn_idx = self._turn_idx(messages, now_s)
+            if turn_idx < len(messages):
+                self._begin(messages[turn_idx], now_s)
+                if isinstance(self._follower, CanonicalFollower):
+                    # Of all ranks, each from its beginning: as if they came live.
+                    yield from self._follower.received_all(messages[turn_idx:], now_s)
+                    return
+        if self._follower is not None:
+            yield from self._follower.answered(question, messages, now_s)
 
     def progress(self) -> Progress | None:
         """Return how far the stream was followed, None if nothing of it can be trusted."""
         return None if self._follower is None else self._follower.progress()
 
-    def resume(self, progress: Progress) -> None:
+    def resume(self, progress: Progress, now_s: float) -> None:
         """Go on from where another source was; to be called before anything else."""
-        shared = (self._index, self._resyncing, self._counters)
         if isinstance(progress, CanonicalProgress):
-            self._follower = CanonicalFollower(self.worker, self._block_size, *shared, self._limits)
+            self._follower = self._canonical_follower()
             self._follower.resume(progress)
+            self._canonical_at_s = now_s
+        else:
+            self._follower = self._engine_follower()
+            self._follower.resume(progress, now_s)
+
+    def forget(self) -> None:
+        """Undo `resume`: the blocks turned out not to be there."""
+        self._follower = None
+
+    @property
+    def engine(self) -> EngineFollower | None:
+        """Return who follows the stream if it is an engine's own: it knows what the engine's hashes name."""
+        return self._follower if isinstance(self._follower, EngineFollower) else None
 
     def fail(self, reason: str) -> None:
         """Take note that the source cannot be followed at all."""
@@ -93,17 +137,99 @@ class Source:
 
     def statistics(self, now_s: float) -> SourceStatistics:
         """Return the counters as they are now."""
+        num_malformed_frames = 0 if self.subscription is None else self.subscription.num_malformed
+        return self._statistics(num_malformed_frames, now_s)
+
+    def _turn_idx(self, messages: Sequence[Message], now_s: float) -> int:
+        """Return which message is the first that another follower is for; their number if there is none."""
+        begin_as_canonical = _begin_as_canonical(messages)
+        if self._follower is None:
+            for idx, message in enumerate(messages):
+                if self._is_canonical(message) or self._is_engines(message):
+                    return idx
+        elif isinstance(self._follower, EngineFollower):
+            for idx in np.flatnonzero(begin_as_canonical).tolist():
+                if self._is_canonical(messages[idx]):
+                    return int(idx)
+        elif self._is_new_peer or now_s - self._canonical_at_s > SILENCE_S:
+            for idx, message in enumerate(messages):
+                if self._is_canonical(message):
+                    self._is_new_peer = False
+                    self._canonical_at_s = now_s
+                    break
+                if self._is_engines(message):
+                    return idx
+        elif begin_as_canonical.any():
+            self._canonical_at_s = now_s
+        return len(messages)
+
+    def _skip(self, num_messages: int) -> None:
+        """Count messages that came before the first batch."""
+        if num_messages and self._counters.num_malformed == 0:
+            text = "no batch of an engine's nor a canonical one: it is skipped, and further ones are only counted"
+            _logger.warning("%s worker=%s url=%s", text, self.worker, self.url)
+        self._counters.num_malformed += num_messages
+
+    def _begin(self, message: Message, now_s: float) -> None:
+        """Follow what speaks like this message, from nothing."""
+        if self._follower is not None:
+            self._clear()
+        self._past = self._statistics(0, now_s)
+        self._counters = SourceCounters()
+        if self._is_canonical(message):
+            self._follower = self._canonical_follower()
+            self._canonical_at_s = now_s
+        else:
+            self._follower = self._engine_follower()
+        self._is_new_peer = False
+        self._follower.reconnected(now_s)
+
+    def _clear(self) -> None:
+        """Forget what is held."""
+        assert self._follower is not None
+        _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self.url)
+        self._resyncing.difference_update(WorkerRank(self.worker, rank) for rank in self._follower.states())
+        self._follower.clear()
+
+    def _statistics(self, num_malformed_frames: int, now_s: float) -> SourceStatistics:
         follower = self._follower
         sessions: tuple[Session[Any], ...] = ()
         if isinstance(follower, CanonicalFollower):
             sessions = tuple(follower.sessions.values())
         elif follower is not None:
             sessions = (follower.session,)
-        num_malformed_frames = 0 if self.subscription is None else self.subscription.num_malformed
-        return self._counters.frozen(self.worker, self.url, self.states(), sessions, num_malformed_frames, now_s)
+        counters = self._counters
+        return counters.frozen(self.worker, self.url, self.states(), sessions, num_malformed_frames, now_s).after(
+            self._past
+        )
 
-    def _follower_for(self, message: Message) -> CanonicalFollower | EngineFollower:
+    def _canonical_follower(self) -> CanonicalFollower:
         shared = (self._index, self._resyncing, self._counters)
-        if is_canonical(message.payload):
-            return CanonicalFollower(self.worker, self._block_size, *shared, self._limits)
+        return CanonicalFollower(self.worker, self._block_size, *shared, self._limits)
+
+    def _engine_follower(self) -> EngineFollower:
+        shared = (self._index, self._resyncing, self._counters)
         return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits)
+
+    def _is_canonical(self, message: Message) -> bool:
+        try:
+            decode_batch(message.payload, self.worker)
+        except MalformedMessageError:
+            return False
+        return True
+
+    def _is_engines(self, message: Message) -> bool:
+        try:
+            DECODERS[self.endpoint.engine](message.payload, self.worker)
+        except MalformedMessageError:
+            return False
+        return True
+
+
+def _begin_as_canonical(messages: Sequence[Message]) -> NDArray[np.bool_]:
+    """Return of each message whether it may be a canonical batch; others cannot."""
+    if isinstance(messages, MessageBlock):
+        second_bytes = np.frombuffer(messages.buffer, np.uint8)[messages.table[:, PAYLOAD_START] + 1]
+    else:
+        second_bytes = np.array([message.payload[1] if len(message.payload) > 1 else 0 for message in messages])
+    return np.equal(second_bytes, _SECOND_BYTE)

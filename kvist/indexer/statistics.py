@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 from kvist.events.session import Session, SourceState
 
@@ -38,6 +38,13 @@ class SourceStatistics:
     last_event_age_s: float | None
     lag_s: float | None
     failure: str | None
+
+    def after(self, earlier: Self | None) -> Self:
+        """Return this one with the counts of an earlier one, if any, added."""
+        if earlier is None:
+            return self
+        names = [field.name for field in fields(self) if field.name.startswith("num_")]
+        return replace(self, **{name: getattr(earlier, name) + getattr(self, name) for name in names})
 
 
 @dataclass(slots=True)

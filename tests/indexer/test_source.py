@@ -1,0 +1,233 @@
+"""Which form a source takes its stream for: message by message, and as many at a time as there may be."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvist.events import Tier, WorkerRank
+from kvist.events.codec import encode_batch
+from kvist.events.digest import block_digest
+from kvist.events.hashing import block_hashes
+from kvist.events.session import SourceState
+from kvist.events.transports import Message, MessageBlock
+from kvist.events.types import Batch, Heartbeat, Stored
+from kvist.indexer.source import SILENCE_S, Source
+from kvist.radix import RadixIndex
+
+BLOCK_SIZE = 4
+GARBAGE = b"\x98\xa6kvist1" + bytes(range(200, 240))
+
+
+def tokens_of(number: int) -> list[int]:
+    return [number] * BLOCK_SIZE
+
+
+def engines(sequence: int, number: int, rank: int | None = 0) -> Message:
+    """Return a message of an engine's that stores the prompt of one block of this number."""
+    event = {
+        "type": "BlockStored",
+        "block_hashes": [number],
+        "parent_block_hash": None,
+        "token_ids": tokens_of(number),
+        "block_size": BLOCK_SIZE,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+    }
+    return Message(b"", sequence, msgspec.msgpack.encode([1.0, [event], rank]))
+
+
+def canonical(sequence: int, *events, epoch: int = 1, rank: int = 0, block_size: int = BLOCK_SIZE) -> Message:
+    """Return a canonical batch."""
+    batch = Batch("itself", rank, epoch, sequence, block_size, 1.0, events)
+    return Message(b"itself@0", sequence, encode_batch(batch))
+
+
+def publishers(sequence: int, number: int, **options) -> Message:
+    """Return a canonical batch that stores the prompt of one block of this number."""
+    return canonical(sequence, Stored(block_hashes(tokens_of(number), BLOCK_SIZE).tobytes()), **options)
+
+
+def garbage(sequence: int) -> Message:
+    return Message(b"", sequence, GARBAGE)
+
+
+class World:
+    """A source, its index, and a clock."""
+
+    def __init__(self, is_block: bool, options: str = "?replay_port=none") -> None:
+        self.index = RadixIndex(seed=1)
+        self.resyncing: set[WorkerRank] = set()
+        self.source = Source("w", f"tcp://127.0.0.1:5557{options}", BLOCK_SIZE, self.index, self.resyncing)
+        self.now_s = 100.0
+        self._is_block = is_block
+
+    def take(self, *messages: Message) -> None:
+        """Receive messages at once, and answer what is asked: nothing is kept."""
+        received = MessageBlock.of(messages) if self._is_block else list(messages)
+        for _ in self.source.received_all(received, self.now_s):
+            pass
+        self.answer(None)
+
+    def answer(self, messages: list[Message] | None) -> None:
+        """Answer what is asked now."""
+        for question in self.source.questions(self.now_s):
+            for _ in self.source.answered(question, messages, self.now_s):
+                pass
+
+    def reconnect(self) -> None:
+        self.source.reconnected(self.now_s)
+        self.answer(None)
+
+    def holds(self, *numbers: int, rank: int = 0) -> bool:
+        """Return whether the index has the prompts of these numbers for the rank, and nothing else."""
+        held = self.index.digest(WorkerRank("w", rank))
+        hashes = [int(block_hashes(tokens_of(number), BLOCK_SIZE)[0]) for number in numbers]
+        digest = sum(block_digest(block_hash, Tier.GPU) for block_hash in hashes) % (1 << 64)
+        return (held.num_blocks, held.digest) == (len(numbers), digest)
+
+    @property
+    def statistics(self):
+        return self.source.statistics(self.now_s)
+
+
+@pytest.fixture(params=["block", "list"])
+def world(request):
+    return World(request.param == "block")
+
+
+def test_what_only_begins_like_a_canonical_batch_changes_nothing(world, caplog):
+    world.take(engines(0, 1))
+    world.take(engines(1, 2), garbage(2), engines(3, 4))
+    world.take(garbage(4))
+    world.take(engines(5, 6))
+    assert world.holds(1, 2, 4, 6)
+    assert world.source.states() == {0: SourceState.LIVE}
+    assert world.statistics.num_malformed == 2
+    assert caplog.text.count("malformed") == 2  # one line, which says what was expected
+
+
+def test_garbage_before_the_first_batch_decides_nothing(world, caplog):
+    world.take(garbage(0), Message(b"", 1, b""), garbage(2))
+    assert world.source.states() == {}
+    world.take(garbage(3), publishers(0, 1), publishers(1, 2))
+    assert world.holds(1, 2)
+    assert world.statistics.num_malformed == 4
+    assert caplog.text.count("no batch of an engine's nor a canonical one") == 1
+
+
+def test_a_canonical_batch_takes_over_from_the_engine_in_the_middle_of_a_receive(world):
+    world.take(engines(0, 1))
+    world.take(engines(1, 2), garbage(2), publishers(0, 7), publishers(1, 8), garbage(3), publishers(2, 9))
+    assert world.holds(7, 8, 9)
+    assert world.source.states() == {0: SourceState.LIVE}
+    assert world.statistics.num_malformed == 2
+    assert world.statistics.num_batches == 5
+
+
+def test_an_engines_batch_amid_a_canonical_stream_is_malformed(world):
+    world.take(publishers(0, 1))
+    for sequence in range(100):
+        world.take(engines(sequence, 50 + sequence), canonical(1, Heartbeat(1, world_digest(1))))
+        world.now_s += SILENCE_S / 2
+    assert world.holds(1)
+    assert world.statistics.num_malformed == 100
+
+
+def world_digest(number: int) -> int:
+    return block_digest(int(block_hashes(tokens_of(number), BLOCK_SIZE)[0]), Tier.GPU)
+
+
+def test_an_engine_that_comes_after_a_reconnect_takes_over(world, caplog):
+    world.take(publishers(0, 1), publishers(1, 2))
+    world.reconnect()
+    assert world.holds(1, 2)
+    world.take(garbage(0), engines(1, 7), engines(2, 8))
+    assert world.holds(7, 8)
+    assert world.resyncing == set()
+    world.take(engines(3, 9))
+    assert world.holds(7, 8, 9)
+    assert caplog.text.count("stream changed its form") == 1
+
+
+def test_a_publisher_that_comes_back_after_a_reconnect_stays(world):
+    world.take(publishers(0, 1))
+    world.reconnect()
+    world.take(garbage(0), publishers(1, 2), engines(0, 7), publishers(2, 3))
+    world.take(engines(1, 8))
+    assert world.holds(1, 2, 3)
+    assert world.statistics.num_malformed == 3
+
+
+def test_an_engine_takes_over_from_a_publisher_that_fell_silent(world):
+    world.take(publishers(0, 1, rank=3))
+    world.now_s += SILENCE_S
+    world.take(engines(0, 7))
+    assert world.holds(1, rank=3)
+    world.now_s += 0.1
+    world.take(engines(1, 8), engines(2, 9))
+    assert world.holds(8, 9)
+    assert world.holds(rank=3)
+
+
+def test_garbage_after_a_reconnect_or_a_silence_leaves_a_canonical_stream_as_it_is(world):
+    world.take(publishers(0, 1))
+    world.reconnect()
+    world.take(garbage(0), Message(b"", 1, b"\x00"))
+    world.now_s += 2 * SILENCE_S
+    world.take(garbage(2), Message(b"", 1, b""))
+    assert world.holds(1)
+    assert world.statistics.num_malformed == 4
+
+
+def test_a_publisher_put_before_an_engine_and_taken_away_again_leaves_nothing_behind(world):
+    for round_idx in range(3):
+        world.take(engines(0, 1, rank=2), engines(1, 2, rank=3))
+        assert (world.holds(1, rank=2), world.holds(2, rank=3)) == (True, True)
+        world.reconnect()
+        world.take(publishers(0, 5, epoch=round_idx))
+        assert world.holds(5)
+        assert (world.holds(rank=2), world.holds(rank=3)) == (True, True)
+        world.reconnect()
+    assert world.statistics.num_batches == 9
+    assert world.resyncing == set()
+
+
+def test_what_was_in_doubt_is_not_when_another_form_takes_over(world):
+    world.take(engines(0, 1, rank=5))
+    world.source.reconnected(world.now_s)
+    assert world.resyncing == {WorkerRank("w", 5)}
+    world.take(publishers(0, 1))
+    assert world.resyncing == set()
+
+
+def test_a_canonical_stream_of_another_block_size_is_no_reason_to_believe_an_engine(world):
+    world.take(publishers(0, 1, block_size=16))
+    world.take(engines(0, 7), publishers(1, 1, block_size=16), engines(1, 8))
+    assert world.holds()
+    assert world.statistics.failure == "block_size 16, expected 4"
+
+
+def test_a_canonical_answer_to_an_engines_question_decides_too():
+    world = World(True, options="")
+    world.source.reconnected(world.now_s)
+    world.answer([engines(0, 1), engines(1, 2)])
+    assert world.holds(1, 2)
+    world.source.reconnected(world.now_s)
+    world.now_s += 1.0
+    world.answer([publishers(0, 7), publishers(1, 8)])
+    assert world.holds(7, 8)
+    assert world.statistics.num_malformed == 0
+    world.take(publishers(2, 9))
+    assert world.holds(7, 8, 9)
+
+
+def test_the_counts_of_before_stay_when_the_form_changes(world):
+    world.take(engines(0, 1), garbage(1), engines(3, 2))
+    before = world.statistics
+    assert (before.num_malformed, before.num_gaps, before.num_cleared) == (1, 1, 1)
+    world.take(publishers(0, 7), garbage(0))
+    after = world.statistics
+    assert (after.num_malformed, after.num_gaps, after.num_cleared) == (2, 1, 1)
+    assert after.num_batches == before.num_batches + 1
