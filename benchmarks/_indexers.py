@@ -111,7 +111,7 @@ class Indexer:
         answer: dict[str, Any] = json.loads(self.connection.exchange(query_of(token_ids)))
         return answer
 
-    def await_visible(self, probes: Iterable[Probe], timeout_s: float = 60.0) -> float:
+    def await_visible(self, probes: Iterable[Probe], poll_s: float = POLL_S, timeout_s: float = 60.0) -> float:
         """Return the time at which all of the probes' blocks were visible."""
         give_up_at_s = time.monotonic() + timeout_s
         for probe in probes:
@@ -119,7 +119,7 @@ class Indexer:
             while held_by(json.loads(self.connection.exchange(request)), probe.stream_idx) != probe.num_held:
                 if time.monotonic() > give_up_at_s:
                     raise TimeoutError(f"{self.side} does not show everything that it was sent")
-                time.sleep(POLL_S)
+                time.sleep(poll_s)
         return time.monotonic()
 
     def close(self) -> None:

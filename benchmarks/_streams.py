@@ -316,6 +316,18 @@ class _Server:
             self._send(side, frames)
         return 0
 
+    def mark(self, side: str, interval_s: float, num_around: int) -> float:
+        """Send what was kept for a while, what was made in the middle of it; return when that was sent."""
+        started_s = time.monotonic()
+        marked_s = started_s
+        around = list(islice(cycle(self._kept[side]), 2 * num_around))
+        for number, frames in enumerate([*around[:num_around], *self._made[side], *around[num_around:]]):
+            _sleep_until(started_s + number * interval_s)
+            if number == num_around:
+                marked_s = time.monotonic()
+            self._send(side, frames)
+        return marked_s
+
     def probes(self, num_probes: int) -> list[Probe]:
         """Return prompts of all kinds: whole, cut within and between blocks, going on unknown, wrong in the middle."""
         return [self._probe() for _ in range(num_probes)]
