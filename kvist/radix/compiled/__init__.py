@@ -1,11 +1,11 @@
 """Every compiled function of the index; `layout` says what lies at the addresses they are given.
 
 Functions take the address of the control block and integers, never an array, so that a call from Python costs a fifth
-of a microsecond and calls among them count no references. Addresses, indices and set ids are int64 throughout; only
-block hashes and their products are uint64. **Trap:** an int64 with a uint64 becomes a float64, so constants that meet a
-hash are `_U*`. `jit` compiles and caches; `intrinsics` adds loads and stores by address; `table` finds and places rows,
-`sets` interns who holds them; `updates` stores and removes, `matching` scores. Other packages may build on all of it:
-their `jit_for` must then name this folder too.
+of a microsecond and calls among them count no references; only `match` takes and makes arrays (`boxing`). Addresses,
+indices and set ids are int64 throughout; only block hashes and their products are uint64. **Trap:** an int64 with a
+uint64 becomes a float64, so constants that meet a hash are `_U*`. `table` finds and places rows, `sets` interns who
+holds them; `updates` stores and removes, `matching` looks a prompt up, `following` scores who holds it. Other packages
+may build on all of it: their `jit_for` must then name this folder too.
 """
 
 from kvist.radix.compiled.events import read_events

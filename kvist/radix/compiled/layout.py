@@ -35,7 +35,7 @@ Bucket: u32 set id, head of a chain. Pages of 4,096 buckets; linear hashing adds
 Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u32 set  4 u32 operation
     8 u32 stamp of set  12 u32 result  16 u32 stamp of result
 Step, 32, behind the transitions: what a match need not compute again: by which slots, held in the fastest tier, one
-    dense set exceeds another. Valid while the stamps match. 0 u32 set
+    set exceeds another. Valid while the stamps match. 0 u32 set
     4 u32 other  8 u32 stamp of set  12 u32 stamp of other  16 u32 number of slots  20 u32 x 3 slots
 Snapshot, 72: 0 i64 directory  8 next segment  16 first depth collected and  24 the one after the last
     32 collected rows, loose  40 place of the next row of each depth, u32, or 0: in the order they are found
