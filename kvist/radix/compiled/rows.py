@@ -20,7 +20,7 @@ from kvist.radix.compiled.layout import (
     NUM_STAMPED,
     SECONDARY,
 )
-from kvist.radix.compiled.table import find, home_of, key_of, segment_of, side_of
+from kvist.radix.compiled.table import find, home_of, segment_of, side_of
 
 _EPOCH = (EPOCHS - 1) << EPOCH_SHIFT
 _U1, _U32 = (np.uint64(n) for n in (1, 32))
@@ -75,12 +75,6 @@ def depth_below(control, parent):
     segment = segment_of(control, key)
     row = find(home_of(control, segment, key), key)
     return min(depth_of(segment, row) + 1, MAX_DEPTH) if row else 0
-
-
-@jit("i8(i8,i8)")
-def side_at(control, row):
-    """Address of a row's side word, for those who do not know its segment."""
-    return side_of(segment_of(control, key_of(row)), row)
 
 
 @jit("void(i8,i8)")

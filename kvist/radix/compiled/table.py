@@ -106,11 +106,6 @@ def index_of_row(address, row):
     return ((bucket - address) >> 6) * BUCKET_ROWS + ((row - bucket - BUCKET_SETS) >> 2)
 
 
-@jit("i8(i8,i8)")
-def row_at(address, row_index):
-    return address + row_index // BUCKET_ROWS * BUCKET_BYTES + BUCKET_SETS + row_index % BUCKET_ROWS * 4
-
-
 @jit("u8(i8)")
 def key_of(row):
     bucket = bucket_of(row)

@@ -11,8 +11,8 @@ from kvist.radix import RadixIndex, compiled
 from kvist.radix.compiled.intrinsics import get32
 from kvist.radix.compiled.jit import jit_for
 from kvist.radix.compiled.layout import MAX_DEPTH, SECONDARY
-from kvist.radix.compiled.rows import find_primary, find_row, side_at
-from kvist.radix.compiled.table import key_of
+from kvist.radix.compiled.rows import find_primary, find_row
+from kvist.radix.compiled.table import key_of, segment_of, side_of
 
 jit = jit_for(Path(__file__), Path(compiled.__file__).parent)
 KEYS_ARE_HASHES = (1 - 0x9E37_79B9_7F4A_7C15) % 2**64 // 2  # the seed whose multiplier is 1
@@ -28,7 +28,8 @@ def primary_of(control, prefix):  # type: ignore[no-untyped-def]
 
 @jit("i8(i8,u8)", is_entry=True)
 def side_of_block(control, block_hash):  # type: ignore[no-untyped-def]
-    return get32(side_at(control, find_row(control, block_hash)))
+    row = find_row(control, block_hash)
+    return get32(side_of(segment_of(control, key_of(row)), row))
 
 
 def store(index: RadixIndex, *hashes: int) -> None:
