@@ -116,8 +116,8 @@ def _set_of(group, index):
 @jit("i8(i8,i8,i8,i8)")
 def _take_steps(control, group, depth, last):
     """Follow the changes of a group as long as each is a step that is remembered; return the last set."""
-    changes, first_row = getu64(group + _CHANGES), get64(control + NUM_OUT)
-    slots, depths, row = get64(control + OUTPUT), get64(control + OUTPUT_DEPTHS), first_row
+    changes, start = getu64(group + _CHANGES), last
+    slots, depths, row = get64(control + OUTPUT), get64(control + OUTPUT_DEPTHS), get64(control + NUM_OUT)
     is_exact = get64(control + EXACT_SET) == last
     stamp = get32(record_of(control, last) + 4) if is_exact else 0
     while changes != _U0:
@@ -135,7 +135,7 @@ def _take_steps(control, group, depth, last):
             last, stamp = set_id, following
         changes &= changes - _U1
     putu64(group + _CHANGES, changes)
-    if row > first_row:
+    if last != start:
         put64(control + NUM_OUT, row)
         put64(control + EXACT_SET, last)
         put64(control + IS_BEHIND, 1)
