@@ -71,14 +71,9 @@ class RadixIndex:
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
         control[layout.INVERSE >> 3] = signed(pow(multiplier, -1, _U64_END))
         self._segments = SegmentTable(
-            self._heap,
-            control,
-            self._address,
-            INDEX,
-            bits=segment_bits,
-            initial_rows=initial_blocks,
-            multiplier=multiplier,
+            self._heap, control, self._address, INDEX, bits=segment_bits, multiplier=multiplier
         )
+        self._segments.reserve(initial_blocks)
         self._sets = SetArena(self._heap, control)
         self._slots = SlotTable(self._heap, control)
         self._input_address = self._heap.allocate(64 * 1024)

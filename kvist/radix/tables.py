@@ -85,7 +85,6 @@ class SegmentTable:
         density: Density,
         *,
         bits: int,
-        initial_rows: int = 0,
         multiplier: int | None = None,
     ) -> None:
         """Fill in the control block, of signed 64-bit words, at an address; cut the table into `2**bits` segments.
@@ -117,11 +116,13 @@ class SegmentTable:
         self._words, self._halves = directory.cast("q"), directory.cast("I")
         self._homes = np.frombuffer(homes, np.uint64)
         self._homes[:] = self._home_of_nothing = self._nothing >> 12 << 28
-        if initial_rows:
-            share = initial_rows / self.num_segments
-            fullest = share + 4 * math.sqrt(share)  # keys are spread at random: hardly any segment gets more
-            for index in range(self.num_segments):
-                self._lay_out(index, self._bytes_for(int(fullest) + 1))
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for so many rows in a table that is empty."""
+        share = num_rows / self.num_segments
+        fullest = share + 4 * math.sqrt(share)  # keys are spread at random: hardly any segment gets more
+        for index in range(self.num_segments if num_rows else 0):
+            self._lay_out(index, self._bytes_for(int(fullest) + 1))
 
     def is_allocated(self, index: int) -> bool:
         """Tell whether a segment has memory of its own."""
