@@ -192,7 +192,8 @@ class EngineFollower:
         while message_idx < len(block):
             taken = lane.take(message_idx, self._has_our_block_size)
             message_idx = taken.message_idx
-            self._feed.took_judged(taken.num_batches)
+            if taken.num_batches:
+                self._feed.took_judged(taken.num_batches)
             self._note_taken(taken, now_s)
             if taken.is_stopped:
                 self._feed.take(steps[message_idx])

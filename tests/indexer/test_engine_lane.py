@@ -415,3 +415,16 @@ def test_an_index_that_evicts_goes_on_beside_the_lane():
         index.sweep()
     index.check_invariants()
     assert index.statistics().num_blocks < 3000
+
+
+def test_a_message_with_several_malformed_events_counts_once_live_or_replayed(pair):
+    events = [5, stored([1], [1, 2]), "x", stored([2], [3, 4]), {"type": 7}]
+    pair.take([stored([8], [8, 8])], [stored([9], [9, 9])], events)
+    assert pair.lane.numbers()[0].num_malformed == 1
+    kept = [Message(b"", pair.sequence + number, encode([2.5, events, 0])) for number in range(3)]
+    kept.insert(0, Message(b"", pair.sequence - 1, encode([1.5, events, 0])))
+    for side in (pair.lane, pair.plain):
+        side.take(kept[-1:], 0.0)
+        assert side.settle(kept, 1.0)
+    assert_equal(pair.lane, pair.plain)
+    assert pair.lane.numbers()[0].num_malformed == 4
