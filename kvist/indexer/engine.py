@@ -20,8 +20,8 @@ from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.stream import RankStream
 
 if TYPE_CHECKING:
-    from kvist.indexer.engine_map import Names
     from kvist.indexer.engine_lane import EngineLane, Taken
+    from kvist.indexer.engine_map import Names
 
 
 _JOINED_STEPS = 256
@@ -39,7 +39,7 @@ class _Rank(Protocol):
 
 
 class EngineFollower:
-    """Applies one engine's stream to the index under the router's name for it; ranks are the batches'."""
+    """Applies one engine's stream to the index under the router's name for it; ranks are the batches', if they say."""
 
     def __init__(
         self,
@@ -50,6 +50,7 @@ class EngineFollower:
         resyncing: set[WorkerRank],
         counters: SourceCounters,
         limits: SessionLimits | None = None,
+        default_rank: int = 0,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
         self._worker = worker
@@ -57,12 +58,13 @@ class EngineFollower:
         self._index = index
         self._resyncing = resyncing
         self._counters = counters
+        self._default_rank = default_rank
         self._ranks: dict[int, _Rank] = {}
         self._now_s = 0.0
         self._has_our_block_size = False
         self._is_part = False
         self._feed = EngineFeed(engine, worker, self, limits)
-        self._lane = _lane_for(block_size, engine, index)
+        self._lane = _lane_for(block_size, engine, index, default_rank)
 
     @property
     def session(self) -> Session[bytes]:
@@ -80,12 +82,12 @@ class EngineFollower:
         if self._lane is None or session.state is SourceState.RESYNCING or session.epoch is None:
             return None
         ranks = self._lane.ranks
-        is_complete = session.state is SourceState.LIVE and not any(rank.residency.has_irregular for rank in ranks.values())
+        is_told = not any(rank.residency.has_irregular for rank in ranks.values())
         return EngineProgress(
             session.expected_sequence,
-            is_complete,
+            is_told and session.state is SourceState.LIVE,
             tuple(restarts.remembered()),
-            tuple(EngineRankProgress(number, rank.filter.state) for number, rank in ranks.items()),
+            tuple(EngineRankProgress.of(number, rank.filter.state) for number, rank in ranks.items()),
         )
 
     def resume(self, progress: EngineProgress, now_s: float) -> None:
@@ -94,7 +96,7 @@ class EngineFollower:
         assert self._lane is not None
         for each in progress.ranks:
             self._rank(each.rank)
-            self._lane.ranks[each.rank].filter.resume(each.filter)
+            self._lane.ranks[each.rank].filter.resume(each.filter_state)
         self._note_state()
 
     def names(self) -> Iterator[tuple[int, Names]]:
@@ -166,16 +168,16 @@ class EngineFollower:
 
     def apply(self, batch: DecodedEngineBatch) -> None:
         """Filter, hash and apply an engine's batch (called by the feed)."""
+        number = self._default_rank if batch.rank is None else batch.rank
         for event in batch.events:
             self._check_block_size(event)
-            self._rank(event.rank).admit(event)
+            self._rank(number).admit(event)
         self._counters.num_unknown_events += batch.num_ignored_events
         if self._is_part:
             self._counters.num_events += len(batch.events)
         else:
             self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
-        ranks = {event.rank for event in batch.events}
-        if ranks == self._ranks.keys() and any(isinstance(event, EngineCleared) for event in batch.events):
+        if self._ranks.keys() == {number} and any(isinstance(event, EngineCleared) for event in batch.events):
             self._feed.session.emptied()
 
     def clear(self) -> None:
@@ -285,9 +287,9 @@ class _PlainRank:
         return RankStream(self._source, self._block_size, epoch=0)
 
 
-def _lane_for(block_size: int, engine: str, index: Index) -> EngineLane | None:
+def _lane_for(block_size: int, engine: str, index: Index, default_rank: int) -> EngineLane | None:
     """Return the fast lane into an index, None if that is not the compiled one."""
     from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who has none
     from kvist.radix import RadixIndex
 
-    return EngineLane(block_size, engine, index) if isinstance(index, RadixIndex) else None
+    return EngineLane(block_size, engine, index, default_rank) if isinstance(index, RadixIndex) else None

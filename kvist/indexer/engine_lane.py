@@ -54,8 +54,8 @@ class Taken(NamedTuple):
 class EngineLane:
     """Takes what is ordinary: next in sequence, well-formed, of whole blocks that nothing but their tokens names."""
 
-    def __init__(self, block_size: int, engine: str, index: RadixIndex) -> None:
-        """Apply to `index` what `engine` says."""
+    def __init__(self, block_size: int, engine: str, index: RadixIndex, default_rank: int = 0) -> None:
+        """Apply to `index` what `engine` says; `default_rank` is that of a batch which names none."""
         self._block_size = block_size
         self._index = index
         self._ranks: dict[int, EngineRank] = {}
@@ -66,6 +66,7 @@ class EngineLane:
         self._fields, self._times = heap.view(self._address).cast("q"), heap.view(self._address).cast("d")
         self._set(layout.INDEX, index.address)
         self._set(layout.BLOCK_SIZE, block_size)
+        self._set(layout.DEFAULT_RANK, default_rank)
         self._set(layout.CHAIN, self._address + _CHAIN_AT)
         self._set(layout.OUTLOOKS, self._address + _CHAIN_AT + layout.SLICE_BLOCKS * 8)
         self._set(layout.FIELD_ORDER, self._address + _ORDER_AT)

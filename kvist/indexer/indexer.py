@@ -15,6 +15,7 @@ from kvist.events import WorkerRank
 from kvist.events.follow import Ticker, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
+from kvist.events.types import MAX_RANKS
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import Progress
 from kvist.indexer.source import Source
@@ -78,16 +79,19 @@ class Indexer:
         is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
         await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
 
-    def add_source(self, worker: str, url: str) -> None:
+    def add_source(self, worker: str, url: str, *, rank: int = 0) -> None:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.
 
-        A worker may have several streams, such as one a data-parallel rank, as long as no two report the same rank.
-        Raises InvalidValueError for a wrong URL or one that the worker already has.
+        A worker may have several streams, such as one a data-parallel rank, as long as no two report the same rank;
+        `rank` is that of batches that name none. Raises InvalidValueError for a rank that cannot be, a wrong URL, or
+        one that the worker already has.
         """
+        if not 0 <= rank < MAX_RANKS:
+            raise InvalidValueError("rank", rank, f"a number from 0 to {MAX_RANKS - 1}")
         sources = self._sources.get(worker, [])
         if any(source.url == url for source, _ in sources):
             raise InvalidValueError("url", url, f"a stream that worker {worker} does not have yet")
-        source = Source(worker, url, self._block_size, self._index, self._resyncing)
+        source = Source(worker, url, self._block_size, self._index, self._resyncing, rank)
         task = self._tasks.create_task(self._follow(source), name=f"kvist-source-{worker}")
         self._sources.setdefault(worker, sources).append((source, task))
 

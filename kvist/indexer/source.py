@@ -46,13 +46,16 @@ class Source:
     like a batch is malformed and decides nothing. What the publisher keeps is asked for as soon as one is connected.
     """
 
-    def __init__(self, worker: str, url: str, block_size: int, index: Index, resyncing: set[WorkerRank]) -> None:
-        """Parse the URL; raises InvalidValueError when it is wrong."""
+    def __init__(
+        self, worker: str, url: str, block_size: int, index: Index, resyncing: set[WorkerRank], rank: int = 0
+    ) -> None:
+        """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none."""
         self.worker = worker
         self.url = url
         self.endpoint = Endpoint.parse(url)
         self.subscription: Subscription | None = None
         self.num_known_connects = 0
+        self._rank = rank
         self._resyncing = resyncing
         self._block_size = block_size
         self._index = index
@@ -209,7 +212,7 @@ class Source:
 
     def _engine_follower(self) -> EngineFollower:
         shared = (self._index, self._resyncing, self._counters)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits)
+        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits, self._rank)
 
     def _is_canonical(self, message: Message) -> bool:
         try:

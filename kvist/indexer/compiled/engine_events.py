@@ -15,6 +15,7 @@ from kvist.indexer.compiled import names
 from kvist.indexer.compiled.engine_layout import (
     CHECKED_END,
     CHECKED_RANK,
+    DEFAULT_RANK,
     EVENT_BLOCK_SIZE,
     EVENT_BYTES,
     EVENT_HASHES,
@@ -297,7 +298,7 @@ def check_message(source, payload, num_bytes):
         event += EVENT_BYTES
     put64(source + NUM_CHECKED, num_events)
     put64(source + CHECKED_END, at - payload)
-    rank = 0
+    rank = get64(source + DEFAULT_RANK)
     if num_fields == 3:
         if at < end and get8(at) == NIL:
             at += 1

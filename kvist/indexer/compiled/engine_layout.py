@@ -28,6 +28,7 @@ STOP_EVENT_END, STOP_START, STOP_END, BUDGET = range(200, 232, 8)
 NUM_CHECKED, CHECKED_RANK, CHECKED_END, NEXT_HASH, NEXT_TOKEN, LIKELY_MAP = range(232, 280, 8)
 # The event being checked: fields seen, by bit, and what they say.
 SEEN, EVENT_TYPE, KIND, WINDOW, GROUP, LOCALITY = range(280, 328, 8)
+DEFAULT_RANK = 328  # told once: the rank of a batch that names none
 SOURCE_BYTES = 512
 
 RANK_SLOT, RANK_MAP, RANK_VERDICTS = 0, 8, 16

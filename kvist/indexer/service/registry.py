@@ -133,7 +133,7 @@ class Registry:
             if member is None:
                 member = self._members[namespace] = await self._open(namespace, block_size)
             stream = self._apart(stream)
-            member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url)
+            member.indexer.add_source(stream_name(instance_id, dp_rank), stream.url, rank=dp_rank)
             member.instances.setdefault(instance_id, {})[dp_rank] = stream
             self._namespace_of[instance_id] = namespace
             self._num_streams += 1
@@ -177,7 +177,7 @@ class Registry:
             if address == stream.assumed_replay and not member.indexer.states(name):
                 member.instances[instance_id][dp_rank] = stream.without_replay()
                 member.indexer.remove_source(name)  # nothing was heard from it yet
-                member.indexer.add_source(name, stream.without_replay().url)
+                member.indexer.add_source(name, stream.without_replay().url, rank=dp_rank)
         return new
 
     def _check_new(self, namespace: Namespace, block_size: int, instance_id: int, dp_rank: int) -> None:

@@ -1,0 +1,93 @@
+"""The rank of batches that name none: what the source was added with, by the fast lane as by the plain path."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+from kvist.events.session import SourceState
+from kvist.events.transports import Message, MessageBlock
+from kvist.indexer.source import Source
+from kvist.radix import RadixIndex
+
+BLOCK_SIZE = 2
+
+
+class PlainIndex:
+    """An index that is not known to be the compiled one, so that a follower takes the plain path."""
+
+    def __init__(self, index: RadixIndex) -> None:
+        self._index = index
+
+    def __getattr__(self, name):
+        return getattr(self._index, name)
+
+
+def stored(number: int, **more):
+    """Return the event of a prompt of one block."""
+    event = {"type": "BlockStored", "block_hashes": [number], "token_ids": [number] * BLOCK_SIZE}
+    return event | {"block_size": BLOCK_SIZE, "medium": "GPU"} | more
+
+
+def batches(*rests) -> MessageBlock:
+    """Return a message for each: events, and the rank if there is one."""
+    payloads = [msgspec.msgpack.encode([1.0, *rest]) for rest in rests]
+    return MessageBlock.of([Message(b"", sequence, payload) for sequence, payload in enumerate(payloads)])
+
+
+class World:
+    """A source of rank 7, and its index."""
+
+    def __init__(self, is_plain: bool) -> None:
+        self.index = RadixIndex(seed=1)
+        target = PlainIndex(self.index) if is_plain else self.index
+        self.source = Source("w", "tcp://127.0.0.1:5557?replay_port=none", BLOCK_SIZE, target, set(), rank=7)
+
+    def take(self, messages: MessageBlock) -> None:
+        for _ in self.source.received_all(messages, 1.0):
+            pass
+        for question in self.source.questions(1.0):
+            for _ in self.source.answered(question, None, 1.0):
+                pass
+
+    def held(self) -> dict[int, int]:
+        """Return the number of blocks of each rank."""
+        return {source.rank: self.index.digest(source).num_blocks for source in self.index.ranks()}
+
+
+@pytest.fixture(params=["lane", "plain"])
+def world(request):
+    return World(request.param == "plain")
+
+
+def test_batches_without_a_rank_have_the_sources_and_others_their_own(world):
+    world.take(batches([[stored(1)], 7], [[stored(2)], None], [[stored(3)]], [[stored(4)], 0], [[stored(5)], None]))
+    assert world.held() == {7: 4, 0: 1}
+    assert world.source.states() == {7: SourceState.LIVE, 0: SourceState.LIVE}
+    assert world.index.digest(WorkerRank("w", 7)).num_blocks == 4
+
+
+def test_what_is_unusual_in_a_batch_without_a_rank_has_the_sources_too(world):
+    first, *rest = batches(
+        [[]], [[stored(1), stored(2, lora_name="sql"), stored(3)]], [[stored(4, lora_name="math")], None]
+    )
+    world.take(MessageBlock.of([first]))
+    world.take(MessageBlock.of(rest))
+    assert world.held() == {7: 4}
+
+
+def test_a_batch_without_a_rank_that_clears_leaves_nothing_missing(world):
+    world.take(batches([[]]))
+    world.take(MessageBlock.of([Message(b"", 5, msgspec.msgpack.encode([1.0, [stored(1)]]))]))
+    assert world.source.states() == {7: SourceState.PARTIAL}
+    world.take(MessageBlock.of([Message(b"", 6, msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))]))
+    assert world.held() == {7: 0}
+    assert world.source.states() == {7: SourceState.LIVE}
+
+
+@pytest.mark.parametrize("rank", [-1, 4096])
+async def test_a_rank_that_cannot_be_is_refused(indexer, rank):
+    with pytest.raises(InvalidValueError, match="rank"):
+        indexer.add_source("w", "tcp://127.0.0.1:5557", rank=rank)
