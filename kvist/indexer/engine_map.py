@@ -93,7 +93,7 @@ class EngineMap:
         compiled.drop_entry(self.address, name)
 
     def names(self, slot: int) -> Iterator[Names]:
-        """Yield what regular engine hashes name and the slot holds, some at a time; each that is there throughout, once."""
+        """Yield what regular engine hashes name and the slot holds, some at a time; what is there throughout, once."""
         inverse = np.uint64(pow(self._control[layout.MULTIPLIER >> 3] % (1 << 64), -1, 1 << 64))
         for index in range(self._segments.num_segments):
             address, num_rows = int(self._segments.directory["address"][index]), self._segments.num_rows(index)

@@ -112,7 +112,7 @@ class Indexer:
         """Take the connections there are for those that blocks yet to be resumed with belong to."""
         for sources in self._sources.values():
             for source, _ in sources:
-                source.num_known_connects = 0 if source.subscription is None else source.subscription.num_connects
+                source.note_connects()
 
     def progress(self, worker: str) -> Progress | None:
         """Return how far a worker's one stream was followed, None if nothing of it can be trusted."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import msgspec
 
 from kvist.events.types import NonNegative, Rank
+from kvist.events.windows import FULL, KnownWindow
+from kvist.publisher.filter import FilterState
 
 
 class RankProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -25,6 +27,51 @@ class CanonicalProgress(msgspec.Struct, tag="canonical", array_like=True, frozen
     ranks: tuple[RankProgress, ...]
 
 
+class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
+    """One rank of an engine's stream, and the state of its window filter. A window of 0 stands for full attention."""
+
+    rank: Rank
+    is_created_phase: bool
+    window: NonNegative | None
+    group: int | None
+    is_learning: bool
+    shown_groups: tuple[tuple[bool, int], ...]
+    """Each a group's number or, where the first is False, a window."""
+    has_published: bool
+    has_published_unknown: bool
+
+    @classmethod
+    def of(cls, rank: int, state: FilterState) -> Self:
+        """Return the progress of a rank whose filter is in this state."""
+        groups = [
+            (True, each[0]) if isinstance(each, tuple) else (False, _written(each)) for each in state.shown_groups
+        ]
+        window = None if state.window is None else _written(state.window)
+        return cls(
+            rank,
+            state.is_created_phase,
+            window,
+            state.group,
+            state.is_learning,
+            tuple(groups),
+            state.has_published,
+            state.has_published_unknown,
+        )
+
+    @property
+    def filter_state(self) -> FilterState:
+        """Return the state of the filter."""
+        return FilterState(
+            self.is_created_phase,
+            None if self.window is None else _read(self.window),
+            self.group,
+            self.is_learning,
+            frozenset((number,) if is_group else _read(number) for is_group, number in self.shown_groups),
+            self.has_published,
+            self.has_published_unknown,
+        )
+
+
 class EngineProgress(msgspec.Struct, tag="engine", array_like=True, frozen=True):
     """An engine's own stream, which tells no epoch: its last messages prove that it is the same process."""
 
@@ -32,7 +79,15 @@ class EngineProgress(msgspec.Struct, tag="engine", array_like=True, frozen=True)
     is_complete: bool
     fingerprints: tuple[tuple[NonNegative, NonNegative], ...]
     """Sequence and XXH3-64 of some of the last messages, oldest first."""
-    ranks: tuple[Rank, ...]
+    ranks: tuple[EngineRankProgress, ...]
 
 
 Progress: TypeAlias = CanonicalProgress | EngineProgress
+
+
+def _written(window: KnownWindow) -> int:
+    return 0 if window is FULL else window
+
+
+def _read(window: int) -> KnownWindow:
+    return window or FULL

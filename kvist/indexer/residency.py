@@ -8,12 +8,12 @@ salt, blocks with several engine hashes, hashes that name several blocks. In the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.events.dialects.batch import fold_hash
 from kvist.events.engine import EngineHash
-from kvist.indexer.engine_map import EngineMap
+from kvist.indexer.engine_map import EngineMap, Names
 from kvist.publisher.residency import NO_SCOPE, Held, Released, Residency, Scope
 from kvist.radix import RadixIndex
 
@@ -117,6 +117,22 @@ class EngineResidency:
             released.block_hashes.extend(block_hashes)
             released.not_found.extend(engine_hash for _ in not_found)
         return released
+
+    @property
+    def has_irregular(self) -> bool:
+        """Return whether there are blocks that `names` does not tell of."""
+        return self._irregular.num_blocks > 0
+
+    def names(self) -> Iterator[Names]:
+        """Yield the engine hashes of all regular blocks, some at a time."""
+        return self.map.names(self.slot)
+
+    def resume(self, names: Names) -> None:
+        """Account for blocks that the index has already, put there by another way than `hold`."""
+        for position in self.map.put_all(names, self.slot).tolist():
+            engine_hash, block_hash = int(names.engine_hashes[position]), int(names.blocks[position])
+            for tier in self._tiers_of(block_hash):
+                self.hold((engine_hash,), (block_hash,), None, tier)
 
     def clear(self) -> None:
         """Hold nothing."""

@@ -54,7 +54,7 @@ class Source:
         self.url = url
         self.endpoint = Endpoint.parse(url)
         self.subscription: Subscription | None = None
-        self.num_known_connects = 0
+        self._num_noted_connects = 0
         self._rank = rank
         self._resyncing = resyncing
         self._block_size = block_size
@@ -120,6 +120,15 @@ class Source:
         else:
             self._follower = self._engine_follower()
             self._follower.resume(progress, now_s)
+
+    def note_connects(self) -> None:
+        """Take the connections there are for those that blocks yet to be resumed with belong to."""
+        self._num_noted_connects = 0 if self.subscription is None else self.subscription.num_connects
+
+    @property
+    def num_known_connects(self) -> int:
+        """Return how many connections are no news: none, unless the stream was resumed."""
+        return 0 if self._follower is None else self._num_noted_connects
 
     def forget(self) -> None:
         """Undo `resume`: the blocks turned out not to be there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvist.errors import MalformedMessageError
@@ -99,6 +99,14 @@ class EngineFeed:
         if num_malformed_events and not self._is_malformed_in_part:
             self._is_malformed_in_part = True
             self._count_malformed_events(num_malformed_events)
+
+    def resume(
+        self, next_sequence: int, fingerprints: Iterable[tuple[int, int]], now_s: float, *, is_complete: bool
+    ) -> None:
+        """Go on from where another feed was; the engine is asked whether it still is that process."""
+        self.restarts.resume(fingerprints, next_sequence - 1)
+        self._session.resume(self.restarts.epoch, next_sequence, is_complete=is_complete, asks_at_s=now_s)
+        self._last_heard_s = now_s
 
     def reconnected(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
@@ -19,6 +19,18 @@ from kvist.events.windows import UNKNOWN, KnownWindow, Window, window_size
 _logger = logging.getLogger(__name__)
 
 PassedEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared
+
+
+class FilterState(NamedTuple):
+    """All that a filter's verdicts depend on."""
+
+    is_created_phase: bool
+    window: KnownWindow | None
+    group: int | None
+    is_learning: bool
+    shown_groups: frozenset[tuple[int] | KnownWindow]
+    has_published: bool
+    has_published_unknown: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +103,9 @@ class WindowFilter:
         return (EngineCleared(rank=event.rank), event) if must_clear else (event,)
 
     @property
-    def state(self) -> tuple[object, ...]:
+    def state(self) -> FilterState:
         """Return all that verdicts depend on: while it stays equal, an event like an earlier one fares like that."""
-        return (
+        return FilterState(
             self._is_created_phase,
             self._window,
             self._group,
@@ -102,6 +114,19 @@ class WindowFilter:
             self._has_published,
             self._has_published_unknown,
         )
+
+    def resume(self, state: FilterState) -> None:
+        """Go on as a filter of that state would."""
+        (
+            self._is_created_phase,
+            self._window,
+            self._group,
+            self._is_learning,
+            shown_groups,
+            self._has_published,
+            self._has_published_unknown,
+        ) = state
+        self._shown_groups = set(shown_groups)
 
     def statistics(self) -> FilterStatistics:
         """Return the counters as they are now."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 
 from kvist.http import Responder
+from kvist.indexer.engine_map import Names
 from kvist.indexer.service.answers import stream_name
 from kvist.indexer.service.dump_format import DumpWriter, NamespaceHead, StreamState
 from kvist.indexer.service.errors import ApiError
@@ -41,12 +42,26 @@ class Dumper:
         for member in members:
             with member.index.snapshot(BLOCKS_PER_FRAME) as snapshot:
                 await responder.write(writer.frame(_head_of(member)))  # of the same moment: nothing ran in between
+                for stream, rank, names in _names_of(member):
+                    await responder.write(writer.names(stream, rank, names))
+                    await asyncio.sleep(0)
                 for chunk in snapshot:
                     if len(chunk.hashes):
                         await responder.write(writer.blocks(chunk))
                     await asyncio.sleep(0)
         await responder.write(writer.end())
         await responder.finish()
+
+
+def _names_of(member: Member) -> Iterator[tuple[str, int, Names]]:
+    """Yield what engine hashes name now, which may be later than the snapshot.
+
+    A block that is without a name by now was removed since: whoever takes over from here will hear so.
+    """
+    for stream in member.streams():
+        engine = member.indexer.engine_of(stream) if member.indexer.has_source(stream) else None
+        for rank, names in engine.names() if engine is not None else ():
+            yield stream, rank, names
 
 
 def _head_of(member: Member) -> NamespaceHead:

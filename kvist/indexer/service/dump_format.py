@@ -17,6 +17,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import NonNegative, Rank
+from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import Progress
 from kvist.radix import SnapshotChunk
 
@@ -63,6 +64,15 @@ class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
     members: bytes
 
 
+class NamesFrame(msgspec.Struct, tag="names", array_like=True, frozen=True):
+    """What hashes of a stock engine's own name, for one rank: little-endian u64 side by side, each with its block."""
+
+    stream: str
+    rank: Rank
+    engine_hashes: bytes
+    blocks: bytes
+
+
 class DumpEnd(msgspec.Struct, tag="end", array_like=True, frozen=True):
     """The last frame: `checksum` is the XXH3-64 of all bytes before it."""
 
@@ -71,7 +81,7 @@ class DumpEnd(msgspec.Struct, tag="end", array_like=True, frozen=True):
     checksum: int
 
 
-Frame: TypeAlias = DumpHead | NamespaceHead | Blocks | DumpEnd
+Frame: TypeAlias = DumpHead | NamespaceHead | NamesFrame | Blocks | DumpEnd
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
@@ -96,6 +106,11 @@ class DumpWriter:
         self._digest.update(encoded)
         self._num_frames += 1
         return encoded
+
+    def names(self, stream: str, rank: int, names: Names) -> bytes:
+        """Return the frame of some names."""
+        engine_hashes, blocks = (each.astype(_U64, copy=False).tobytes() for each in names)
+        return self.frame(NamesFrame(stream, rank, engine_hashes, blocks))
 
     def blocks(self, chunk: SnapshotChunk) -> bytes:
         """Return the frame of some blocks."""
@@ -198,6 +213,14 @@ def chunk_of(blocks: Blocks, source: str) -> SnapshotChunk:
     return SnapshotChunk(
         tuple(WorkerRank(stream, rank) for stream, rank in blocks.ranks), hashes, depths, set_idx, offsets, members
     )
+
+
+def names_of(frame: NamesFrame, source: str) -> Names:
+    """Return the names of a frame; raises MalformedMessageError unless each has its block."""
+    engine_hashes, blocks = _array(frame.engine_hashes, _U64), _array(frame.blocks, _U64)
+    if len(engine_hashes) != len(blocks):
+        raise MalformedMessageError(source, "dump: a frame of names has not as many blocks")
+    return Names(engine_hashes, blocks)
 
 
 def _array(part: bytes, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

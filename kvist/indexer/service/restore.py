@@ -13,20 +13,16 @@ from contextlib import aclosing
 from http import HTTPStatus
 
 import msgspec
-import numpy as np
 
 from kvist.errors import MalformedMessageError
-from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import Rank
 from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
-from kvist.indexer.progress import CanonicalProgress
-from kvist.indexer.service.answers import stream_name
-from kvist.indexer.service.dump_format import Blocks, DumpReader, NamespaceHead, StreamState, chunk_of
+from kvist.indexer.service.dump_format import DumpReader
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
-from kvist.radix import SnapshotChunk
+from kvist.indexer.service.registry import Namespace, Registry, Stream
+from kvist.indexer.service.takeover import Takeover
 
 _logger = logging.getLogger(__name__)
 
@@ -71,9 +67,6 @@ class Restorer:
                     await self._take_over(pool, peer)
                 except (UpstreamError, MalformedMessageError) as error:
                     _logger.warning("not restored: %s peer=%s", error, peer)
-                    for member in self._registry:
-                        for stream in member.streams():
-                            member.index.remove_worker(stream)
                 else:
                     return True
         _logger.warning("no peer could be restored from, and the index starts empty peers=%s", list(peers))
@@ -105,39 +98,18 @@ class Restorer:
                 _logger.warning("not followed as the peer does: %s instance_id=%d", error, instance.instance_id)
 
     async def _take_over(self, pool: UpstreamPool, peer: str) -> None:
-        reader = DumpReader(peer)
-        member, states = None, []
-        taken: list[tuple[Member, StreamState]] = []
-        accepted: set[WorkerRank] = set()
-        async with aclosing(self._get(pool, peer, "/dump")) as pieces:
-            async for piece in pieces:
-                for frame in reader.feed(piece):
-                    if isinstance(frame, NamespaceHead):
-                        member = self._registry.find(Namespace(frame.model_name, frame.group))
-                        states = self._acceptable(member, frame)
-                        accepted = _ranks_of(states)
-                        taken += [(member, state) for state in states if member is not None]
-                    elif isinstance(frame, Blocks) and member is not None:
-                        member.index.restore(_only(chunk_of(frame, peer), accepted))
-                    await asyncio.sleep(0)
-        reader.close()
-        for member, state in taken:
-            assert state.progress is not None
-            member.indexer.resume(stream_name(state.instance_id, state.dp_rank), state.progress)
-        _logger.info("restored peer=%s streams=%d", peer, len(taken))
-
-    def _acceptable(self, member: Member | None, head: NamespaceHead) -> list[StreamState]:
-        """Return the streams that are followed here, too, at the same place, and may be gone on with."""
-        if member is None or member.block_size != head.block_size:
-            _logger.warning("not restored: other block size, or not followed model=%s", head.model_name)
-            return []
-        return [
-            state
-            for state in head.streams
-            if isinstance(state.progress, CanonicalProgress)
-            and (stream := member.instances.get(state.instance_id, {}).get(state.dp_rank)) is not None
-            and stream.endpoint == state.endpoint
-        ]
+        reader, takeover = DumpReader(peer), Takeover(self._registry, peer)
+        try:
+            async with aclosing(self._get(pool, peer, "/dump")) as pieces:
+                async for piece in pieces:
+                    for frame in reader.feed(piece):
+                        takeover.take(frame)
+                        await asyncio.sleep(0)
+            reader.close()
+        except BaseException:
+            takeover.undo()
+            raise
+        _logger.info("restored peer=%s streams=%d", peer, len(takeover.streams))
 
     async def _get(
         self, pool: UpstreamPool, peer: str, path: str, max_bytes: int | None = None
@@ -158,30 +130,3 @@ class Restorer:
                 if not is_busy or asyncio.get_running_loop().time() > give_up_s:
                     raise UpstreamError(peer, f"GET {path} answered {response.status}")
             await asyncio.sleep(_BUSY_WAIT_S)
-
-
-def _ranks_of(states: Sequence[StreamState]) -> set[WorkerRank]:
-    return {
-        WorkerRank(stream_name(state.instance_id, state.dp_rank), each.rank)
-        for state in states
-        if isinstance(state.progress, CanonicalProgress)
-        for each in state.progress.ranks
-    }
-
-
-def _only(chunk: SnapshotChunk, accepted: set[WorkerRank]) -> SnapshotChunk:
-    """Return the chunk as it would be if nobody but the accepted ranks held anything."""
-    is_kept = np.array([rank in accepted for rank in chunk.ranks], bool)
-    if is_kept.all():
-        return chunk
-    rank_idx = np.cumsum(is_kept) - 1
-    is_member = is_kept[chunk.members >> 4]
-    members = chunk.members[is_member]
-    return SnapshotChunk(
-        ranks=tuple(rank for rank in chunk.ranks if rank in accepted),
-        hashes=chunk.hashes,
-        depths=chunk.depths,
-        set_idx=chunk.set_idx,
-        offsets=np.concatenate([[0], np.cumsum(is_member)]).astype(np.uint32)[chunk.offsets],
-        members=(rank_idx[members >> 4] << 4 | members & 15).astype(np.uint32),
-    )

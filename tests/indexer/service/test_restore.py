@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
+from kvist.http import HttpServer
+from kvist.indexer.service.endpoints import EndpointRules
+from kvist.indexer.service.registry import Registry
+from kvist.indexer.service.restore import Restorer
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 BLOCK_SIZE = 4
@@ -50,14 +55,6 @@ class Fleet:
             if await client.scores(tokens) != {instance: {"0": len(hashes) * BLOCK_SIZE}}:
                 return False
         return True
-
-
-def port_of(publisher):
-    return int(publisher.endpoint.partition("?")[0].rpartition(":")[2])
-
-
-def options_of(publisher):
-    return publisher.endpoint.partition("?")[2]
 
 
 async def register(client, publisher, instance_id=1):
@@ -107,3 +104,213 @@ async def test_what_happens_during_the_restore_is_not_missed(start_index, client
     await churning
     await eventually(lambda: fleet.is_known_to(second))
     assert await is_live(second)
+
+
+def stored(hashes, tokens, parent=None, medium="GPU"):
+    return ["BlockStored", hashes, parent, tokens, BLOCK_SIZE, None, medium]
+
+
+def prompt(number, num_blocks=4):
+    return [number * 1000 + idx for idx in range(num_blocks * BLOCK_SIZE)]
+
+
+async def is_in_state(client, state, instance_id=1):
+    ranks = (await client.workers())[instance_id]["listeners"]["0"]["ranks"]
+    return bool(ranks) and all(rank["state"] == state for rank in ranks.values())
+
+
+@pytest.mark.parametrize("num_kept", [10_000, 3, None])
+async def test_a_stock_engine_is_taken_over_with_the_names_it_gives_its_blocks(
+    start_index, client, start_vllm, free_port, eventually, num_kept
+):
+    port = free_port()
+    engine = start_vllm(port, num_kept=num_kept)
+    await client.register(port)
+
+    async def is_heard():
+        engine.publish(stored([900], prompt(9, 1)))
+        return await client.scores(prompt(9))
+
+    await eventually(is_heard)
+    for number in range(1, 9):
+        engine.publish(stored([number * 10 + idx for idx in range(4)], prompt(number)))
+    engine.remove(13, 23)
+    await eventually(lambda: client.scores(prompt(8)))
+    second = await start_index(peers=(client.service.url,))
+    engine.remove(32, 33)  # by the engine's own names
+    engine.publish(stored([103], prompt(1)[12:], 12))
+    expected = {1: 16, 2: 12, 3: 8, 4: 16, 8: 16}
+
+    async def is_known():
+        return all([await second.scores(prompt(n)) == {"1": {"0": tokens}} for n, tokens in expected.items()])
+
+    await eventually(is_known)
+    assert await is_in_state(second, (await client.workers())[1]["listeners"]["0"]["ranks"]["0"]["state"])
+    counters = (await second.workers())[1]["listeners"]["0"]["counters"]
+    assert counters["num_cleared"] == counters["num_restarts"] == 0
+
+
+async def test_blocks_of_a_stock_engine_do_not_count_before_it_proves_to_go_on(
+    start_index, client, start_vllm, free_port, eventually
+):
+    port = free_port()
+    engine = start_vllm(port)
+    engine.publish(stored([1, 2, 3, 4], prompt(1)))
+    await client.register(port)
+    await eventually(lambda: client.scores(prompt(1)))
+    engine.kill()
+    second = await start_index(peers=(client.service.url,))
+    assert await second.scores(prompt(1)) == {}
+    assert await is_in_state(second, "resyncing")
+    engine = start_vllm(port)  # another process: it holds nothing of that
+    engine.publish(stored([7, 8], prompt(2, 2)))
+
+    async def is_new():
+        return await second.scores(prompt(2)) == {"1": {"0": 8}}
+
+    await eventually(is_new)
+    assert await second.scores(prompt(1)) == {}
+
+
+async def test_an_engines_irregular_blocks_are_left_out_and_the_rank_is_partial(
+    start_index, client, start_vllm, free_port, eventually
+):
+    port = free_port()
+    engine = start_vllm(port)
+    engine.publish(stored([1, 2], prompt(1, 2)), engine.stored(3, prompt(2, 1)) | {"lora_name": "ada"})
+    await client.register(port)
+    await eventually(lambda: client.scores(prompt(2), lora_name="ada"))
+    second = await start_index(peers=(client.service.url,))
+    await eventually(lambda: second.scores(prompt(1)))
+    assert await second.scores(prompt(2), lora_name="ada") == {}
+    assert await is_in_state(second, "partial")
+    engine.publish(stored([12], prompt(1)[8:12], 2))
+
+    async def goes_on():
+        return await second.scores(prompt(1)) == {"1": {"0": 12}}
+
+    await eventually(goes_on)
+
+
+async def test_only_what_is_followed_at_the_same_place_is_taken_over(
+    start_index, client, start_vllm, free_port, eventually
+):
+    ports = [free_port(), free_port(), free_port()]
+    engines = [start_vllm(port) for port in ports]
+    for number, engine in enumerate(engines):
+        engine.publish(stored([1], prompt(number, 1)))
+    await client.register(ports[0], 1)
+    await client.register(ports[1], 2)
+    await eventually(lambda: client.scores(prompt(0)))
+    await eventually(lambda: client.scores(prompt(1)))
+    second = await start_index(
+        workers=(f"1=tcp://127.0.0.1:{ports[2]}",), block_size=BLOCK_SIZE, peers=(client.service.url,)
+    )
+    await eventually(lambda: second.scores(prompt(1)))
+    await eventually(lambda: second.scores(prompt(2)))
+    assert await second.scores(prompt(1)) == {"2": {"0": 4}}
+    assert await second.scores(prompt(2)) == {"1": {"0": 4}}
+    assert await second.scores(prompt(0)) == {}
+
+
+async def test_a_peers_registrations_are_followed_only_where_endpoints_may_be(start_index, client, free_port):
+    await client.register(free_port(), 1)
+    second = await start_index(peers=(client.service.url,), allow_endpoints=("10.0.0.0/8",))
+    assert await second.workers() == {}
+
+
+async def test_a_peer_asks_for_the_key_that_the_service_has(start_index, free_port):
+    first = await start_index(admin_key="secret")
+    headers = {"authorization": "Bearer secret"}
+    body = {"instance_id": 1, "endpoint": f"tcp://127.0.0.1:{free_port()}", "model_name": "m", "block_size": 4}
+    assert (await first.post("/register", body, headers=headers)).status_code == 201
+    for key, is_restored in (("secret", True), ("wrong", False)):
+        second = await start_index(peers=(first.service.url,), admin_key=key)
+        assert bool(await second.workers()) == is_restored or key == "wrong"
+        assert (await second.get("/health")).status_code == 200
+
+
+async def test_without_a_peer_that_answers_the_index_starts_empty(start_index, free_port):
+    client = await start_index(peers=(f"http://127.0.0.1:{free_port()}",))
+    assert await client.workers() == {}
+
+
+async def read_dump(client):
+    answer = await client.get("/dump")
+    assert answer.status_code == 200
+    return answer.content
+
+
+class FakePeer:
+    """Serves one dump, whatever it is."""
+
+    def __init__(self, dump, workers=b"[]"):
+        self._dump = dump
+        self._workers = workers
+
+    async def __aenter__(self):
+        self._server = HttpServer(self._handle)
+        await self._server.__aenter__()
+        self.url = f"http://127.0.0.1:{self._server.port}"
+        return self
+
+    async def __aexit__(self, *error):
+        await self._server.__aexit__(*error)
+
+    async def _handle(self, request, responder):
+        body = self._dump if request.path == "/dump" else self._workers
+        await responder.send_response(200, [], body)
+
+
+def dumps_gone_wrong(dump):
+    frames, start = [], 0
+    while start < len(dump):
+        end = start + 4 + int.from_bytes(dump[start : start + 4], "big")
+        frames.append(dump[start:end])
+        start = end
+    head, *rest = frames
+    yield b""
+    yield b"nonsense" * 100
+    yield dump[:-1]
+    yield b"".join(frames[:-1])
+    yield b"".join([head, *rest[1:]])
+    yield dump + b"\0"
+    yield dump + dump
+    yield dump.replace(b"\xb0kvist-index-dump\x01", b"\xb0kvist-index-dump\x02")
+    yield b"\xff\xff\xff\xff" + dump
+    for place in range(0, len(dump), 7):
+        yield dump[:place] + bytes([dump[place] ^ 0x41]) + dump[place + 1 :]
+
+
+async def test_a_dump_gone_wrong_is_dropped_whole(client, publisher, eventually):
+    fleet = Fleet(publisher)
+    fleet.store(3, num_blocks=2)
+    await register(client, publisher)
+    await eventually(lambda: fleet.is_known_to(client))
+    dump, workers = await read_dump(client), (await client.get("/workers")).content
+    registry = Registry(time.monotonic, is_held=True)
+    async with registry:
+        for wrong in dumps_gone_wrong(dump):
+            async with FakePeer(wrong, workers) as peer:
+                assert not await Restorer(registry, EndpointRules(), None).restore([peer.url]), wrong
+            for member in registry:
+                assert member.index.ranks() == []
+        async with FakePeer(dump, workers) as peer:
+            assert await Restorer(registry, EndpointRules(), None).restore([peer.url])
+
+
+async def test_one_dump_at_a_time_and_a_slow_reader_holds_no_more_than_a_moment(client, publisher, eventually):
+    fleet = Fleet(publisher)
+    fleet.store(2, num_blocks=2000)
+    for _ in range(10):
+        fleet.store(1, num_blocks=8000)
+    await register(client, publisher)
+    await eventually(lambda: fleet.is_known_to(client))
+    async with client.http.stream("GET", "/dump") as slow:
+        second = await client.get("/dump")
+        assert second.status_code == 503
+        assert second.json() == {"error": "another dump is under way; try again"}
+        assert await fleet.is_known_to(client)
+        size_bytes = sum([len(piece) async for piece in slow.aiter_bytes()])
+    assert 84_000 * 8 < size_bytes < 84_000 * 20
+    assert len(await read_dump(client)) == size_bytes
