@@ -281,19 +281,26 @@ def move(_typing: Any, _target: Any, _source: Any, _size: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
-def prefetch(_typing: Any, _address: Any) -> Any:
-    """Ask for the cache line of an address that will be read soon."""
+def _prefetch(name: str, locality: int) -> Any:
+    """Return an intrinsic that asks for the cache line of an address that will be read soon."""
 
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32]), "llvm.prefetch.p0"
-        )
-        builder.call(function, [builder.inttoptr(args[0], byte), i32(0), i32(3), i32(1)])
-        return context.get_dummy_value()
+    def ask(_typing: Any, _address: Any) -> Any:
+        def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
+            function = cgutils.get_or_insert_function(
+                builder.module, ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32]), "llvm.prefetch.p0"
+            )
+            builder.call(function, [builder.inttoptr(args[0], byte), i32(0), i32(locality), i32(1)])
+            return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+        return types.void(types.int64), generate
+
+    ask.__name__ = ask.__qualname__ = name
+    return intrinsic(ask)
+
+
+prefetch = _prefetch("prefetch", 3)
+prefetch_far = _prefetch("prefetch_far", 2)  # not into the nearest cache, which has only so many lines under way
 
 
 @intrinsic
