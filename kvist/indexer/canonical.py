@@ -16,7 +16,7 @@ from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.statistics import SourceCounters
-from kvist.indexer.target import Index
+from kvist.indexer.target import Index, state_of
 
 if TYPE_CHECKING:
     from kvist.indexer.canonical_lane import CanonicalLane, Taken
@@ -59,8 +59,8 @@ class CanonicalFollower:
     def states(self) -> dict[int, SourceState]:
         """Return how far each rank's blocks in the index can be trusted."""
         return {
-            rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else session.state
-            for rank, session in self._sessions.items()
+            rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else self._state(rank)
+            for rank in self._sessions
         }
 
     def progress(self) -> CanonicalProgress | None:
@@ -68,7 +68,7 @@ class CanonicalFollower:
         ranks = tuple(
             RankProgress(rank, session.epoch or 0, session.expected_sequence, state is SourceState.LIVE)
             for rank, session in self._sessions.items()
-            if (state := session.state) is not SourceState.RESYNCING
+            if (state := self._state(rank)) is not SourceState.RESYNCING
         )
         return CanonicalProgress(ranks) if ranks else None
 
@@ -164,14 +164,14 @@ class CanonicalFollower:
     def _heartbeat(
         self, session: Session[Batch], batch: Batch, heartbeat: Heartbeat, now_s: float
     ) -> list[Step[Batch]]:
-        held = self._index.digest(WorkerRank(self._worker, batch.rank))
-        return session.heartbeat(
-            batch.epoch,
-            batch.sequence,
-            Holding(heartbeat.num_blocks, heartbeat.digest),
-            Holding(held.num_blocks, held.digest),
-            now_s,
-        )
+        source = WorkerRank(self._worker, batch.rank)
+        published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(source)
+        is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
+        copied = published if is_short else Holding(held.num_blocks, held.digest)
+        return session.heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
+
+    def _state(self, rank: int) -> SourceState:
+        return state_of(self._index, WorkerRank(self._worker, rank), self._sessions[rank].state)
 
     def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):

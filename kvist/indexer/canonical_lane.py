@@ -65,6 +65,7 @@ class CanonicalLane:
         _ASKED.pack_into(self._state, compiled.BUFFER, block.address, start, 0, 0, 0)
         while (reason := compiled.take(index.address, self._address, block.table)) == compiled.HELP:
             index.help_out()
+        index.keep_to_cap()
         topic_idxs: dict[int, int | None] = {}
         for rank, session in sessions.items():
             self._note(rank, session, now_s, topic_idxs)

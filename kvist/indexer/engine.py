@@ -15,7 +15,7 @@ from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceSta
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
 from kvist.indexer.statistics import SourceCounters
-from kvist.indexer.target import Index
+from kvist.indexer.target import Index, state_of
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.stream import RankStream
 
@@ -74,7 +74,8 @@ class EngineFollower:
     def states(self) -> dict[int, SourceState]:
         """Return how far each rank's blocks in the index can be trusted."""
         is_resyncing = not self._resyncing.isdisjoint(self._sources())
-        return dict.fromkeys(self._ranks, SourceState.RESYNCING if is_resyncing else self._feed.session.state)
+        followed = SourceState.RESYNCING if is_resyncing else self._feed.session.state
+        return {source.rank: state_of(self._index, source, followed) for source in self._sources()}
 
     def progress(self) -> EngineProgress | None:
         """Return how far the stream was followed, None if it cannot be trusted or is not kept by compiled code."""
@@ -85,7 +86,7 @@ class EngineFollower:
         is_told = not any(rank.residency.has_irregular for rank in ranks.values())
         return EngineProgress(
             session.expected_sequence,
-            is_told and session.state is SourceState.LIVE,
+            is_told and {session.state, *self.states().values()} == {SourceState.LIVE},
             tuple(restarts.remembered()),
             tuple(EngineRankProgress.of(number, rank.filter.state) for number, rank in ranks.items()),
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from kvist.events import Event, WorkerRank
+from kvist.events.session import SourceState
 
 
 class RankDigest(Protocol):
@@ -47,5 +48,14 @@ class Index(Protocol):
     def digest(self, source: WorkerRank) -> RankDigest:
         """Return what the rank holds; O(1)."""
 
+    def evicted_from(self, source: WorkerRank) -> bool:
+        """Tell whether blocks of a rank were evicted since it was last cleared; O(1)."""
+
     def sweep(self) -> bool:
         """Do a bounded slice of housekeeping; return whether more is left."""
+
+
+def state_of(index: Index, source: WorkerRank, followed: SourceState) -> SourceState:
+    """Return how far a rank's blocks can be trusted: LIVE if it is followed exactly and nothing of it was evicted."""
+    is_short = followed is SourceState.LIVE and index.evicted_from(source)
+    return SourceState.PARTIAL if is_short else followed

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from kvist.events import Batch, Heartbeat, Removed, Stored, WorkerRank
+from kvist.events import Batch, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, encode_batch
+from kvist.events.digest import block_digest
 from kvist.events.follow import Question
+from kvist.events.session import SourceState
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer import canonical
@@ -43,8 +45,8 @@ class _Wrapped:
 class _Path:
     """A follower with all it keeps."""
 
-    def __init__(self, *, is_fast: bool) -> None:
-        self.index = RadixIndex(seed=3, segment_bits=2)
+    def __init__(self, *, is_fast: bool, max_blocks: int | None = None) -> None:
+        self.index = RadixIndex(seed=3, segment_bits=2, max_blocks=max_blocks)
         self.counters = SourceCounters()
         self.resyncing: set[WorkerRank] = set()
         index = self.index if is_fast else _Wrapped(self.index)
@@ -329,3 +331,31 @@ def test_an_epoch_beyond_the_compiled_range_is_followed_all_the_same() -> None:
         batch = Batch("w", 0, 2**63 + 5, sequence, _BLOCK_SIZE, 1.0, (Stored(struct.pack("<Q", sequence + 1)),))
         _feed(path, [Message(b"kv/w/0", sequence, encode_batch(batch))], 1.0)
     assert path.index.statistics().num_held == 3
+
+
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_capped_index_keeps_to_its_cap_and_is_not_cleared_for_what_it_evicted(is_fast: bool) -> None:
+    path, rank = _Path(is_fast=is_fast, max_blocks=2000), _Rank(0, random.Random(1))
+    held: set[int] = set()
+    for _ in range(60):
+        messages = []
+        for _ in range(20):
+            chain = rank.rng.sample(range(1, 1 << 60), 8)
+            held.update(chain)
+            batch = Batch("w", 0, 1, len(rank.kept), _BLOCK_SIZE, 1.0, (Stored(struct.pack("<8Q", *chain)),))
+            rank.kept.append(encode_batch(batch))
+            messages.append(Message(b"kv", batch.sequence, rank.kept[-1]))
+        digest = sum(block_digest(block_hash, Tier.GPU) for block_hash in held) % (1 << 64)
+        messages.append(Message(b"kv", len(rank.kept), rank.heartbeat((len(held), digest))))
+        _feed(path, messages, 1.0)
+        assert path.index.statistics().num_blocks <= 2000
+        is_short = path.index.statistics().num_evicted > 0
+        assert path.follower.states() == {0: SourceState.PARTIAL if is_short else SourceState.LIVE}
+        assert not path.questions()
+        progress = path.follower.progress()
+        assert progress is not None
+        assert progress.ranks[0].is_complete == (not is_short)
+    assert path.follower.sessions[0].num_diverged == 0
+    assert path.index.statistics().num_blocks > 1500
+    _feed(path, [Message(b"kv", 0, encode_batch(Batch("w", 0, 2, 0, _BLOCK_SIZE, 1.0, ())))], 2.0)
+    assert path.follower.states() == {0: SourceState.LIVE}

@@ -12,6 +12,7 @@ import pytest
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
+from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.statistics import SourceCounters
@@ -413,8 +414,12 @@ def test_an_index_that_evicts_goes_on_beside_the_lane():
         for _ in follower.received_all(messages, 0.0):
             pass
         index.sweep()
+        is_short = index.statistics().num_evicted > 0
+        assert follower.states() == {0: SourceState.PARTIAL if is_short else SourceState.LIVE}
     index.check_invariants()
     assert index.statistics().num_blocks < 3000
+    follower.clear()
+    assert follower.states() == {0: SourceState.LIVE}
 
 
 def test_a_message_with_several_malformed_events_counts_once_live_or_replayed(pair):
