@@ -11,6 +11,8 @@ from kvist.events.transports import Message, Subscription
 
 TICK_S = 0.2
 """How often those who wait for a message are looked at: questions fall due and peers connect without one."""
+TICKS_A_ROUND = 5
+"""How often, in ticks, those are looked at who have waited for a round already: most of a large fleet's streams."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
 SLICE_S = 0.002
@@ -41,31 +43,40 @@ class Follower(Protocol):
         """Take note that a peer connected; what comes next may be another process's."""
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return what to ask now, the same until `answered` or something else happens; called every `TICK_S`."""
+        """Return what to ask now, the same until `answered` or something else happens; called in every round."""
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, None for silence; yields between pieces of work, wherever others may have a turn."""
 
 
 class Ticker:
-    """Wakes who waits for a message when there is something else to do: one timer, however many wait.
-
-    A stream with nothing to say costs about a microsecond a tick.
-    """
+    """Wakes who waits for a message when there is something else to do: one timer, however many wait."""
 
     def __init__(self) -> None:
+        self._num_ticks = 0
         self._waiting: dict[asyncio.Timeout, Callable[[], bool]] = {}
+        self._waiting_long: dict[asyncio.Timeout, Callable[[], bool]] = {}
 
     async def run(self) -> None:
-        """Look at everyone every `TICK_S` until cancelled."""
-        turn = _Turn()
+        """Tick every `TICK_S` until cancelled."""
         while True:
             await asyncio.sleep(TICK_S)
-            for wait, is_due in tuple(self._waiting.items()):
-                if wait in self._waiting and is_due():
-                    del self._waiting[wait]
-                    wait.reschedule(0.0)
-                await turn.pass_on()
+            await self.tick()
+
+    async def tick(self) -> None:
+        """Look at those who began to wait in this round, and at its end at everyone."""
+        turn = _Turn()
+        self._num_ticks += 1
+        looked_at = self._waiting
+        if self._num_ticks % TICKS_A_ROUND == 0:
+            looked_at = self._waiting_long
+            looked_at.update(self._waiting)
+            self._waiting.clear()
+        for wait, is_due in tuple(looked_at.items()):
+            if wait in looked_at and is_due():
+                del looked_at[wait]
+                wait.reschedule(0.0)
+            await turn.pass_on()
 
     async def receive(self, subscription: Subscription, is_due: Callable[[], bool]) -> Sequence[Message]:
         """Wait for messages, and no longer than until a tick finds `is_due`; then return none."""
@@ -78,6 +89,7 @@ class Ticker:
             return ()
         finally:
             self._waiting.pop(wait, None)
+            self._waiting_long.pop(wait, None)
 
 
 async def follow(

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvist.events.follow import Question, Ticker, follow
+from kvist.events.follow import TICKS_A_ROUND, Question, Ticker, follow
 from kvist.events.transports import Message
 
 
@@ -158,6 +158,24 @@ async def test_a_stream_with_nothing_to_say_is_looked_at_and_left_asleep(followe
     subscription, recorder = followed
     await until(lambda: recorder.num_looks > 5)
     assert subscription.num_receives == 1
+
+
+async def test_a_stream_that_has_been_silent_for_a_round_is_looked_at_once_a_round(until):
+    ticker, subscription, recorder = Ticker(), FakeSubscription(), Recorder()
+    following = follow(subscription, recorder, clock=lambda: 7.0, ticker=ticker, replay_gate=asyncio.Semaphore())
+    task = asyncio.create_task(following)
+    await asyncio.sleep(0)
+    for _ in range(10 * TICKS_A_ROUND):
+        await ticker.tick()
+    assert recorder.num_looks == TICKS_A_ROUND - 1 + 10
+    subscription.inbox.put_nowait([message(0)])
+    await until(lambda: recorder.log)
+    num_looks = recorder.num_looks
+    for _ in range(TICKS_A_ROUND):
+        await ticker.tick()
+    assert recorder.num_looks >= num_looks + TICKS_A_ROUND
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_one_stream_is_woken_while_others_sleep(start_following, until):
