@@ -14,7 +14,7 @@
     replay lacks the beginning      clear, apply the rest: partial    -
     no answer, repeatedly           clear, apply what was held        -
 
-Engines' own streams have neither epoch nor heartbeat: `RestartDetector` gives them an epoch by comparing bytes.
+Engines' own streams have neither epoch nor heartbeat: `kvist.events.restarts` gives them an epoch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-import numpy as np
-from xxhash import xxh3_64_intdigest
-
 T = TypeVar("T")
-
-_NO_SEQUENCE = (1 << 64) - 1  # where no message is remembered: no engine gets that far
 
 
 class SourceState(StrEnum):
@@ -340,75 +335,3 @@ class Session(Generic[T]):
 
 
 Step: TypeAlias = Clear | Apply[T]
-
-
-class RestartDetector:
-    """Gives an engine's own stream the epoch it does not carry: equal bytes under a number mean the same process.
-
-    Remembers a fingerprint of the last `capacity` messages. A timestamp in each makes equal bytes by chance unlikely.
-    `sequences` and `fingerprints` are a ring, in which a number's place is the number modulo their length, a power of
-    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so with `advanced`.
-    """
-
-    def __init__(self, capacity: int = 2048) -> None:
-        self.epoch = 0
-        num_places = 1 << (capacity - 1).bit_length()
-        self.sequences = np.full(num_places, _NO_SEQUENCE, np.uint64)
-        self.fingerprints = np.zeros(num_places, np.uint64)
-        self.last_sequence = -1
-
-    def received(self, sequence: int, payload: bytes) -> int:
-        """Return the epoch of a live message: the next one if its number was used for other bytes."""
-        fingerprint = xxh3_64_intdigest(payload)
-        if sequence <= self.last_sequence and self._recall(sequence) != fingerprint:
-            self._restart()
-        self._remember(sequence, fingerprint)
-        return self.epoch
-
-    def remembered(self) -> list[tuple[int, int]]:
-        """Return sequence and fingerprint of what is remembered, oldest first."""
-        return sorted(
-            (sequence, fingerprint)
-            for sequence, fingerprint in zip(self.sequences.tolist(), self.fingerprints.tolist(), strict=True)
-            if sequence != _NO_SEQUENCE
-        )
-
-    def resume(self, remembered: Iterable[tuple[int, int]], last_sequence: int) -> None:
-        """Remember what another detector did, whose last message was this one."""
-        for sequence, fingerprint in remembered:
-            self._remember(sequence, fingerprint)
-        self.last_sequence = last_sequence
-
-    def advanced(self, last_sequence: int) -> None:
-        """Take note that the messages up to this one, each later than all before, were applied and remembered."""
-        self.last_sequence = last_sequence
-
-    def replayed(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:
-        """Return the epoch of an answer that was asked for from `last_sequence` on, the last message applied.
-
-        It is the next epoch unless that message is in it, with the same bytes: an engine that no longer knows it has
-        restarted, or has forgotten so much that going on cannot be told from a restart.
-        """
-        fingerprints = {sequence: xxh3_64_intdigest(payload) for sequence, payload in messages}
-        is_known = last_sequence is None or last_sequence in fingerprints
-        if not is_known or any(
-            self._recall(sequence) not in (None, fingerprint) for sequence, fingerprint in fingerprints.items()
-        ):
-            self._restart()
-        for sequence, fingerprint in fingerprints.items():
-            self._remember(sequence, fingerprint)
-        return self.epoch
-
-    def _restart(self) -> None:
-        self.epoch += 1
-        self.sequences.fill(_NO_SEQUENCE)
-        self.last_sequence = -1
-
-    def _recall(self, sequence: int) -> int | None:
-        place = sequence & (len(self.sequences) - 1)
-        return int(self.fingerprints[place]) if self.sequences[place] == sequence else None
-
-    def _remember(self, sequence: int, fingerprint: int) -> None:
-        place = sequence & (len(self.sequences) - 1)
-        self.sequences[place], self.fingerprints[place] = sequence, fingerprint
-        self.last_sequence = max(self.last_sequence, sequence)

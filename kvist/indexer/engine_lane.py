@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvist.events import Event, WorkerRank
 from kvist.events.dialects import sglang, vllm
-from kvist.events.session import RestartDetector
+from kvist.events.restarts import RestartDetector
 from kvist.events.transports import MessageBlock
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
 from kvist.events.types import MAX_RANKS

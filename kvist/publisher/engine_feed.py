@@ -9,7 +9,8 @@ from typing import Protocol
 from kvist.errors import MalformedMessageError
 from kvist.events.dialects import DecodedEngineBatch, sglang, vllm
 from kvist.events.follow import Question
-from kvist.events.session import Clear, RestartDetector, Session, SessionLimits, SourceState, Step
+from kvist.events.restarts import RestartDetector
+from kvist.events.session import Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
 
 _logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.session import Apply, Clear, Holding, RestartDetector, Session, SessionLimits, SourceState
+from kvist.events.session import Apply, Clear, Holding, Session, SessionLimits, SourceState
 
 PROMPT = SessionLimits(jitter_s=0.0, retry_s=1.0, max_asks=3, max_held_messages=4, epoch_grace_s=3.0, silence_s=10.0)
 SAME = Holding(5, 55)
@@ -214,48 +214,6 @@ def test_whatever_is_lost_repeated_or_late_a_live_copy_is_exact(choices, num_kep
         assert copy <= set(range(sent))
         if session.state is LIVE:
             assert copy == set(range(session.expected_sequence))
-
-
-def test_an_engine_that_goes_on_keeps_its_epoch():
-    detector = RestartDetector()
-    assert [detector.received(sequence, b"%d" % sequence) for sequence in (0, 1, 1, 5)] == [0, 0, 0, 0]
-    assert detector.replayed([(1, b"1"), (2, b"2"), (5, b"5")], last_sequence=1) == 0
-
-
-@pytest.mark.parametrize(
-    ("answer", "last_sequence"),
-    [
-        pytest.param([(1, b"other"), (2, b"2")], 1, id="other bytes under the last number"),
-        pytest.param([(1, b"1"), (2, b"other")], 1, id="other bytes under a later number"),
-        pytest.param([(2, b"2")], 1, id="the last one is forgotten"),
-        pytest.param([], 1, id="nothing is known"),
-    ],
-)
-def test_an_answer_that_does_not_prove_continuity_is_a_new_epoch(answer, last_sequence):
-    detector = RestartDetector()
-    for sequence in (0, 1, 2):
-        detector.received(sequence, b"%d" % sequence)
-    assert detector.replayed(answer, last_sequence) == 1
-
-
-def test_a_number_used_again_for_other_bytes_is_a_new_epoch():
-    detector = RestartDetector()
-    for sequence in range(10):
-        detector.received(sequence, b"%d" % sequence)
-    assert detector.received(0, b"again") == 1
-    assert detector.received(1, b"and on") == 1
-
-
-def test_the_first_answer_of_all_needs_no_proof():
-    assert RestartDetector().replayed([(40, b"x")], last_sequence=None) == 0
-
-
-def test_fingerprints_are_bounded_and_a_forgotten_number_counts_as_reused():
-    detector = RestartDetector(capacity=10)
-    for sequence in range(100):
-        detector.received(sequence, b"%d" % sequence)
-    assert detector.received(95, b"95") == 0
-    assert detector.received(5, b"5") == 1
 
 
 def test_messages_applied_in_step_count_as_if_each_had_been_received() -> None:
