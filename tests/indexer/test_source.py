@@ -126,6 +126,14 @@ def test_a_canonical_batch_takes_over_from_the_engine_in_the_middle_of_a_receive
     assert world.statistics.num_batches == 5
 
 
+def test_a_canonical_batch_is_found_among_many(world):
+    world.take(engines(0, 1))
+    world.take(*(engines(number, number) for number in range(1, 40)), publishers(0, 77), publishers(1, 78))
+    assert world.holds(77, 78)
+    assert world.statistics.num_malformed == 0
+    assert world.statistics.num_batches == 42
+
+
 def test_an_engines_batch_amid_a_canonical_stream_is_malformed(world):
     world.take(publishers(0, 1))
     for sequence in range(100):
