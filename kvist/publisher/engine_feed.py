@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 IDLE_S = 5.0
 """After this much silence the engine is asked whether its last message is still the one we know."""
 MAX_IDLE_DOUBLINGS = 6
-"""How often that wait doubles while there is no answer: a question in vain holds up the stream for a moment."""
+"""How often that wait doubles, while there is no answer or no news: each question costs a connection."""
 
 DECODERS: dict[str, Callable[[bytes, str], DecodedEngineBatch]] = {"vllm": vllm.decode, "sglang": sglang.decode}
 
@@ -49,6 +49,7 @@ class EngineFeed:
         self.restarts = RestartDetector()
         self._has_replay = False
         self._num_silences = 0
+        self._num_repetitions = 0
         self._is_malformed_in_part = False
         self._last_heard_s: float | None = None
         self.num_batches = 0
@@ -61,7 +62,7 @@ class EngineFeed:
 
     def received(self, message: Message, now_s: float) -> None:
         """Take one live message."""
-        self._last_heard_s = now_s
+        self._heard(now_s)
         epoch = self.restarts.received(message.sequence, message.payload)
         for step in self._session.received(epoch, message.sequence, message.payload, now_s):
             self.take(step)
@@ -84,7 +85,7 @@ class EngineFeed:
 
     def took(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages from `next_sequence` on were applied."""
-        self._last_heard_s = now_s
+        self._heard(now_s)
         self.restarts.advanced(self._session.expected_sequence + num_messages - 1)
         self._session.applied(num_messages, now_s)
         self.took_judged(num_messages)
@@ -120,7 +121,7 @@ class EngineFeed:
         due = self._session.question(now_s)
         if due is not None:
             return [Question(None, max(0, due - 1))]
-        idle_s = IDLE_S * 2 ** min(self._num_silences, MAX_IDLE_DOUBLINGS)
+        idle_s = IDLE_S * 2 ** min(self._num_silences + self._num_repetitions, MAX_IDLE_DOUBLINGS)
         is_idle = self._last_heard_s is not None and now_s - self._last_heard_s >= idle_s
         if not is_idle or self._session.state is SourceState.RESYNCING:
             return []
@@ -142,10 +143,16 @@ class EngineFeed:
             return [] if is_idle else self._session.replayed(None, None, now_s)
         self._has_replay |= bool(messages)
         self._num_silences = 0
+        has_news = not is_idle or any(message.sequence >= self._session.expected_sequence for message in messages)
+        self._num_repetitions = 0 if has_news else self._num_repetitions + 1
         frames = [(message.sequence, message.payload) for message in messages]
         last_sequence = question.start_sequence if self._session.expected_sequence else None
         epoch = self.restarts.replayed(frames, last_sequence)
         return self._session.replayed(epoch, frames, now_s)
+
+    def _heard(self, now_s: float) -> None:
+        self._last_heard_s = now_s
+        self._num_repetitions = 0
 
     def take(self, step: Step[bytes]) -> None:
         """Do what was judged."""

@@ -105,17 +105,19 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
     assert copy.applied == engine.published[len(engine.published) - len(copy.applied) :]
 
 
-def test_an_idle_engine_is_asked_now_and_then_and_more_rarely_if_it_does_not_answer():
+def test_an_idle_engine_is_asked_more_and_more_rarely_until_it_speaks():
     feed = EngineFeed("vllm", "test", Copy())
     engine = Engine(1000.0, 1000)
     feed.received(engine.publish(), 0.0)
     now_s = 0.0
     kept = engine.replay(0)
-    for wait, answer in [(1, kept), (1, kept), (1, None), (2, None), (4, kept), (1, kept)]:
+    for wait, answer in [(1, kept), (2, kept), (4, None), (8, None), (16, kept), (8, kept)]:
         assert feed.questions(now_s + wait * IDLE_S - 0.1) == []
         now_s += wait * IDLE_S
         (question,) = feed.questions(now_s)
         list(feed.answered(question, answer, now_s))
+    feed.received(engine.publish(), now_s)
+    assert feed.questions(now_s + IDLE_S)
 
 
 def test_an_idle_engine_that_does_not_answer_is_believed():
