@@ -180,10 +180,15 @@ class SegmentTable:
     def shrinkable(self) -> list[int]:
         """Return the segments that hold far more memory than their rows need."""
         directory = self.directory
-        is_large = directory["buckets"] * self._density.bucket_bytes > PAGE_BYTES
-        is_sparse = (directory["count"] * 2 < directory["capacity"] * layout.BUCKET_ROWS) & is_large
+        is_sparse = directory["count"] * 2 < directory["capacity"] * layout.BUCKET_ROWS
         is_vacant = (directory["count"] == 0) & (directory["address"] != self._nothing)
-        return [int(index) for index in np.flatnonzero(is_sparse | is_vacant)]
+        return [index for index in np.flatnonzero(is_sparse | is_vacant).tolist() if self._would_shrink(index)]
+
+    def _would_shrink(self, index: int) -> bool:
+        """Tell whether a segment laid out anew is smaller: in whole pages a small one may stay as it is, and sparse."""
+        held_bytes: int = self._halves[6 * index + 3] * self._density.bucket_bytes
+        count = self.count(index)
+        return count == 0 or page_rounded(self._bytes_for(count * 9 // 8)) <= held_bytes - self._density.bucket_bytes
 
     def shrink(self, index: int) -> None:
         """Give back what a segment does not need, all of it if it has no row; O(rows of one segment)."""

@@ -249,6 +249,16 @@ def test_segments_grow_with_the_index_and_are_given_back(segment_bits: int) -> N
     assert index.statistics().size_bytes < empty_bytes + 100_000
 
 
+@pytest.mark.parametrize("num_blocks", [300, 3_000, 11_000, 40_000])
+def test_housekeeping_comes_to_an_end_whatever_the_index_holds(num_blocks: int) -> None:
+    index = RadixIndex()
+    hashes = np.random.default_rng(num_blocks).integers(0, 1 << 64, num_blocks, np.uint64)
+    index.store(WorkerRank("a", 0), Tier.GPU, None, hashes)
+    while index.sweep():
+        pass
+    assert index._segments.shrinkable() == []
+
+
 def test_reserved_room_is_not_outgrown() -> None:
     index = RadixIndex(initial_blocks=50_000)
     reserved_bytes = index.statistics().size_bytes
