@@ -15,7 +15,7 @@ TICKS_A_ROUND = 5
 """How often, in ticks, those are looked at who have waited for a round already: most of a large fleet's streams."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
-SLICE_S = 0.002
+SLICE_S = 0.0005
 """How long messages are applied before the event loop's other tasks get a turn."""
 
 
