@@ -94,6 +94,11 @@ class RankTruth:
         for held in self.tiers:
             held.clear()
 
+    @property
+    def full_group(self) -> int:
+        """Return the cache group with full attention that counts, or would if it came now."""
+        return self._group if self._group is not None and self._window == FULL else 0
+
     def find(self, engine_hash: int) -> Block | None:
         """Return the block of this name in the fastest tier that has it."""
         return next((held[engine_hash] for held in self.tiers if engine_hash in held), None)

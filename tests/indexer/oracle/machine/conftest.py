@@ -20,11 +20,12 @@ FULL = 1 << 62
 class StockStream:
     """One endpoint of a worker: an engine that knows nothing of Kvist, started anew now and then."""
 
-    can_misalign = True
+    is_stock = True
 
     def __init__(self, start_vllm: Callable[..., Any], port: int, wire: Any, block_size: int, says_rank: bool) -> None:
         self.url, self.replay_url = f"tcp://127.0.0.1:{port}{wire.url_options}", f"tcp://127.0.0.1:{port + 1}"
         self.num_to_lose = 0
+        self.port = port
         self._start = lambda: start_vllm(port)
         self._engine = self._start()
         self._wire = wire
@@ -87,10 +88,11 @@ class FaultyPublication(ZmqPublication):
 class KvistStream:
     """One endpoint of a worker whose engine carries Kvist's publisher, which checks what it is told."""
 
-    can_misalign = False
+    is_stock = False
 
     def __init__(self, port: int, block_size: int) -> None:
         self.url, self.replay_url = f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{port + 1}"
+        self.port = port
         self._block_size = block_size
         self.restart()
 
@@ -153,11 +155,15 @@ class KvistStream:
 def make_stock_stream(
     start_vllm: Callable[..., Any], free_port: Callable[[], int], wires: Sequence[Any]
 ) -> Callable[..., StockStream]:
-    """Return a function of the wire's number, the block size, and whether batches say their rank."""
-    return lambda wire, *options: StockStream(start_vllm, free_port(), wires[wire], *options)
+    """Return a function of the block size, the wire's number, whether batches say their rank, and maybe the port."""
+
+    def make(block_size: int, wire: int, says_rank: bool, port: int | None = None) -> StockStream:
+        return StockStream(start_vllm, port or free_port(), wires[wire], block_size, says_rank)
+
+    return make
 
 
 @pytest.fixture
-def make_kvist_stream(free_port: Callable[[], int]) -> Callable[[int], KvistStream]:
-    """Return a function of the block size."""
-    return lambda block_size: KvistStream(free_port(), block_size)
+def make_kvist_stream(free_port: Callable[[], int]) -> Callable[..., KvistStream]:
+    """Return a function of the block size and maybe the port."""
+    return lambda block_size, port=None: KvistStream(port or free_port(), block_size)
