@@ -15,7 +15,7 @@ from kvist.events.transports.zmtp.wire import PeerError
 
 CONNECT_TIMEOUT_S = 5.0
 """How long one address may take to answer."""
-NAP_S = 0.001
+NAP_S = 0.002
 """A busy socket that was emptied is looked at again after so long: many small reads cost more than a few large ones.
 
 Longer naps cost less and show events later: at 20,000 messages of 930 bytes a second 3.5 µs a message with naps of
@@ -72,6 +72,7 @@ class Link:
         """Whether it was we who ended it: the peer broke the protocol or was silent."""
         self._loop = asyncio.get_running_loop()
         self._sock = sock
+        self._fd = sock.fileno()  # asyncio writes a socket out for each look-up of one, and not a number
         self._connection = connection
         self._inbox = inbox
         self._malformed = malformed
@@ -186,12 +187,12 @@ class Link:
     def _await_reader(self) -> None:
         if not self._has_reader:
             self._has_reader = True
-            self._loop.add_reader(self._sock, self._read)
+            self._loop.add_reader(self._fd, self._read)
 
     def _drop_reader(self) -> None:
         if self._has_reader:
             self._has_reader = False
-            self._loop.remove_reader(self._sock)
+            self._loop.remove_reader(self._fd)
 
     def _close(self) -> None:
         if self._ended.done():
