@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Self
 
 import kvist.indexer.canonical_lane
-import kvist.indexer.engine_lane  # noqa: F401 - both compiled here, rather than with the first stream
+import kvist.indexer.engine_lane
+import kvist.indexer.frames  # noqa: F401 - all three compiled here, rather than with the first stream
 from kvist.http import HttpLimits, HttpServer
 from kvist.indexer.service.api import Api
 from kvist.indexer.service.bodies import DEFAULT_GROUP
