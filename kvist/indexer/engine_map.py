@@ -39,7 +39,9 @@ class EngineMap:
         self._heap = heap = Heap()
         self.address = heap.allocate(layout.TABLE_BYTES)
         self._control = heap.view(self.address).cast("q")
-        self._segments = SegmentTable(heap, self._control, self.address, DENSE, bits=_SEGMENT_BITS)
+        self._segments = SegmentTable(
+            heap, self._control, self.address, DENSE, bits=_SEGMENT_BITS, scratch=self._index.heap
+        )
         self._most = 0  # engine hashes since all segments were of the size they need
 
     @property
@@ -127,7 +129,6 @@ class EngineMap:
     def help_out(self) -> None:
         """Provide the room that compiled code asked for."""
         self._segments.grow(self._control[layout.NEED_ARG >> 3])
-        self._heap.free_scratch()
 
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""

@@ -273,6 +273,11 @@ class RadixIndex:
         """Return the address of the control block, which functions of `kvist.radix.compiled` take."""
         return self._address
 
+    @property
+    def heap(self) -> Heap:
+        """Return where the memory comes from; tables beside the index may share the scratch, which `sweep` frees."""
+        return self._heap
+
     def slot_of(self, source: WorkerRank) -> int | None:
         """Return the slot that stands for a rank until it is cleared or forgotten, None while it has none."""
         return self._slots.get(source)

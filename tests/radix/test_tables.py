@@ -59,15 +59,17 @@ def num_rows(control):  # type: ignore[no-untyped-def]
 class Map:
     """A table that owns its control block, as engine maps do."""
 
-    def __init__(self, heap: Heap, bits: int) -> None:
+    def __init__(self, heap: Heap, bits: int, scratch: Heap | None = None) -> None:
         self.heap = heap
         self.address = heap.allocate(layout.TABLE_BYTES)
         self.control = heap.view(self.address).cast("q")
-        self.table = SegmentTable(heap, self.control, self.address, DENSE, bits=bits)
+        self.table = SegmentTable(heap, self.control, self.address, DENSE, bits=bits, scratch=scratch)
+        self.num_grown = 0
 
     def put(self, keys: Any, first: int, end: int) -> None:
         while (first := put_all(self.address, keys.ctypes.data, first, end)) < end:
             self.table.grow(self.control[layout.NEED_ARG >> 3])
+            self.num_grown += 1
 
     def close(self) -> None:
         self.table.free()
@@ -112,6 +114,26 @@ def test_an_entry_takes_at_most_16_bytes_at_every_size(make_map: Callable[..., M
         sizes.append(numbers.heap.size_bytes / end)
     assert np.mean(sizes) < 15.5
     assert max(sizes) < 16.4
+
+
+def test_segments_that_fill_together_grow_together_and_stay_as_large(make_map: Callable[..., Map]) -> None:
+    numbers, keys, at = make_map(6), random_keys(40_000), 0
+    for end in (2_000 * 1.01 ** np.arange(300)).astype(int).tolist():
+        numbers.put(keys, at, end)
+        assert numbers.table.shrinkable() == []
+        at = end
+    assert min(numbers.table.num_rows(index) for index in range(64)) > 800  # so each has grown twice after it began
+    assert numbers.num_grown < 2 * 64
+
+
+def test_a_table_may_grow_with_the_scratch_of_another_heap() -> None:
+    own, other, keys = Heap(), Heap(), random_keys(5_000)
+    numbers = Map(own, 3, scratch=other)
+    numbers.put(keys, 0, len(keys))
+    assert other.size_bytes > 0
+    assert all(get(numbers.address, key) == index + 1 for index, key in enumerate(keys.tolist()))
+    numbers.close()
+    assert own.size_bytes == 0
 
 
 def test_tables_of_one_heap_share_its_scratch_and_leave_nothing_behind() -> None:
