@@ -82,6 +82,8 @@ class RadixIndex:
         self._cap = None if max_blocks is None else Cap(self._heap, control, max_blocks)
         self._sweeper = Sweeper(self._heap, self._address, self._segments, self._sets, self._slots)
         self._snapshot: weakref.ref[Snapshot] | None = None
+        # A process's first call takes 10 ms, in which Numba makes the acquaintance of arrays: not when somebody waits.
+        compiled.match(self._address, np.empty(0, np.uint64))
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
