@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
-from kvist.events.transports import Message, Subscription
+from kvist.events.transports import Message, ReplayRequest, Subscription
 
 TICK_S = 0.2
 """How often those who wait for a message are looked at: questions fall due and peers connect without one."""
@@ -20,13 +20,9 @@ SLICE_S = 0.0005
 
 
 class Question(NamedTuple):
-    """What to ask a replay for; `topic` None means whatever the peer has, in words every engine understands.
+    """What to ask the publisher; `rank` is the asker's own note of whom it is about."""
 
-    `rank` is the asker's own note of whom the question is about.
-    """
-
-    topic: bytes | None
-    start_sequence: int
+    request: ReplayRequest
     rank: int = 0
 
 
@@ -121,7 +117,7 @@ async def follow(
             await turn.pass_on()  # a busy source is never waited for
         for question in follower.questions(clock()):
             async with replay_gate:
-                answer = await subscription.replay(question.topic, question.start_sequence, REPLAY_TIMEOUT_S)
+                answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
             for _ in follower.answered(question, answer, clock()):
                 await turn.pass_on()
 

@@ -8,7 +8,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import EngineStored
 from kvist.events.codec import decode_batch, is_canonical
 from kvist.events.follow import REPLAY_TIMEOUT_S
-from kvist.events.transports import Endpoint, Message, open_subscription
+from kvist.events.transports import Endpoint, Message, ReplayRequest, open_subscription
 from kvist.publisher.engine_feed import DECODERS
 
 
@@ -18,7 +18,7 @@ async def learn_block_size(endpoint: Endpoint) -> int:
     Waits for as long as the stream says nothing of the kind. Raises InvalidValueError when it cannot be followed.
     """
     async with open_subscription(endpoint) as subscription:
-        messages: Sequence[Message] = await subscription.replay(None, 0, REPLAY_TIMEOUT_S) or ()
+        messages: Sequence[Message] = await subscription.replay(ReplayRequest(None, 0), REPLAY_TIMEOUT_S) or ()
         while True:
             for message in messages:
                 block_size = _block_size(message.payload, endpoint)

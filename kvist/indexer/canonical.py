@@ -12,7 +12,7 @@ from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import Clear, Holding, Session, SessionLimits, SourceState, Step
-from kvist.events.transports import Message
+from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.statistics import SourceCounters
@@ -128,7 +128,7 @@ class CanonicalFollower:
             self._note_state(rank)
             start_sequence = session.question(now_s)
             if start_sequence is not None:
-                due.append(Question(self._topics.get(rank), start_sequence, rank))
+                due.append(Question(ReplayRequest(self._topics.get(rank), start_sequence, session.epoch), rank))
         return due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:

@@ -13,7 +13,7 @@ from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
-from kvist.events.transports import Endpoint, Message, MessageBlock, Subscription
+from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription
 from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
@@ -92,7 +92,7 @@ class Source:
         """Return what to ask now."""
         if self._follower is not None:
             return self._follower.questions(now_s)
-        return [Question(None, 0)] if self._must_probe else []
+        return [Question(ReplayRequest(None, 0))] if self._must_probe else []
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, which tells as live messages do that a stream is canonical."""

@@ -11,7 +11,7 @@ from kvist.events.dialects import DecodedEngineBatch, sglang, vllm
 from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import Clear, Session, SessionLimits, SourceState, Step
-from kvist.events.transports import Message
+from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)
 
@@ -120,12 +120,12 @@ class EngineFeed:
         """Return the question that is due, if any."""
         due = self._session.question(now_s)
         if due is not None:
-            return [Question(None, max(0, due - 1))]
+            return [Question(ReplayRequest(None, max(0, due - 1)))]
         idle_s = IDLE_S * 2 ** min(self._num_silences + self._num_repetitions, MAX_IDLE_DOUBLINGS)
         is_idle = self._last_heard_s is not None and now_s - self._last_heard_s >= idle_s
         if not is_idle or self._session.state is SourceState.RESYNCING:
             return []
-        return [Question(None, max(0, self._session.expected_sequence - 1))]
+        return [Question(ReplayRequest(None, max(0, self._session.expected_sequence - 1)))]
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
@@ -146,7 +146,7 @@ class EngineFeed:
         has_news = not is_idle or any(message.sequence >= self._session.expected_sequence for message in messages)
         self._num_repetitions = 0 if has_news else self._num_repetitions + 1
         frames = [(message.sequence, message.payload) for message in messages]
-        last_sequence = question.start_sequence if self._session.expected_sequence else None
+        last_sequence = question.request.start_sequence if self._session.expected_sequence else None
         epoch = self.restarts.replayed(frames, last_sequence)
         return self._session.replayed(epoch, frames, now_s)
 

@@ -7,7 +7,7 @@ from collections import deque
 from itertools import islice
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Message
+from kvist.events.transports import Message, ReplayRequest
 
 
 class ReplayBuffer:
@@ -35,11 +35,11 @@ class ReplayBuffer:
             while len(kept.messages) > self._max_batches or kept.size_bytes > self._max_bytes:
                 kept.size_bytes -= len(kept.messages.popleft().payload)
 
-    def replay(self, topic: bytes, start_sequence: int) -> list[Message]:
-        """Return what is kept of the topic, or of all if empty, from `start_sequence` on."""
+    def replay(self, request: ReplayRequest) -> list[Message]:
+        """Return what is kept of the topic, or of all without one, from the sequence asked for on."""
         with self._lock:
-            topics = self._topics.values() if topic == b"" else filter(None, (self._topics.get(topic),))
-            return [message for kept in topics for message in kept.since(start_sequence)]
+            topics = filter(None, (self._topics.get(request.topic),)) if request.topic else self._topics.values()
+            return [message for kept in topics for message in kept.since(request.start_sequence)]
 
     @property
     def size_bytes(self) -> int:

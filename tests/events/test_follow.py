@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvist.events.follow import TICKS_A_ROUND, Question, Ticker, follow
-from kvist.events.transports import Message
+from kvist.events.transports import Message, ReplayRequest
 
 
 class FakeSubscription:
@@ -18,7 +18,7 @@ class FakeSubscription:
         self.num_connects = 0
         self.num_receives = 0
         self.inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
-        self.asked: list[tuple[bytes | None, int]] = []
+        self.asked: list[ReplayRequest] = []
         self.answer: list[Message] | None = None
         self.may_answer = asyncio.Event()
 
@@ -26,8 +26,8 @@ class FakeSubscription:
         self.num_receives += 1
         return await self.inbox.get()
 
-    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
-        self.asked.append((topic, start_sequence))
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
+        self.asked.append(request)
         await self.may_answer.wait()
         return self.answer
 
@@ -113,8 +113,8 @@ async def test_a_connection_is_told_without_any_message(followed, until):
 async def test_a_question_is_asked_and_answered_before_the_next_message(followed, until):
     subscription, recorder = followed
     subscription.answer = [message(3), message(4)]
-    recorder.due = [Question(b"t", 3, rank=9)]
-    await until(lambda: subscription.asked == [(b"t", 3)])
+    recorder.due = [Question(ReplayRequest(b"t", 3, epoch=5), rank=9)]
+    await until(lambda: subscription.asked == [ReplayRequest(b"t", 3, epoch=5)])
     subscription.inbox.put_nowait([message(5)])
     subscription.may_answer.set()
     await until(lambda: recorder.log == ["replayed 3", "replayed 4", "answered 9", (5, 7.0)])
@@ -123,7 +123,7 @@ async def test_a_question_is_asked_and_answered_before_the_next_message(followed
 async def test_silence_is_an_answer_too(followed, until):
     subscription, recorder = followed
     subscription.may_answer.set()
-    recorder.due = [Question(None, 0)]
+    recorder.due = [Question(ReplayRequest(None, 0))]
     await until(lambda: recorder.log == ["answered 0"])
 
 
@@ -131,7 +131,7 @@ async def test_the_gate_limits_the_questions_asked_at_once(start_following, unti
     gate = asyncio.Semaphore(1)
     pairs = [(FakeSubscription(), Recorder()) for _ in range(2)]
     for subscription, recorder in pairs:
-        recorder.due = [Question(None, 0)]
+        recorder.due = [Question(ReplayRequest(None, 0))]
         start_following(subscription, recorder, gate)
     first, second = (subscription for subscription, _ in pairs)
     await until(lambda: first.asked and gate.locked())
@@ -144,7 +144,7 @@ async def test_the_gate_limits_the_questions_asked_at_once(start_following, unti
 async def test_cancelling_amid_a_replay_leaves_the_gate_open(start_following, until):
     gate = asyncio.Semaphore(1)
     subscription, recorder = FakeSubscription(), Recorder()
-    recorder.due = [Question(None, 0)]
+    recorder.due = [Question(ReplayRequest(None, 0))]
     subscription.inbox.put_nowait([message(0)])
     task = start_following(subscription, recorder, gate)
     await until(lambda: subscription.asked)
@@ -184,7 +184,7 @@ async def test_one_stream_is_woken_while_others_sleep(start_following, until):
         subscription.may_answer.set()
         start_following(subscription, recorder)
     await until(lambda: all(recorder.num_looks for _, recorder in pairs))
-    pairs[1][1].due = [Question(None, 0)]
+    pairs[1][1].due = [Question(ReplayRequest(None, 0))]
     await until(lambda: pairs[1][1].log == ["answered 0"])
     assert [subscription.num_receives for subscription, _ in pairs] == [1, 2, 1]
 
@@ -195,7 +195,7 @@ async def test_a_message_that_comes_as_its_stream_is_woken_is_not_lost(followed,
     subscription.may_answer.set()
     for number in range(50):
         await until(lambda looks=recorder.num_looks: recorder.num_looks > looks)
-        recorder.due = [Question(None, 0)]
+        recorder.due = [Question(ReplayRequest(None, 0))]
         subscription.inbox.put_nowait([message(number)])
         for _ in range(number % 5):
             await asyncio.sleep(0)

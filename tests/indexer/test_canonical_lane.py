@@ -20,7 +20,7 @@ from kvist.events.codec import decode_batch, encode_batch
 from kvist.events.digest import block_digest
 from kvist.events.follow import Question
 from kvist.events.session import SourceState
-from kvist.events.transports import Message
+from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer import canonical
 from kvist.indexer.canonical import CanonicalFollower
@@ -61,7 +61,7 @@ class _Path:
             "states": self.follower.states(),
             "digests": {rank: self.index.digest(WorkerRank(_WORKER, rank)) for rank in range(_NUM_RANKS)},
             "num_blocks": self.index.statistics().num_blocks,
-            "topics": [(question.rank, question.topic, question.start_sequence) for question in self.questions()],
+            "topics": self.questions(),
             "sessions": {
                 rank: [session.epoch, session.expected_sequence, session.is_in_step]
                 + [getattr(session, f"num_{name}") for name in _SESSION_COUNTERS]
@@ -72,7 +72,7 @@ class _Path:
     def questions(self, now_s: float = 1e9) -> list[Question]:
         """Return what would be asked in the far future, of sessions whose jitter may differ."""
         return [
-            Question(self.follower._topics.get(rank), session.question(now_s) or 0, rank)
+            Question(ReplayRequest(self.follower._topics.get(rank), session.question(now_s) or 0, session.epoch), rank)
             for rank, session in self.follower.sessions.items()
             if session.question(now_s) is not None
         ]
@@ -229,7 +229,7 @@ def _answer(path: _Path, ranks: list[_Rank], forgotten: int, now_s: float) -> No
     """Answer all questions from what the ranks keep, but for some of the oldest; a rank may be a corrupted number."""
     for question in path.questions():
         asked = ranks[question.rank].kept if question.rank < _NUM_RANKS else []
-        kept = list(enumerate(asked))[max(question.start_sequence, forgotten) :]
+        kept = list(enumerate(asked))[max(question.request.start_sequence, forgotten) :]
         messages = [Message(b"", sequence, payload) for sequence, payload in kept]
         for _ in path.follower.answered(question, messages, now_s):
             pass

@@ -52,7 +52,7 @@ class Side:
         """Ask what is to be asked, and be told what the engine keeps; return the questions."""
         questions = self.follower.questions(now_s)
         for question in questions:
-            answer = None if kept is None else [m for m in kept if m.sequence >= question.start_sequence]
+            answer = None if kept is None else [m for m in kept if m.sequence >= question.request.start_sequence]
             for _ in self.follower.answered(question, answer, now_s):
                 pass
         return questions

@@ -216,7 +216,7 @@ async def test_while_a_rank_is_resyncing_it_says_so(indexer, make_truth, until, 
         return []
 
     class Mute(MemoryPublication):
-        def replay(self, topic, start_sequence):  # noqa: ARG002 - the Protocol's names
+        def replay(self, request):  # noqa: ARG002 - the Protocol's name
             return None
 
     publication = Mute(Endpoint.parse(memory_url), wire)

@@ -52,7 +52,7 @@ def exhaust(feed: EngineFeed, engine: Engine, now_s: float) -> None:
     """Answer the feed's questions until it has none, not even a moment later."""
     while questions := feed.questions(now_s := now_s + 0.9 * IDLE_S):
         for question in questions:
-            for _ in feed.answered(question, engine.replay(question.start_sequence), now_s):
+            for _ in feed.answered(question, engine.replay(question.request.start_sequence), now_s):
                 pass
 
 
@@ -91,7 +91,7 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
             is_reconnected = False
         else:
             for question in feed.questions(now_s):
-                answer = None if choice == "silence" else engine.replay(question.start_sequence)
+                answer = None if choice == "silence" else engine.replay(question.request.start_sequence)
                 for _ in feed.answered(question, answer, now_s):
                     pass
         if is_reconnected and feed.session.state is not SourceState.RESYNCING:

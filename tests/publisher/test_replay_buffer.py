@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Message
+from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher.replay_buffer import ReplayBuffer
 
 
@@ -17,24 +17,24 @@ def filled(buffer: ReplayBuffer, num_messages: int, topic: bytes = b"t") -> list
 def test_replay_starts_at_the_sequence_asked_for():
     buffer = ReplayBuffer(10, 10_000)
     messages = filled(buffer, 6)
-    assert buffer.replay(b"t", 0) == messages
-    assert buffer.replay(b"t", 4) == messages[4:]
-    assert buffer.replay(b"t", 6) == []
+    assert buffer.replay(ReplayRequest(b"t", 0)) == messages
+    assert buffer.replay(ReplayRequest(b"t", 4)) == messages[4:]
+    assert buffer.replay(ReplayRequest(b"t", 6)) == []
 
 
 def test_an_empty_topic_means_all_and_an_unknown_one_nothing():
     buffer = ReplayBuffer(10, 10_000)
     messages = filled(buffer, 3, b"a") + filled(buffer, 2, b"b")
-    assert buffer.replay(b"", 1) == [*messages[1:3], messages[4]]
-    assert buffer.replay(b"c", 0) == []
+    assert buffer.replay(ReplayRequest(b"", 1)) == [*messages[1:3], messages[4]]
+    assert buffer.replay(ReplayRequest(b"c", 0)) == []
 
 
 @pytest.mark.parametrize(("max_batches", "max_bytes"), [(4, 10_000), (100, 400)])
 def test_the_oldest_are_forgotten_at_either_bound(max_batches, max_bytes):
     buffer = ReplayBuffer(max_batches, max_bytes)
     messages = filled(buffer, 10)
-    assert buffer.replay(b"t", 0) == messages[6:]
-    assert buffer.replay(b"t", 8) == messages[8:]
+    assert buffer.replay(ReplayRequest(b"t", 0)) == messages[6:]
+    assert buffer.replay(ReplayRequest(b"t", 8)) == messages[8:]
     assert buffer.size_bytes == 400
 
 
@@ -42,7 +42,7 @@ def test_a_busy_topic_does_not_push_out_a_quiet_one():
     buffer = ReplayBuffer(4, 10_000)
     quiet = filled(buffer, 2, b"quiet")
     filled(buffer, 100, b"busy")
-    assert buffer.replay(b"quiet", 0) == quiet
+    assert buffer.replay(ReplayRequest(b"quiet", 0)) == quiet
 
 
 @pytest.mark.parametrize(("max_batches", "max_bytes"), [(0, 1), (1, 0)])

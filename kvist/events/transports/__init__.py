@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvist.events.transports.base import Message, Publication, ReplaySource, Subscription
+from kvist.events.transports.base import Message, Publication, ReplayRequest, ReplaySource, Subscription
 from kvist.events.transports.endpoint import Endpoint, open_publication, open_subscription
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ __all__ = [
     "Message",
     "MessageBlock",
     "Publication",
+    "ReplayRequest",
     "ReplaySource",
     "Subscription",
     "open_publication",

@@ -26,11 +26,24 @@ class Message(NamedTuple):
     payload: bytes
 
 
+class ReplayRequest(NamedTuple):
+    """What is asked of a publisher: what it sent on a topic from `start_sequence` of `epoch` on.
+
+    Topic None asks for all topics in the words every engine understands, which have no place for an epoch; an empty one
+    asks for all as well. Without an epoch the answer is what is still kept. With one, the asker speaks Kvist: the
+    answer may begin with a snapshot, and goes on from there.
+    """
+
+    topic: bytes | None
+    start_sequence: int
+    epoch: int | None = None
+
+
 class ReplaySource(Protocol):
     """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe."""
 
-    def replay(self, topic: bytes, start_sequence: int) -> Iterable[Message]:
-        """Return what is still kept of the topic (all topics if empty) from `start_sequence` on, each in order."""
+    def replay(self, request: ReplayRequest) -> Iterable[Message]:
+        """Return the answer, the messages of each topic in order."""
 
 
 class Publication(Protocol):
@@ -68,6 +81,14 @@ class Subscription(Protocol):
     def num_malformed(self) -> int:
         """How many messages were skipped because their frames are not the transport's."""
 
+    @property
+    def is_peer_gone(self) -> bool:
+        """Whether the publisher is known to have ended or died; False where the transport cannot know."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be received just now, for people to read; None while all is well. It names no secret."""
+
     async def __aenter__(self) -> Self:
         """Connect in the background; returns at once, whether or not the peer is there."""
 
@@ -82,12 +103,8 @@ class Subscription(Protocol):
         They may be a `MessageBlock`, which is valid until the next `receive`. Cancelling loses no message.
         """
 
-    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
-        """Return what the publisher still keeps of the topic from `start_sequence` on, oldest first.
-
-        Topic None asks in the words every engine understands: for all there is. None is returned when the publisher
-        cannot be asked, or says nothing for `timeout_s`.
-        """
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
+        """Return the publisher's answer, oldest first; None when it cannot be asked, or is silent for `timeout_s`."""
 
 
 MAX_MESSAGE_BYTES = 64 << 20

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.base import MAX_DRAIN, Message, ReplaySource
+from kvist.events.transports.base import MAX_DRAIN, Message, ReplayRequest, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
 
 QUEUE_CAPACITY = 10_000
@@ -92,9 +92,9 @@ class MemoryPublication:
         for subscription in _hub.subscriptions(self._address):
             subscription.deliver(delivered)
 
-    def replay(self, topic: bytes, start_sequence: int) -> list[Message] | None:
+    def replay(self, request: ReplayRequest) -> list[Message] | None:
         """Return what the replay source has, or None without one."""
-        return None if self._source is None else list(self._source.replay(topic, start_sequence))
+        return None if self._source is None else list(self._source.replay(request))
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002 - nothing is left to drain: the queues have it
         """Leave the endpoint; what was sent is already in the subscribers' queues."""
@@ -105,6 +105,8 @@ class MemorySubscription:
     """A subscriber's end of a `memory://` endpoint."""
 
     num_malformed = 0
+    is_peer_gone = False
+    problem: str | None = None
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.num_connects = 0
@@ -147,7 +149,7 @@ class MemorySubscription:
                 await self._arrived.wait()
         return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_DRAIN))]
 
-    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:  # noqa: ARG002
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:  # noqa: ARG002
         """Return what the publication still keeps; None, at once, when there is none."""
         publication = _hub.publication(self._address)
-        return None if publication is None else publication.replay(topic or b"", start_sequence)
+        return None if publication is None else publication.replay(request)

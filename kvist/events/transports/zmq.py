@@ -1,13 +1,13 @@
 """Streams over ZeroMQ, in the frames that vLLM and SGLang use: no broker, one PUB and one ROUTER socket a publisher.
 
     stream     PUB -> SUB        topic, sequence, payload
-    request    DEALER -> ROUTER  b"", start sequence [, topic]
+    request    DEALER -> ROUTER  b"", start sequence [, topic [, epoch]]
     reply      ROUTER -> DEALER  b"", topic, sequence, payload   to a request with a topic
                                  b"", sequence, payload          to one without: what older clients understand
     end        sequence -1 with an empty payload, framed like the replies
 
-Sequences are 8 bytes, big-endian. An empty topic in a request means all topics; engines understand only requests
-without one. Losses are by high-water mark: a PUB socket drops for the subscriber that is full and never waits.
+Sequences and epochs are 8 bytes, big-endian. An empty topic in a request means all topics; engines understand only
+requests without one. Losses are by high-water mark: a PUB socket drops for the subscriber that is full and never waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import zmq
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import base
-from kvist.events.transports.base import Message, ReplaySource
+from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.frames import MalformedCounter, message_of
 from kvist.events.transports.zmq_replay import END, ReplayClient
@@ -130,11 +130,12 @@ class _ReplayServer:
         self._stop_receiver.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> None:
-        if len(request) not in (3, 4) or len(request[2]) != 8:
+        if len(request) not in (3, 4, 5) or any(len(number) != 8 for number in request[2::2]):
             return
-        client, start = request[0], int.from_bytes(request[2], "big")
-        has_topic = len(request) == 4
-        for message in self._source.replay(request[3] if has_topic else b"", start):
+        client, start, *rest = request[0], int.from_bytes(request[2], "big"), *request[3:]
+        has_topic = len(rest) > 0
+        epoch = int.from_bytes(rest[1], "big") if len(rest) == 2 else None
+        for message in self._source.replay(ReplayRequest(rest[0] if has_topic else None, start, epoch)):
             topic = (message.topic,) if has_topic else ()
             self._send((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
         self._send((client, b"", *((b"",) if has_topic else ()), END, b""))
@@ -154,6 +155,9 @@ class _ReplayServer:
 
 class ZmqSubscription:
     """A subscriber's end: a SUB socket for all topics, and a fresh DEALER socket for each replay."""
+
+    is_peer_gone = False
+    problem: str | None = None
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._num_connects = 0
@@ -214,6 +218,6 @@ class ZmqSubscription:
             if messages:
                 return messages
 
-    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask the publisher's ROUTER socket."""
-        return await self._replay_client.replay(topic, start_sequence, timeout_s)
+        return await self._replay_client.replay(request, timeout_s)

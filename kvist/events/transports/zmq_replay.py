@@ -6,7 +6,7 @@ import asyncio
 
 import zmq
 
-from kvist.events.transports.base import Message
+from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.frames import MalformedCounter, message_of
 from kvist.events.transports.zmq_socket import LoopSocket, connect
@@ -27,7 +27,7 @@ class ReplayClient:
         self._address = None if _is_wildcard(endpoint.replay_address) else endpoint.replay_address
         self._malformed = malformed
 
-    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
         if self._address is None or await _is_refused(self._address, timeout_s):
             return None
@@ -35,8 +35,7 @@ class ReplayClient:
         try:
             dealer.socket.setsockopt(zmq.RCVHWM, MAX_REPLIES_WAITING)
             connect(dealer.socket, self._address)
-            request = (b"", start_sequence.to_bytes(8, "big"), *(() if topic is None else (topic,)))
-            dealer.socket.send_multipart(request, zmq.NOBLOCK)
+            dealer.socket.send_multipart(_frames(request), zmq.NOBLOCK)
             return await self._collect(dealer, timeout_s)
         except TimeoutError:
             return None
@@ -57,6 +56,14 @@ class ReplayClient:
                     messages.append(message)
                     size_bytes += len(message.payload)
         return None
+
+
+def _frames(request: ReplayRequest) -> tuple[bytes, ...]:
+    """Return a request's frames: those that an engine does not understand only for who asks with a topic."""
+    start = request.start_sequence.to_bytes(8, "big")
+    if request.topic is None:
+        return b"", start
+    return b"", start, request.topic, *(() if request.epoch is None else (request.epoch.to_bytes(8, "big"),))
 
 
 def _is_wildcard(address: str | None) -> bool:

@@ -7,7 +7,15 @@ from itertools import count
 
 import pytest
 
-from kvist.events.transports import Endpoint, Message, Publication, Subscription, open_publication, open_subscription
+from kvist.events.transports import (
+    Endpoint,
+    Message,
+    Publication,
+    ReplayRequest,
+    Subscription,
+    open_publication,
+    open_subscription,
+)
 from kvist.events.transports.zmq import ZmqSubscription
 
 _names = count()
@@ -19,8 +27,12 @@ class KeptMessages:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def replay(self, topic: bytes, start_sequence: int) -> list[Message]:
-        return [m for m in self.messages if topic in (b"", m.topic) and m.sequence >= start_sequence]
+        self.requests: list[ReplayRequest] = []
+
+    def replay(self, request: ReplayRequest) -> list[Message]:
+        self.requests.append(request)
+        start = request.start_sequence
+        return [m for m in self.messages if request.topic in (None, b"", m.topic) and m.sequence >= start]
 
 
 class Kit:

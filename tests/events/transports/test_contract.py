@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Message, Publication, Subscription
+from kvist.events.transports import Message, Publication, ReplayRequest, Subscription
 from kvist.events.transports.base import MAX_DRAIN
 
 PROBE = b"probe"
@@ -188,36 +188,53 @@ async def test_replay_returns_what_is_kept_of_one_topic_from_a_sequence_on(kit, 
     kept.messages = numbered(2000, b"a") + numbered(10, b"b")
     kit.publish(kept)
     async with kit.subscribe() as subscription:
-        assert await subscription.replay(b"a", 1500, 10) == kept.messages[1500:2000]
-        assert await subscription.replay(b"a", 2000, 10) == []
-        assert await subscription.replay(b"", 9, 10) == kept.messages[9:2000] + kept.messages[2009:]
+        assert await subscription.replay(ReplayRequest(b"a", 1500), 10) == kept.messages[1500:2000]
+        assert await subscription.replay(ReplayRequest(b"a", 2000), 10) == []
+        assert await subscription.replay(ReplayRequest(b"", 9), 10) == kept.messages[9:2000] + kept.messages[2009:]
 
 
 async def test_replay_without_a_topic_returns_every_message(kit, kept):
     kept.messages = numbered(10, b"a")
     kit.publish(kept)
     async with kit.subscribe() as subscription:
-        replayed = await subscription.replay(None, 4, 10)
+        replayed = await subscription.replay(ReplayRequest(None, 4), 10)
         assert [(message.sequence, message.payload) for message in replayed] == [m[1:] for m in kept.messages[4:]]
+
+
+async def test_a_replay_request_arrives_as_it_was_asked(kit, kept):
+    kit.publish(kept)
+    requests = [ReplayRequest(None, 1), ReplayRequest(b"", 2, 3), ReplayRequest(b"a", 4), ReplayRequest(b"a", 5, 2**63)]
+    async with kit.subscribe() as subscription:
+        for request in requests:
+            assert await subscription.replay(request, 10) == []
+    assert kept.requests == requests
+
+
+async def test_a_subscription_knows_of_no_problem_while_all_is_well(kit):
+    publication = kit.publish()
+    async with kit.subscribe() as subscription:
+        await connect(publication, subscription)
+        assert not subscription.is_peer_gone
+        assert subscription.problem is None
 
 
 async def test_replay_is_none_when_nobody_is_there(kit):
     async with kit.subscribe() as subscription:
-        assert await subscription.replay(b"a", 0, 0.05) is None
+        assert await subscription.replay(ReplayRequest(b"a", 0), 0.05) is None
 
 
 async def test_replay_is_none_when_the_publisher_serves_none(kit):
     kit.publish()
     async with kit.subscribe() as subscription:
-        assert await subscription.replay(b"a", 0, 0.05) is None
+        assert await subscription.replay(ReplayRequest(b"a", 0), 0.05) is None
 
 
 async def test_a_cancelled_replay_leaves_the_subscription_usable(kit, kept):
     kept.messages = numbered(3, b"a")
     async with kit.subscribe() as subscription:
-        asking = asyncio.create_task(subscription.replay(b"a", 0, 30))
+        asking = asyncio.create_task(subscription.replay(ReplayRequest(b"a", 0), 30))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         kit.publish(kept)
-        assert await subscription.replay(b"a", 0, 10) == kept.messages
+        assert await subscription.replay(ReplayRequest(b"a", 0), 10) == kept.messages

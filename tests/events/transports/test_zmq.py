@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint, Message, open_publication
+from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication
 from kvist.events.transports.zmq import ZmqSubscription
 
 END = b"\xff" * 8
@@ -134,7 +134,7 @@ async def test_the_client_understands_old_and_new_replies(open_socket, replies_h
     server.start()
     endpoint = Endpoint("tcp://127.0.0.1:1", f"tcp://127.0.0.1:{port}")
     async with ZmqSubscription(endpoint) as subscription:
-        replayed = await subscription.replay(None, 4, 10)
+        replayed = await subscription.replay(ReplayRequest(None, 4), 10)
     server.join()
     assert requests == [[b"", be64(4)]]
     assert [(message.sequence, message.payload) for message in replayed] == [(4, b"four"), (5, b"five")]
@@ -171,7 +171,7 @@ async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, fr
             await asyncio.wait([receiving], timeout=0.02)
         assert receiving.result()[0] == Message(b"t", 0, b"x")
         if host != "127.0.0.1":
-            assert await subscription.replay(None, 0, timeout_s=60) is None
+            assert await subscription.replay(ReplayRequest(None, 0), timeout_s=60) is None
 
 
 async def test_an_address_may_be_ipv6(kept):
@@ -182,7 +182,7 @@ async def test_an_address_may_be_ipv6(kept):
     kept.messages = [Message(b"t", 0, b"x")]
     publication.serve_replay(kept)
     async with ZmqSubscription(Endpoint.parse(publication.endpoint)) as subscription:
-        assert await subscription.replay(b"", 0, timeout_s=10) == [Message(b"t", 0, b"x")]
+        assert await subscription.replay(ReplayRequest(b"", 0), timeout_s=10) == [Message(b"t", 0, b"x")]
         receiving = asyncio.create_task(subscription.receive())
         while not receiving.done():
             publication.send(Message(b"t", 1, b"y"))
@@ -207,4 +207,4 @@ def test_an_interface_this_machine_does_not_have_is_an_error_that_names_it():
 async def test_a_replay_that_nobody_serves_is_given_up_without_waiting(free_port):
     async with ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:{free_port()}")) as subscription:
         async with asyncio.timeout(20):
-            assert await subscription.replay(None, 0, timeout_s=60) is None
+            assert await subscription.replay(ReplayRequest(None, 0), timeout_s=60) is None

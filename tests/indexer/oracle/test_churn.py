@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from kvist.events.transports import Endpoint, Message
+from kvist.events.transports import Endpoint, Message, ReplayRequest
 from kvist.events.transports.memory import MemoryPublication
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
@@ -32,8 +32,8 @@ class Kept:
     def __init__(self) -> None:
         self.messages: list[Message] = []
 
-    def replay(self, topic: bytes, start_sequence: int) -> list[Message]:  # noqa: ARG002 - the Protocol's names
-        return self.messages[start_sequence:]
+    def replay(self, request: ReplayRequest) -> list[Message]:
+        return self.messages[request.start_sequence :]
 
 
 class Engine:

@@ -11,7 +11,7 @@ from typing import Self
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import base
-from kvist.events.transports.base import Message
+from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.frames import MalformedCounter
@@ -33,6 +33,9 @@ class ZmtpSubscription:
     It holds two halves of an inbox, and reads no further until they are taken: then the publisher queues, and at its
     high-water mark loses what is for this subscriber. No receive brings messages of two connections.
     """
+
+    is_peer_gone = False
+    problem: str | None = None
 
     def __init__(self, endpoint: Endpoint, splitter: Splitter = split) -> None:
         self._malformed = MalformedCounter(endpoint.address)
@@ -99,9 +102,9 @@ class ZmtpSubscription:
             self._is_emptied.set()
         return block
 
-    async def replay(self, topic: bytes | None, start_sequence: int, timeout_s: float) -> list[Message] | None:
+    async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
-        return await self._replay_client.replay(topic, start_sequence, timeout_s)
+        return await self._replay_client.replay(request, timeout_s)
 
     async def _stay_connected(self) -> None:
         wait_s = base.MIN_RECONNECT_S

@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint, Message, open_publication
+from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication
 from kvist.events.transports.zmtp import ZmtpSubscription, wire
 
 PUBLISHER = """
@@ -235,7 +235,7 @@ async def test_an_address_may_be_ipv6(kept):
     kept.messages = [Message(b"t", 0, b"x")]
     publication.serve_replay(kept)
     async with ZmtpSubscription(Endpoint.parse(publication.endpoint)) as subscription:
-        assert await subscription.replay(b"", 0, timeout_s=10) == kept.messages
+        assert await subscription.replay(ReplayRequest(b"", 0), timeout_s=10) == kept.messages
         receiving = asyncio.create_task(subscription.receive())
         while not receiving.done():
             publication.send(Message(b"t", 1, b"y"))
