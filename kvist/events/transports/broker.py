@@ -1,0 +1,209 @@
+"""Streams on a broker: the URL that names one, and how its parts are written as subjects and topics.
+
+nats://[user:password@|token@]host:port[,host:port]/MODEL[/WORKER]     nats+tls:// with TLS
+mqtt://[user:password@]host:port/MODEL[/WORKER]                        mqtts:// with TLS
+?tls_ca=FILE                  whom to trust, in place of the system's authorities
+?tls_cert=FILE&tls_key=FILE   what to show to a broker that asks for a certificate
+?creds=FILE  ?nkey=FILE       NATS: a credentials file, or the seed of an nkey
+?jetstream=STREAM             NATS: the publisher keeps its events in this stream too, at most `max_age_s` and
+&max_age_s=N&max_bytes=N      `max_bytes` of them, and a subscriber that gets no answer from it reads them there
+?deliver=all                  NATS: a subscriber gets everything the stream has, from its beginning
+?engine=vllm|sglang           the dialect of an engine's own events, should they come this way
+
+A slash in a name is %2F: nats://broker/meta-llama%2FLlama-3.1-8B. A publisher's URL may leave WORKER out.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports.base import Message
+from kvist.events.transports.frames import MalformedCounter
+
+STREAM, ASK, ANSWER = "kvist", "kvist-ask", "kvist-answer"
+"""What a name begins with: live events, questions for a replay, and the answers. Only the first are kept in streams."""
+
+_TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
+_PRIVATE_OPTIONS = (*_TLS_OPTIONS, "creds", "nkey")
+_HEADER = struct.Struct(">QQ")
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-~")
+_RANK = re.compile(rb"0|[1-9][0-9]{0,8}")
+
+
+class _Scheme(NamedTuple):
+    """What a URL of this scheme may say."""
+
+    default_port: int
+    separator: str
+    has_tls: bool
+    options: tuple[str, ...]
+
+
+_NATS_OPTIONS = ("creds", "nkey", "jetstream", "max_age_s", "max_bytes", "deliver")
+_SCHEMES = {
+    "nats": _Scheme(4222, ".", False, _NATS_OPTIONS),
+    "nats+tls": _Scheme(4222, ".", True, _NATS_OPTIONS),
+    "mqtt": _Scheme(1883, "/", False, ()),
+    "mqtts": _Scheme(8883, "/", True, ()),
+}
+
+
+def is_broker_url(url: str) -> bool:
+    """Return whether the URL's scheme is a broker's."""
+    return url.partition("://")[0] in _SCHEMES
+
+
+def redacted(text: str) -> str:
+    """Return a text that may be or hold a broker's URL, without what stands before the host."""
+    return re.sub(r"(?<=://).*@", "***@", text, flags=re.DOTALL)
+
+
+class Host(NamedTuple):
+    """Where a broker listens; an IPv6 address stands without brackets."""
+
+    name: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerUrl:
+    """A parsed broker URL. User, password and the files that prove who one is are in no text made from it."""
+
+    scheme: str
+    hosts: tuple[Host, ...]
+    model: str
+    worker: str | None
+    user: str | None = field(default=None, repr=False)
+    password: str | None = field(default=None, repr=False)
+    options: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> BrokerUrl:
+        """Parse and check a URL; raises InvalidValueError, which shows no secret."""
+        scheme, _, rest = url.partition("://")
+        if scheme not in _SCHEMES:
+            raise _invalid(url, f"one of the schemes {', '.join(_SCHEMES)}")
+        rest, _, query = rest.partition("?")
+        authority, _, path = rest.partition("/")
+        userinfo, _, hosts = authority.rpartition("@")
+        user, has_password, password = userinfo.partition(":")
+        segments = path.split("/")
+        if len(segments) > 2 or not all(segments):
+            raise _invalid(url, f"{scheme}://host:port/MODEL[/WORKER], a slash within a name written as %2F")
+        return cls(
+            scheme,
+            tuple(_hosts(url, hosts, _SCHEMES[scheme].default_port)),
+            unquote(segments[0]),
+            unquote(segments[1]) if len(segments) > 1 else None,
+            unquote(user) if user else None,
+            unquote(password) if has_password else None,
+            _options(url, scheme, query),
+        )
+
+    @property
+    def has_tls(self) -> bool:
+        """Return whether the connection must be encrypted, and the broker's certificate checked."""
+        return _SCHEMES[self.scheme].has_tls
+
+    @property
+    def public(self) -> str:
+        """Return the URL without secrets and without paths of files, which mean nothing on another host."""
+        path = "/".join(quote(name, safe="") for name in (self.model, self.worker) if name is not None)
+        options = [f"{name}={quote(self.options[name], safe='')}" for name in self.options]
+        options = [option for option in options if option.partition("=")[0] not in _PRIVATE_OPTIONS]
+        query = f"?{'&'.join(options)}" if options else ""
+        return f"{self.scheme}://{','.join(map(str, self.hosts))}/{path}{query}"
+
+    @property
+    def has_secrets(self) -> bool:
+        """Return whether the URL says more than `public` does."""
+        return self.user is not None or any(name in _PRIVATE_OPTIONS for name in self.options)
+
+    def with_worker(self, worker: str | None) -> BrokerUrl:
+        """Return the URL of this worker; raises InvalidValueError if it names none, or another.
+
+        Another is refused because `MODEL` with a plain slash reads as a model and a worker.
+        """
+        if worker is not None and self.worker not in (None, worker):
+            raise _invalid(self.public, f"{worker} as WORKER, or none; a slash within MODEL is written as %2F")
+        if worker is None and self.worker is None:
+            raise _invalid(self.public, f"{self.scheme}://host:port/MODEL/WORKER")
+        return self if worker is None else replace(self, worker=worker)
+
+    def name(self, kind: str, *tokens: str) -> str:
+        """Return the subject or topic of this worker that begins with `kind` and ends with these tokens."""
+        assert self.worker is not None, "with_worker() comes first"
+        return _SCHEMES[self.scheme].separator.join((kind, escape(self.model), escape(self.worker), *tokens))
+
+    def token_of(self, topic: bytes) -> str:
+        """Return the last token of a message's subject: the rank, or for a topic that is no rank's, all of it."""
+        rank = topic.removeprefix(self._rank_topic)
+        if rank != topic and _RANK.fullmatch(rank):
+            return rank.decode()
+        return f"-{escape(topic)}"
+
+    def topic_of(self, token: str) -> bytes:
+        """Return the topic that `token_of` made the token of."""
+        return unquote_to_bytes(token[1:]) if token.startswith("-") else self._rank_topic + token.encode()
+
+    @property
+    def _rank_topic(self) -> bytes:
+        return f"kv/{self.worker}/".encode()
+
+
+def escape(name: str | bytes) -> str:
+    """Return the name as one token of a subject or topic: all but letters, digits, `_`, `-`, `~` as %XX."""
+    data = name.encode() if isinstance(name, str) else name
+    return "".join(chr(byte) if byte in _PLAIN else f"%{byte:02X}" for byte in data)
+
+
+def pack(publication_id: int, message: Message) -> bytes:
+    """Return what is sent through a broker: the publication's number, the sequence, the payload.
+
+    A broker does not say who publishes; each start of a publication draws a number, so that a restart is noticed.
+    """
+    return _HEADER.pack(publication_id, message.sequence) + message.payload
+
+
+def unpack(topic: bytes, data: bytes, malformed: MalformedCounter) -> tuple[int, Message] | None:
+    """Return the publication's number and the message of what `pack` returned; None, counted, for anything else."""
+    if len(data) < _HEADER.size:
+        malformed.skip_message([len(topic), len(data)])
+        return None
+    publication_id, sequence = _HEADER.unpack_from(data)
+    return publication_id, Message(topic, sequence, data[_HEADER.size :])
+
+
+def _options(url: str, scheme: str, query: str) -> dict[str, str]:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    allowed = (*_SCHEMES[scheme].options, *(_TLS_OPTIONS if _SCHEMES[scheme].has_tls else ()), "engine")
+    for name, value in options.items():
+        if name not in allowed:
+            raise _invalid(url, f"only the options {', '.join(allowed)}, not {name}")
+        if not value:
+            raise _invalid(url, f"a value for {name}")
+    if ("tls_cert" in options) != ("tls_key" in options):
+        raise _invalid(url, "tls_cert and tls_key together")
+    return options
+
+
+def _hosts(url: str, text: str, default_port: int) -> Iterable[Host]:
+    for part in text.split(","):
+        match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:@\s]+)(?::(\d{1,5}))?", part, re.ASCII)
+        port = default_port if match is None or match[2] is None else int(match[2])
+        if match is None or not 1 <= port <= 65535:
+            raise _invalid(url, "host:port, or several joined by commas")
+        yield Host(match[1].strip("[]"), port)
+
+
+def _invalid(url: str, expected: str) -> InvalidValueError:
+    return InvalidValueError("endpoint", redacted(url), expected)
