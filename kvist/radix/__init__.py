@@ -7,7 +7,7 @@ looks up the prompt's hashes and intersects sets only where their id changes. `c
 `layout` how it lies in memory; `index` is the face; `values` is what it answers. No I/O, no clock, one thread.
 """
 
-from kvist.radix._snapshot import Snapshot
+from kvist.radix._snapshot import Snapshot, SnapshotLostError
 from kvist.radix.index import RadixIndex
 from kvist.radix.values import (
     ApplyResult,
@@ -28,6 +28,7 @@ __all__ = [
     "RankDigest",
     "Snapshot",
     "SnapshotChunk",
+    "SnapshotLostError",
     "Statistics",
     "StoreResult",
     "StoreStatus",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ def check(
     segments: SegmentTable,
     sets: SetArena,
     slots: SlotTable,
-    loose_rows: dict[int, int],
+    loose_set_ids: Iterable[NDArray[np.uint32]],
 ) -> None:
     """Raise AssertionError unless rows, sets and slots agree with the documented layout and with each other."""
     references: Counter[int] = Counter()
@@ -47,9 +48,8 @@ def check(
                         count, digest = held.get(slot, (0, 0))
                         held[slot] = count + 1, digest + block_digest(key * inverse & _U64, tier) & _U64
     assert num_rows == control[layout.NUM_ROWS >> 3], "rows are counted"
-    for address, num_loose in loose_rows.items():
-        words = np.frombuffer(heap.view(address), np.uint32, num_loose * layout.LOOSE_ROW_BYTES // 4)
-        references.update(words[3 :: layout.LOOSE_ROW_BYTES // 4].tolist())
+    for set_ids_of_rows in loose_set_ids:
+        references.update(set_ids_of_rows.tolist())
     _check_slots(slots, held, control)
     _check_sets(heap, control, sets, {s: n for s, n in references.items() if s and not s & layout.INLINE})
 

@@ -1,8 +1,9 @@
 """Snapshots: all that was held when one began, parents first, while the index goes on changing.
 
 Rows are collected by ascending depth, some depths in each pass over the table, until about a million of them wait to be
-told; so the memory needed does not depend on the size of the index. Before a segment changes, those of its rows that
-are still to be told are copied, and a copy shrinks with each pass; what nobody writes to is read in place.
+told. Before a segment changes, those of its rows that are still to be told are copied to a temporary file, by ascending
+depth, so that each pass reads on where the one before ended; what nobody writes to is read in place. So the memory
+needed depends neither on the size of the index nor on how much of it changes.
 """
 
 from __future__ import annotations
@@ -12,21 +13,30 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.errors import KvistError
 from kvist.events import WorkerRank
 from kvist.radix import compiled
 from kvist.radix._slots import SlotTable
+from kvist.radix._spill import Leftovers, Spill
 from kvist.radix.compiled import layout
-from kvist.radix.memory import PAGE_BYTES, Heap
+from kvist.radix.memory import Heap
 from kvist.radix.tables import SegmentTable
 from kvist.radix.values import SnapshotChunk
 
 _MAX_COLLECTED = 1 << 20  # rows of 16 bytes; each pass over ten million takes some 15 ms in all
 _MAX_VISITS = 1 << 16  # rows looked at a step, if segments are not larger
 _LOOSE_ROW = np.dtype([("key", "u8"), ("side", "u4"), ("set_id", "u4")])
-_ENTRY = np.dtype([("copy", "i8"), ("count", "i8")])
-_HEAD_FIELDS = "directory segment first end collected places num_collected counts deepest"
+_HEAD_FIELDS = "segment first end collected places num_collected counts deepest order"
 _HEAD = np.dtype([(name, "i8") for name in _HEAD_FIELDS.split()])
 _NUM_DEPTHS = layout.MAX_DEPTH + 1
+
+
+class SnapshotLostError(KvistError):
+    """What a snapshot had still to tell could not be kept, in spite of the changes since it began."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the snapshot is lost: {reason}")
+        self.reason = reason
 
 
 def member_rows(chunk: SnapshotChunk, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -55,7 +65,8 @@ def depth_ranges(counts: NDArray[np.uint32], max_rows: int) -> Iterator[tuple[in
 class Snapshot:
     """Iterates over the chunks of one moment, some of which may be empty, so that no step takes long.
 
-    Close it, or use it as a context, unless it is read to its end.
+    Raises SnapshotLostError where it would have to leave something out: the temporary file could not be written, or not
+    be read. Close it, or use it as a context, unless it is read to its end.
     """
 
     def __init__(
@@ -65,7 +76,7 @@ class Snapshot:
         segments: SegmentTable,
         slots: SlotTable,
         max_blocks: int,
-        closed: Callable[[dict[int, int]], None],
+        closed: Callable[[Leftovers], None],
     ) -> None:
         self._heap, self._control, self._segments, self._slots = heap, control, segments, slots
         self._max_blocks, self._closed, self._is_open = max_blocks, closed, True
@@ -73,17 +84,17 @@ class Snapshot:
         self._is_live: NDArray[np.bool_] = slots.table()["state"] == layout.LIVE
         self._inverse = np.uint64(control[layout.INVERSE >> 3] % (1 << 64))
         most_rows = max(_MAX_COLLECTED, _MAX_VISITS + int(segments.directory["count"].max()))
-        self._state = heap.allocate(layout.SNAPSHOT_BYTES + segments.num_segments * layout.SNAPSHOT_ENTRY_BYTES)
-        entries = np.frombuffer(heap.view(self._state)[layout.SNAPSHOT_BYTES :], _ENTRY, segments.num_segments)
-        self._entries: NDArray[np.void] = entries
+        self._failure: str | None = None
+        self._spill = Spill(heap)
+        self._state = heap.allocate(layout.SNAPSHOT_BYTES)
         self._collected = heap.allocate(min(most_rows, control[layout.NUM_ROWS >> 3]) * layout.LOOSE_ROW_BYTES)
-        self._tables = heap.allocate(2 * _NUM_DEPTHS * 4)
-        tables = np.frombuffer(heap.view(self._tables), np.uint32).reshape(2, -1)
+        self._tables = heap.allocate(3 * _NUM_DEPTHS * 4)
+        tables = np.frombuffer(heap.view(self._tables), np.uint32).reshape(3, -1)
         self._counts: NDArray[np.uint32] = tables[0]
         self._places: NDArray[np.uint32] = tables[1]
         self._head: NDArray[np.void] = np.frombuffer(heap.view(self._state), _HEAD, 1)[0]
-        self._head["directory"], self._head["collected"] = self._state + layout.SNAPSHOT_BYTES, self._collected
-        self._head["counts"] = self._tables
+        self._head["collected"], self._head["counts"] = self._collected, self._tables
+        self._head["order"] = self._tables + 2 * 4 * _NUM_DEPTHS
         self._ranges: list[tuple[int, int]] | None = None  # of depths, the next one last; None while they are counted
         self._is_through = True  # with the last pass begun
         self._num_ready = self._num_told = self._num_in_range = 0
@@ -95,28 +106,29 @@ class Snapshot:
         if not self._is_open or self._segments.directory["captured"][index]:
             return
         self._segments.directory["captured"][index] = 1
-        if num_rows := self._segments.count(index):
-            self._entries["copy"][index] = self._heap.allocate(num_rows * layout.LOOSE_ROW_BYTES)
-            self._entries["count"][index] = compiled.capture(self._control[layout.SELF >> 3], self._state, index)
-            self._trim(index)
-
-    def _trim(self, index: int) -> None:
-        """Give back what a copy does not need any more."""
-        copy, count = self._entries[index].tolist()
-        if copy and not count:
-            self._heap.free(copy)
-            self._entries["copy"][index] = 0
-        elif copy and self._heap.capacity_bytes(copy) > count * layout.LOOSE_ROW_BYTES + PAGE_BYTES:
-            self._entries["copy"][index] = self._heap.resize(copy, count * layout.LOOSE_ROW_BYTES)
+        num_rows = self._segments.count(index)
+        if not num_rows:
+            return
+        control, rows = self._control[layout.SELF >> 3], self._heap.scratch(num_rows * layout.LOOSE_ROW_BYTES)
+        num_copied = compiled.capture(control, self._state, index, rows)
+        try:
+            self._spill.put(index, rows, num_copied)
+        except OSError as error:
+            num_put = self._spill.num_rows(index)
+            compiled.release(control, rows + num_put * layout.LOOSE_ROW_BYTES, num_copied - num_put)
+            self._failure = str(error)
+            self.close()
 
     def __iter__(self) -> Snapshot:
         return self
 
     def __next__(self) -> SnapshotChunk:
-        if not self._is_open:
-            raise StopIteration
-        if self._num_told == self._num_ready and not self._collect():
+        if self._is_open and self._num_told == self._num_ready and not self._collect():
             self.close()
+        if self._failure is not None:
+            self.close()
+            raise SnapshotLostError(self._failure)
+        if not self._is_open:
             raise StopIteration
         address = self._control[layout.SELF >> 3]
         num_rows = min(self._max_blocks, self._num_ready - self._num_told)
@@ -138,17 +150,43 @@ class Snapshot:
             return True
         if self._is_through:
             if not self._ranges:
+                head["num_collected"] = self._num_in_range = 0
                 return False
             self._begin_pass(*self._ranges.pop())
-        before, head["num_collected"] = int(head["segment"]), 0
-        self._is_through = compiled.collect(address, self._state, _MAX_VISITS)
-        for index in np.flatnonzero(self._entries["copy"][before : int(head["segment"])]).tolist():
-            self._trim(before + index)
+        head["num_collected"] = 0
+        self._is_through = self._pass_on(address)
         if not head["places"]:
             self._num_ready = int(head["num_collected"])
         elif self._is_through:
             self._num_ready = self._num_in_range
         return True
+
+    def _pass_on(self, address: int) -> bool:
+        """Collect from some more segments, or from what was copied of them; return whether those were the last."""
+        head, num_segments, num_visited = self._head, self._segments.num_segments, 0
+        is_captured = self._segments.directory["captured"]
+        while num_visited < _MAX_VISITS and (index := int(head["segment"])) < num_segments and self._failure is None:
+            if is_captured[index]:
+                num_visited += 1 + self._collect_captured(index)
+                head["segment"] = index + 1
+            else:
+                num_visited += compiled.collect(address, self._state, _MAX_VISITS - num_visited)
+        return int(head["segment"]) == num_segments
+
+    def _collect_captured(self, index: int) -> int:
+        """Collect those of a segment's copied rows whose turn it is; return how many."""
+        num_collected, is_more = 0, True
+        while is_more:
+            try:
+                rows, num_rows = self._spill.read(index)
+            except OSError as error:
+                self._failure = str(error)
+                break
+            num_taken = compiled.collect_captured(self._state, rows, num_rows)
+            self._spill.take(index, num_taken)
+            num_collected += num_taken
+            is_more = 0 < num_taken == num_rows
+        return num_collected
 
     def _begin_pass(self, first: int, end: int) -> None:
         """Begin to collect the rows of some depths: in order, or those of one depth bit by bit."""
@@ -176,11 +214,10 @@ class Snapshot:
         )
 
     @property
-    def loose_rows(self) -> dict[int, int]:
-        """What still refers to sets: the address and number of copied rows, and of collected ones."""
-        copies = {copy: count for copy, count in self._entries.tolist() if copy}
-        num_collected = int(self._head["num_collected"]) if not self._head["places"] else self._num_in_range
-        return copies | ({self._collected: num_collected} if self._num_told < num_collected else {})
+    def untold(self) -> Leftovers:
+        """What still refers to sets: rows that were collected, and copied ones."""
+        end = int(self._head["num_collected"]) if not self._head["places"] else self._num_in_range
+        return Leftovers(self._heap, self._collected, self._num_told, end, self._spill)
 
     def close(self) -> None:
         """End the snapshot; the index copies nothing for it any more. May be called again."""
@@ -188,11 +225,11 @@ class Snapshot:
             return
         self._is_open = False
         self._control[layout.IS_CAPTURING >> 3] = 0
-        leftovers = self.loose_rows
-        del self._entries, self._head, self._counts, self._places
-        for address in {self._state, self._tables, self._collected} - leftovers.keys():
-            self._heap.free(address)
-        self._closed(leftovers)
+        untold = self.untold
+        del self._head, self._counts, self._places
+        self._heap.free(self._state)
+        self._heap.free(self._tables)
+        self._closed(untold)
 
     def __enter__(self) -> Snapshot:
         return self

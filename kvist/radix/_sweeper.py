@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvist.radix import compiled
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
+from kvist.radix._spill import Leftovers
 from kvist.radix.compiled import layout
 from kvist.radix.memory import Heap
 from kvist.radix.tables import SegmentTable
@@ -28,15 +29,17 @@ class Sweeper:
         self.retired: list[int] = []  # slots that wait for a sweep to begin
         self._sweeping: list[int] = []  # free once the sweep under way is through
         self._cursor = 0
-        self.loose_rows: dict[int, int] = {}  # left by closed snapshots; address: how many
+        self.leftovers: list[Leftovers] = []  # of closed snapshots
 
     def sweep(
         self, max_rows: int, capture: Callable[[int], None], help_out: Callable[[], None], *, has_snapshot: bool
     ) -> bool:
         """Do a slice of about `max_rows` rows; return whether more is left to do."""
         num_rows = 0
-        while self.loose_rows and num_rows < max_rows:
-            num_rows += self._release_rows(max_rows - num_rows)
+        while self.leftovers and num_rows < max_rows:
+            num_rows += 1 + self.leftovers[-1].release(self._address, max_rows - num_rows)
+            if not self.leftovers[-1]:
+                self.leftovers.pop().close()
         while num_rows < max_rows and (self._sweeping or self.retired):
             num_rows += self._purge_next(capture, help_out)
         if num_rows < max_rows:
@@ -47,18 +50,6 @@ class Sweeper:
             if not has_snapshot:  # whose sets may have more members than there will be slots
                 self._slots.release_spare()
         return bool(num_rows >= max_rows or self._sweeping or self.retired or self._sets.has_spare_buckets)
-
-    def _release_rows(self, max_rows: int) -> int:
-        """Take back references of rows that a snapshot left; return how many."""
-        address, num_left = self.loose_rows.popitem()
-        num_released = min(num_left, max_rows)
-        num_left -= num_released
-        compiled.release(self._address, address + num_left * layout.LOOSE_ROW_BYTES, num_released)
-        if num_left:
-            self.loose_rows[address] = num_left
-        else:
-            self._heap.free(address)
-        return 1 + num_released
 
     def _purge_next(self, capture: Callable[[int], None], help_out: Callable[[], None]) -> int:
         """Take the retired slots out of the next segment; return how many rows that is."""

@@ -19,6 +19,7 @@ from kvist.radix._invariants import check
 from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
 from kvist.radix._snapshot import Snapshot, member_rows
+from kvist.radix._spill import Leftovers
 from kvist.radix._sweeper import Sweeper
 from kvist.radix.compiled import layout
 from kvist.radix.memory import Heap
@@ -224,8 +225,9 @@ class RadixIndex:
     def check_invariants(self) -> None:
         """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
         snapshot = self._open_snapshot()
-        loose_rows = self._sweeper.loose_rows | (snapshot.loose_rows if snapshot is not None else {})
-        check(self._heap, self._control, self._segments, self._sets, self._slots, loose_rows)
+        loose_rows = [*self._sweeper.leftovers, *([] if snapshot is None else [snapshot.untold])]
+        set_ids = (ids for rows in loose_rows for ids in rows.set_ids())
+        check(self._heap, self._control, self._segments, self._sets, self._slots, set_ids)
 
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
@@ -244,7 +246,8 @@ class RadixIndex:
         """Return an iterator over all that is held now, parents before children; later changes do not show.
 
         One snapshot at a time. While it is open, the first change to each segment copies what is still to be told of
-        it. Blocks come by ascending depth, which is wrong only for what corrupt peers stored below a wrong parent.
+        it into a temporary file; where that fails, the snapshot is lost and says so, and nothing else. Blocks come by
+        ascending depth, which is wrong only for what corrupt peers stored below a wrong parent.
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
@@ -327,8 +330,11 @@ class RadixIndex:
         if snapshot is not None:
             snapshot.capture(index)
 
-    def _forget_snapshot(self, loose_rows: dict[int, int]) -> None:
-        self._sweeper.loose_rows.update(loose_rows)
+    def _forget_snapshot(self, untold: Leftovers) -> None:
+        if untold:
+            self._sweeper.leftovers.append(untold)
+        else:
+            untold.close()
         self._snapshot = None
 
     def _load(self, hashes: NDArray[np.uint64]) -> int:

@@ -9,13 +9,16 @@ from http import HTTPStatus
 from kvist.http import Responder
 from kvist.indexer.engine_map import Names
 from kvist.indexer.service.answers import stream_name
-from kvist.indexer.service.dump_format import DumpWriter, NamespaceHead, StreamState
+from kvist.indexer.service.dump_format import DumpFailed, DumpWriter, NamespaceHead, StreamState
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.registry import Member
+from kvist.radix import SnapshotLostError
 
 BLOCKS_PER_FRAME = 4096
+NAMES_PER_FRAME = 1 << 16
 TIMEOUT_S = 600.0
-"""While a dump is under way, what changes in its index is kept twice: a client that never ends would cost memory."""
+"""While a dump is under way, what changes in its index is kept twice: a client that never ends would cost disk space,
+and memory for the sets of holders that it has still to be told."""
 
 
 class Dumper:
@@ -25,7 +28,10 @@ class Dumper:
         self._is_busy = False
 
     async def send(self, members: Iterable[Member], responder: Responder) -> None:
-        """Send all that the members hold; raises ApiError (503) while another dump is under way."""
+        """Send all that the members hold; raises ApiError (503) while another dump is under way.
+
+        Raises SnapshotLostError when the disk has no room for what changes meanwhile, which ends the connection.
+        """
         if self._is_busy:
             raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "another dump is under way; try again")
         self._is_busy = True
@@ -45,10 +51,14 @@ class Dumper:
                 for stream, rank, names in _names_of(member):
                     await responder.write(writer.names(stream, rank, names))
                     await asyncio.sleep(0)
-                for chunk in snapshot:
-                    if len(chunk.hashes):
-                        await responder.write(writer.blocks(chunk))
-                    await asyncio.sleep(0)
+                try:
+                    for chunk in snapshot:
+                        if len(chunk.hashes):
+                            await responder.write(writer.blocks(chunk))
+                        await asyncio.sleep(0)
+                except SnapshotLostError as error:
+                    await responder.write(writer.frame(DumpFailed(str(error))))
+                    raise
         await responder.write(writer.end())
         await responder.finish()
 
@@ -61,7 +71,8 @@ def _names_of(member: Member) -> Iterator[tuple[str, int, Names]]:
     for stream in member.streams():
         engine = member.indexer.engine_of(stream) if member.indexer.has_source(stream) else None
         for rank, names in engine.names() if engine is not None else ():
-            yield stream, rank, names
+            for start in range(0, len(names.blocks), NAMES_PER_FRAME):
+                yield stream, rank, Names(*(each[start : start + NAMES_PER_FRAME] for each in names))
 
 
 def _head_of(member: Member) -> NamespaceHead:

@@ -13,7 +13,7 @@ from kvist.radix.compiled.eviction import count_priorities, evict, touch
 from kvist.radix.compiled.housekeeping import merge_buckets, purge, split_buckets
 from kvist.radix.compiled.matching import match
 from kvist.radix.compiled.sets import list_members
-from kvist.radix.compiled.snapshots import capture, collect, count_depths, release
+from kvist.radix.compiled.snapshots import capture, collect, collect_captured, count_depths, release
 from kvist.radix.compiled.table import put_back, take_out
 from kvist.radix.compiled.updates import apply, remove, restore, store
 
@@ -21,6 +21,7 @@ __all__ = [
     "apply",
     "capture",
     "collect",
+    "collect_captured",
     "count_depths",
     "count_priorities",
     "evict",

@@ -37,10 +37,10 @@ Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u
 Step, 32, behind the transitions: what a match need not compute again: by which slots, held in the fastest tier, one
     set exceeds another. Valid while the stamps match. 0 u32 set
     4 u32 other  8 u32 stamp of set  12 u32 stamp of other  16 u32 number of slots  20 u32 x 3 slots
-Snapshot, 72: 0 i64 directory  8 next segment  16 first depth collected and  24 the one after the last
-    32 collected rows, loose  40 place of the next row of each depth, u32, or 0: in the order they are found
-    48 how many, if in that order  56 number of rows of each depth, u32  64 greatest depth
-    Its directory, 16 an entry: 0 i64 address and  8 i64 number of loose rows, copied from a captured segment
+Snapshot, 72: 0 i64 next segment  8 first depth collected and  16 the one after the last, 0 while depths are counted
+    24 collected rows, loose  32 place of the next row of each depth, u32, or 0: in the order they are found
+    40 how many, if in that order  48 number of rows of each depth, u32  56 greatest depth
+    64 where rows of each depth go in a copy, u32; all 0 between captures
 Eviction, 56: 0 i64 next segment and  8 bucket  16 epoch of its beginning  24 priority above which rows go  32 how many
     go with just that one  40 number of rows of each priority, u32 (age times DEPTH_CLASSES, and class of depth)
     48 highest priority of a row
@@ -65,7 +65,7 @@ PIPELINE, CONTROL_BYTES = 512, 4096  # the rest is scratch for the hashes that a
 
 MAX_DEPTH, EPOCH_SHIFT, EPOCHS, SECONDARY, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 30, 1 << 31
 OLDEST, DEPTH_CLASSES = 1 << 11, 128  # age in epochs beyond which rows are as old; what an eviction tells apart
-SNAPSHOT_BYTES, SNAPSHOT_ENTRY_BYTES, EVICTION_BYTES = 72, 16, 56
+SNAPSHOT_BYTES, EVICTION_BYTES = 72, 56
 BUCKET_BYTES, BUCKET_ROWS, BUCKET_SETS, BUCKET_PASSED = 64, 5, 40, 60
 LOOSE_ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 16, 24, 40, 8, 20, 32
 OPERATION_BYTES = 32  # u64 kind, tier, parent hash, number of hashes

@@ -1,0 +1,136 @@
+"""Dumps that cannot go on say why, are taken for cut short, and disturb nothing else; frames stay small."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import httpx
+import numpy as np
+import pytest
+
+from kvist.errors import MalformedMessageError
+from kvist.events import Tier, WorkerRank
+from kvist.http import HttpServer
+from kvist.indexer import Indexer
+from kvist.indexer.service import dump
+from kvist.indexer.service.dump_format import Blocks, DumpFailed, DumpReader, DumpWriter, NamesFrame, chunk_of, names_of
+from kvist.indexer.service.registry import Member, Namespace
+from kvist.radix import RadixIndex, SnapshotLostError, _spill
+
+BLOCK_SIZE = 4
+BLOCKS = np.arange(1, 10_001, dtype=np.uint64)
+
+
+def test_a_dump_that_was_given_up_says_why_to_whoever_reads_it():
+    writer, reader = DumpWriter(), DumpReader("peer")
+    reader.feed(writer.head())
+    with pytest.raises(MalformedMessageError, match="the peer gave up: no room") as caught:
+        reader.feed(writer.frame(DumpFailed("no room")))
+    assert caught.value.source == "peer"
+    assert not reader.is_complete
+
+
+class ChangingMeanwhile:
+    """A responder during whose second write, the head of a namespace, all blocks are removed."""
+
+    def __init__(self, responder, index):
+        self._responder, self._index, self._num_writes = responder, index, 0
+        self.start, self.finish = responder.start, responder.finish
+
+    async def write(self, chunk):
+        self._num_writes += 1
+        if self._num_writes == 2:
+            self._index.remove(WorkerRank("1:0", 0), Tier.GPU, BLOCKS)
+        await self._responder.write(chunk)
+
+
+@pytest.fixture
+async def served():
+    """Return a server whose every request is answered with a dump of an index, which changes meanwhile."""
+    index, dumper = RadixIndex(), dump.Dumper()
+    member = Member(Namespace("m", "default"), BLOCK_SIZE, index, Indexer(index, block_size=BLOCK_SIZE))
+
+    async def handle(_, responder):
+        index.store(WorkerRank("1:0", 0), Tier.GPU, None, BLOCKS)
+        await dumper.send([member], ChangingMeanwhile(responder, index))
+
+    async with HttpServer(handle) as server:
+        yield server
+
+
+async def read(server):
+    """Return the blocks of a dump, and the reason why there are no more; an error of the connection is one."""
+    reader, frames = DumpReader("peer"), []
+    async with httpx.AsyncClient() as client, client.stream("GET", f"http://127.0.0.1:{server.port}/") as response:
+        try:
+            async for piece in response.aiter_bytes():
+                frames += reader.feed(piece)
+            reader.close()
+        except (MalformedMessageError, httpx.RemoteProtocolError, httpx.ReadError) as error:
+            assert not reader.is_complete
+            return frames, str(error)
+    return [block for each in frames if isinstance(each, Blocks) for block in chunk_of(each, "peer").hashes], None
+
+
+async def test_a_full_disk_ends_a_dump_and_nothing_else(served, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_spill, "_write", refuse)
+        _, reason = await read(served)
+    assert reason is not None
+    assert served.statistics().num_handler_failures == 1
+    assert "the snapshot is lost: [Errno 28] No space left on device" in caplog.text
+    blocks, reason = await read(served)
+    assert sorted(blocks) == BLOCKS.tolist()
+    assert reason is None
+
+
+async def test_the_reason_is_the_last_that_a_dump_says(monkeypatch):
+    index = RadixIndex()
+    index.store(WorkerRank("1:0", 0), Tier.GPU, None, BLOCKS)
+    member = Member(Namespace("m", "default"), BLOCK_SIZE, index, Indexer(index, block_size=BLOCK_SIZE))
+    monkeypatch.setattr("tempfile.tempdir", "/absent")
+    written = []
+
+    class Recorder:
+        def start(self, status, headers): ...
+
+        async def write(self, chunk):
+            written.append(chunk)
+
+        async def finish(self): ...
+
+    with pytest.raises(SnapshotLostError, match="/absent"):
+        await dump.Dumper().send([member], ChangingMeanwhile(Recorder(), index))
+    reader = DumpReader("peer")
+    with pytest.raises(MalformedMessageError, match="gave up: the snapshot is lost"):
+        reader.feed(b"".join(written))
+    index.check_invariants()
+
+
+async def test_names_of_a_large_engine_come_in_frames_of_bounded_size(
+    client, start_vllm, free_port, eventually, monkeypatch
+):
+    port = free_port()
+    engine = start_vllm(port)
+    await client.register(port)
+    hashes, tokens = list(range(1, 6_001)), list(range(6_000 * BLOCK_SIZE))
+    event = ["BlockStored", hashes, None, tokens, BLOCK_SIZE, None, "GPU"]
+
+    async def is_heard():
+        engine.publish(event)
+        return await client.scores(tokens[:BLOCK_SIZE])
+
+    await eventually(is_heard)
+    monkeypatch.setattr(dump, "NAMES_PER_FRAME", 500)
+    reader = DumpReader("peer")
+    frames = reader.feed((await client.get("/dump")).content)
+    reader.close()
+    names = [names_of(frame, "peer") for frame in frames if isinstance(frame, NamesFrame)]
+    assert max(len(part.blocks) for part in names) == 500
+    engine_hashes, blocks = (np.concatenate(part) for part in zip(*names, strict=True))
+    assert sorted(engine_hashes.tolist()) == hashes
+    assert len(np.unique(blocks)) == 6_000
