@@ -1,15 +1,23 @@
-"""`kvist publish`: beside an engine, turn its event stream into a canonical one."""
+"""`kvist publish`: beside an engine, turn its event stream into a canonical one.
+
+Where the engine's streams are follows from `--kv-events-config`, else from `--endpoint`, else from the command line of
+the engine that runs in the same PID namespace.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kvist.cli._engine_process import EngineProcess
     from kvist.events.transports import Endpoint
     from kvist.events.windows import KnownWindow
     from kvist.publisher.sidecar import Sidecar
+
+_logger = logging.getLogger(__name__)
 
 HELP = "publish an engine's KV events as canonical batches"
 
@@ -17,13 +25,35 @@ HELP = "publish an engine's KV events as canonical batches"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument(
-        "--engine", type=str.lower, choices=("vllm", "sglang"), required=True, help="whose stream it is"
+        "--kv-events-config",
+        metavar="JSON",
+        help="what the engine was given under this name: endpoint, ranks and replay socket follow from it",
+    )
+    parser.add_argument(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with it: the data-parallel ranks of the engine on this host (default %(default)s)",
+    )
+    parser.add_argument(
+        "--data-parallel-start-rank",
+        type=int,
+        default=0,
+        metavar="RANK",
+        help="with it: the first of them, where others run on other hosts (default %(default)s)",
+    )
+    parser.add_argument(
+        "--engine",
+        type=str.lower,
+        choices=("vllm", "sglang"),
+        help="whose stream it is (default: what the configuration or the running engine shows)",
     )
     parser.add_argument(
         "--endpoint",
         action="append",
         metavar="URL",
-        help="the engine's event endpoint (default tcp://127.0.0.1:5557); again for each data-parallel rank",
+        help="the engine's event endpoint, instead of its configuration; again for each data-parallel rank",
     )
     parser.add_argument(
         "--replay-endpoint",
@@ -54,6 +84,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS|full",
         help="the attention window to publish, for an engine whose events do not tell (default: the largest seen)",
     )
+    parser.add_argument(
+        "--lora-name",
+        action="append",
+        default=[],
+        metavar="ID=NAME",
+        help="an adapter's name, for an engine that sends only its number; again for each adapter",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -68,6 +105,7 @@ def run(args: argparse.Namespace) -> int:
         worker=args.worker,
         block_size=args.block_size,
         window=_window(args.window),
+        lora_names=_lora_names(args.lora_name),
     ) as sidecar:
         asyncio.run(_run_until_signalled(sidecar, args))
     statistics = sidecar.statistics()
@@ -101,11 +139,56 @@ async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> No
 
 
 def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
+    """Return where the engine's streams are."""
+    from kvist.errors import InvalidValueError
+    from kvist.publisher.engine_config import engine_endpoints
+
+    is_named = args.endpoint is not None or args.replay_endpoint is not None or args.bind
+    if args.kv_events_config is not None:
+        if is_named:
+            expected = "neither --endpoint, --replay-endpoint nor --bind beside it"
+            raise InvalidValueError("--kv-events-config", args.kv_events_config, expected)
+        ranks = {"num_ranks": args.data_parallel_size, "first_rank": args.data_parallel_start_rank}
+        endpoints = engine_endpoints(args.kv_events_config, engine=args.engine, **ranks)
+    elif is_named or (running := _running_engine(args.engine)) is None:
+        return _named_endpoints(args)
+    else:
+        ranks = {"num_ranks": running.num_ranks, "first_rank": running.first_rank}
+        endpoints = engine_endpoints(running.config_json, engine=running.engine, **ranks)
+    for endpoint in endpoints:
+        does = "binding" if endpoint.is_bound else "connecting to"
+        replay = endpoint.replay_address or "none: what is missed cannot be asked for again"
+        _logger.info("%s %s engine=%s replay=%s", does, endpoint.address, endpoint.engine, replay)
+    return endpoints
+
+
+def _running_engine(engine: str | None) -> EngineProcess | None:
+    """Return the engine whose command line says where its events are, None if there is none that does."""
+    from kvist.cli._engine_process import find_engines
+    from kvist.errors import InvalidValueError
+
+    found = [each for each in find_engines() if engine in (None, each.engine)]
+    if len(found) > 1:
+        listed = "; ".join(f"pid {each.pid}: {each.engine} {each.config_json}" for each in found)
+        raise InvalidValueError(
+            "--kv-events-config", None, f"the one to follow, as several engines run here ({listed})"
+        )
+    for each in found:
+        _logger.info("found an engine pid=%d engine=%s kv_events_config=%s", each.pid, each.engine, each.config_json)
+    return found[0] if found else None
+
+
+def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
     from dataclasses import replace
 
     from kvist.errors import InvalidValueError
     from kvist.events.transports import Endpoint
 
+    if args.engine is None:
+        if args.endpoint is not None:
+            raise InvalidValueError("--engine", None, "vllm or sglang, beside --endpoint")
+        expected = "it, or --engine; no vllm or sglang with this flag runs in this PID namespace"
+        raise InvalidValueError("--kv-events-config", None, expected)
     urls = args.endpoint or ["tcp://127.0.0.1:5557"]
     endpoints = [replace(Endpoint.parse(url), engine=args.engine, is_bound=args.bind) for url in urls]
     if args.replay_endpoint is None:
@@ -113,6 +196,19 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
     if len(endpoints) > 1:
         raise InvalidValueError("--replay-endpoint", args.replay_endpoint, "a single --endpoint beside it")
     return [replace(endpoints[0], replay_address=Endpoint.parse(args.replay_endpoint).address)]
+
+
+def _lora_names(texts: list[str]) -> dict[int, str]:
+    from kvist.errors import InvalidValueError
+
+    names: dict[int, str] = {}
+    for text in texts:
+        number, _, name = text.partition("=")
+        if not number.isdecimal() or not name:
+            raise InvalidValueError("--lora-name", text, "ID=NAME, such as 1=my-adapter")
+        if names.setdefault(int(number), name) != name:
+            raise InvalidValueError("--lora-name", text, f"one name an ID; {number} is {names[int(number)]} already")
+    return names
 
 
 def _window(text: str | None) -> KnownWindow | None:

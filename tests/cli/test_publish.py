@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -50,6 +51,32 @@ async def test_publish_stands_between_an_engine_and_an_indexer_until_signalled(s
     assert output.count("\n") == 1
 
 
+async def test_the_engines_own_configuration_says_where_its_ranks_are(start_vllm, free_port, until):
+    port = free_port()
+    engine = start_vllm(port)
+    engine.publish(engine.stored(77, TOKENS) | {"lora_id": 3})
+    config = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{port}", "replay_endpoint": f"tcp://*:{port + 1}"}
+    process = kvist("--kv-events-config", json.dumps(config), "--to", "tcp://127.0.0.1:0", "--lora-name", "3=sql")
+    assert process.stdout is not None
+    published_at = process.stdout.readline().split()[4]
+    block_hash = int(block_hashes(TOKENS, 4, lora_name="sql")[0])
+    index = RadixIndex()
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("w1", published_at)
+        await until(lambda: index.digest(WorkerRank("w1", 0)).digest == block_digest(block_hash, Tier.GPU))
+    process.terminate()
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert f"connecting to tcp://127.0.0.1:{port} engine=vllm replay=tcp://127.0.0.1:{port + 1}" in errors
+
+
+def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
+    process = kvist("--endpoint", "tcp://h:1")
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 2
+    assert "--engine: got None, expected vllm or sglang, beside --endpoint" in errors
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -59,6 +86,11 @@ async def test_publish_stands_between_an_engine_and_an_indexer_until_signalled(s
         (["--block-size", "-1"], "block_size: got -1"),
         (["--worker", "a b"], "worker: got 'a b'"),
         (["--endpoint", "tcp://h:1", "--endpoint", "tcp://h:3", "--replay-endpoint", "tcp://h:2"], "--replay-endpoint"),
+        (["--kv-events-config", "{"], "--kv-events-config: got '{'"),
+        (["--kv-events-config", '{"enable_kv_cache_events": false}'], "events to be on"),
+        (["--kv-events-config", "{}", "--endpoint", "tcp://h:1"], "neither --endpoint"),
+        (["--lora-name", "sql"], "--lora-name: got 'sql', expected ID=NAME"),
+        (["--lora-name", "1=a", "--lora-name", "1=b"], "one name an ID"),
     ],
 )
 def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message):

@@ -1,0 +1,121 @@
+"""Where an engine's events are, from the JSON that the engine itself was given as `--kv-events-config`.
+
+The rules are vLLM 0.33.0's (`config/kv_events.py`, `distributed/kv_events.py`) and SGLang 0.5.23's
+(`srt/disaggregation/kv_events.py`): each data-parallel rank has a stream and a replay socket of its own, at the
+configured port plus its number. The engine binds wildcard and ipc addresses and connects to others, where a subscriber
+binds instead; replay addresses it always binds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint
+from kvist.events.types import MAX_RANKS
+
+EngineName: TypeAlias = Literal["vllm", "sglang"]
+
+FIELD = "--kv-events-config"
+_LOOPBACK_OF = {"*": "127.0.0.1", "0.0.0.0": "127.0.0.1", "[::]": "[::1]", "localhost": "127.0.0.1"}
+_MAX_PORT = 65535
+
+
+class _KvEventsConfig(msgspec.Struct, frozen=True):
+    """What both engines' configurations have of interest, under vLLM's defaults; what else is there is the engine's."""
+
+    enable_kv_cache_events: bool | None = None
+    publisher: str | None = None
+    endpoint: str = "tcp://*:5557"
+    bind: bool | None = None
+    replay_endpoint: str | None = None
+
+
+def engine_endpoints(
+    config_json: str, *, engine: EngineName | None = None, num_ranks: int = 1, first_rank: int = 0
+) -> list[Endpoint]:
+    """Return where to follow each of an engine's ranks from `first_rank` on, on the engine's own host.
+
+    Without `engine` a configuration that has vLLM's `enable_kv_cache_events` is vLLM's, and any other SGLang's.
+    Raises InvalidValueError that says what is wrong: no JSON, events that are off, an address nobody else can reach.
+    """
+    if not 1 <= num_ranks <= MAX_RANKS - first_rank or first_rank < 0:
+        raise InvalidValueError("data-parallel ranks", f"{num_ranks} from {first_rank}", f"within 0 to {MAX_RANKS - 1}")
+    config = _decode(config_json)
+    if engine is None:
+        engine = "sglang" if config.enable_kv_cache_events is None else "vllm"
+    _check_is_on(config, engine, config_json)
+    ranks = range(first_rank, first_rank + num_ranks)
+    _check_ports_apart(config, ranks)
+    return [_endpoint(config, engine, rank) for rank in ranks]
+
+
+def _decode(config_json: str) -> _KvEventsConfig:
+    try:
+        return msgspec.json.decode(config_json, type=_KvEventsConfig)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidValueError(FIELD, config_json, f"the JSON object that the engine was given ({error})") from None
+
+
+def _check_is_on(config: _KvEventsConfig, engine: EngineName, config_json: str) -> None:
+    if engine == "vllm" and not config.enable_kv_cache_events:
+        raise InvalidValueError(FIELD, config_json, 'events to be on: vLLM wants "enable_kv_cache_events": true')
+    # vLLM publishes by zmq once events are on; SGLang publishes nothing unless told.
+    publisher = config.publisher or ("zmq" if engine == "vllm" else "null")
+    if publisher != "zmq":
+        raise InvalidValueError(FIELD, config_json, f'"publisher": "zmq", not {publisher!r}, for {engine}')
+
+
+def _check_ports_apart(config: _KvEventsConfig, ranks: Iterable[int]) -> None:
+    """Refuse streams that take the replay sockets' ports: the engine could not have bound both."""
+    stream, replay = _split(config.endpoint), _split(config.replay_endpoint)
+    if stream is None or replay is None:
+        return
+    shared = {stream[1] + rank for rank in ranks} & {replay[1] + rank for rank in ranks}
+    if shared:
+        text = f"{config.endpoint} and {config.replay_endpoint}"
+        raise InvalidValueError(FIELD, text, f"ports further apart: ranks share {sorted(shared)}")
+
+
+def _endpoint(config: _KvEventsConfig, engine: EngineName, rank: int) -> Endpoint:
+    is_bound_by_engine = _is_bound(config, engine)
+    address = _address(config.endpoint, "endpoint", rank)
+    replay = config.replay_endpoint
+    replay_address = None if not replay else _address(replay, "replay_endpoint", rank)
+    return Endpoint(address, replay_address, engine, is_bound=not is_bound_by_engine)
+
+
+def _is_bound(config: _KvEventsConfig, engine: EngineName) -> bool:
+    """Return whether the engine binds its stream, as its own publisher decides."""
+    endpoint = config.endpoint
+    if engine == "sglang" and config.bind is not None:
+        return config.bind
+    is_wildcard = "*" in endpoint or "::" in endpoint or (engine == "sglang" and "0.0.0.0" in endpoint)
+    return is_wildcard or endpoint.startswith("ipc://")
+
+
+def _address(endpoint: str, name: str, rank: int) -> str:
+    """Return the address of one rank's socket as another process on the host reaches it."""
+    field = f"{FIELD} {name}"
+    if endpoint.startswith("ipc://") and len(endpoint) > len("ipc://"):
+        if rank > 0:
+            raise InvalidValueError(field, endpoint, "tcp:// where there are several data-parallel ranks")
+        return endpoint
+    split = _split(endpoint)
+    if split is None or not split[0]:
+        raise InvalidValueError(field, endpoint, "tcp://host:port or ipc://path, which another process can reach")
+    host, port = split
+    if not 0 < port + rank <= _MAX_PORT or port == 0:
+        raise InvalidValueError(field, endpoint, f"a port that can be known, and rank {rank}'s below {_MAX_PORT + 1}")
+    return f"tcp://{_LOOPBACK_OF.get(host, host)}:{port + rank}"
+
+
+def _split(endpoint: str | None) -> tuple[str, int] | None:
+    """Return host and port of a tcp address, None for any other."""
+    if endpoint is None or not endpoint.startswith("tcp://"):
+        return None
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return (host, int(port)) if port.isascii() and port.isdecimal() else None
