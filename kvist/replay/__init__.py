@@ -1,0 +1,14 @@
+"""Record what streams say, play it again, and tell what was in it.
+
+A recording is an append-only set of files (`frames`, `format`, `writer`, `reader`), made from any subscription by the
+`recorder`. Its messages are selected (`selection`), altered where that is asked for (`rewriting`), and go out at their
+own pace (`pacing`, `player`), into an index (`indexing`), into other files (`jsonl`), or into figures (`statistics`).
+What decides does no I/O and takes time as an argument; only `recorder` and `player` know asyncio.
+"""
+
+from kvist.replay.errors import RecordingError
+from kvist.replay.format import Record, RecordedSource
+from kvist.replay.reader import RecordingReader
+from kvist.replay.writer import RecordingWriter
+
+__all__ = ["Record", "RecordedSource", "RecordingError", "RecordingReader", "RecordingWriter"]
