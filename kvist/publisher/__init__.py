@@ -2,11 +2,11 @@
 
 Engine events pass the window filter (`filter`), get their canonical hashes (`normaliser`), become numbered batches
 (`stream`) and wait in the outbox for the transport; the last ones stay in the replay buffer. `KvEventPublisher` does
-all this behind an engine's back, `TrtllmPoller` feeds it from an engine that is polled, and `Sidecar` does it beside an
-engine that streams events of its own.
+all this behind an engine's back, `TrtllmPoller` and `AsyncTrtllmPoller` feed it from an engine that is polled, and
+`Sidecar` does it beside an engine that streams events of its own.
 """
 
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
-from kvist.publisher.trtllm import TrtllmPoller
+from kvist.publisher.trtllm import AsyncTrtllmPoller, TrtllmPoller
 
-__all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics", "TrtllmPoller"]
+__all__ = ["AsyncTrtllmPoller", "KvEventPublisher", "PublisherLimits", "PublisherStatistics", "TrtllmPoller"]

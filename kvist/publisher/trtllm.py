@@ -1,12 +1,13 @@
-"""TensorRT-LLM pushes no events: it is polled, from a thread of its own."""
+"""TensorRT-LLM pushes no events: it is polled, from a thread of its own or from the engine's event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from kvist.events import EngineCleared
 from kvist.events.dialects import trtllm
@@ -18,6 +19,13 @@ MIN_IDLE_S, MAX_IDLE_S, IDLE_GROWTH = 0.005, 0.020, 1.5
 """The wait before an engine that had nothing to say is asked again; it grows while the engine stays idle."""
 CLOSE_TIMEOUT_S = 5.0
 
+_Raw: TypeAlias = Mapping[str, Any]
+
+# How the engine says, by an error, that its queue is empty, and that no request has come yet: there is no queue before.
+_EMPTY_ERRORS = (IndexError, asyncio.QueueEmpty)
+_NOT_READY_ERRORS = (AssertionError, RuntimeError)
+_NOT_READY_TEXT = "not properly instantiated"
+
 
 def next_idle_s(idle_s: float, num_events: int) -> float:
     """Return how long to wait after a poll that brought `num_events`, given the wait before it: 0 after data."""
@@ -26,7 +34,52 @@ def next_idle_s(idle_s: float, num_events: int) -> float:
     return min(MAX_IDLE_S, max(MIN_IDLE_S, idle_s * IDLE_GROWTH))
 
 
-class TrtllmPoller:
+class _Reporter:
+    """Reports what the engine hands out, in order; a gap in its numbers clears the rank it is in."""
+
+    def __init__(self, publisher: KvEventPublisher, block_size: int) -> None:
+        self._publisher = publisher
+        self._block_size = block_size
+        self._tracker = trtllm.EventIdTracker()
+        self._ranks: set[int] = set()
+        self._has_waited = False
+        self.num_malformed = 0
+
+    @property
+    def num_gaps(self) -> int:
+        """Return how many events did not have the number after the one before."""
+        return self._tracker.num_gaps
+
+    def _report(self, raw: Iterable[_Raw]) -> int:
+        """Report these events; return how many there are."""
+        raw = list(raw)
+        batch = trtllm.decode(raw, self._block_size, self._tracker)
+        for event in batch.events:
+            self._ranks.add(event.rank)
+            self._publisher.report(event)
+        if batch.num_malformed_events:
+            if self.num_malformed == 0:
+                _logger.warning("malformed events skipped num_malformed=%d", batch.num_malformed_events)
+            self.num_malformed += batch.num_malformed_events
+        return len(raw)
+
+    def _wait_for(self, error: Exception) -> None:
+        """Take an error for "nothing yet", or raise it."""
+        if isinstance(error, _EMPTY_ERRORS):
+            return
+        if _NOT_READY_TEXT not in str(error):
+            raise error
+        if not self._has_waited:
+            self._has_waited = True
+            _logger.info("the engine has no events before its first request: %s", error)
+
+    def _fail(self, error: BaseException) -> None:
+        _logger.error("polling stopped, and every rank is cleared: %r", error)
+        for rank in self._ranks:
+            self._publisher.report(EngineCleared(rank))
+
+
+class TrtllmPoller(_Reporter):
     """Reports everything that a TensorRT-LLM engine hands out, in order, to a publisher that nobody else reports to.
 
         with KvEventPublisher("tcp://*:5567", worker="pod-1", block_size=32) as publisher:
@@ -36,25 +89,14 @@ class TrtllmPoller:
     Events that the engine dropped, which its numbering tells, clear their rank: one of them may have been a removal.
     """
 
-    def __init__(
-        self, poll: Callable[[], Iterable[Mapping[str, Any]]], publisher: KvEventPublisher, *, block_size: int
-    ) -> None:
+    def __init__(self, poll: Callable[[], Iterable[_Raw]], publisher: KvEventPublisher, *, block_size: int) -> None:
         """Start polling; `poll` returns the events since its last call, without waiting, and raises to end it all."""
+        super().__init__(publisher, block_size)
         self._poll = poll
-        self._publisher = publisher
-        self._block_size = block_size
-        self._tracker = trtllm.EventIdTracker()
-        self._ranks: set[int] = set()
         self._failure: BaseException | None = None
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvist-trtllm", daemon=True)
-        self.num_malformed = 0
         self._thread.start()
-
-    @property
-    def num_gaps(self) -> int:
-        """Return how many events did not have the number after the one before."""
-        return self._tracker.num_gaps
 
     def close(self) -> None:
         """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
@@ -82,19 +124,94 @@ class TrtllmPoller:
             self._report_all()
         except BaseException as error:
             self._failure = error
-            _logger.error("polling stopped, and every rank is cleared: %r", error)
-            for rank in self._ranks:
-                self._publisher.report(EngineCleared(rank))
+            self._fail(error)
             raise
 
     def _report_all(self) -> int:
-        raw = list(self._poll())
-        batch = trtllm.decode(raw, self._block_size, self._tracker)
-        for event in batch.events:
-            self._ranks.add(event.rank)
-            self._publisher.report(event)
-        if batch.num_malformed_events:
-            if self.num_malformed == 0:
-                _logger.warning("malformed events skipped num_malformed=%d", batch.num_malformed_events)
-            self.num_malformed += batch.num_malformed_events
-        return len(raw)
+        try:
+            return self._report(self._poll())
+        except (*_EMPTY_ERRORS, *_NOT_READY_ERRORS) as error:
+            self._wait_for(error)
+            return 0
+
+
+class AsyncTrtllmPoller(_Reporter):
+    """Does what `TrtllmPoller` does in the engine's own event loop, for an engine that hands out events there.
+
+        async with AsyncTrtllmPoller(lambda: llm.get_kv_cache_events_async(timeout=0.1), publisher, block_size=32):
+            await serve(llm)
+
+    Each event is reported as it comes. The engine's iterator ends when nothing came for its timeout, and is asked for
+    anew; that timeout is how long closing may take.
+    """
+
+    def __init__(
+        self, poll: Callable[[], AsyncIterable[_Raw | Iterable[_Raw]]], publisher: KvEventPublisher, *, block_size: int
+    ) -> None:
+        """Poll from `async with` on; `poll` returns an iterator of events, or of lists of them."""
+        super().__init__(publisher, block_size)
+        self._poll = poll
+        self._is_closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Start polling."""
+        self._task = asyncio.create_task(self._run(), name="kvist-trtllm")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Report what the engine still has to hand out, and stop; raises what ended polling, if anything did."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        self._is_closing.set()
+        try:
+            await asyncio.wait({task}, timeout=CLOSE_TIMEOUT_S)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    async def _run(self) -> None:
+        try:
+            idle_s = 0.0
+            while not self._is_closing.is_set():
+                idle_s = next_idle_s(idle_s, await self._report_all(is_last=False))
+                await self._wait(idle_s)
+            await self._report_all(is_last=True)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    async def _wait(self, idle_s: float) -> None:
+        try:
+            async with asyncio.timeout(idle_s):
+                await self._is_closing.wait()
+        except TimeoutError:
+            pass
+
+    async def _report_all(self, *, is_last: bool) -> int:
+        """Report events until the iterator ends or, unless it is the last one, closing begins; return how many."""
+        num_events = 0
+        try:
+            events = self._poll()
+            try:
+                async for item in events:
+                    num_events += self._report([item] if isinstance(item, Mapping) else item)
+                    if self._is_closing.is_set() and not is_last:
+                        break
+            finally:
+                if isinstance(events, AsyncGenerator):
+                    await events.aclose()
+        except (*_EMPTY_ERRORS, *_NOT_READY_ERRORS) as error:
+            self._wait_for(error)
+        return num_events

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 
 import pytest
 
 from kvist.events import Cleared, Tier
 from kvist.events.hashing import block_hashes
-from kvist.publisher import KvEventPublisher, PublisherLimits, TrtllmPoller
+from kvist.publisher import AsyncTrtllmPoller, KvEventPublisher, PublisherLimits, TrtllmPoller
 from kvist.publisher.trtllm import next_idle_s
 
 
@@ -120,3 +122,135 @@ def test_the_wait_grows_while_the_engine_is_idle_and_ends_with_data():
     for num_events in (0, 0, 0, 0, 0, 0, 3, 0):
         waits_s.append(next_idle_s(waits_s[-1], num_events))
     assert waits_s[1:] == pytest.approx([0.005, 0.0075, 0.01125, 0.016875, 0.02, 0.02, 0.0, 0.005])
+
+
+def test_an_engine_that_has_no_queue_before_its_first_request_is_waited_for(publisher, publication, until_true, caplog):
+    llm = FakeLlm()
+    has_request = threading.Event()
+
+    def poll():
+        assert has_request.is_set(), "KV Event IterationResult is not properly instantiated."
+        return llm.poll()
+
+    caplog.set_level("INFO")
+    with TrtllmPoller(poll, publisher, block_size=4):
+        until_true(lambda: "no events before its first request" in caplog.text)
+        llm.happens(stored(1))
+        has_request.set()
+        until_true(lambda: publication.held() == held_blocks(1))
+    assert caplog.text.count("no events before its first request") == 1
+
+
+class FakeAsyncLlm:
+    """The engine's queue in its event loop, and the one iterator over it, which rests while nothing comes."""
+
+    def __init__(self, timeout_s: float | None = 0.02) -> None:
+        self.queue: asyncio.Queue[object] = asyncio.Queue()
+        self.num_iterators = 0
+        self._timeout_s = timeout_s
+
+    def hands_out(self, *items: object) -> None:
+        for item in items:
+            self.queue.put_nowait(item)
+
+    def events(self):
+        self.num_iterators += 1
+        return self
+
+    def __aiter__(self):
+        return self
+
+    async def __anext__(self):
+        try:
+            item = await asyncio.wait_for(self.queue.get(), self._timeout_s)
+        except TimeoutError:
+            raise StopAsyncIteration from None
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+
+RECORDED = [
+    json.loads(line)
+    for line in (
+        '{"event_id": 0, "data": {"type": "created", "num_blocks_per_cache_level": [101, 0]}, "window_size": 512}',
+        '{"event_id": 1, "data": {"type": "created", "num_blocks_per_cache_level": [77, 0]}, "window_size": 4096}',
+        '{"event_id": 2, "data": {"type": "stored", "parent_hash": null, "blocks": [{"type": "stored_block", '
+        '"block_hash": 1, "tokens": [{"type": "unique_token", "token_id": 4, "token_extra_id": 0}, {"type": '
+        '"unique_token", "token_id": 5, "token_extra_id": 0}, {"type": "unique_token", "token_id": 6, '
+        '"token_extra_id": 0}, {"type": "unique_token", "token_id": 7, "token_extra_id": 0}], "cache_level": 0, '
+        '"priority": 35, "mm_keys": []}]}, "window_size": 4096, "attention_dp_rank": 0}',
+        '{"event_id": 3, "data": {"type": "updated", "block_hash": 1, "cache_level": null, "priority": '
+        '{"type": "event_diff", "new_value": 30, "old_value": 35}}, "window_size": 4096}',
+    )
+]
+"""What the engine's serialiser makes of its events: two layer groups, a block, and a change of its priority."""
+
+
+async def test_events_are_reported_as_they_come_and_the_iterator_is_asked_for_anew(publisher, publication, until):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4) as poller:
+        llm.hands_out(*RECORDED)
+        await until(lambda: publication.held() == held_blocks(1))
+        await until(lambda: llm.num_iterators > 2)
+        llm.hands_out({"event_id": 4, "data": {"type": "removed", "block_hashes": [1]}, "window_size": 4096})
+        await until(lambda: publication.held() == set())
+    assert (poller.num_gaps, poller.num_malformed) == (0, 0)
+
+
+async def test_an_iterator_may_bring_lists_of_events(publisher, publication, until):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4):
+        llm.hands_out(RECORDED, [])
+        await until(lambda: publication.held() == held_blocks(1))
+
+
+async def test_a_gap_in_the_engines_numbers_clears_the_rank_in_either_poller(publisher, publication, until):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4) as poller:
+        llm.hands_out(*RECORDED)
+        await until(lambda: publication.held() == held_blocks(1))
+        llm.hands_out({"event_id": 9, "data": stored(2), "window_size": 4096})
+        await until(lambda: publication.held() == held_blocks(2))
+    assert poller.num_gaps == 1
+
+
+@pytest.mark.parametrize("error", [IndexError("empty"), asyncio.QueueEmpty()])
+async def test_an_empty_queue_is_no_failure_however_the_engine_says_so(publisher, publication, until, error):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4):
+        llm.hands_out(error, *RECORDED)
+        await until(lambda: publication.held() == held_blocks(1))
+
+
+async def test_what_the_engine_still_hands_out_is_reported_before_closing_ends(publisher, publication):
+    llm = FakeAsyncLlm()
+    async with AsyncTrtllmPoller(llm.events, publisher, block_size=4):
+        await asyncio.sleep(0)
+        llm.hands_out(*RECORDED)
+    publisher.close()
+    assert publication.held() == held_blocks(1)
+
+
+async def test_an_iterator_that_never_ends_does_not_hold_up_closing(publisher, publication, until, monkeypatch):
+    monkeypatch.setattr("kvist.publisher.trtllm.CLOSE_TIMEOUT_S", 0.05)
+    llm = FakeAsyncLlm(timeout_s=None)
+    async with asyncio.timeout(10), AsyncTrtllmPoller(llm.events, publisher, block_size=4):
+        llm.hands_out(*RECORDED)
+        await until(lambda: publication.held() == held_blocks(1))
+    assert Cleared() not in publication.events()
+
+
+async def test_an_async_engine_that_fails_is_published_as_cleared_and_close_raises_its_error(
+    publisher, publication, until
+):
+    llm = FakeAsyncLlm()
+    poller = AsyncTrtllmPoller(llm.events, publisher, block_size=4)
+    await poller.__aenter__()
+    llm.hands_out(*RECORDED)
+    await until(lambda: publication.held() == held_blocks(1))
+    llm.hands_out(RuntimeError("engine is gone"))
+    await until(lambda: Cleared() in publication.events())
+    with pytest.raises(RuntimeError, match="engine is gone"):
+        await poller.close()
+    await poller.close()
