@@ -176,6 +176,7 @@ def test_an_unknown_window_gives_way_to_the_first_known_one():
     window_filter = WindowFilter()
     events = (stored(group=0), stored(FULL, 1), stored(group=0), removed(group=0), stored(group=1))
     assert admit_all(window_filter, *events) == [stored(group=0), CLEARED, stored(FULL, 1), stored(group=1)]
+    assert window_filter.statistics().num_window_grew == 1
 
 
 def test_a_groups_number_is_not_taken_for_a_window():
@@ -192,6 +193,44 @@ def test_a_group_that_says_its_window_later_is_not_cleared():
 def test_created_groups_without_a_window_leave_it_to_be_learnt():
     window_filter = WindowFilter()
     assert admit_all(window_filter, created(UNKNOWN), stored()) == [stored()]
+
+
+def test_a_larger_window_is_learnt_with_the_group_that_has_it():
+    window_filter = WindowFilter()
+    events = (stored(512, 0), stored(4096, 1), stored(4096, 0))
+    assert admit_all(window_filter, *events) == [stored(512, 0), CLEARED, stored(4096, 1)]
+
+
+def test_nothing_is_cleared_twice():
+    window_filter = WindowFilter()
+    assert admit_all(window_filter, stored(512), CLEARED, stored(4096)) == [stored(512), CLEARED, stored(4096)]
+    window_filter = WindowFilter()
+    assert admit_all(window_filter, stored(group=0), CLEARED, stored(group=1)) == [stored(group=0), CLEARED]
+    window_filter = WindowFilter()
+    events = (stored(group=0), stored(group=1), stored(4096, 0))
+    assert admit_all(window_filter, *events) == [stored(group=0), CLEARED, stored(4096, 0)]
+
+
+def test_what_was_stored_without_window_and_group_is_cleared_when_a_second_group_shows():
+    window_filter = WindowFilter()
+    known = stored(512, 0)
+    assert admit_all(window_filter, known, stored(), known, stored(512, 1)) == [known, stored(), known, CLEARED]
+
+
+def test_an_event_with_the_largest_window_and_no_group_is_published():
+    window_filter = WindowFilter()
+    assert admit_all(window_filter, created(4096, 7), stored(4096), removed(4096)) == [stored(4096), removed(4096)]
+
+
+def test_a_clearing_is_of_the_rank_whose_event_brought_it():
+    window_filter, of_rank = WindowFilter(rank=2), {"block_size": 4, "rank": 2}
+    small, unknown = EngineStored([1], [1, 2, 3, 4], window=512, **of_rank), EngineStored([1], [1, 2, 3, 4], **of_rank)
+    large = EngineStored([2], [1, 2, 3, 4], window=4096, **of_rank)
+    assert admit_all(window_filter, small, large) == [small, EngineCleared(rank=2), large]
+    window_filter = WindowFilter(rank=2)
+    other = EngineStored([2], [1, 2, 3, 4], group=1, **of_rank)
+    first = EngineStored([1], [1, 2, 3, 4], group=0, **of_rank)
+    assert admit_all(window_filter, unknown, first, other) == [unknown, first, EngineCleared(rank=2)]
 
 
 def test_a_cleared_event_always_passes_and_ends_the_created_phase():
@@ -236,3 +275,14 @@ def test_between_two_clearings_one_group_at_most_is_published(events, configured
         assert len({group for _, group in published} - {None}) <= 1
     statistics = window_filter.statistics()
     assert statistics.num_passed + statistics.num_filtered == sum(not isinstance(e, EngineCreated) for e in events)
+
+
+@given(st.lists(any_event, max_size=20), st.lists(any_event, max_size=20), st.sampled_from([None, 512, FULL]))
+def test_a_filter_that_resumes_from_a_state_goes_on_as_that_filter_would(before, after, configured_window):
+    window_filter = WindowFilter(configured_window=configured_window)
+    admit_all(window_filter, *before)
+    resumed = WindowFilter(configured_window=configured_window)
+    resumed.resume(window_filter.state)
+    for event in after:
+        assert resumed.admit(event) == window_filter.admit(event)
+        assert resumed.state == window_filter.state
