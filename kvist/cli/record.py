@@ -1,0 +1,105 @@
+"""`kvist record`: write down what event streams say."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvist.replay.recorder import Recorder
+    from kvist.replay.writer import RecordingWriter
+
+HELP = "record event streams to a file"
+
+_UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's flags."""
+    parser.add_argument(
+        "--from",
+        dest="sources",
+        action="append",
+        required=True,
+        metavar="[NAME=]URL",
+        help="a stream to record, an engine's own (?engine=sglang if not vLLM's) or a canonical one; may be repeated",
+    )
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the recording")
+    parser.add_argument("--append", action="store_true", help="go on in a recording that exists")
+    parser.add_argument(
+        "--rotate-bytes", metavar="SIZE", help="begin FILE.1, FILE.2 and so on beyond this size, such as 512M"
+    )
+    parser.add_argument("--duration", type=float, metavar="SECONDS", help="end after so long (default: when signalled)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Record until SIGINT, SIGTERM or the end of the duration; return 0."""
+    import asyncio
+
+    from kvist.errors import InvalidValueError
+    from kvist.replay.recorder import Recorder, SourceSpec
+    from kvist.replay.writer import RecordingWriter
+
+    if args.duration is not None and not 0 < args.duration < float("inf"):
+        raise InvalidValueError("--duration", args.duration, "a positive number of seconds")
+    specs = [SourceSpec.parse(text) for text in args.sources]
+    with RecordingWriter(args.to, appends=args.append, rotate_bytes=_num_bytes(args.rotate_bytes)) as writer:
+        if writer.torn is not None:
+            torn = writer.torn
+            print(f"kvist record: {torn.path}: {torn.num_bytes} torn bytes cut off at byte {torn.offset}", flush=True)
+        recorder = Recorder(specs, writer)
+        asyncio.run(_record(recorder, writer, args))
+    for report in recorder.reports():
+        print(
+            f"kvist record: {report.name}: {report.num_messages} messages, {report.num_connects} connections, "
+            f"{report.num_gaps} gaps ({report.num_missing} messages missing), {report.num_duplicates} duplicates, "
+            f"{report.num_restarts} restarts, {report.num_malformed} malformed"
+        )
+    print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
+    return 0
+
+
+async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Namespace) -> None:
+    """Record until it fails, a signal asks it to end, or its time is up."""
+    import asyncio
+    import signal
+
+    from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
+
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(recorder.run(), name="kvist-record")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    print(f"kvist record: recording {len(args.sources)} sources to {args.to}", flush=True)
+    ends_at_s = float("inf") if args.duration is None else loop.time() + args.duration
+    with ProgressLine() as line:
+        while not task.done():
+            await asyncio.wait([task], timeout=min(SHOW_INTERVAL_S, max(0.0, ends_at_s - loop.time())))
+            line.show(f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps")
+            if loop.time() >= ends_at_s:
+                task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            raise
+
+
+def _totals(writer: RecordingWriter) -> str:
+    return (
+        f"{writer.num_messages} messages, {writer.num_payload_bytes} bytes of payload, "
+        f"{writer.num_written_bytes} bytes written"
+    )
+
+
+def _num_bytes(text: str | None) -> int | None:
+    """Return a size as a number of bytes: digits, and perhaps k, M or G behind them."""
+    from kvist.errors import InvalidValueError
+
+    if text is None:
+        return None
+    digits, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
+    if not (digits.isascii() and digits.isdecimal()):
+        raise InvalidValueError("--rotate-bytes", text, "a number of bytes, such as 500000, 64M or 2G")
+    return int(digits) * unit

@@ -1,0 +1,129 @@
+"""Recording: one subscription a source, one file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint, open_subscription
+from kvist.replay.format import RecordedSource
+from kvist.replay.numbering import SourceNumbering
+from kvist.replay.writer import RecordingWriter
+
+_TICK_S = 0.25  # how often it is seen whether a block is due: well within the writer's second
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """A stream to record: its URL, and what to call it in the recording."""
+
+    name: str
+    endpoint: Endpoint
+    shown_url: str
+    """The URL without what is secret in it."""
+
+    @classmethod
+    def parse(cls, text: str) -> SourceSpec:
+        """Read `[NAME=]URL`; the name is the URL's address by default. Raises InvalidValueError."""
+        name, separator, url = text.partition("=")
+        if not separator or "://" in name:
+            name, url = "", text
+        endpoint = Endpoint.parse(url)
+        shown_url = without_secrets(url)
+        return cls(name or shown_url.partition("?")[0], endpoint, shown_url)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What came of one source."""
+
+    name: str
+    num_messages: int
+    num_connects: int
+    num_gaps: int
+    num_missing: int
+    num_duplicates: int
+    num_restarts: int
+    num_malformed: int
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL without what stands between `://` and `@`."""
+    scheme, separator, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
+
+
+class Recorder:
+    """Writes down what the sources say until cancelled: every message, duplicates and malformed ones too.
+
+    Gaps are counted, not repaired. The order in the file is that of arrival here; the messages of one source keep
+    theirs.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[SourceSpec],
+        writer: RecordingWriter,
+        *,
+        mono_ns: Callable[[], int] = time.monotonic_ns,
+        wall_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        """Record into `writer`, which its owner closes; raises InvalidValueError for two sources of one name."""
+        names = [spec.name for spec in specs]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidValueError("source", name, "each name once")
+        self._writer = writer
+        self._mono_ns = mono_ns
+        self._wall_ns = wall_ns
+        self._specs = specs
+        self._numberings = [SourceNumbering() for _ in specs]
+        self._num_connects = [0 for _ in specs]
+        self._num_skipped = [0 for _ in specs]
+
+    async def run(self) -> None:
+        """Record until cancelled; raises OSError when the file cannot be written, InvalidValueError for an endpoint."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for idx, spec in enumerate(self._specs):
+                    tasks.create_task(self._record(idx, spec), name=f"kvist-record-{spec.name}")
+                while True:
+                    await asyncio.sleep(_TICK_S)
+                    self._writer.flush_if_due(self._mono_ns())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+
+    def reports(self) -> list[SourceReport]:
+        """Return what came of each source so far."""
+        return [
+            SourceReport(
+                spec.name,
+                sum(numbering.num_messages for numbering in judged.numberings) + judged.num_heartbeats,
+                num_connects,
+                judged.num_gaps,
+                judged.num_missing,
+                judged.num_duplicates,
+                judged.num_restarts,
+                judged.num_malformed + num_skipped,
+            )
+            for spec, judged, num_connects, num_skipped in zip(
+                self._specs, self._numberings, self._num_connects, self._num_skipped, strict=True
+            )
+        ]
+
+    async def _record(self, idx: int, spec: SourceSpec) -> None:
+        source_idx = self._writer.add_source(RecordedSource(spec.name, spec.shown_url, spec.endpoint.engine))
+        numbering = self._numberings[idx]
+        async with open_subscription(spec.endpoint) as subscription:
+            while True:
+                messages = await subscription.receive()
+                mono_ns, wall_ns = self._mono_ns(), self._wall_ns()
+                for message in messages:
+                    self._writer.add(source_idx, message, mono_ns, wall_ns)
+                    numbering.seen(message)
+                self._num_connects[idx], self._num_skipped[idx] = subscription.num_connects, subscription.num_malformed
+                await asyncio.sleep(0)  # a busy source is never waited for
