@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from _streams import BLOCK_SIZE, Probe
+from _engines import BLOCK_SIZE, Probe
 
 SIDES = ("peer", "kvist")
 MODEL = "m"

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _common import best_and_spread, report, table
+from _engines import StreamSpec
 from _indexers import SIDES, Indexer, compare, query_of, start_both
 from _plot import svg_lines
-from _streams import Publisher, StreamSpec
+from _streams import Publisher
 
 RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS, NUM_WORKERS, FACTORS = 250_000, 16, (1, 4, 16)

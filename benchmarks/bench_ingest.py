@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from _common import best_and_spread, report, table
+from _engines import StreamSpec
 from _indexers import SIDES, Indexer, compare, start_both
-from _streams import Publisher, StreamSpec
+from _streams import Publisher
 
 NUM_BLOCKS_WARM = 24_576
 CAPACITY = 20_480

@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from _common import best_and_spread, report, table
+from _engines import BLOCK_SIZE, Probe, StreamSpec
 from _indexers import SIDES, Indexer, query_of
-from _streams import BLOCK_SIZE, Probe, Publisher, StreamSpec
+from _streams import Publisher
 
 SIZES = {128: 64, 2_048: 32, 16_384: 8, 131_072: 2}
 """Tokens of a prompt, and how many prompts of that size there are."""

@@ -24,8 +24,8 @@ from typing import Any
 import msgspec
 import zmq
 from _common import report, table
+from _engines import BLOCK_SIZE
 from _indexers import SIDES, start_both
-from _streams import BLOCK_SIZE
 
 WORKERS = 2
 POLL_S, MAX_POLLS = 0.002, 2000
