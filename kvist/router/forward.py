@@ -4,7 +4,8 @@
     match   which ranks hold how many of its leading blocks           routing
     choose  a rank, by overlap and load                               policy
     send    the same bytes; another worker if this one fails          here
-            before the first byte of its answer
+            before the first byte of its answer. A vLLM worker
+            that is known in part is asked to report all it finds     healing
     relay   the answer's bytes as they come, unchanged                here
     account for load, circuit, metrics and the cached tokens reported here
 
@@ -33,6 +34,7 @@ from kvist.http import (
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
 from kvist.router.fleet import Fleet
+from kvist.router.healing import Healer
 from kvist.router.load import ActiveRequest, LoadTracker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Decision
@@ -63,6 +65,7 @@ class Forwarder:
     load: LoadTracker
     reader: PromptReader
     routing: Routing
+    healer: Healer
     metrics: RouterMetrics
     now_s: Callable[[], float]
 
@@ -74,7 +77,7 @@ class Forwarder:
 class _Passage:
     """One request on its way."""
 
-    __slots__ = ("_ask", "_request", "_request_id", "_responder", "_router", "_started_s", "_tried")
+    __slots__ = ("_ask", "_is_healing", "_request", "_request_id", "_responder", "_router", "_started_s", "_tried")
 
     def __init__(self, router: Forwarder, request: Request, responder: Responder, request_id: bytes) -> None:
         self._router = router
@@ -83,6 +86,7 @@ class _Passage:
         self._request_id = request_id
         self._started_s = router.now_s()
         self._tried: set[str] = set()
+        self._is_healing = False
 
     async def run(self) -> None:
         router = self._router
@@ -129,7 +133,7 @@ class _Passage:
         return True
 
     def _exchange(self, decision: Decision) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send the client's bytes; our own API key stays here, the worker learns which of its ranks was chosen."""
+        """Send what the client sent; our own API key stays here, the worker learns which of its ranks was chosen."""
         request, target = self._request, decision.chosen.target
         dropped = {b"x-request-id", RANK_HEADER}
         if self._router.config.api_key is not None:
@@ -139,8 +143,10 @@ class _Passage:
         if self._router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
+        body = self._router.healer.body_for(target, request.path, request.body)
+        self._is_healing = body is not request.body
         return self._router.pool.exchange(
-            target.worker, request.method, request.target, headers, request.body, forwarded_for=client
+            target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
 
     async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
@@ -173,6 +179,8 @@ class _Passage:
         usage = usage_reader.usage()
         if usage is not None:
             metrics.reported(decision, usage)
+        if self._is_healing:
+            self._router.healer.answered(decision, usage)
 
     async def _worker_failed(self, error: UpstreamError) -> bool:
         """Decide what follows a worker's failure: another worker, an error of ours, or the end of a begun answer."""

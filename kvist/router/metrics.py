@@ -45,6 +45,12 @@ class RouterMetrics:
         self._retries = Counter(
             "kvist_router_retries", "Requests sent on to another worker", ["worker"], registry=self.registry
         )
+        self._full_reports = Counter(
+            "kvist_router_full_reports",
+            "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
+            ["worker", "report"],
+            registry=self.registry,
+        )
         self._prompt_tokens = Counter(
             "kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"], registry=self.registry
         )
@@ -82,6 +88,10 @@ class RouterMetrics:
         """Count a request that this worker failed and another gets."""
         self._retries.labels(worker).inc()
 
+    def full_report(self, worker: str, report: str) -> None:
+        """Count an answer to a request for a full report: it showed blocks that were lacking, none, or nothing."""
+        self._full_reports.labels(worker, report).inc()
+
     def dispatched(self, decision: Decision) -> None:
         """Count the tokens of a request that goes to its worker."""
         series = self._series_of(decision.chosen.target.worker)
@@ -103,7 +113,8 @@ class RouterMetrics:
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""
         self._series.pop(worker, None)
-        for metric in (self._requests, self._retries, self._prompt_tokens, self._overlap_tokens):
+        counters = (self._requests, self._retries, self._full_reports, self._prompt_tokens, self._overlap_tokens)
+        for metric in counters:
             metric.remove_by_labels({"worker": worker})
         for histogram in (self._overlap_error, self._ttft):
             histogram.remove_by_labels({"worker": worker})

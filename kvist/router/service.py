@@ -34,6 +34,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet import Fleet
 from kvist.router.forward import Forwarder
 from kvist.router.gauges import Gauges
+from kvist.router.healing import Healer
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
@@ -96,7 +97,9 @@ class RouterService:
         routing = Routing(config.make_policy(), fleet, load, index, Random(), now_s)
         self._metrics.registry.register(Gauges(fleet, load, routing, index, now_s))
         self._fleet = await exits.enter_async_context(fleet)
-        self._forwarder = Forwarder(config, fleet, pool, load, reader, routing, self._metrics, now_s)
+        self._forwarder = Forwarder(
+            config, fleet, pool, load, reader, routing, Healer(fleet, index, self._metrics), self._metrics, now_s
+        )
         self._admin = AdminApi(
             fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
         ).application()
