@@ -1,0 +1,129 @@
+"""Kvist inside SGLang: its scheduler publishes canonical batches itself, and no sidecar is needed.
+
+    python -m sglang.launch_server … --kv-events-config '{"publisher": "kvist", "topic": "pod-1",
+        "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5657"}'
+
+SGLang 0.5.23 takes the name of any publisher that its factory knows, and runs the plugins of the entry point group
+`sglang.srt.plugins` in each of its processes: `register` is this distribution's. `topic` is the worker's name.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import socket
+from typing import Any
+
+import msgspec
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.events import EngineStored
+from kvist.events.dialects import sglang
+from kvist.events.transports import Publication, open_publication
+from kvist.publisher.publisher import KvEventPublisher, PublisherLimits
+
+_logger = logging.getLogger(__name__)
+
+NAME = "kvist"
+
+
+def register() -> None:
+    """Make SGLang's factory know the publisher; SGLang calls this in each of its processes, some of them twice."""
+    from sglang.srt.disaggregation.kv_events import EventPublisherFactory
+
+    try:
+        EventPublisherFactory.register_publisher(NAME, SglangPublisher)
+    except KeyError:
+        _logger.debug("SGLang knows the publisher already name=%s", NAME)
+
+
+class SglangPublisher:
+    """SGLang's `EventPublisher` of one data-parallel rank: binds at once, and never blocks or fails the scheduler.
+
+    Ports are the configured ones plus the rank, as with SGLang's own. The block size is that of the first block.
+    """
+
+    def __init__(
+        self,
+        attn_dp_rank: int,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        buffer_steps: int = 10_000,
+        topic: str = "",
+        **_: Any,
+    ) -> None:
+        """Bind; what SGLang configures beside is its own publisher's. Raises InvalidValueError for a wrong address."""
+        self._rank = attn_dp_rank
+        self._worker = topic or socket.gethostname()
+        self._limits = PublisherLimits(replay_max_batches=buffer_steps)
+        self._publication: Publication = open_publication(_url(endpoint, replay_endpoint, attn_dp_rank))
+        self._publisher: KvEventPublisher | None = None
+        self._is_shut_down = False
+        self._encode = msgspec.msgpack.Encoder().encode
+        self.num_malformed = 0
+        atexit.register(self.shutdown)
+        _logger.info("publishing at %s worker=%s rank=%d", self._publication.endpoint, self._worker, attn_dp_rank)
+
+    def publish(self, events: Any) -> None:
+        """Take a batch of the scheduler's, a `KVEventBatch`; nothing after `shutdown`."""
+        if self._is_shut_down:
+            return
+        events.attn_dp_rank = self._rank
+        try:
+            # Through its bytes: the dialect is what is tested against SGLang, and it costs the scheduler 3 µs a block.
+            batch = sglang.decode(self._encode(events), NAME)
+        except MalformedMessageError as error:
+            self._count_malformed(1, str(error))
+            return
+        if batch.num_malformed_events:
+            self._count_malformed(batch.num_malformed_events, "events are not the dialect's")
+        for event in batch.events:
+            if self._publisher is None and isinstance(event, EngineStored) and event.block_size > 0:
+                self._start(event.block_size)
+            if self._publisher is not None:
+                self._publisher.report(event)
+
+    def describe_local_source(self, block_size: int) -> None:  # noqa: ARG002 - SGLang's name
+        """Return None: the stream is not one of SGLang's own that it could describe."""
+        return
+
+    def shutdown(self) -> None:
+        """Publish what was taken, and release the ports; idempotent."""
+        atexit.unregister(self.shutdown)
+        self._is_shut_down = True
+        if self._publisher is None:
+            self._publication.close()
+            return
+        try:
+            self._publisher.close()
+        except OSError as error:
+            _logger.error("publishing had stopped: %s", error)
+
+    def _start(self, block_size: int) -> None:
+        self._publisher = KvEventPublisher(
+            self._publication,
+            worker=self._worker,
+            block_size=block_size,
+            num_ranks=0,  # of the ranks only this one is published here, from its first event on
+            limits=self._limits,
+        )
+
+    def _count_malformed(self, num: int, reason: str) -> None:
+        if self.num_malformed == 0:
+            _logger.warning("malformed events skipped num_malformed=%d reason=%s", num, reason)
+        self.num_malformed += num
+
+
+def _url(endpoint: str, replay_endpoint: str | None, rank: int) -> str:
+    """Return the URL at which a rank publishes."""
+    host, port = _split("endpoint", endpoint)
+    if replay_endpoint is None:
+        return f"tcp://{host}:{port + rank}?replay_port=none"
+    return f"tcp://{host}:{port + rank}?replay_port={_split('replay_endpoint', replay_endpoint)[1] + rank}"
+
+
+def _split(name: str, endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    if not endpoint.startswith("tcp://") or not host or not (port.isascii() and port.isdecimal()) or port == "0":
+        raise InvalidValueError(f"--kv-events-config {name}", endpoint, "tcp://host:port with a port above 0")
+    return host, int(port)
