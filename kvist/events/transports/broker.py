@@ -16,6 +16,7 @@ A slash in a name is %2F: nats://broker/meta-llama%2FLlama-3.1-8B. A publisher's
 from __future__ import annotations
 
 import re
+import ssl
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,15 @@ STREAM, ASK, ANSWER = "kvist", "kvist-ask", "kvist-answer"
 """What a name begins with: live events, questions for a replay, and the answers. Only the first are kept in streams."""
 
 _TLS_OPTIONS = ("tls_ca", "tls_cert", "tls_key")
-_PRIVATE_OPTIONS = (*_TLS_OPTIONS, "creds", "nkey")
+PRIVATE_OPTIONS = (*_TLS_OPTIONS, "creds", "nkey")
+"""Paths of files, which say who one is and mean nothing on another host."""
+_VALUES = {
+    "jetstream": (r"[\w-]{1,64}", "a name of letters, digits, _ and -"),
+    "max_age_s": (r"[1-9]\d{0,8}", "a positive number of seconds"),
+    "max_bytes": (r"[1-9]\d{0,17}", "a positive number of bytes"),
+    "deliver": (r"all", "all"),
+}
+"""What an option's value must look like, and how that is said."""
 _HEADER = struct.Struct(">QQ")
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-~")
 _RANK = re.compile(rb"0|[1-9][0-9]{0,8}")
@@ -110,6 +119,11 @@ class BrokerUrl:
         )
 
     @property
+    def is_mqtt(self) -> bool:
+        """Return whether the broker speaks MQTT."""
+        return self.scheme.startswith("mqtt")
+
+    @property
     def has_tls(self) -> bool:
         """Return whether the connection must be encrypted, and the broker's certificate checked."""
         return _SCHEMES[self.scheme].has_tls
@@ -119,14 +133,28 @@ class BrokerUrl:
         """Return the URL without secrets and without paths of files, which mean nothing on another host."""
         path = "/".join(quote(name, safe="") for name in (self.model, self.worker) if name is not None)
         options = [f"{name}={quote(self.options[name], safe='')}" for name in self.options]
-        options = [option for option in options if option.partition("=")[0] not in _PRIVATE_OPTIONS]
+        options = [option for option in options if option.partition("=")[0] not in PRIVATE_OPTIONS]
         query = f"?{'&'.join(options)}" if options else ""
         return f"{self.scheme}://{','.join(map(str, self.hosts))}/{path}{query}"
 
     @property
     def has_secrets(self) -> bool:
         """Return whether the URL says more than `public` does."""
-        return self.user is not None or any(name in _PRIVATE_OPTIONS for name in self.options)
+        return self.user is not None or any(name in PRIVATE_OPTIONS for name in self.options)
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return whom to trust and what to show, None without TLS; raises InvalidValueError for unusable files."""
+        if not self.has_tls:
+            return None
+        certificate = self.options.get("tls_cert")
+        try:
+            context = ssl.create_default_context(cafile=self.options.get("tls_ca"))
+            if certificate is not None:
+                context.load_cert_chain(certificate, self.options["tls_key"])
+        except OSError as error:
+            expected = f"tls_ca, tls_cert and tls_key to name PEM files ({error})"
+            raise InvalidValueError("endpoint", self.public, expected) from None
+        return context
 
     def with_worker(self, worker: str | None) -> BrokerUrl:
         """Return the URL of this worker; raises InvalidValueError if it names none, or another.
@@ -191,6 +219,11 @@ def _options(url: str, scheme: str, query: str) -> dict[str, str]:
             raise _invalid(url, f"only the options {', '.join(allowed)}, not {name}")
         if not value:
             raise _invalid(url, f"a value for {name}")
+    if not options.keys().isdisjoint(("max_age_s", "max_bytes", "deliver")) and "jetstream" not in options:
+        raise _invalid(url, "jetstream=STREAM beside max_age_s, max_bytes and deliver")
+    for name, (pattern, expected) in _VALUES.items():
+        if name in options and re.fullmatch(pattern, options[name], re.ASCII) is None:
+            raise _invalid(url, f"{name} to be {expected}")
     if ("tls_cert" in options) != ("tls_key" in options):
         raise _invalid(url, "tls_cert and tls_key together")
     return options

@@ -35,6 +35,10 @@ PAGE_BYTES = 128 << 10
 """Bytes of messages in a page, if the broker takes as much."""
 WINDOW_PAGES = 16
 """Pages on their way to one asker: what its client must be able to hold."""
+MAX_PAGE_S = 0.5
+"""How long a page is filled: a source that needs seconds gives signs of life meanwhile, which must arrive as such."""
+NUM_THREADS = 4
+"""Answers made at the same time: a snapshot may be long in coming, and a range should not wait for it."""
 MAX_ANSWER_BYTES = 1 << 30
 """An answer longer than this is a peer gone wrong."""
 MAX_OPEN_QUESTIONS = 64
@@ -97,7 +101,8 @@ class Answer:
         if self._records is None:
             self._records = map(_record, self._source.replay(self._request))
         is_last = False
-        while len(self._left) <= self._page_bytes and not is_last:
+        send_at_s = time.monotonic() + MAX_PAGE_S
+        while len(self._left) <= self._page_bytes and not is_last and time.monotonic() < send_at_s:
             record = next(self._records, None)
             is_last = record is None
             self._left += record or b""
@@ -187,7 +192,7 @@ class Asking:
         self.is_done = False
         self._request = request
         self._until_page = WINDOW_PAGES
-        self._num_pages = 0
+        self.num_pages = 0
         self._left = bytearray()
         self._num_bytes = 0
         self._messages: list[Message] = []
@@ -215,12 +220,12 @@ class Asking:
             page = _decode_page(data)
         except msgspec.DecodeError as error:
             raise MalformedMessageError("a replay", str(error)) from None
-        if page.id != self.id or page.page_idx < self._num_pages or self.is_done:
+        if page.id != self.id or page.page_idx < self.num_pages or self.is_done:
             return None
         self._num_bytes += len(page.data)
-        if page.page_idx > self._num_pages or self._num_bytes > MAX_ANSWER_BYTES:
-            raise MalformedMessageError("a replay", f"page {page.page_idx} after {self._num_pages}, or too many bytes")
-        self._num_pages += 1
+        if page.page_idx > self.num_pages or self._num_bytes > MAX_ANSWER_BYTES:
+            raise MalformedMessageError("a replay", f"page {page.page_idx} after {self.num_pages}, or too many bytes")
+        self.num_pages += 1
         self._left += page.data
         self._take_messages()
         if page.is_last:
@@ -228,9 +233,9 @@ class Asking:
                 raise MalformedMessageError("a replay", f"{len(self._left)} bytes after its last message")
             self.is_done = True
             return None
-        if self._until_page - self._num_pages > WINDOW_PAGES // 2:
+        if self._until_page - self.num_pages > WINDOW_PAGES // 2:
             return None
-        self._until_page = self._num_pages + WINDOW_PAGES
+        self._until_page = self.num_pages + WINDOW_PAGES
         return _encode(_Grant(self.id, self._until_page))
 
     def messages(self) -> list[Message]:
@@ -254,13 +259,19 @@ class Asking:
 async def serve_answers(answers: Answers, send: Callable[[str, bytes], Awaitable[None]]) -> None:
     """Answer until cancelled; `send` is given the name an answer's subject ends with, and a page.
 
-    Pages are made in a worker thread: the loop goes on sending events meanwhile.
+    Pages are made in worker threads: the loop goes on sending events meanwhile.
     """
-    while True:
-        answer = await answers.due()
-        page = await asyncio.to_thread(answer.next_page)
-        await send(answer.id.hex(), page)
-        answers.sent(answer)
+
+    async def serve() -> None:
+        while True:
+            answer = await answers.due()
+            page = await asyncio.to_thread(answer.next_page)
+            await send(answer.id.hex(), page)
+            answers.sent(answer)
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(NUM_THREADS):
+            tasks.create_task(serve(), name="kvist-answers")
 
 
 async def ask(

@@ -5,6 +5,8 @@ tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publis
                      for ipc, the path with `.replay` appended; `none` when the engine serves no replay
 ?engine=vllm|sglang  the dialect of an engine's own stream; Kvist's batches are recognised without it
 ?bind=1              the subscriber binds, for engines whose side connects
+
+nats://…  mqtt://…   a stream on a broker: see `broker`
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from urllib.parse import parse_qsl
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Publication, Subscription
+from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
 
 if TYPE_CHECKING:
     from kvist.events.transports.zmtp import Splitter
@@ -25,24 +28,28 @@ _OPTIONS = ("replay_port", "engine", "bind")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A parsed endpoint URL. `replay_address` None means that nobody can be asked."""
+    """A parsed endpoint URL. `replay_address` None means that nobody can be asked. No secret is in any text of it."""
 
     address: str
     replay_address: str | None
     engine: str = "vllm"
     is_bound: bool = False
+    broker: BrokerUrl | None = None
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Parse and check a URL; raises InvalidValueError naming what is wrong with it."""
+        """Parse and check a URL to subscribe to; raises InvalidValueError naming what is wrong with it."""
+        if is_broker_url(url):
+            broker = BrokerUrl.parse(url).with_worker(None)
+            engine = _engine(broker.public, broker.options.get("engine"))
+            return cls(broker.public, broker.public, engine, broker=broker)
         address, _, query = url.partition("?")
+        url = redacted(url)  # for the errors, should a scheme be misspelt
         options = dict(parse_qsl(query, keep_blank_values=True))
         for name in options:
             if name not in _OPTIONS:
                 raise InvalidValueError("endpoint", url, f"only the options {', '.join(_OPTIONS)}, not {name}")
-        engine = options.get("engine", "vllm").lower()
-        if engine not in _ENGINES:
-            raise InvalidValueError("endpoint", url, f"engine to be one of {', '.join(_ENGINES)}")
+        engine = _engine(url, options.get("engine"))
         bind = options.get("bind", "0")
         if bind not in ("0", "1"):
             raise InvalidValueError("endpoint", url, "bind to be 0 or 1")
@@ -61,6 +68,13 @@ class Endpoint:
             return self.address
         replay_port = "none" if self.replay_address is None else self.replay_address.rpartition(":")[2]
         return f"{self.address}?replay_port={replay_port}"
+
+
+def _engine(url: str, name: str | None) -> str:
+    engine = "vllm" if name is None else name.lower()
+    if engine not in _ENGINES:
+        raise InvalidValueError("endpoint", url, f"engine to be one of {', '.join(_ENGINES)}")
+    return engine
 
 
 def _replay_address(url: str, address: str, replay_port: str | None) -> str | None:
@@ -88,8 +102,13 @@ def _port(url: str, name: str, text: str) -> int:
     return int(text)
 
 
-def open_publication(url: str) -> Publication:
-    """Bind a publication at the URL; raises InvalidValueError when the URL is wrong or its address is taken."""
+def open_publication(url: str, worker: str | None = None) -> Publication:
+    """Bind a publication at the URL; raises InvalidValueError when the URL is wrong or its address is taken.
+
+    A broker's URL names the worker, or leaves that to `worker`.
+    """
+    if is_broker_url(url):
+        return _open_broker_publication(BrokerUrl.parse(url).with_worker(worker))
     endpoint = Endpoint.parse(url)
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemoryPublication
@@ -109,6 +128,8 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> S
         from kvist.events.transports.memory import MemorySubscription
 
         return MemorySubscription(endpoint)
+    if endpoint.broker is not None:
+        return _open_broker_subscription(endpoint.broker)
     if _is_plain_tcp(endpoint):
         from kvist.events.transports.zmtp import ZmtpSubscription, split
 
@@ -116,6 +137,26 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> S
     from kvist.events.transports.zmq import ZmqSubscription
 
     return ZmqSubscription(endpoint)
+
+
+def _open_broker_publication(url: BrokerUrl) -> Publication:
+    if url.is_mqtt:
+        from kvist.events.transports.mqtt import MqttPublication
+
+        return MqttPublication(url)
+    from kvist.events.transports.nats import NatsPublication
+
+    return NatsPublication(url)
+
+
+def _open_broker_subscription(url: BrokerUrl) -> Subscription:
+    if url.is_mqtt:
+        from kvist.events.transports.mqtt import MqttSubscription
+
+        return MqttSubscription(url)
+    from kvist.events.transports.nats import NatsSubscription
+
+    return NatsSubscription(url)
 
 
 def _is_plain_tcp(endpoint: Endpoint) -> bool:

@@ -1,0 +1,218 @@
+"""What a JetStream stream keeps: set up as the URL says, and read in order from any message on.
+
+Nothing newer than nats-server 2.9 is used, and what the server says of a stream is compared with what was asked of it:
+older servers ignore settings they do not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports.base import Message, ReplayRequest
+from kvist.events.transports.broker import STREAM, BrokerUrl, escape, unpack
+from kvist.events.transports.broker_replay import MAX_ANSWER_BYTES
+from kvist.events.transports.frames import MalformedCounter
+
+_logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_AGE_S, DEFAULT_MAX_BYTES = 86_400, 1 << 30
+"""What a stream keeps at most if the URL does not say: a day, and a GiB."""
+PAGE_MESSAGES = 256
+"""Messages on their way to a reader."""
+PULL_TIMEOUT_S = 10
+"""How long one request for a page waits for messages."""
+CONSUMER_TIMEOUT_S = 60.0
+"""When the server forgets a reader that asks for nothing any more."""
+
+
+async def ensure_stream(client: Client, url: BrokerUrl) -> None:
+    """Create the URL's stream unless it is there as the URL says.
+
+    Raises InvalidValueError naming the setting and both values if it has others, or cannot be created.
+    """
+    name = url.options["jetstream"]
+    stated = {setting: _number(url, setting) for setting in ("max_age_s", "max_bytes") if setting in url.options}
+    wanted: dict[str, object] = {
+        "subjects": [f"{STREAM}.{escape(url.model)}.>"],
+        "retention": "limits",
+        "discard": "old",
+    }
+    manager = client.jsm()
+    try:
+        found = _settings((await manager.stream_info(name)).config)
+    except nats.js.errors.NotFoundError:
+        limits = {"max_age_s": DEFAULT_MAX_AGE_S, "max_bytes": DEFAULT_MAX_BYTES, **stated}
+        created = await _created(client, url, limits)
+        found, stated = _settings(created), limits
+    except nats.js.errors.ServiceUnavailableError as error:
+        raise InvalidValueError("jetstream", name, f"a server with JetStream ({error.description})") from None
+    for setting, value in {**wanted, **stated}.items():
+        if found[setting] != value:
+            raise InvalidValueError(
+                f"jetstream={name}, {setting}", value, f"{found[setting]!r}, which the stream on the server has"
+            )
+
+
+async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> StreamConfig:
+    name = url.options["jetstream"]
+    config = StreamConfig(
+        name=name,
+        subjects=[f"{STREAM}.{escape(url.model)}.>"],
+        retention=RetentionPolicy.LIMITS,
+        discard=DiscardPolicy.OLD,
+        storage=StorageType.FILE,
+        max_age=limits["max_age_s"],
+        max_bytes=limits["max_bytes"],
+    )
+    try:
+        created = (await client.jsm().add_stream(config)).config
+    except (nats.js.errors.BadRequestError, nats.js.errors.ServerError) as error:
+        raise InvalidValueError("jetstream", name, f"a stream that can be created ({error.description})") from None
+    _logger.info("stream created stream=%s max_age_s=%d max_bytes=%d", name, limits["max_age_s"], limits["max_bytes"])
+    return created
+
+
+def _settings(config: StreamConfig) -> dict[str, object]:
+    return {
+        "subjects": config.subjects,
+        "retention": config.retention,
+        "discard": config.discard,
+        "max_age_s": config.max_age,
+        "max_bytes": config.max_bytes,
+    }
+
+
+def _number(url: BrokerUrl, option: str) -> int:
+    return int(url.options[option])
+
+
+class HistoryReader:
+    """Reads messages of one stream, in the stream's order; what comes later is waited for."""
+
+    def __init__(self, client: Client, stream: str, consumer: str, inbox: str, num_pending: int) -> None:
+        self.num_pending = num_pending
+        """Messages the stream has beyond the last one read, as of when that was sent."""
+        self._client = client
+        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._inbox = inbox
+        self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
+        self._num_due = 0
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls, client: Client, stream: str, subject: str, start_sequence: int = 1
+    ) -> AsyncIterator[HistoryReader]:
+        """Read the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on."""
+        inbox = client.new_inbox()
+        config = ConsumerConfig(
+            name=f"kvist-{inbox.rpartition('.')[2]}",
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=start_sequence,
+            ack_policy=AckPolicy.NONE,
+            filter_subject=subject,
+            inactive_threshold=CONSUMER_TIMEOUT_S,
+            mem_storage=True,
+        )
+        info = await client.jsm().add_consumer(stream, config)
+        reader = cls(client, stream, info.name, inbox, info.num_pending or 0)
+        subscription = await client.subscribe(inbox, cb=reader._received)
+        try:
+            yield reader
+        finally:
+            with suppress(OSError, nats.errors.Error, TimeoutError):
+                await subscription.unsubscribe()
+                await client.jsm().delete_consumer(stream, info.name)
+
+    async def read(self) -> Msg:
+        """Wait for the next message; raises nats.errors.Error, or TimeoutError, when the server stops to answer."""
+        while True:
+            if self._num_due == 0:
+                request = {"batch": PAGE_MESSAGES, "expires": PULL_TIMEOUT_S * 10**9}
+                await self._client.publish(self._next, json.dumps(request).encode(), self._inbox)
+                self._num_due = PAGE_MESSAGES
+            async with asyncio.timeout(2 * PULL_TIMEOUT_S):
+                message = await self._arrived.get()
+            status = (message.headers or {}).get("Status")
+            if status is None:
+                self._num_due -= 1
+                self.num_pending = message.metadata.num_pending
+                return message
+            if status not in ("404", "408"):  # nothing there, or nothing more in time
+                raise nats.errors.Error(f"reading the stream ended: {message.headers}")
+            self._num_due = 0
+
+    async def _received(self, message: Msg) -> None:
+        self._arrived.put_nowait(message)
+
+
+async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> list[Message]:
+    """Return what the stream has of the worker's last publication, from a sequence on, each topic in order."""
+    stream = url.options["jetstream"]
+    if request.topic:
+        subjects = [url.name(STREAM, url.token_of(request.topic))]
+    else:
+        state = (await client.jsm().stream_info(stream, url.name(STREAM, "*"))).state
+        subjects = sorted(state.subjects or ())
+    messages: list[Message] = []
+    for subject in subjects:
+        messages += await _read_subject(client, url, subject, request.start_sequence)
+    return messages
+
+
+async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequence: int) -> list[Message]:
+    """Return what the stream has on one subject of the publication that sent there last."""
+    stream, topic = url.options["jetstream"], url.topic_of(subject.rpartition(".")[2])
+    malformed = MalformedCounter(url.public)
+    try:
+        last = await client.jsm().get_msg(stream, subject=subject)
+    except nats.js.errors.NotFoundError:
+        return []
+    newest = unpack(topic, last.data or b"", malformed)
+    first = await _first_sequence(client, stream, subject)
+    if newest is None or first is None:
+        return []
+
+    def is_wanted(data: bytes) -> bool:
+        unpacked = unpack(topic, data, malformed)
+        return unpacked is not None and unpacked[0] == newest[0] and unpacked[1].sequence >= start_sequence
+
+    low, high = first, last.seq or first
+    while low < high:  # the messages that are wanted are the subject's last ones
+        middle = (low + high) // 2
+        found = await client.jsm().get_msg(stream, seq=middle, subject=subject, next=True)
+        low, high = (low, middle) if is_wanted(found.data or b"") else ((found.seq or middle) + 1, high)
+    messages: list[Message] = []
+    num_bytes = 0
+    async with HistoryReader.open(client, stream, subject, low) as reader:
+        while reader.num_pending and num_bytes < MAX_ANSWER_BYTES:
+            data = (await reader.read()).data
+            num_bytes += len(data)
+            if is_wanted(data) and (unpacked := unpack(topic, data, malformed)) is not None:
+                messages.append(unpacked[1])
+    return messages
+
+
+async def _first_sequence(client: Client, stream: str, subject: str) -> int | None:
+    try:
+        return (await client.jsm().get_msg(stream, seq=1, subject=subject, next=True)).seq
+    except nats.js.errors.NotFoundError:
+        return None
