@@ -130,7 +130,7 @@ class KvEventPublisher:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._close_at_s = float("inf")
-        self._publication = open_publication(transport) if isinstance(transport, str) else transport
+        self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
         self._publication.serve_replay(self._replay_buffer)
         self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
         self._thread.start()

@@ -67,7 +67,7 @@ class Sidecar:
         self._window = window
         self._lora_names = lora_names
         self._limits = limits
-        self._publication = open_publication(to)
+        self._publication = open_publication(to, worker)
         self._publisher: KvEventPublisher | None = None
         self._ticker = Ticker()
         self._feeds = [(endpoint, _Feed(endpoint, self)) for endpoint in engine_endpoints]
