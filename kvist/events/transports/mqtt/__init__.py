@@ -1,0 +1,14 @@
+"""Streams through an MQTT 3.1.1 broker, at least once (QoS 1).
+
+    kvist/MODEL/WORKER               who publishes there: a retained JSON object (`announcement`)
+    kvist/MODEL/WORKER/RANK          the rank's batches
+    kvist-ask/MODEL/WORKER           questions for a replay, and
+    kvist-answer/MODEL/WORKER/ID     their answers (`kvist.events.transports.broker_replay`)
+
+A publisher's last will, and the end of a clean one, is an announcement that it is gone.
+"""
+
+from kvist.events.transports.mqtt.publication import MqttPublication
+from kvist.events.transports.mqtt.subscription import MqttSubscription
+
+__all__ = ["MqttPublication", "MqttSubscription"]

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import suppress
+
+from kvist.events.transports import Message
+from kvist.publisher import KvEventPublisher
+
+PUBLISH_UNTIL_KILLED = """
+import sys, time
+from kvist.events.transports.broker import BrokerUrl
+from kvist.events.transports.mqtt import MqttPublication
+from kvist.publisher import KvEventPublisher
+
+publication = MqttPublication(BrokerUrl.parse(sys.argv[1]))
+publisher = KvEventPublisher(publication, worker="pod-1", block_size=4)
+publisher.stored([1], [1, 2, 3, 4])
+time.sleep(600)
+"""
+
+
+async def test_a_publisher_announces_its_worker_epoch_block_size_and_ranks(wire):
+    with KvEventPublisher(wire.publish(), worker="pod-1", block_size=4, num_ranks=2):
+        announcement = {}
+        while announcement.get("ranks") != [0, 1]:
+            announcement = json.loads(await wire.announced())
+    assert announcement | {"epoch": 0, "publication_id": ""} == {
+        "worker": "pod-1",
+        "model": "org/model",
+        "state": "alive",
+        "publication_id": "",
+        "epoch": 0,
+        "block_size": 4,
+        "ranks": [0, 1],
+    }
+    assert announcement["epoch"] > 0
+    assert json.loads(await wire.announced())["state"] == "gone"
+
+
+async def test_a_closed_publication_is_gone_and_the_next_one_is_there_again(wire, until):
+    async with wire.subscribe() as subscription:
+        await until(lambda: subscription.problem is None)
+        first = wire.publish()
+        await until(lambda: subscription.num_connects == 1)
+        assert not subscription.is_peer_gone
+        await asyncio.to_thread(first.close)
+        await until(lambda: subscription.is_peer_gone)
+        wire.publish()
+        await until(lambda: subscription.num_connects == 2)
+        assert not subscription.is_peer_gone
+
+
+async def test_a_killed_publisher_is_gone_by_its_last_will(wire, until):
+    async with wire.subscribe() as subscription:
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", PUBLISH_UNTIL_KILLED, wire.url().public)
+        try:
+            assert (await subscription.receive())[0].topic == b"kv/pod-1/0"
+            assert not subscription.is_peer_gone
+        finally:
+            process.kill()
+            await process.wait()
+        await until(lambda: subscription.is_peer_gone)
+    async with wire.subscribe() as latecomer:
+        await until(lambda: latecomer.is_peer_gone)
+
+
+async def test_nobody_elses_farewell_stays_in_the_place_of_an_announcement(wire, until):
+    wire.publish()
+    alive = await wire.announced()
+    late_will = alive.replace(b'"alive"', b'"gone"').replace(b'"publication_id":"', b'"publication_id":"0')
+    async with wire.operator() as operator, wire.subscribe() as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        for data in (late_will, b"", b"rubbish"):
+            await operator.publish(wire.place, data, 1, retain=True)
+            while await wire.announced() != alive:
+                pass
+        assert not subscription.is_peer_gone
+        assert subscription.num_connects == 1
+
+
+async def test_closing_waits_until_the_broker_has_everything(wire, until, send, take_until):
+    publication = wire.publish()
+    async with wire.subscribe() as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        for sequence in range(500):
+            send(publication, sequence)
+        await asyncio.to_thread(publication.close)
+        assert await take_until(subscription, 499) == list(range(500))
+
+
+async def test_what_the_broker_did_not_acknowledge_is_sent_again_in_order(wire, until, send, take_until):
+    publication = wire.publish()
+    async with wire.subscribe() as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        wire.broker.kill()
+        for sequence in range(500):
+            send(publication, sequence)
+        await until(lambda: subscription.problem)
+        wire.broker.start()
+        received = await take_until(subscription, 499)  # unless we come back later than the publisher
+        assert received == sorted(received)
+        assert subscription.num_connects == 2
+
+
+async def test_a_publication_that_cannot_send_takes_so_much_and_no_more(wire, until):
+    publication = wire.publish()
+    wire.broker.kill()
+    await until(lambda: publication.problem)
+    num_taken = 0
+    with suppress(BlockingIOError):
+        while num_taken < 10_000:
+            publication.send(Message(b"t", num_taken, bytes(1000)))
+            num_taken += 1
+    assert 0 < num_taken < 10_000
+
+
+async def test_closing_while_the_broker_is_away_does_not_wait_for_it(wire, until, send):
+    publication = wire.publish()
+    wire.broker.kill()
+    send(publication, 0)
+    await until(lambda: publication.problem)
+    async with asyncio.timeout(10):
+        await asyncio.to_thread(publication.close, 600)
+
+
+async def test_two_publishers_of_one_worker_are_warned_of(wire, until, caplog):
+    wire.publish()
+    wire.publish()
+    await until(lambda: "another publisher is, or was, the same worker" in caplog.text)
