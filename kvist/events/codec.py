@@ -1,4 +1,4 @@
-"""Canonical batches as bytes: `encode_batch` and `decode_batch`, the two ends of docs/wire-format.md.
+"""Canonical batches and snapshots as bytes: what encodes and decodes them, the two ends of docs/wire-format.md.
 
 Decoding tolerates what later versions may add, at every level: trailing fields are ignored, and an event whose type or
 tier is unknown is skipped and counted. Anything else that is not as specified is a MalformedMessageError.
@@ -23,6 +23,7 @@ from kvist.events.types import (
     Positive,
     Rank,
     Removed,
+    SnapshotPart,
     Stored,
     Tier,
 )
@@ -34,6 +35,9 @@ _HASH_BYTES = 8
 _BATCH_TAG = "kvist1"
 # Behind the one-byte array header: a six-byte string, "kvist" and the version. An engine's batch has a float there.
 _CANONICAL_MARK = b"\xa6kvist"
+_SNAPSHOT_MARK = b"\xaekvist-snapshot"
+_DEPTH_BYTES = 4
+_TIER_MASKS = bytes(range(1, 1 << len(Tier)))
 # Where each event type has its tier, counting the tag; None where it has none.
 _TIER_IDX_OF_TAG: dict[str, int | None] = {"stored": 3, "removed": 2, "cleared": None, "heartbeat": None}
 
@@ -62,6 +66,7 @@ _batch_decoder = msgspec.msgpack.Decoder(Batch)
 _raw_batch_decoder = msgspec.msgpack.Decoder(_RawBatch)
 _event_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Stored | Removed | Cleared | Heartbeat)
 _any_decoder = msgspec.msgpack.Decoder()
+_snapshot_decoder = msgspec.msgpack.Decoder(SnapshotPart)
 
 
 def encode_batch(batch: Batch) -> bytes:
@@ -85,6 +90,36 @@ def decode_batch(payload: bytes, source: str) -> DecodedBatch:
         raise MalformedMessageError(source, f"timestamp_s is {batch.timestamp_s}, expected a finite number")
     _check_hashes(batch.events, source)
     return DecodedBatch(batch, num_unknown_events)
+
+
+def encode_snapshot_part(part: SnapshotPart) -> bytes:
+    """Return a part of a snapshot as one msgpack message."""
+    return _encoder.encode(part)
+
+
+def is_snapshot_part(payload: bytes) -> bool:
+    """Tell a part of a snapshot from a batch by its first bytes."""
+    return payload[1:16] == _SNAPSHOT_MARK
+
+
+def decode_snapshot_part(payload: bytes, source: str) -> SnapshotPart:
+    """Return the part in `payload`, checked; raises MalformedMessageError, naming `source` and the wrong field."""
+    try:
+        part = _snapshot_decoder.decode(payload)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(source, f"not a part of a snapshot: {error}") from error
+    if part.part_idx >= part.num_parts:
+        raise MalformedMessageError(source, f"part_idx is {part.part_idx}, expected less than {part.num_parts}")
+    num_blocks = len(part.tiers)
+    for name, num_bytes, width in (
+        ("hashes", len(part.hashes), _HASH_BYTES),
+        ("depths", len(part.depths), _DEPTH_BYTES),
+    ):
+        if num_bytes != num_blocks * width:
+            raise MalformedMessageError(source, f"{name} has {num_bytes} bytes, expected {num_blocks * width}")
+    if part.tiers.translate(None, _TIER_MASKS):
+        raise MalformedMessageError(source, f"tiers has a byte that is not from 1 to {len(_TIER_MASKS)}")
+    return part
 
 
 def _decode_each_event(payload: bytes, source: str) -> DecodedBatch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
 _TIER_STEP = 0x9E37_79B9_7F4A_7C15
@@ -26,9 +27,10 @@ def block_digest(block_hash: int, tier: int) -> int:
     return x ^ (x >> 31)
 
 
-def blocks_digest(block_hashes: Sequence[int], tier: int) -> int:
+def blocks_digest(block_hashes: Sequence[int] | NDArray[np.uint64], tier: int) -> int:
     """Return the u64 that these blocks, held in one tier, contribute together."""
     if len(block_hashes) < _MIN_VECTOR_BLOCKS:
+        block_hashes = block_hashes.tolist() if isinstance(block_hashes, np.ndarray) else block_hashes
         return sum(block_digest(block_hash, tier) for block_hash in block_hashes) & _MASK
     x = np.array(block_hashes, dtype=np.uint64) ^ np.uint64(tier * _TIER_STEP & _MASK)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)

@@ -5,16 +5,20 @@
     message                         copy                              question asked
     next in sequence                apply                             -
     already seen                    -                                 -
-    ahead of sequence               hold back                         replay from the first one missing
-    heartbeat ahead of sequence     -                                 replay from the first one missing
-    heartbeat, another digest       clear                             replay from 0
+    ahead of sequence               hold back                         from the first one missing
+    heartbeat ahead of sequence     -                                 from the first one missing
+    heartbeat, another digest       clear                             from 0
+    heartbeat, and partial          -                                 from 0, ever more rarely
     later epoch                     clear, then as above              -
     earlier epoch                   -, unless the current is silent   -
-    replay fills the gap            apply it, then what was held      -
-    replay lacks the beginning      clear, apply the rest: partial    -
+    range fills the gap             apply it, then what was held      -
+    snapshot, range behind it       replace, then as above            -
+    answer lacks the beginning      -                                 again; an engine is not asked again
+    and does so repeatedly          clear, apply the rest: partial    -
     no answer, repeatedly           clear, apply what was held        -
+    the peer is gone                -                                 -; not trusted until heard again
 
-Engines' own streams have neither epoch nor heartbeat: `kvist.events.restarts` gives them an epoch.
+Engines' own streams have neither epoch nor heartbeat nor snapshots: `kvist.events.restarts` gives them an epoch.
 """
 
 from __future__ import annotations
@@ -23,45 +27,22 @@ import random
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic
 
-T = TypeVar("T")
+from kvist.events.steps import Apply, Clear, ClearReason, Holding, Restore, SourceState, Step, T
 
-
-class SourceState(StrEnum):
-    """How far the copy can be trusted: LIVE is exact, PARTIAL lacks blocks but invents none, RESYNCING is neither."""
-
-    LIVE = "live"
-    PARTIAL = "partial"
-    RESYNCING = "resyncing"
-
-
-class ClearReason(StrEnum):
-    """Why a copy was dropped."""
-
-    NEW_EPOCH = "new epoch"
-    LOST = "lost beyond recovery"
-    DIVERGED = "digest differs"
-
-
-class Clear(NamedTuple):
-    """Step: drop everything the copy holds of this stream."""
-
-    reason: ClearReason
-
-
-class Apply(NamedTuple, Generic[T]):
-    """Step: apply this message to the copy."""
-
-    body: T
-
-
-class Holding(NamedTuple):
-    """What one side holds: the number of (block, tier) pairs, and their digest (`kvist.events.digest`)."""
-
-    num_blocks: int
-    digest: int
+__all__ = [
+    "NO_REPLAY",
+    "Apply",
+    "Clear",
+    "ClearReason",
+    "Holding",
+    "Restore",
+    "Session",
+    "SessionLimits",
+    "SourceState",
+    "Step",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +52,7 @@ class SessionLimits:
     max_held_messages: int = 1024
     """Messages kept behind a gap; beyond them the oldest goes, since the replay brings it again."""
     max_asks: int = 3
-    """Unanswered questions in a row before what is missing counts as lost."""
+    """Questions in a row without the whole answer before what is missing counts as lost."""
     jitter_s: float = 0.02
     """The first question waits up to this long, so that the subscribers of one publisher do not ask at once."""
     retry_s: float = 0.5
@@ -90,9 +71,17 @@ NO_REPLAY = SessionLimits(max_asks=1, jitter_s=0.0)
 class Session(Generic[T]):
     """Judges one stream; nothing a peer sends makes it raise, or hold more than its limits say."""
 
-    def __init__(self, limits: SessionLimits | None = None, rng: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        limits: SessionLimits | None = None,
+        rng: random.Random | None = None,
+        *,
+        has_snapshots: bool = False,
+    ) -> None:
+        """Follow a peer that, with `has_snapshots`, can always tell what it holds, however little it still keeps."""
         self._limits = SessionLimits() if limits is None else limits
         self._rng = random.Random() if rng is None else rng
+        self._has_snapshots = has_snapshots
         self._epoch: int | None = None
         self._expected = 0
         # The next sequence that a heartbeat announced: what lies before it exists, even if nothing follows.
@@ -103,12 +92,16 @@ class Session(Generic[T]):
         self._is_doubted = False
         self._num_unanswered = 0
         self._num_divergences_in_a_row = 0
+        self._is_healing = False
+        self._num_heals_in_a_row = 0
+        self._heal_at_s = 0.0
         self._has_heartbeat = False
         self._is_silent = False
         self._heard_at_s = 0.0
         self.num_gaps = 0
         self.num_duplicates = 0
         self.num_replays = 0
+        self.num_snapshots = 0
         self.num_recovered = 0
         self.num_lost = 0
         self.num_diverged = 0
@@ -138,8 +131,10 @@ class Session(Generic[T]):
         return self._epoch is not None and self._ask_at_s is None
 
     def question(self, now_s: float) -> int | None:
-        """Return the sequence to ask a replay from, None while there is nothing to ask or it is too early."""
-        return self._expected if self._ask_at_s is not None and now_s >= self._ask_at_s else None
+        """Return the sequence to ask from, None while there is nothing to ask or it is too early."""
+        if self._ask_at_s is None or now_s < self._ask_at_s:
+            return None
+        return 0 if self._is_healing else self._expected
 
     def received(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
         """Judge one message of the live stream."""
@@ -182,32 +177,39 @@ class Session(Generic[T]):
             return self._compare(published, held, now_s)
         return steps
 
-    def replayed(self, epoch: int | None, messages: Iterable[tuple[int, T]] | None, now_s: float) -> list[Step[T]]:
+    def replayed(
+        self,
+        epoch: int | None,
+        messages: Iterable[tuple[int, T]] | None,
+        now_s: float,
+        *,
+        snapshot_sequence: int | None = None,
+    ) -> list[Step[T]]:
         """Judge the answer to a question: the messages kept by the peer, oldest first; None for no answer.
 
-        An answer reaches up to the newest message the peer had sent before, so what it lacks is lost.
+        With a `snapshot_sequence` a snapshot of the state before that message stands in front. An answer reaches up to
+        the newest message the peer had sent before, so what it lacks is lost, unless the peer has snapshots.
         """
         if messages is None:
             return self._unanswered(now_s)
         self.num_replays += 1
-        self._num_unanswered = 0
-        self._ask_at_s = None
-        self._is_doubted = False
         is_beside_the_point = epoch != self._epoch and self._expected > 0
         if epoch is None or not self._hears(epoch, now_s):
-            return self._release()
+            if self._has_snapshots:
+                return self._unanswered(now_s)
+            self._settle()
+            return self._release(None)
         steps = self._enter(epoch)
         answer = list(messages)
-        if is_beside_the_point and (not answer or answer[0][0] > 0):
+        is_from_start = snapshot_sequence is not None or (answer != [] and answer[0][0] == 0)
+        if is_beside_the_point and not is_from_start:
             # The question was about another epoch's numbers: ask this one from its beginning.
             self._ask_at_s = now_s
             return steps
-        for sequence, body in answer:
-            steps += self._skip_to(sequence)
-            if self._is_due(sequence):
-                self.num_recovered += 1
-                steps.append(Apply(body))
-        return steps + self._release()
+        if self._is_healing and not is_from_start:
+            return steps + self._unanswered(now_s)
+        steps += self._begin_anew(snapshot_sequence)
+        return steps + self._recover(answer, now_s)
 
     def doubt(self, now_s: float) -> None:
         """Trust nothing until a replay proves that the stream goes on: the peer was away.
@@ -235,6 +237,19 @@ class Session(Generic[T]):
     def emptied(self) -> None:
         """Take note that the message just applied cleared the rank: from here on nothing is missing."""
         self._is_complete = True
+
+    def departed(self) -> None:
+        """Take note that the peer is known to be gone: nothing is trusted until it, or another, is heard."""
+        self._is_silent = True
+
+    def diverged(self, now_s: float) -> list[Step[T]]:
+        """Judge a copy that is not what it should be: learn it anew, after an ever longer wait if that repeats."""
+        self.num_diverged += 1
+        after_s = self._retry_after_s(self._num_divergences_in_a_row) if self._num_divergences_in_a_row else 0.0
+        self._num_divergences_in_a_row += 1
+        self._restart_numbering()
+        self._ask(now_s, after_s)
+        return [Clear(ClearReason.DIVERGED)]
 
     def tick(self, now_s: float) -> None:
         """Notice silence; call it every second or so."""
@@ -265,9 +280,14 @@ class Session(Generic[T]):
     def _restart_numbering(self) -> None:
         self._expected = 0
         self._is_complete = True
+        self._num_unanswered = 0
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take the question as answered."""
         self._ask_at_s = None
         self._is_doubted = False
-        self._num_unanswered = 0
+        self._is_healing = False
 
     def _is_due(self, sequence: int) -> bool:
         if sequence != self._expected:
@@ -288,25 +308,67 @@ class Session(Generic[T]):
         return min(delay_s, self._limits.max_retry_s)
 
     def _unanswered(self, now_s: float) -> list[Step[T]]:
-        self._num_unanswered += 1
-        if self._num_unanswered < self._limits.max_asks:
-            self._ask(now_s, self._retry_after_s(self._num_unanswered))
+        if self._asks_again(now_s):
             return []
-        self._num_unanswered = 0
-        self._ask_at_s = None
         steps: list[Step[T]] = [self._lose()] if self._is_doubted and self._expected > 0 else []
-        self._is_doubted = False
-        return steps + self._release()
+        was_healing = self._is_healing
+        self._settle()
+        return steps + self._release(now_s if was_healing else None)
 
-    def _release(self) -> list[Step[T]]:
-        """Apply what was held behind the gap; whatever is still missing before it is lost."""
+    def _asks_again(self, now_s: float) -> bool:
+        """Ask again later, if patience is left and what is asked for is needed; return whether."""
+        if self._is_healing or self._num_unanswered + 1 >= self._limits.max_asks:
+            return False
+        self._num_unanswered += 1
+        self._ask(now_s, self._retry_after_s(self._num_unanswered))
+        return True
+
+    def _begin_anew(self, snapshot_sequence: int | None) -> list[Step[T]]:
+        """Let the copy be what the snapshot is, or nothing if a partial one is learnt from the beginning."""
+        if snapshot_sequence is not None:
+            self.num_snapshots += 1
+            self._is_complete = True
+            self._expected = snapshot_sequence
+            return [Restore()]
+        if self._is_healing:
+            self._is_complete = True
+            self._expected = 0
+            return [Clear(ClearReason.INCOMPLETE)]
+        return []
+
+    def _recover(self, answer: list[tuple[int, T]], now_s: float) -> list[Step[T]]:
+        """Apply an answer, then what was held behind the gap."""
+        asks_again_at_s = now_s if self._has_snapshots else None
+        self._settle()
+        steps: list[Step[T]] = []
+        for sequence, body in answer:
+            if self._lacks(sequence, asks_again_at_s):
+                return steps
+            steps += self._skip_to(sequence)
+            if self._is_due(sequence):
+                self.num_recovered += 1
+                steps.append(Apply(body))
+        return steps + self._release(asks_again_at_s)
+
+    def _release(self, now_s: float | None) -> list[Step[T]]:
+        """Apply what was held behind the gap; what is still missing is asked for again at `now_s`, or lost if None."""
         steps: list[Step[T]] = []
         while self._held:
-            sequence, body = self._held.popleft()
+            sequence, body = self._held[0]
+            if self._lacks(sequence, now_s):
+                return steps
+            self._held.popleft()
             steps += self._skip_to(sequence)
             if self._is_due(sequence):
                 steps.append(Apply(body))
+        if self._lacks(self._announced, now_s):
+            return steps
+        self._num_unanswered = 0
         return steps + self._skip_to(self._announced)
+
+    def _lacks(self, sequence: int, now_s: float | None) -> bool:
+        """Return whether something before a message is missing, and asked for again."""
+        return sequence > self._expected and now_s is not None and self._asks_again(now_s)
 
     def _skip_to(self, sequence: int) -> list[Step[T]]:
         if sequence <= self._expected:
@@ -322,16 +384,17 @@ class Session(Generic[T]):
     def _compare(self, published: Holding, held: Holding, now_s: float) -> list[Step[T]]:
         if published == held:
             self._is_complete = True
-            self._num_divergences_in_a_row = 0
+            self._num_divergences_in_a_row = self._num_heals_in_a_row = 0
             return []
         if not self._is_complete and held.num_blocks <= published.num_blocks:
+            self._heal(now_s)
             return []
-        self.num_diverged += 1
-        after_s = self._retry_after_s(self._num_divergences_in_a_row) if self._num_divergences_in_a_row else 0.0
-        self._num_divergences_in_a_row += 1
-        self._restart_numbering()
-        self._ask(now_s, after_s)
-        return [Clear(ClearReason.DIVERGED)]
+        return self.diverged(now_s)
 
-
-Step: TypeAlias = Clear | Apply[T]
+    def _heal(self, now_s: float) -> None:
+        """Ask what a partial copy lacks; it is good for something, and kept if there is no answer."""
+        if self._has_snapshots and now_s >= self._heal_at_s:
+            self._num_heals_in_a_row += 1
+            self._heal_at_s = now_s + self._retry_after_s(self._num_heals_in_a_row)
+            self._is_healing = True
+            self._ask(now_s)

@@ -89,3 +89,25 @@ class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False
     def source(self) -> WorkerRank:
         """Return the rank whose blocks this batch is about."""
         return WorkerRank(self.worker, self.rank)
+
+
+class SnapshotPart(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
+    """Some of the blocks a rank held before its batch `sequence`, by ascending depth: parents come first.
+
+    All parts together are `num_blocks` (block, tier) pairs with this digest, as in a heartbeat. Block i has the u64
+    `hashes[8*i:]`, the u32 `depths[4*i:]` counts the blocks before it in its chain, and bit t of `tiers[i]` says that
+    it is held in Tier t; all little-endian.
+    """
+
+    worker: NonEmpty
+    rank: Rank
+    epoch: NonNegative
+    sequence: NonNegative
+    block_size: Positive
+    part_idx: NonNegative
+    num_parts: Positive
+    num_blocks: NonNegative
+    digest: NonNegative
+    hashes: bytes
+    depths: bytes
+    tiers: bytes

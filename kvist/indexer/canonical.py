@@ -11,7 +11,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
-from kvist.events.session import Clear, Holding, Session, SessionLimits, SourceState, Step
+from kvist.events.session import Apply, Clear, Holding, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.progress import CanonicalProgress, RankProgress
@@ -178,6 +178,7 @@ class CanonicalFollower:
             _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, self._worker, rank)
             self._index.clear(self._worker, rank)
             return
+        assert isinstance(step, Apply)
         batch = step.body
         result = self._index.apply(WorkerRank(self._worker, rank), batch.events)
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid

@@ -10,7 +10,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events.dialects import DecodedEngineBatch, sglang, vllm
 from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import Clear, Session, SessionLimits, SourceState, Step
+from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)
@@ -160,6 +160,7 @@ class EngineFeed:
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()
             return
+        assert isinstance(step, Apply), "engines have no snapshots"
         num_malformed_events = self._apply(step.body)
         if num_malformed_events is not None:
             self.num_batches += 1

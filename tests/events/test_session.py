@@ -8,26 +8,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.session import Apply, Clear, Holding, Session, SessionLimits, SourceState
+from kvist.events.session import Apply, Clear, Holding, Restore, Session, SessionLimits, SourceState
 
 PROMPT = SessionLimits(jitter_s=0.0, retry_s=1.0, max_asks=3, max_held_messages=4, epoch_grace_s=3.0, silence_s=10.0)
 SAME = Holding(5, 55)
 HELD = {"": SAME, "other": Holding(5, 66), "less": Holding(3, 33)}
-SHORT = {"new epoch": "new", "lost beyond recovery": "lost", "digest differs": "diverged"}
+SHORT = {
+    "new epoch": "new",
+    "lost beyond recovery": "lost",
+    "digest differs": "diverged",
+    "incomplete, and learnt from the beginning": "anew",
+}
 
 
 class Script:
     """Plays a table of inputs to a session: strings in, strings out."""
 
-    def __init__(self) -> None:
-        self.session: Session[int] = Session(PROMPT, random.Random(0))
+    def __init__(self, *, has_snapshots: bool = False) -> None:
+        self.session: Session[int] = Session(PROMPT, random.Random(0), has_snapshots=has_snapshots)
         self.now_s = 100.0
 
     def play(self, word: str) -> str:
-        """Play one input: `3` or `e2:3` a message, `hb3` a heartbeat, `r3-5` a replay, `r` an empty one, `?` none."""
+        """Play one input: `3` or `e2:3` a message, `hb3` a heartbeat, `r3-5` a replay, `r` an empty one, `?` none.
+
+        `s3r3-5` is a replay with a snapshot in front of it, whose sequence is 3.
+        """
         epoch, _, rest = word.rpartition(":")
         number = int(epoch[1:]) if epoch else 1
         session = self.session
+        snapshot_sequence = None
+        if rest.startswith("s"):
+            text, _, rest = rest[1:].partition("r")
+            snapshot_sequence, rest = int(text), f"r{rest}"
         if rest == "?":
             steps = session.replayed(None, None, self.now_s)
         elif rest == "doubt":
@@ -37,16 +49,26 @@ class Script:
             self.now_s += float(rest[1:])
             session.tick(self.now_s)
             steps = []
+        elif rest == "gone":
+            session.departed()
+            steps = []
         elif rest.startswith("hb"):
             text, _, held = rest[2:].partition("/")
             steps = session.heartbeat(number, int(text), SAME, HELD[held], self.now_s)
         elif rest.startswith("r"):
             first, _, last = rest[1:].partition("-")
             sequences = range(int(first), int(last or first) + 1) if first else ()
-            steps = session.replayed(number, [(sequence, sequence) for sequence in sequences], self.now_s)
+            frames = [(sequence, sequence) for sequence in sequences]
+            steps = session.replayed(number, frames, self.now_s, snapshot_sequence=snapshot_sequence)
         else:
             steps = session.received(number, int(rest), int(rest), self.now_s)
-        return " ".join(f"a{step.body}" if isinstance(step, Apply) else SHORT[step.reason] for step in steps)
+        return " ".join(map(self._said, steps))
+
+    @staticmethod
+    def _said(step) -> str:
+        if isinstance(step, Apply):
+            return f"a{step.body}"
+        return "restore" if isinstance(step, Restore) else SHORT[step.reason]
 
     def asks(self) -> str:
         """Return the question that is due, as text."""
@@ -153,6 +175,108 @@ def test_session_follows_its_table(table, state):
     assert script.session.state is state
 
 
+LOST_ONE = [("0", "a0"), ("5", "ask 1"), ("?", ""), ("+1", "ask 1"), ("?", ""), ("+2", "ask 1"), ("?", "lost a5")]
+
+
+@pytest.mark.parametrize(
+    ("table", "state"),
+    [
+        pytest.param([("0", "a0"), ("2", "ask 1"), ("r1-2", "a1 a2")], LIVE, id="a range is enough"),
+        pytest.param([("7", "ask 0"), ("s7r7", "restore a7"), ("8", "a8")], LIVE, id="joining by a snapshot"),
+        pytest.param([("hb7", "ask 0"), ("s7r", "restore"), ("hb7", "")], LIVE, id="joining where nothing happens"),
+        pytest.param([("0", "a0"), ("5", "ask 1"), ("s4r4-5", "restore a4 a5"), ("6", "a6")], LIVE, id="beyond ranges"),
+        pytest.param(
+            [("0", "a0"), ("5", "ask 1"), ("6", "ask 1"), ("s5r", "restore a5 a6")], LIVE, id="what was held follows"
+        ),
+        pytest.param(
+            [("0", "a0"), ("3", "ask 1"), ("s5r5", "restore a5"), ("4", ""), ("6", "a6")],
+            LIVE,
+            id="a snapshot ahead of what was held",
+        ),
+        pytest.param(
+            [("0", "a0"), ("1", "a1"), ("3", "ask 2"), ("s1r1-3", "restore a1 a2 a3")],
+            LIVE,
+            id="an earlier snapshot, shared with others",
+        ),
+        pytest.param(
+            [("0", "a0"), ("9", "ask 1"), ("s4r7-9", "restore"), ("+1", "ask 4"), ("r4-9", "a4 a5 a6 a7 a8 a9")],
+            LIVE,
+            id="the range behind a snapshot was gone when it was sent: asked again",
+        ),
+        pytest.param(
+            [
+                ("0", "a0"),
+                ("9", "ask 1"),
+                ("r7-9", ""),
+                ("+1", "ask 1"),
+                ("r7-9", ""),
+                ("+2", "ask 1"),
+                ("r7-9", "lost a7 a8 a9"),
+            ],
+            PARTIAL,
+            id="a peer that has no snapshot, after all",
+        ),
+        pytest.param([*LOST_ONE, ("hb6/less", "ask 0"), ("s6r", "restore"), ("hb6", "")], LIVE, id="partial, healed"),
+        pytest.param(
+            [*LOST_ONE, ("hb3/less", "")], PARTIAL, id="partial, and a heartbeat of the past: nothing to compare"
+        ),
+        pytest.param(
+            [*LOST_ONE, ("hb6/less", "ask 0"), ("r0-5", "anew a0 a1 a2 a3 a4 a5")],
+            LIVE,
+            id="partial, and healed by all the messages there are",
+        ),
+        pytest.param(
+            [
+                *LOST_ONE,
+                ("hb6/less", "ask 0"),
+                ("6", "ask 0"),
+                ("?", "a6"),
+                ("hb7/less", ""),
+                ("+1", ""),
+                ("hb7/less", "ask 0"),
+                ("r5-6", ""),
+                ("hb7/less", ""),
+                ("+1", ""),
+                ("hb7/less", ""),
+                ("+1", ""),
+                ("hb7/less", "ask 0"),
+                ("s7r", "restore"),
+            ],
+            LIVE,
+            id="partial, and asking in vain costs nothing that is held",
+        ),
+        pytest.param(
+            [*LOST_ONE, ("hb6/less", "ask 0"), ("8", "ask 0"), ("?", ""), ("+1", "ask 6"), ("r6-8", "a6 a7 a8")],
+            PARTIAL,
+            id="partial, and a gap while asking in vain",
+        ),
+        pytest.param(
+            [("0", "a0"), ("hb1/other", "diverged ask 0"), ("s1r", "restore"), ("hb1", "")], LIVE, id="diverged"
+        ),
+        pytest.param(
+            [("0", "a0"), ("2", "ask 1"), ("e2:s3r3", "new restore a3"), ("e2:4", "a4")],
+            LIVE,
+            id="restarted between question and answer",
+        ),
+        pytest.param([("0", "a0"), ("e2:3", "new ask 0"), ("e2:s3r3", "restore a3")], LIVE, id="a new epoch"),
+        pytest.param(
+            [("e2:0", "a0"), ("e2:2", "ask 1"), ("e1:s9r", ""), ("+1", "ask 1"), ("e2:r1-2", "a1 a2")],
+            LIVE,
+            id="a snapshot of the past is none",
+        ),
+        pytest.param([("0", "a0"), ("gone", ""), ("hb1", "")], LIVE, id="gone, and back"),
+        pytest.param([("0", "a0"), ("gone", "")], RESYNCING, id="gone"),
+        pytest.param([("0", "a0"), ("gone", ""), ("1", "a1")], LIVE, id="gone, and heard again"),
+    ],
+)
+def test_session_with_a_peer_that_has_snapshots_follows_its_table(table, state):
+    script = Script(has_snapshots=True)
+    for word, expected in table:
+        done = script.play(word)
+        assert f"{done} {script.asks()}".strip() == expected, f"at {word!r}"
+    assert script.session.state is state
+
+
 def test_what_happened_is_counted():
     script = Script()
     for word in ("0", "0", "2", "r1-2", "9", "r", "e3:0", "e2:1", "e3:hb1/other"):
@@ -234,3 +358,102 @@ def test_messages_applied_in_step_count_as_if_each_had_been_received() -> None:
         assert script.play("5") == ""
         assert not script.session.is_in_step
         assert (script.session.num_duplicates, script.session.num_gaps) == (1, 1)
+
+
+class Publisher:
+    """A model of what a session follows: numbered changes to a set, the last of which are kept; now and then anew."""
+
+    def __init__(self, num_kept: int) -> None:
+        self.num_kept = num_kept
+        self.epoch = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.changes: list[int] = []
+        self.states: list[frozenset[int]] = [frozenset()]
+
+    def change(self, number: int) -> tuple[int, int, int]:
+        """Put a number in or take it out; return the message: epoch, sequence, number."""
+        self.changes.append(number)
+        self.states.append(self.states[-1] ^ {number})
+        return self.epoch, len(self.changes) - 1, number
+
+    def answer(self, start: int, *, with_snapshot: bool, is_cut: bool) -> tuple[int | None, list[tuple[int, int]]]:
+        """Return a snapshot's sequence, if there is one, and what is kept from `start` or the snapshot on."""
+        snapshot = len(self.changes) - min(2, self.num_kept, len(self.changes)) if with_snapshot else None
+        first = max(start if snapshot is None else snapshot, len(self.changes) - self.num_kept) + is_cut
+        return snapshot, [(sequence, self.changes[sequence]) for sequence in range(first, len(self.changes))]
+
+
+class Copy:
+    """What a session makes of it."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        self.publisher = publisher
+        self.held: set[int] = set()
+
+    def take(self, steps, snapshot_sequence: int | None = None) -> None:
+        for step in steps:
+            if isinstance(step, Apply):
+                self.held ^= {step.body}
+            else:
+                self.held = set(self.publisher.states[snapshot_sequence]) if isinstance(step, Restore) else set()
+
+
+def holding(held) -> Holding:
+    return Holding(len(held), hash(frozenset(held)))
+
+
+ACTIONS = ["change", "lose", "twice", "late", "heartbeat", "range", "snapshot", "cut", "silence", "restart", "gone"]
+
+
+@given(st.lists(st.sampled_from(ACTIONS), max_size=80), st.integers(0, 10), st.randoms(use_true_random=False))
+def test_whatever_happens_to_publisher_and_wire_a_live_copy_is_exact_and_in_the_end_it_is_live(actions, num_kept, rng):
+    """Messages are lost, repeated, delayed; the publisher restarts; answers come with snapshots, or cut, or not."""
+    now_s = 100.0
+    session: Session[int] = Session(PROMPT, random.Random(0), has_snapshots=True)
+    publisher = Publisher(num_kept)
+    copy = Copy(publisher)
+    late: list[tuple[int, int, int]] = []
+
+    def answer(*, with_snapshot: bool, is_cut: bool = False) -> None:
+        start = session.question(now_s)
+        if start is not None:
+            start = start if session.epoch == publisher.epoch else 0
+            snapshot, messages = publisher.answer(start, with_snapshot=with_snapshot, is_cut=is_cut)
+            copy.take(session.replayed(publisher.epoch, messages, now_s, snapshot_sequence=snapshot), snapshot)
+
+    def beat() -> None:
+        counts = holding(publisher.states[-1]), holding(copy.held)
+        copy.take(session.heartbeat(publisher.epoch, len(publisher.changes), *counts, now_s))
+
+    for action in actions:
+        now_s += 0.4
+        if action in ("change", "lose", "twice", "late"):
+            message = publisher.change(rng.randrange(6))
+            late += [message] * {"change": 1, "lose": 0, "twice": 2, "late": 1}[action]
+            for each in late if action != "late" else ():
+                copy.take(session.received(*each, now_s))
+            late = late if action == "late" else []
+        elif action in ("range", "snapshot", "cut"):
+            answer(with_snapshot=action != "range", is_cut=action == "cut")
+        elif action == "heartbeat":
+            beat()
+        elif action == "silence" and session.question(now_s) is not None:
+            copy.take(session.replayed(None, None, now_s))
+        elif action == "restart":
+            publisher.restart()
+            late.clear()
+        elif action == "gone":
+            session.departed()
+        if session.state is LIVE:
+            assert session.epoch is None or session.epoch <= publisher.epoch
+            if session.epoch == publisher.epoch:
+                assert copy.held == publisher.states[session.expected_sequence]
+    for _ in range(12):  # from here on nothing is lost any more
+        now_s += 40.0
+        beat()
+        answer(with_snapshot=True)
+    assert session.state is LIVE
+    assert copy.held == publisher.states[-1]

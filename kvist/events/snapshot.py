@@ -1,0 +1,126 @@
+"""Snapshots of what one rank holds: cut into parts by a publisher, put together by a subscriber. No I/O, no clock.
+
+A snapshot is the state before the batch of its sequence, so that the batches from there on continue it. Nothing of one
+is believed before all of it is there and adds up to the digest that it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.errors import MalformedMessageError
+from kvist.events.digest import blocks_digest
+from kvist.events.steps import Holding
+from kvist.events.types import Batch, SnapshotPart, Tier
+
+MAX_PART_BLOCKS = 8192
+"""Blocks in one part: 64 KiB of hashes, a message of 104 KiB."""
+
+_U64_MASK = (1 << 64) - 1
+_LITTLE_U64, _LITTLE_U32 = np.dtype("<u8"), np.dtype("<u4")
+
+
+class HeldBlocks(NamedTuple):
+    """Blocks with how many come before each in its chain, and a mask of the tiers that hold it; all `[num_blocks]`."""
+
+    hashes: NDArray[np.uint64]
+    depths: NDArray[np.uint32]
+    tiers: NDArray[np.uint8]
+
+    def holding(self) -> Holding:
+        """Return the number of (block, tier) pairs, and their digest."""
+        num_blocks = digest = 0
+        for tier in Tier:
+            hashes = self.hashes[self.tiers >> tier & 1 == 1]
+            num_blocks += len(hashes)
+            digest += blocks_digest(hashes, tier)
+        return Holding(num_blocks, digest & _U64_MASK)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a rank held before the batch `sequence`, in slices by ascending depth; `holding` is proven of them."""
+
+    epoch: int
+    sequence: int
+    holding: Holding
+    slices: tuple[HeldBlocks, ...]
+
+
+def cut(state: Batch, holding: Holding, held: HeldBlocks) -> Iterator[SnapshotPart]:
+    """Yield what is held in parts, by ascending depth; `state` is an empty batch, of the next sequence.
+
+    What holds nothing has one part.
+    """
+    order = np.argsort(held.depths, kind="stable")
+    num_parts = max(1, -(-len(order) // MAX_PART_BLOCKS))
+    for part_idx in range(num_parts):
+        chosen = order[part_idx * MAX_PART_BLOCKS : (part_idx + 1) * MAX_PART_BLOCKS]
+        yield SnapshotPart(
+            worker=state.worker,
+            rank=state.rank,
+            epoch=state.epoch,
+            sequence=state.sequence,
+            block_size=state.block_size,
+            part_idx=part_idx,
+            num_parts=num_parts,
+            num_blocks=holding.num_blocks,
+            digest=holding.digest,
+            hashes=held.hashes[chosen].astype(_LITTLE_U64, copy=False).tobytes(),
+            depths=held.depths[chosen].astype(_LITTLE_U32, copy=False).tobytes(),
+            tiers=held.tiers[chosen].tobytes(),
+        )
+
+
+class SnapshotAssembly:
+    """Puts the parts of one snapshot together, in whatever order and however often they come; `source` is for errors.
+
+    Memory is that of the parts.
+    """
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._first: SnapshotPart | None = None
+        self._slices: dict[int, HeldBlocks] = {}
+        self._num_blocks = 0
+        self._digest = 0
+
+    def add(self, part: SnapshotPart) -> None:
+        """Take a part; raises MalformedMessageError when it is another snapshot's."""
+        first = self._first = self._first or part
+        if _identity(part) != _identity(first):
+            raise MalformedMessageError(
+                self._source, f"a part of snapshot {_identity(part)}, expected one of {_identity(first)}"
+            )
+        if part.part_idx in self._slices:
+            return
+        held = HeldBlocks(
+            np.frombuffer(part.hashes, _LITTLE_U64).astype(np.uint64, copy=False),
+            np.frombuffer(part.depths, _LITTLE_U32).astype(np.uint32, copy=False),
+            np.frombuffer(part.tiers, np.uint8),
+        )
+        holding = held.holding()
+        self._num_blocks += holding.num_blocks
+        self._digest += holding.digest
+        self._slices[part.part_idx] = held
+
+    def snapshot(self) -> Snapshot:
+        """Return the snapshot; raises MalformedMessageError unless it is whole and is what it says it is."""
+        first = self._first
+        if first is None or len(self._slices) < first.num_parts:
+            num_parts = 0 if first is None else first.num_parts
+            raise MalformedMessageError(self._source, f"{len(self._slices)} parts of a snapshot, expected {num_parts}")
+        published, held = Holding(first.num_blocks, first.digest), Holding(self._num_blocks, self._digest & _U64_MASK)
+        if held != published:
+            raise MalformedMessageError(self._source, f"a snapshot of {held}, expected {published}")
+        slices = tuple(self._slices[part_idx] for part_idx in range(first.num_parts))
+        return Snapshot(first.epoch, first.sequence, published, slices)
+
+
+def _identity(part: SnapshotPart) -> tuple[int, ...]:
+    return part.rank, part.epoch, part.sequence, part.num_parts, part.num_blocks, part.digest
