@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -40,6 +41,8 @@ class Kit:
 
     def __init__(self, url: str, subscription_of: Callable[[Endpoint], Subscription] = open_subscription) -> None:
         self.url = url
+        self.is_shared = Endpoint.parse(url).broker is not None
+        """Whether two publications may use the address at once, which a broker does not prevent."""
         self._subscription_of = subscription_of
         self._publications: list[Publication] = []
 
@@ -66,11 +69,21 @@ def kept() -> KeptMessages:
     return KeptMessages()
 
 
-@pytest.fixture(params=["memory", "zmtp", "zmq", "ipc"])
+@pytest.fixture(params=["memory", "zmtp", "zmq", "ipc", "nats", "jetstream"])
 def kit(
-    request: pytest.FixtureRequest, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    free_port: Callable[[], int],
+    tmp_path_factory: pytest.TempPathFactory,
+    start_nats_server: Callable[..., Any],
 ) -> Iterator[Kit]:
+    def nats_url(has_jetstream: bool) -> str:
+        # A subscriber that does not read is cut off soon.
+        server = start_nats_server("max_pending: 4MB\nwrite_deadline: 500ms", has_jetstream=has_jetstream)
+        return f"nats://127.0.0.1:{server.port}/model%2Fa.b/worker{'?jetstream=KV' if has_jetstream else ''}"
+
     urls = {
+        "nats": lambda: nats_url(has_jetstream=False),
+        "jetstream": lambda: nats_url(has_jetstream=True),
         "memory": lambda: f"memory://suite-{next(_names)}",
         "zmtp": lambda: f"tcp://127.0.0.1:{free_port()}",
         "zmq": lambda: f"tcp://127.0.0.1:{free_port()}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from itertools import count
 
@@ -15,6 +16,17 @@ from kvist.events.transports.base import MAX_DRAIN
 PROBE = b"probe"
 
 
+def send(publication: Publication, message: Message) -> None:
+    """Send as a publisher does: what the transport cannot take is offered again."""
+    give_up_s = time.monotonic() + 20
+    while True:
+        try:
+            return publication.send(message)
+        except BlockingIOError:
+            assert time.monotonic() < give_up_s
+            time.sleep(0.001)
+
+
 async def connect(publication: Publication, subscription: Subscription) -> None:
     """Send probes until one arrives; what the subscriber joined late for is nobody's loss."""
 
@@ -24,7 +36,7 @@ async def connect(publication: Publication, subscription: Subscription) -> None:
 
     arrival = asyncio.create_task(first_probe())
     for sequence in count():
-        publication.send(Message(PROBE, sequence, b""))
+        send(publication, Message(PROBE, sequence, b""))
         if (await asyncio.wait([arrival], timeout=0.02))[0]:
             await arrival
             return
@@ -49,7 +61,7 @@ async def test_messages_arrive_complete_and_in_order(kit):
         await connect(publication, subscription)
         sent = numbered(500)
         for message in sent:
-            publication.send(message)
+            send(publication, message)
         assert await take(subscription, 500) == sent
 
 
@@ -59,7 +71,7 @@ async def test_one_receive_returns_what_is_there_up_to_its_limit(kit):
         await connect(publication, subscription)
         sent = numbered(MAX_DRAIN + 10)
         for message in sent:
-            publication.send(message)
+            send(publication, message)
         received = []
         async with asyncio.timeout(20):
             while len(received) < len(sent):
@@ -74,7 +86,7 @@ async def test_every_subscriber_gets_every_message(kit):
     async with kit.subscribe() as one, kit.subscribe() as other:
         await connect(publication, one)
         await connect(publication, other)
-        publication.send(Message(b"t", 7, b"x"))
+        send(publication, Message(b"t", 7, b"x"))
         assert await take(one, 1) == await take(other, 1) == [Message(b"t", 7, b"x")]
 
 
@@ -84,7 +96,7 @@ async def test_ranks_share_one_publication_and_keep_their_topics(kit):
         await connect(publication, subscription)
         sent = [message for pair in zip(numbered(5, b"a"), numbered(5, b"b"), strict=True) for message in pair]
         for message in sent:
-            publication.send(message)
+            send(publication, message)
         assert await take(subscription, 10) == sent
 
 
@@ -93,7 +105,7 @@ async def test_a_gap_and_a_duplicate_travel_as_they_were_sent(kit):
     async with kit.subscribe() as subscription:
         await connect(publication, subscription)
         for sequence in (0, 1, 1, 5):
-            publication.send(Message(b"t", sequence, b""))
+            send(publication, Message(b"t", sequence, b""))
         assert [message.sequence for message in await take(subscription, 4)] == [0, 1, 1, 5]
 
 
@@ -119,22 +131,23 @@ async def test_a_restarted_publisher_is_found_again_and_counted_as_a_new_connect
 async def test_sending_to_nobody_neither_waits_nor_fails(kit):
     publication = kit.publish()
     for message in numbered(1000):
-        publication.send(message)
+        send(publication, message)
 
 
 async def test_a_slow_subscriber_loses_messages_of_its_own_and_delays_nobody(kit, monkeypatch):
     monkeypatch.setattr("kvist.events.transports.memory.QUEUE_CAPACITY", 50)
     monkeypatch.setattr("kvist.events.transports.zmq.SEND_HWM", 50)
     monkeypatch.setattr("kvist.events.transports.zmq.RECEIVE_HWM", 50)
+    monkeypatch.setattr("kvist.events.transports.nats.subscription.RECEIVE_CAPACITY", 50)
     publication = kit.publish()
     async with kit.subscribe() as slow:
         await connect(publication, slow)
         num_sent = 1000
         for sequence in range(num_sent):  # Ends although nobody reads: 64 MB do not fit into any kernel's buffers.
-            publication.send(Message(b"t", sequence, bytes(64 << 10)))
+            send(publication, Message(b"t", sequence, bytes(64 << 10)))
         received = await take(slow, 1)
         while received[-1].sequence != num_sent:
-            publication.send(Message(b"t", num_sent, b"last"))  # may be lost, too, and be the only one on its way
+            send(publication, Message(b"t", num_sent, b"last"))  # may be lost, too, and be the only one on its way
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.1):
                     received += await slow.receive()
@@ -148,7 +161,7 @@ async def test_closing_delivers_what_was_sent_to_whoever_is_connected(kit):
     async with kit.subscribe() as subscription:
         await connect(publication, subscription)
         for message in numbered(2000):
-            publication.send(message)
+            send(publication, message)
         await asyncio.to_thread(publication.close)
         assert (await take(subscription, 2000))[-1].sequence == 1999
 
@@ -163,6 +176,9 @@ async def test_closing_twice_is_allowed_and_sending_afterwards_raises(kit):
 
 async def test_an_address_in_use_is_an_error_that_names_it(kit):
     kit.publish()
+    if kit.is_shared:  # there, epochs tell one publisher from the next
+        kit.publish()
+        return
     with pytest.raises(InvalidValueError) as error:
         kit.publish()
     assert error.value.field == "endpoint"
@@ -180,7 +196,7 @@ async def test_a_cancelled_receive_loses_nothing(kit):
             await waiting
         sent = numbered(100)
         for message in sent:
-            publication.send(message)
+            send(publication, message)
         assert await take(subscription, 100) == sent
 
 

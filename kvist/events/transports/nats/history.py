@@ -164,32 +164,34 @@ class HistoryReader:
         self._arrived.put_nowait(message)
 
 
-async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> list[Message]:
-    """Return what the stream has of the worker's last publication, from a sequence on, each topic in order."""
+async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> list[Message] | None:
+    """Return what the stream has of the worker's last publication, from a sequence on, each topic in order.
+
+    None is returned when the stream knows nothing of what is asked about.
+    """
     stream = url.options["jetstream"]
     if request.topic:
         subjects = [url.name(STREAM, url.token_of(request.topic))]
     else:
         state = (await client.jsm().stream_info(stream, url.name(STREAM, "*"))).state
         subjects = sorted(state.subjects or ())
-    messages: list[Message] = []
-    for subject in subjects:
-        messages += await _read_subject(client, url, subject, request.start_sequence)
-    return messages
+    answers = [await _read_subject(client, url, subject, request.start_sequence) for subject in subjects]
+    known = [answer for answer in answers if answer is not None]
+    return [message for answer in known for message in answer] if known else None
 
 
-async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequence: int) -> list[Message]:
-    """Return what the stream has on one subject of the publication that sent there last."""
+async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequence: int) -> list[Message] | None:
+    """Return what the stream has on one subject of the publication that sent there last; None without any."""
     stream, topic = url.options["jetstream"], url.topic_of(subject.rpartition(".")[2])
     malformed = MalformedCounter(url.public)
     try:
         last = await client.jsm().get_msg(stream, subject=subject)
     except nats.js.errors.NotFoundError:
-        return []
+        return None
     newest = unpack(topic, last.data or b"", malformed)
     first = await _first_sequence(client, stream, subject)
     if newest is None or first is None:
-        return []
+        return None
 
     def is_wanted(data: bytes) -> bool:
         unpacked = unpack(topic, data, malformed)
