@@ -65,6 +65,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, g
 
     num_blocks: NonNegative
     digest: NonNegative
+    is_complete: bool = True
+    """Whether the publisher knows of all that the engine holds: one beside an engine may have lost some."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared | Heartbeat

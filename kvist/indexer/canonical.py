@@ -50,6 +50,8 @@ class CanonicalFollower:
         self._lane = _lane_for(worker, block_size, index)
         self._sessions: dict[int, Session[Batch]] = {}
         self._topics: dict[int, bytes] = {}
+        # Ranks whose publisher itself does not know of all that the engine holds.
+        self._incomplete: set[int] = set()
 
     @property
     def sessions(self) -> Mapping[int, Session[Batch]]:
@@ -168,10 +170,14 @@ class CanonicalFollower:
         published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(source)
         is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
         copied = published if is_short else Holding(held.num_blocks, held.digest)
+        (self._incomplete.discard if heartbeat.is_complete else self._incomplete.add)(batch.rank)
         return session.heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
 
     def _state(self, rank: int) -> SourceState:
-        return state_of(self._index, WorkerRank(self._worker, rank), self._sessions[rank].state)
+        followed = self._sessions[rank].state
+        if followed is SourceState.LIVE and rank in self._incomplete:
+            return SourceState.PARTIAL
+        return state_of(self._index, WorkerRank(self._worker, rank), followed)
 
     def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):

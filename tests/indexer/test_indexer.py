@@ -14,7 +14,8 @@ from itertools import count
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events import WorkerRank
+from kvist.events import Batch, Heartbeat, WorkerRank
+from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message, open_publication
 from kvist.events.transports.memory import MemoryPublication
@@ -202,6 +203,16 @@ async def test_a_publisher_killed_and_restarted_leaves_none_of_its_old_blocks(in
     await until(lambda: digest_of("w1")[0] == 3 and digest_of("w1") != before and indexer.is_exact("w1", 0))
     assert sole(indexer).num_restarts == 1
     kill(second)
+
+
+async def test_a_publisher_that_lacks_blocks_itself_is_partial_until_it_does_not(indexer, until, memory_url):
+    publication = open_publication(memory_url)
+    indexer.add_source("w", memory_url)
+    for is_complete, state in [(False, SourceState.PARTIAL), (True, SourceState.LIVE)]:
+        heartbeat = Batch("its-own-name", 0, 1, 0, BLOCK_SIZE, 1.0, (Heartbeat(0, 0, is_complete),))
+        publication.send(Message(b"kv/its-own-name/0", 0, encode_batch(heartbeat)))
+        await until(lambda state=state: indexer.states("w") == {0: state})
+    publication.close()
 
 
 async def test_while_a_rank_is_resyncing_it_says_so(indexer, make_truth, until, memory_url):
