@@ -208,6 +208,7 @@ async def test_a_publisher_killed_and_restarted_leaves_none_of_its_old_blocks(in
 async def test_a_publisher_that_lacks_blocks_itself_is_partial_until_it_does_not(indexer, until, memory_url):
     publication = open_publication(memory_url)
     indexer.add_source("w", memory_url)
+    await until(lambda: indexer.are_all_connected)
     for is_complete, state in [(False, SourceState.PARTIAL), (True, SourceState.LIVE)]:
         heartbeat = Batch("its-own-name", 0, 1, 0, BLOCK_SIZE, 1.0, (Heartbeat(0, 0, is_complete),))
         publication.send(Message(b"kv/its-own-name/0", 0, encode_batch(heartbeat)))
