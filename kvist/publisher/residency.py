@@ -4,18 +4,34 @@ Residency is a set per (canonical block, tier). Engines report physical blocks: 
 removal may leave a copy behind. Copies are not counted: a removal removes, and the next store brings the block back.
 Different engine hashes of one canonical block (an engine that hashes more than we do) are told apart: the block is
 held until the last of them is removed.
+
+Each block's depth is kept beside its parent: a snapshot tells it, and it stays what it was when the parent is gone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvist.events.digest import blocks_digest
 from kvist.events.engine import EngineHash
+from kvist.events.snapshot import HeldBlocks
 from kvist.events.types import Tier
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
+# A block's place is one integer, half the memory of a parent and a depth in dicts of their own: its parent's hash, its
+# depth in 32 bits, and a bit for each tier that holds it. Only the root has depth 0, and its parent counts for nothing.
+_PARENT_SHIFT, _DEPTH_SHIFT = 36, 4
+_DEPTH_MASK, _TIERS_MASK = 0xFFFF_FFFF, 0xF
+_DEPTH_AND_TIERS_MASK = (1 << _PARENT_SHIFT) - 1
+
+_NUM_BLOCKS_A_SLICE = 16_384
 
 
 class Scope(NamedTuple):
@@ -88,21 +104,71 @@ class Residency:
     def __init__(self) -> None:
         # One dict a tier: a hash that no tier holds is gone from all of them, without a count of references.
         self._block_of: dict[Tier, dict[EngineHash, int]] = {tier: {} for tier in Tier}
-        self._parent_of: dict[Tier, dict[int, int | None]] = {tier: {} for tier in Tier}
+        self._place_of: dict[int, int] = {}
         # How many engine hashes beyond the first hold a block in a tier: nearly always none.
         self._num_aliases: dict[tuple[int, Tier], int] = {}
         self._scopes: dict[int, Scope] = {}
+        self._num_blocks = 0
         self._digest = 0
 
     @property
     def num_blocks(self) -> int:
         """Return how many (block, tier) pairs are held."""
-        return sum(map(len, self._parent_of.values()))
+        return self._num_blocks
 
     @property
     def digest(self) -> int:
         """Return the digest (`kvist.events.digest`) of everything held, kept up with each change."""
         return self._digest
+
+    def copy(self) -> Residency:
+        """Return one that holds the same; O(blocks), at the speed of copying dicts."""
+        copy = Residency()
+        copy._block_of = {tier: block_of.copy() for tier, block_of in self._block_of.items()}
+        copy._place_of = self._place_of.copy()
+        copy._num_aliases, copy._scopes = self._num_aliases.copy(), self._scopes.copy()
+        copy._num_blocks, copy._digest = self._num_blocks, self._digest
+        return copy
+
+    @classmethod
+    def of(
+        cls,
+        names: Mapping[Tier, dict[EngineHash, int]],
+        places: dict[int, int],
+        scopes: dict[int, Scope],
+    ) -> Residency:
+        """Return what holds all that another told as its `names` of each tier, its `places` and its `scopes`."""
+        residency = cls()
+        residency._block_of.update(names)
+        residency._place_of, residency._scopes = places, scopes
+        for tier, block_of in names.items():
+            num_names = Counter(block_of.values())
+            residency._num_aliases |= {(block, tier): num - 1 for block, num in num_names.items() if num > 1}
+        for held in held_blocks(residency.slices()):
+            holding = held.holding()
+            residency._num_blocks += holding.num_blocks
+            residency._digest = (residency._digest + holding.digest) & _U64_MASK
+        return residency
+
+    def names(self, tier: Tier) -> Mapping[EngineHash, int]:
+        """Return what the engine calls the blocks of a tier."""
+        return self._block_of[tier]
+
+    @property
+    def places(self) -> Mapping[int, int]:
+        """Return every block with its place."""
+        return self._place_of
+
+    @property
+    def scopes(self) -> Mapping[int, Scope]:
+        """Return the scope of each block that has one."""
+        return self._scopes
+
+    def slices(self) -> Iterator[tuple[list[int], list[int]]]:
+        """Yield blocks, and the place of each, some at a time until it was all; nothing may change meanwhile."""
+        blocks, places = iter(self._place_of), iter(self._place_of.values())
+        while chunk := list(islice(blocks, _NUM_BLOCKS_A_SLICE)):
+            yield chunk, list(islice(places, _NUM_BLOCKS_A_SLICE))
 
     def find(self, engine_hash: EngineHash) -> int | None:
         """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
@@ -114,14 +180,12 @@ class Residency:
 
     def holds(self, block_hash: int) -> bool:
         """Return whether any tier holds the block."""
-        return any(block_hash in parent_of for parent_of in self._parent_of.values())
+        return block_hash in self._place_of
 
     def parent(self, block_hash: int) -> int | None:
         """Return the block before a held one, None at the root; the parent need not be held any more."""
-        for parent_of in self._parent_of.values():
-            if block_hash in parent_of:
-                return parent_of[block_hash]
-        raise KeyError(block_hash)
+        place = self._place_of[block_hash]
+        return place >> _PARENT_SHIFT if _depth(place) else None
 
     def scope(self, block_hash: int) -> Scope:
         """Return the scope that a held block was stored with."""
@@ -135,11 +199,12 @@ class Residency:
         tier: Tier,
         scope: Scope = NO_SCOPE,
     ) -> Held:
-        """Hold a chain of blocks behind `parent` in a tier.
+        """Hold a chain of blocks behind `parent` in a tier; depths are right if the parent is held.
 
         An engine hash that named another block in this tier names the new one from here on: the last store wins.
         """
-        block_of, parent_of = self._block_of[tier], self._parent_of[tier]
+        block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
+        place = 0 if parent is None else _below(parent, place_of.get(parent, 0))
         held = Held([], [])
         for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
             old_block_hash = block_of.get(engine_hash)
@@ -147,14 +212,15 @@ class Residency:
                 if old_block_hash is not None and self._drop(old_block_hash, tier):
                     held.displaced.append(old_block_hash)
                 block_of[engine_hash] = block_hash
-                if block_hash in parent_of:
+                old_place = place_of.get(block_hash, 0)
+                if old_place & tier_bit:
                     self._num_aliases[block_hash, tier] = self._num_aliases.get((block_hash, tier), 0) + 1
                 else:
-                    parent_of[block_hash] = parent
+                    place_of[block_hash] = (old_place or place) | tier_bit
                     held.new_idxs.append(idx)
                     if scope != NO_SCOPE:
                         self._scopes[block_hash] = scope
-            parent = block_hash
+            place = _below(block_hash, place)
         self._add_to_digest([block_hashes[idx] for idx in held.new_idxs], tier, sign=1)
         self._add_to_digest(held.displaced, tier, sign=-1)
         return held
@@ -176,10 +242,10 @@ class Residency:
         """Hold nothing."""
         for tier in Tier:
             self._block_of[tier].clear()
-            self._parent_of[tier].clear()
+        self._place_of.clear()
         self._num_aliases.clear()
         self._scopes.clear()
-        self._digest = 0
+        self._num_blocks = self._digest = 0
 
     def _drop(self, block_hash: int, tier: Tier) -> bool:
         """Give up one engine hash's hold on a block; return whether the block left the tier."""
@@ -188,11 +254,33 @@ class Residency:
             if num_aliases > 1:
                 self._num_aliases[block_hash, tier] = num_aliases - 1
             return False
-        del self._parent_of[tier][block_hash]
-        if self._scopes and not self.holds(block_hash):
+        place = self._place_of[block_hash] & ~(1 << tier)
+        if place & _TIERS_MASK:
+            self._place_of[block_hash] = place
+        else:
+            del self._place_of[block_hash]
             self._scopes.pop(block_hash, None)
         return True
 
     def _add_to_digest(self, block_hashes: Sequence[int], tier: Tier, *, sign: int) -> None:
         if block_hashes:
+            self._num_blocks += sign * len(block_hashes)
             self._digest = (self._digest + sign * blocks_digest(block_hashes, tier)) & _U64_MASK
+
+
+def held_blocks(slices: Iterable[tuple[list[int], list[int]]]) -> Iterator[HeldBlocks]:
+    """Yield the slices of a residency in the form of a snapshot."""
+    for blocks, places in slices:
+        packed = np.frombuffer(array("Q", [place & _DEPTH_AND_TIERS_MASK for place in places]), np.uint64)
+        depths: NDArray[np.uint32] = (packed >> np.uint64(_DEPTH_SHIFT)).astype(np.uint32)
+        tiers: NDArray[np.uint8] = (packed & np.uint64(_TIERS_MASK)).astype(np.uint8)
+        yield HeldBlocks(np.frombuffer(array("Q", blocks), np.uint64), depths, tiers)
+
+
+def _depth(place: int) -> int:
+    return place >> _DEPTH_SHIFT & _DEPTH_MASK
+
+
+def _below(parent: int, parent_place: int) -> int:
+    """Return the place, in no tier yet, of a block behind another."""
+    return parent << _PARENT_SHIFT | (_depth(parent_place) + 1) << _DEPTH_SHIFT

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvist.events.digest import blocks_digest
 from kvist.events.types import Tier
-from kvist.publisher.residency import NO_SCOPE, Residency, Scope
+from kvist.publisher.residency import NO_SCOPE, Residency, Scope, held_blocks
 
 tiers = st.sampled_from([Tier.GPU, Tier.HOST])
 names = st.integers(0, 5)
@@ -43,6 +43,13 @@ def test_what_is_held_is_what_the_engines_hashes_name(history):
             residency.clear()
             model = {tier: {} for tier in Tier}
         check(residency, model)
+        check(residency.copy(), model)
+        check(
+            Residency.of(
+                {tier: {**residency.names(tier)} for tier in Tier}, {**residency.places}, {**residency.scopes}
+            ),
+            model,
+        )
 
 
 def check(residency, model) -> None:
@@ -50,6 +57,14 @@ def check(residency, model) -> None:
     assert residency.num_blocks == len(held)
     digest = sum(blocks_digest([block_hash], tier) for block_hash, tier in held) % 2**64
     assert residency.digest == digest
+    told = {
+        (block_hash, tier)
+        for each in held_blocks(residency.slices())
+        for block_hash, tiers in zip(each.hashes.tolist(), each.tiers.tolist(), strict=True)
+        for tier in Tier
+        if tiers >> tier & 1
+    }
+    assert told == held
     for name in range(6):
         named = [model[tier][name] for tier in Tier if name in model[tier]]
         assert residency.find(name) == (named[0] if named else None)
@@ -67,6 +82,36 @@ def test_the_parent_of_a_held_block_outlives_the_parent_itself():
     assert not residency.holds(11)
     with pytest.raises(KeyError):
         residency.parent(11)
+
+
+def depths_of(residency) -> dict[int, int]:
+    return {
+        block_hash: depth
+        for held in held_blocks(residency.slices())
+        for block_hash, depth in zip(held.hashes.tolist(), held.depths.tolist(), strict=True)
+    }
+
+
+def test_a_depth_counts_the_blocks_before_it_whatever_becomes_of_them():
+    residency = Residency()
+    residency.hold([1, 2, 3], [11, 12, 13], None, Tier.GPU)
+    residency.release([1, 2], Tier.GPU)
+    residency.hold([4], [14], 13, Tier.HOST)
+    residency.hold([3], [13], 12, Tier.DISK)
+    assert depths_of(residency) == {13: 2, 14: 3}
+    assert (residency.parent(13), residency.parent(14)) == (12, 13)
+    residency.hold([1], [11], None, Tier.EXTERNAL)
+    assert residency.parent(11) is None
+    assert depths_of(residency) == {11: 0, 13: 2, 14: 3}
+
+
+def test_what_is_held_is_told_in_slices(monkeypatch):
+    monkeypatch.setattr("kvist.publisher.residency._NUM_BLOCKS_A_SLICE", 10)
+    residency = Residency()
+    chain = list(range(100, 125))
+    residency.hold(chain, chain, None, Tier.GPU)
+    assert [len(blocks) for blocks, _ in residency.slices()] == [10, 10, 5]
+    assert depths_of(residency) == {block_hash: idx for idx, block_hash in enumerate(chain)}
 
 
 def test_a_chain_whose_names_and_blocks_differ_in_number_is_refused():
