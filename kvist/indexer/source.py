@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,8 +28,15 @@ _logger = logging.getLogger(__name__)
 SILENCE_S = 10.0
 """After so long without a canonical batch an engine's batch is believed; publishers send a heartbeat every second."""
 
+PROBE_S = 1.5
+"""After a reconnect a publisher is heard within this time; otherwise an engine may be there, and is asked, too."""
+MAX_PROBE_DOUBLINGS = 6
+"""How often that wait doubles while nobody answers."""
+
 _MAX_ONE_BY_ONE = 16
 """More messages than this are looked at side by side: 4 µs, and 0.1 a message one by one."""
+_PROBE = Question(ReplayRequest(None, 0))
+"""What makes a peer speak of which nobody knows whether it is an engine or a publisher."""
 _SECOND_BYTE = b"\xa6"
 """What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
 
@@ -40,7 +48,8 @@ class Source:
 
     - An engine's stream becomes canonical with any canonical batch.
     - A canonical stream becomes an engine's with a batch of the engine's, if that is the first of either form from a
-      peer that has just connected, or nothing canonical came for `SILENCE_S`.
+      peer that has just connected, or nothing canonical came for `SILENCE_S`. A peer that says nothing for `PROBE_S` is
+      asked in the words of engines: one that is idle holds blocks, too.
 
     What was held is cleared then, and the new form followed from that batch on. So a publisher may be put before an
     engine, or taken away, without a word to anyone; an endpoint where both speak stays canonical; and what only begins
@@ -63,41 +72,49 @@ class Source:
         self._counters = SourceCounters()
         self._past: SourceStatistics | None = None
         self._follower: CanonicalFollower | EngineFollower | None = None
-        self._must_probe = False
+        self._probe_at_s = 0.0
+        self._num_silences = 0
         self._is_new_peer = False
         self._canonical_at_s = 0.0
         self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages."""
-        while messages:
-            turn_idx = self._turn_idx(messages, now_s)
+        while True:
+            turn_idx, num_messages = self._turn_idx(messages, now_s), len(messages)
             if self._follower is None:
                 self._skip(turn_idx)
             elif turn_idx > 0:
-                yield from self._follower.received_all(messages[:turn_idx], now_s)
+                yield from self._follower.received_all(
+                    messages if turn_idx == num_messages else messages[:turn_idx], now_s
+                )
+            if turn_idx == num_messages:
+                return
             messages = messages[turn_idx:]
-            if messages:
-                self._begin(messages[0], now_s)
+            self._begin(messages[0], now_s)
 
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
         self._is_new_peer = True
-        if self._follower is None:
-            self._must_probe = True
-        else:
+        self._num_silences = 0
+        self._probe_at_s = now_s if self._follower is None else now_s + PROBE_S
+        if self._follower is not None:
             self._follower.reconnected(now_s)
 
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now."""
-        if self._follower is not None:
-            return self._follower.questions(now_s)
-        return [Question(ReplayRequest(None, 0))] if self._must_probe else []
+        due = [] if self._follower is None else self._follower.questions(now_s)
+        # A new peer that is an engine's, as before, is asked by its follower.
+        if self._is_new_peer and now_s >= self._probe_at_s and self.engine is None:
+            due.append(_PROBE)
+        return due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer, which tells as live messages do that a stream is canonical."""
-        self._must_probe = False
-        if messages and not isinstance(self._follower, CanonicalFollower):
+        """Take the answer, which tells as live messages do whether a stream is canonical."""
+        is_probe = question == _PROBE and self.engine is None
+        if is_probe:
+            self._note_probe(messages, now_s)
+        if messages and (is_probe or self.engine is not None):
             turn_idx = self._turn_idx(messages, now_s)
             if turn_idx < len(messages):
                 self._begin(messages[turn_idx], now_s)
@@ -105,7 +122,7 @@ class Source:
                     # Of all ranks, each from its beginning: as if they came live.
                     yield from self._follower.received_all(messages[turn_idx:], now_s)
                     return
-        if self._follower is not None:
+        if self._follower is not None and not (is_probe and self.engine is None):
             yield from self._follower.answered(question, messages, now_s)
 
     def progress(self) -> Progress | None:
@@ -176,6 +193,12 @@ class Source:
             self._canonical_at_s = now_s
         return len(messages)
 
+    def _note_probe(self, messages: Sequence[Message] | None, now_s: float) -> None:
+        """Ask like this again more and more rarely while nobody answers, and no more once somebody did."""
+        self._num_silences += 1
+        wait_s = PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
+        self._probe_at_s = now_s + wait_s if messages is None and self._limits is not NO_REPLAY else math.inf
+
     def _skip(self, num_messages: int) -> None:
         """Count messages that came before the first batch."""
         if num_messages and self._counters.num_malformed == 0:
@@ -243,8 +266,8 @@ def _maybe_canonical(messages: Sequence[Message]) -> list[int]:
     """Return which messages begin as a canonical batch does; the others are none."""
     if not isinstance(messages, MessageBlock):
         return [idx for idx, message in enumerate(messages) if message.payload[1:2] == _SECOND_BYTE]
-    starts = messages.table[:, PAYLOAD_START] + 1
+    buffer, table = messages.buffer, messages.table
     if len(messages) > _MAX_ONE_BY_ONE:
-        is_canonical = np.frombuffer(messages.buffer, np.uint8)[starts] == _SECOND_BYTE[0]
+        is_canonical = np.frombuffer(buffer, np.uint8)[table[:, PAYLOAD_START] + 1] == _SECOND_BYTE[0]
         return np.flatnonzero(is_canonical).tolist()
-    return [idx for idx, start in enumerate(starts.tolist()) if messages.buffer[start] == _SECOND_BYTE[0]]
+    return [idx for idx, row in enumerate(table.tolist()) if buffer[row[PAYLOAD_START] + 1] == _SECOND_BYTE[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -30,6 +30,34 @@ class FakeSubscription:
         self.asked.append(request)
         await self.may_answer.wait()
         return self.answer
+
+
+class DirectSubscription(FakeSubscription):
+    """A subscription whose messages can be taken where they arrive, by a call of `arrive`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.take: Callable[[Sequence[Message]], bool] | None = None
+        self.is_waited_for = False
+
+    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
+        self.take = take
+
+    async def receive(self) -> list[Message]:
+        self.is_waited_for = True
+        try:
+            return await super().receive()
+        finally:
+            self.is_waited_for = False
+
+    def arrive(self, *messages: Message) -> bool:
+        assert self.is_waited_for
+        assert self.take is not None
+        is_done = self.take(messages)
+        if not is_done:
+            self.is_waited_for = False
+            self.inbox.put_nowait([])
+        return is_done
 
 
 class Recorder:
@@ -219,7 +247,7 @@ async def test_a_stream_that_ends_is_looked_at_no_more(start_following, until):
 
 async def test_a_source_that_is_never_waited_for_gives_others_a_turn(start_following, monkeypatch):
     """A follower that takes all at once and a subscription that always has more: yet other tasks run."""
-    monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.turns.SLICE_S", 0.0)
 
     class Endless(FakeSubscription):
         async def receive(self) -> list[Message]:
@@ -232,16 +260,18 @@ async def test_a_source_that_is_never_waited_for_gives_others_a_turn(start_follo
 
     recorder = Greedy()
     task = start_following(Endless(), recorder)
-    for num_receives in range(1, 10):
+    num_turns = 0
+    while len(recorder.log) < 10:
         await asyncio.sleep(0)
-        assert len(recorder.log) == num_receives
+        num_turns += 1
+        assert len(recorder.log) <= num_turns
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_long_drain_gives_others_a_turn(start_following, monkeypatch):
     """With slices of no length every message ends one: another task runs between any two."""
-    monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.turns.SLICE_S", 0.0)
     subscription, recorder = FakeSubscription(), Recorder()
     subscription.inbox.put_nowait([message(sequence) for sequence in range(100)])
     start_following(subscription, recorder)
@@ -250,3 +280,77 @@ async def test_a_long_drain_gives_others_a_turn(start_following, monkeypatch):
         await asyncio.sleep(0)
         seen.append(len(recorder.log))
     assert len(set(seen)) >= 100
+
+
+# Messages that are taken where they arrive.
+
+
+@pytest.fixture
+async def direct(start_following, until):
+    """Return a subscription and its follower, which waits for messages."""
+    subscription, recorder = DirectSubscription(), Recorder()
+    subscription.task = start_following(subscription, recorder)
+    await until(lambda: subscription.is_waited_for)
+    return subscription, recorder
+
+
+async def test_messages_are_taken_where_they_arrive_while_the_receive_goes_on(direct):
+    subscription, recorder = direct
+    for number in range(10):
+        assert subscription.arrive(message(number))
+    assert recorder.log == [(number, 7.0) for number in range(10)]
+    assert subscription.num_receives == 1
+
+
+async def test_a_connection_is_told_before_what_arrived_with_it(direct):
+    subscription, recorder = direct
+    subscription.num_connects = 1
+    assert subscription.arrive(message(0))
+    assert recorder.log == ["connected", (0, 7.0)]
+
+
+async def test_what_takes_longer_than_a_turn_goes_on_in_turns_before_anything_else(direct, until, monkeypatch):
+    monkeypatch.setattr("kvist.events.turns.SLICE_S", 0.0)
+    subscription, recorder = direct
+    assert not subscription.arrive(*(message(number) for number in range(20)))
+    assert recorder.log == [(0, 7.0)]
+    subscription.inbox.put_nowait([message(20)])
+    await until(lambda: recorder.log == [(number, 7.0) for number in range(21)])
+
+
+async def test_a_question_that_what_arrives_raises_is_asked(direct, until):
+    subscription, recorder = direct
+    subscription.may_answer.set()
+    recorder.due = [Question(ReplayRequest(b"t", 3), rank=9)]
+    assert not subscription.arrive(message(5))
+    await until(lambda: recorder.log == [(5, 7.0), "answered 9"])
+
+
+async def test_a_stream_that_is_heard_is_looked_at_soon_again(until):
+    ticker, subscription, recorder = Ticker(), DirectSubscription(), Recorder()
+    following = follow(subscription, recorder, clock=lambda: 7.0, ticker=ticker, replay_gate=asyncio.Semaphore())
+    task = asyncio.create_task(following)
+    await until(lambda: subscription.is_waited_for)
+    for _ in range(2 * TICKS_A_ROUND):
+        await ticker.tick()
+    subscription.arrive(message(0))
+    num_looks = recorder.num_looks
+    await ticker.tick()
+    assert recorder.num_looks == num_looks + 1
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert subscription.take is None
+
+
+async def test_an_error_where_messages_arrive_ends_the_following_and_not_who_brought_them(until):
+    class Broken(Recorder):
+        def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+            raise ZeroDivisionError
+
+    subscription = DirectSubscription()
+    following = follow(subscription, Broken(), clock=lambda: 7.0, ticker=Ticker(), replay_gate=asyncio.Semaphore())
+    task = asyncio.create_task(following)
+    await until(lambda: subscription.is_waited_for)
+    assert not subscription.arrive(message(0))
+    with pytest.raises(ZeroDivisionError):
+        await task

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 import pytest
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.digest import block_digest
+from kvist.events.follow import Question
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, MessageBlock
+from kvist.events.transports import Message, MessageBlock, ReplayRequest
 from kvist.events.types import Batch, Heartbeat, Stored
-from kvist.indexer.source import SILENCE_S, Source
+from kvist.indexer.source import MAX_PROBE_DOUBLINGS, PROBE_S, SILENCE_S, Source
 from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 4
@@ -229,6 +232,51 @@ def test_a_canonical_answer_to_an_engines_question_decides_too():
     assert world.statistics.num_malformed == 0
     world.take(publishers(2, 9))
     assert world.holds(7, 8, 9)
+
+
+def test_an_idle_engine_whose_publisher_was_taken_away_is_found_by_asking():
+    world = World(True, options="")
+    world.take(publishers(0, 1), publishers(1, 2))
+    world.source.reconnected(world.now_s)
+    assert world.source.questions(world.now_s) == []
+    world.now_s += PROBE_S
+    assert world.source.questions(world.now_s) == [Question(ReplayRequest(None, 0))]
+    world.answer([engines(0, 7), engines(1, 8)])
+    assert world.holds(7, 8)
+    assert world.source.states() == {0: SourceState.LIVE}
+    world.now_s += PROBE_S
+    assert world.source.questions(world.now_s) == []
+
+
+@pytest.mark.parametrize("answers_itself", [False, True])
+def test_a_publisher_that_comes_back_is_asked_in_the_words_of_engines_at_most_once(answers_itself):
+    world = World(True, options="")
+    world.take(publishers(0, 1))
+    world.source.reconnected(world.now_s)
+    if answers_itself:
+        world.now_s += PROBE_S
+        world.answer([publishers(0, 1), publishers(1, 2)])
+    world.take(publishers(1, 2))
+    world.now_s += PROBE_S
+    assert world.source.questions(world.now_s) == []
+    assert world.holds(1, 2)
+    assert world.source.states() == {0: SourceState.LIVE}
+
+
+def test_a_peer_that_answers_nobody_is_asked_more_and_more_rarely():
+    world = World(True, options="")
+    world.take(publishers(0, 1))
+    world.source.reconnected(world.now_s)
+    asked_at_s = []
+    for _ in range(1000):
+        world.now_s += PROBE_S / 3
+        if world.source.questions(world.now_s):
+            asked_at_s.append(world.now_s)
+            world.answer(None)
+    gaps = [later - earlier for earlier, later in pairwise(asked_at_s)]
+    assert gaps[:4] == pytest.approx([PROBE_S * 2, PROBE_S * 4, PROBE_S * 8, PROBE_S * 16])
+    assert max(gaps) == pytest.approx(PROBE_S * 2**MAX_PROBE_DOUBLINGS)
+    assert world.holds(1)
 
 
 def test_the_counts_of_before_stay_when_the_form_changes(world):

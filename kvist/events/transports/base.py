@@ -13,9 +13,9 @@ Delivery contract, the same for every transport
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 
 class Message(NamedTuple):
@@ -105,6 +105,18 @@ class Subscription(Protocol):
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Return the publisher's answer, oldest first; None when it cannot be asked, or is silent for `timeout_s`."""
+
+
+@runtime_checkable
+class Direct(Protocol):
+    """A subscription that can have messages taken where they arrive, without waking who waits for them."""
+
+    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
+        """Call `take` with what arrives while somebody waits in `receive`, until this is called with None.
+
+        It returns whether it is done with the messages. If not, they are valid until the next `receive`, and the one
+        that was waited in returns without any, for the taker goes on by itself. `take` never raises.
+        """
 
 
 MAX_MESSAGE_BYTES = 64 << 20

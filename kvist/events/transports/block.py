@@ -30,13 +30,16 @@ class MessageBlock(Sequence[Message]):
     `PADDING_BYTES` can be read beyond the end of every message. Who hands out a block says how long it is valid.
     """
 
-    __slots__ = ("address", "buffer", "table")
+    __slots__ = ("_table_address", "address", "buffer", "table")
 
-    def __init__(self, buffer: Buffer, address: int, table: NDArray[np.int64]) -> None:
-        """Wrap what lies in `buffer`; nothing is copied or checked."""
+    def __init__(
+        self, buffer: Buffer, address: int, table: NDArray[np.int64], table_address: int | None = None
+    ) -> None:
+        """Wrap what lies in `buffer`; nothing is copied or checked. Whoever knows where the table is says so."""
         self.buffer = buffer
         self.address = address
         self.table = table
+        self._table_address = table_address
 
     @classmethod
     def of(cls, messages: Sequence[Message]) -> MessageBlock:
@@ -54,6 +57,13 @@ class MessageBlock(Sequence[Message]):
         parts.append(bytes(PADDING_BYTES))
         buffer = b"".join(parts)
         return cls(buffer, address_of(buffer), table)
+
+    @property
+    def table_address(self) -> int:
+        """Return where the table's first row is."""
+        if self._table_address is None:  # asking numpy takes longer than a small block's messages
+            self._table_address = int(self.table.__array_interface__["data"][0])
+        return self._table_address
 
     def __len__(self) -> int:
         """Return the number of messages."""

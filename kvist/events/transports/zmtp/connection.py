@@ -39,6 +39,8 @@ class Connection:
         """Begin with the greeting; `inbox` has nothing of another connection."""
         self.has_pong = False
         """Whether the peer is known to answer a PING, so that its silence means something."""
+        self.num_messages = 0
+        """How many messages were put into the inbox so far."""
         self._inbox = inbox
         self._splitter = splitter
         self._malformed = malformed
@@ -55,6 +57,8 @@ class Connection:
 
     def take_outgoing(self) -> bytes:
         """Return what is to be sent, once."""
+        if not self._outgoing:
+            return b""
         outgoing = bytes(self._outgoing)
         self._outgoing.clear()
         return outgoing
@@ -65,8 +69,10 @@ class Connection:
 
     def advance(self) -> None:
         """Take from the inbox what is there, until a message is cut or the table is full; raises PeerError."""
-        steps = self._greet, self._shake_hands, self._take_traffic
-        while steps[self._stage]():
+        while self._stage != _TRAFFIC:
+            if not (self._greet() if self._stage == _GREETING else self._shake_hands()):
+                return
+        while self._take_traffic():
             pass
 
     def _greet(self) -> bool:
@@ -117,6 +123,7 @@ class Connection:
             half.buffer, half.address, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
         )
         half.add(num_messages, begin)
+        self.num_messages += num_messages
         if reason == StopReason.UNUSUAL:
             self._message = _FrameByFrame()
         return reason == StopReason.UNUSUAL
@@ -171,6 +178,7 @@ class Connection:
             row = half.begin + topic_at, topic_bytes, sequence, half.begin + payload_at, payload_bytes
             half.free_rows[0] = row
             half.add(1, header.end)
+            self.num_messages += 1
             self._message = None
 
     def _refuse_frame(self, message: _FrameByFrame, header: FrameHeader) -> None:

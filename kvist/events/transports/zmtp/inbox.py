@@ -41,6 +41,11 @@ class Inbox:
         return self._filling.num_messages
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing is here, not even part of a message."""
+        return self._filling.end == 0
+
+    @property
     def is_full(self) -> bool:
         """Whether messages must be taken before more can be read."""
         half = self._filling
@@ -49,6 +54,8 @@ class Inbox:
     def space(self) -> memoryview:
         """Return where to read into, unless it is full; raises PeerError when a message does not fit."""
         half = self._filling
+        if half.end == 0:
+            return half.whole
         if half.num_messages == 0 and half.begin > 0:
             half.compact()
         if half.room < MIN_READ_BYTES and half.num_messages == 0 and half.capacity < self._max_bytes:
@@ -56,6 +63,14 @@ class Inbox:
         if half.room == 0:
             raise PeerError(f"a message needs more than {self._max_bytes} bytes")
         return half.view[half.end : half.capacity]
+
+    def look(self) -> MessageBlock:
+        """Return the messages that are here; the block is valid until `drop`, or as that of a `take` before it."""
+        return self._filling.block()
+
+    def drop(self) -> None:
+        """Forget the messages that are here."""
+        self._filling.drop()
 
     def take(self) -> MessageBlock:
         """Return the messages that are here; the block is valid until the next call."""
@@ -88,11 +103,14 @@ class Half:
         # Anonymous memory: a page that no message has reached costs nothing, so a quiet source holds little.
         self.buffer = mmap.mmap(-1, capacity + PADDING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(self.buffer)
+        self.whole = self.view[:capacity]
         self.address = address_of(self.buffer)
         self.begin = 0
         self.end = 0
         self.num_messages = 0
         self._table = np.empty((MAX_DRAIN, 5), np.int64)
+        self._table_address = int(self._table.ctypes.data)
+        self._one_message = MessageBlock(self.buffer, self.address, self._table[:1], self._table_address)
 
     @property
     def room(self) -> int:
@@ -101,12 +119,18 @@ class Half:
     @property
     def free_rows(self) -> NDArray[np.int64]:
         """Where the next messages go in the table."""
-        return self._table[self.num_messages :]
+        return self._table[self.num_messages :] if self.num_messages else self._table
 
     def add(self, num_messages: int, begin: int) -> None:
         """Count messages that were written to `free_rows`, and end at `begin`."""
         self.num_messages += num_messages
         self.begin = begin
+
+    def drop(self) -> None:
+        """Forget the messages."""
+        self.num_messages = 0
+        if self.begin == self.end:
+            self.begin = self.end = 0
 
     def compact(self) -> None:
         """Move what is not split to the front."""
@@ -124,4 +148,6 @@ class Half:
 
     def block(self) -> MessageBlock:
         """Return the messages of the table."""
-        return MessageBlock(self.buffer, self.address, self._table[: self.num_messages])
+        if self.num_messages == 1:
+            return self._one_message
+        return MessageBlock(self.buffer, self.address, self._table[: self.num_messages], self._table_address)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 from kvist.events.transports import base
 from kvist.events.transports.frames import MalformedCounter
@@ -15,15 +16,15 @@ from kvist.events.transports.zmtp.wire import PeerError
 
 CONNECT_TIMEOUT_S = 5.0
 """How long one address may take to answer."""
+WAKES_PER_S, MAX_BURST = 10_000, 200
+"""A message is worth a wake of its own while those of all links are no more a second than this, beyond a burst."""
 NAP_S = 0.002
-"""A busy socket that was emptied is looked at again after so long: many small reads cost more than a few large ones.
+"""Beyond that a dense stream is read once in so long: many small reads cost more than a few large ones.
 
-Longer naps cost less and show events later: at 20,000 messages of 930 bytes a second 3.5 µs a message with naps of
-2.5 ms, 2.7 with 5 (busy two-core VM, 2026-11), and events are seen half a nap later. All naps of a process end
-together, so that one turn of the event loop serves many sources.
+All naps of a process end together, so that one turn of the event loop serves many sources.
 """
-BUSY_S = 0.0005
-"""A socket is busy while its reads are no further apart, 2,000 a second; otherwise bytes are read as they come."""
+DENSE_S = 0.0005
+"""A stream is dense if its messages are no further apart: a nap puts four of them together, or more."""
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
@@ -52,11 +53,29 @@ async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.
     raise last_error
 
 
+class Pace:
+    """Tells whether messages come too fast for a wake each: a bucket that each takes a token from, and time fills."""
+
+    def __init__(self) -> None:
+        self._num_tokens = float(MAX_BURST)
+        self._at_s = 0.0
+
+    def is_exceeded(self, num_messages: int, now_s: float) -> bool:
+        """Take note of messages, and return whether the bucket is empty."""
+        filled = min(MAX_BURST, self._num_tokens + (now_s - self._at_s) * WAKES_PER_S)
+        self._num_tokens = max(-MAX_BURST, filled - num_messages)
+        self._at_s = now_s
+        return self._num_tokens < 0
+
+
+_paces: WeakKeyDictionary[asyncio.AbstractEventLoop, Pace] = WeakKeyDictionary()
+
+
 class Link:
     """Reads for a connection until its peer is gone, or left; stops while the inbox is full.
 
-    A reader on the event loop wakes an idle link at once. A busy one has none: it looks itself, after a nap, which also
-    saves the loop's bookkeeping (20 µs each time with asyncio's own transports, which must pause for that).
+    A reader on the event loop wakes it at once. In a flood it has none: it looks itself, after a nap, which also saves
+    the loop's bookkeeping (20 µs each time with asyncio's own transports, which must pause for that).
     """
 
     def __init__(
@@ -65,12 +84,13 @@ class Link:
         connection: Connection,
         inbox: Inbox,
         malformed: MalformedCounter,
-        on_messages: Callable[[], None],
+        on_messages: Callable[[], bool],
     ) -> None:
-        """Own the socket, greet, and call `on_messages` whenever there is something to take."""
+        """Own the socket, greet, and call `on_messages` whenever there is something to take; it says if it took it."""
         self.is_left = False
         """Whether it was we who ended it: the peer broke the protocol or was silent."""
         self._loop = asyncio.get_running_loop()
+        self._pace = _paces.setdefault(self._loop, Pace())
         self._sock = sock
         self._fd = sock.fileno()  # asyncio writes a socket out for each look-up of one, and not a number
         self._connection = connection
@@ -103,34 +123,32 @@ class Link:
     def _read(self) -> None:
         """Read once, and see when to read again."""
         self._next_read = None
-        now_s = self._loop.time()
-        is_busy = now_s - self._heard_at_s < BUSY_S
-        is_emptied = True
+        space = self._space
         try:
-            num_bytes = self._sock.recv_into(self._space)
+            num_bytes = self._sock.recv_into(space)
         except BlockingIOError:
-            pass
+            self._await_reader()
+            return
         except OSError:
-            self._close()
-        else:
-            self._heard_at_s = now_s
-            is_emptied = num_bytes < len(self._space)
-            self._take_in(num_bytes)
-        if not self._ended.done():
-            self._plan(now_s, is_busy, is_emptied)
-
-    def _take_in(self, num_bytes: int) -> None:
+            num_bytes = 0
         if num_bytes == 0:
             self._close()
-        else:
-            self._inbox.filling.end += num_bytes
-            self._advance()
+            return
+        now_s = self._loop.time()
+        since_s, self._heard_at_s = now_s - self._heard_at_s, now_s
+        num_before = self._connection.num_messages
+        self._inbox.filling.end += num_bytes
+        self._advance()
+        if not self._ended.done():
+            num_messages = self._connection.num_messages - num_before
+            is_exceeded = self._pace.is_exceeded(num_messages, now_s)
+            self._plan(now_s, is_exceeded and since_s < num_messages * DENSE_S, num_bytes < len(space))
 
-    def _plan(self, now_s: float, is_busy: bool, is_emptied: bool) -> None:
+    def _plan(self, now_s: float, is_flood: bool, is_emptied: bool) -> None:
         """Choose what leads to the next read: more bytes, the end of a nap, now, or a take."""
         if self._inbox.is_full:
             self._drop_reader()
-        elif not is_busy:
+        elif not is_flood:
             self._await_reader()
         else:
             self._drop_reader()
@@ -140,18 +158,20 @@ class Link:
             )
 
     def _advance(self) -> None:
-        """Split what is in the inbox, answer, and find room for more."""
+        """Split what is in the inbox, have it taken, answer, and find room for more."""
         if self.is_left:
             return
         try:
             self._connection.advance()
+            while self._inbox.num_messages and self._on_messages() and not self._inbox.is_empty:
+                self._connection.advance()
             if not (self._inbox.is_full or self._ended.done()):
                 self._space = self._inbox.space()
         except PeerError as error:
             self._leave(error.reason)
+            if self._inbox.num_messages:
+                self._on_messages()
         self._flush()
-        if self._inbox.num_messages:
-            self._on_messages()
 
     def _check_silence(self) -> None:
         now_s = self._loop.time()

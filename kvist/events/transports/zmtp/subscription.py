@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import socket
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -24,6 +25,7 @@ from kvist.events.transports.zmtp.splitter import Splitter, split
 OVERHEAD_BYTES = 64 << 10
 """Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
 
+_NO_MESSAGES = MessageBlock.of(())
 _logger = logging.getLogger(__name__)
 
 
@@ -51,7 +53,8 @@ class ZmtpSubscription:
         self._family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         self._splitter = splitter
         self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
-        self._has_messages = asyncio.Event()
+        self._take: Callable[[Sequence[Message]], bool] | None = None
+        self._waiter: asyncio.Future[bool] | None = None
         self._is_emptied = asyncio.Event()
         self._link: Link | None = None
         self._connection: Connection | None = None
@@ -90,11 +93,19 @@ class ZmtpSubscription:
             self._connection = self._link = None
             del self._connecting  # it held this subscription in turn
 
+    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
+        """Have messages taken where they arrive, while somebody waits for them."""
+        self._take = take
+
     async def receive(self) -> MessageBlock:
         """Wait for at least one message; return at most `MAX_DRAIN`."""
-        while self._inbox.num_messages == 0:
-            self._has_messages.clear()
-            await self._has_messages.wait()
+        if self._inbox.num_messages == 0:
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                if not await waiter:
+                    return _NO_MESSAGES
+            finally:
+                self._waiter = None
         block = self._inbox.take()
         if self._link is not None:
             self._link.taken()
@@ -105,6 +116,22 @@ class ZmtpSubscription:
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
         return await self._replay_client.replay(request, timeout_s)
+
+    def _arrived(self) -> bool:
+        """Have messages taken if somebody waits for them; return whether they are not in the inbox any more."""
+        waiter, take = self._waiter, self._take
+        if waiter is None or waiter.done():
+            return False
+        if take is None:
+            waiter.set_result(True)
+            return False
+        if take(self._inbox.look()):
+            self._inbox.drop()
+        else:
+            self._inbox.take()  # which leaves them where they are, while the other half is filled
+            if not waiter.done():  # but for a receive that was cancelled meanwhile
+                waiter.set_result(False)
+        return True
 
     async def _stay_connected(self) -> None:
         wait_s = base.MIN_RECONNECT_S
@@ -125,7 +152,7 @@ class ZmtpSubscription:
     async def _follow(self, connection: Connection) -> bool:
         """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
         sock = await connect(self._host, self._port, self._family)
-        link = Link(sock, connection, self._inbox, self._malformed, self._has_messages.set)
+        link = Link(sock, connection, self._inbox, self._malformed, self._arrived)
         self._connection, self._link = connection, link
         await link.watch()
         while self._inbox.num_messages:

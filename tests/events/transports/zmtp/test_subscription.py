@@ -18,6 +18,7 @@ from kvist.events.transports.memory import MemorySubscription
 from kvist.events.transports.zmq import ZmqSubscription
 from kvist.events.transports.zmtp import ZmtpSubscription, split
 from kvist.events.transports.zmtp.inbox import HALF_BYTES
+from kvist.events.transports.zmtp.link import MAX_BURST, WAKES_PER_S, Pace
 
 
 class Peer:
@@ -106,6 +107,94 @@ async def test_a_receive_is_a_block_found_by_the_splitter_it_was_given(peer, say
     assert isinstance(block, MessageBlock)
     assert list(block) == [Message(b"t", 7, b"x")]
     assert num_calls > 0
+
+
+async def test_messages_are_taken_where_they_arrive_while_somebody_waits_for_them(peer, say, until):
+    taken: list[Message] = []
+
+    def take(messages) -> bool:
+        taken.extend(messages)
+        return True
+
+    sent = numbered(3000)
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        subscription.take_with(take)
+        _, writer = await peer.accept(say.hello() + say.message(sent[0]))
+        await until(lambda: subscription._inbox.num_messages == 1)
+        assert taken == [], "nobody waits yet"
+        assert await receive(subscription) == [sent[0]]
+        receiving = asyncio.create_task(subscription.receive())
+        for start in range(1, 2000, 50):
+            writer.write(b"".join(map(say.message, sent[start : start + 50])))
+            await until(lambda: taken[-1:] == [sent[start + 49]])  # noqa: B023
+        assert not receiving.done()
+        subscription.take_with(None)
+        writer.write(say.message(sent[2001]))
+        assert list(await receiving) == [sent[2001]]
+    assert taken == sent[1:2001]
+
+
+async def test_what_was_not_taken_at_once_stays_valid_until_the_next_receive(peer, say, until):
+    left = []
+
+    def take(messages) -> bool:
+        left.append(messages)
+        return False
+
+    sent = numbered(2000, num_bytes=1000)
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        subscription.take_with(take)
+        receiving = asyncio.create_task(subscription.receive())
+        _, writer = await peer.accept(say.hello() + say.message(sent[0]))
+        assert list(await receiving) == []
+        subscription.take_with(None)
+        writer.write(b"".join(map(say.message, sent[1:])))
+        await until(lambda: subscription._inbox.is_full)
+        assert [list(messages) for messages in left] == [sent[:1]]
+        received = []
+        while len(received) < len(sent) - 1:
+            received += await receive(subscription)
+    assert received == sent[1:]
+
+
+async def test_a_taker_that_wants_a_turn_as_its_receive_is_cancelled_loses_nothing(peer, say):
+    left = []
+
+    def take(messages) -> bool:
+        left.extend(messages)
+        receiving.cancel()
+        return False
+
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        subscription.take_with(take)
+        receiving = asyncio.create_task(subscription.receive())
+        _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
+        with suppress(asyncio.CancelledError):
+            await receiving
+        assert left == [Message(b"t", 0, b"x")]
+        subscription.take_with(None)
+        writer.write(say.message(Message(b"t", 1, b"y")))
+        assert await receive(subscription) == [Message(b"t", 1, b"y")]
+
+
+def test_messages_are_worth_a_wake_each_up_to_a_rate_and_in_bursts():
+    """By a clock of our own: a rate just below the limit never exceeds it, one just above does, and rest restores."""
+
+    def num_exceeded(pace: Pace, rate: float, num_messages: int) -> int:
+        nonlocal now_s
+        num = 0
+        for _ in range(num_messages):
+            now_s += 1 / rate
+            num += pace.is_exceeded(1, now_s)
+        return num
+
+    now_s = 0.0
+    assert num_exceeded(Pace(), 0.99 * WAKES_PER_S, 10_000) == 0
+    assert num_exceeded(Pace(), 1000 * WAKES_PER_S, MAX_BURST) == 0
+    pace = Pace()
+    assert num_exceeded(pace, 2 * WAKES_PER_S, 10_000) > 9000
+    now_s += 2.1 * MAX_BURST / WAKES_PER_S
+    assert num_exceeded(pace, 1000 * WAKES_PER_S, MAX_BURST) == 0
 
 
 @pytest.mark.parametrize(
