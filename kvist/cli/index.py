@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import signal
 import time
 
@@ -12,12 +13,13 @@ from kvist.indexer.service.config import IndexConfig
 
 HELP = "index a fleet's KV events and answer who holds a prefix"
 
-_JOINED = ("workers", "peers", "allow_endpoints")
+# A comma may also part the hosts of a broker's URL.
+_JOINT = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_endpoints": ","}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
-    joined = {name: {"nargs": None} for name in _JOINED}
+    joined = {name: {"nargs": None} for name in _JOINT}
     replay = {"action": argparse.BooleanOptionalAction}
     add_settings(parser, IndexConfig, {**joined, "replay": replay})
 
@@ -30,9 +32,9 @@ def run(args: argparse.Namespace) -> int:
 def make_config(args: argparse.Namespace) -> IndexConfig:
     """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
     given = given_flags(args, IndexConfig)
-    for name in _JOINED:
+    for name in _JOINT:
         if name in given:
-            given[name] = [part.strip() for part in given[name].split(",") if part.strip()]
+            given[name] = [part.strip() for part in re.split(_JOINT[name], given[name]) if part.strip()]
     return IndexConfig(**read_settings(args, IndexConfig, given))
 
 

@@ -8,6 +8,7 @@ import signal
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
 from kvist.errors import InvalidValueError
+from kvist.events.transports import redacted
 from kvist.router.config import RouterConfig
 
 HELP = "route OpenAI requests to the worker that holds their prefix"
@@ -52,6 +53,6 @@ def _event_sources(texts: list[str]) -> dict[str, list[str]]:
     for text in texts:
         url, found, endpoint = text.partition("=")
         if not found:
-            raise InvalidValueError("kv-event-source", text, "URL=ENDPOINT")
+            raise InvalidValueError("kv-event-source", redacted(text), "URL=ENDPOINT")
         sources.setdefault(url, []).append(endpoint)
     return sources

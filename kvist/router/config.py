@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint
+from kvist.events.transports import Endpoint, redacted
 from kvist.networks import check_networks
 from kvist.router.policy import (
     DEFAULT_DECODE_SCALE,
@@ -163,4 +163,6 @@ def check_event_source(endpoint: str) -> None:
     try:
         Endpoint.parse(endpoint)
     except ValueError as error:
-        raise InvalidValueError("kv_event_sources", endpoint, f"the URL of an event stream ({error})") from None
+        raise InvalidValueError(
+            "kv_event_sources", redacted(endpoint), f"the URL of an event stream ({error})"
+        ) from None

@@ -14,6 +14,7 @@ import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.transports import Endpoint
+from kvist.events.transports.broker import BrokerUrl, is_broker_url
 from kvist.http import UpstreamError, UpstreamPool
 from kvist.networks import is_in_networks
 
@@ -78,6 +79,8 @@ def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) ->
     Raises InvalidValueError unless it is on the worker's own host or, as an address, in an allowed network.
     """
     own_host = _plain_host(urlsplit(url).hostname or "")
+    if is_broker_url(announced):
+        return _broker_endpoint(own_host, announced, allowed_networks)
     try:
         parts = urlsplit(announced)
         host, port = parts.hostname, parts.port
@@ -91,6 +94,18 @@ def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) ->
     if _plain_host(host) == own_host or is_in_networks(_plain_host(host), allowed_networks):
         return announced
     raise InvalidValueError("kv_events.endpoint", announced, f"the worker's own host {own_host} or an allowed network")
+
+
+def _broker_endpoint(own_host: str, announced: str, allowed_networks: Sequence[str]) -> str:
+    """Return the broker's URL: all its hosts must be allowed, and no file or login of ours be named by a worker."""
+    broker = BrokerUrl.parse(announced).with_worker(None)
+    if broker.has_secrets or "deliver" in broker.options:
+        raise InvalidValueError("kv_events.endpoint", broker.public, "a URL without a login, files and deliver")
+    for host in broker.hosts:
+        if _plain_host(host.name) != own_host and not is_in_networks(_plain_host(host.name), allowed_networks):
+            expected = f"brokers on the worker's own host {own_host} or, as addresses, in an allowed network"
+            raise InvalidValueError("kv_events.endpoint", broker.public, expected)
+    return announced
 
 
 async def _server_info(pool: UpstreamPool, url: str) -> Identity:

@@ -108,7 +108,7 @@ class FleetIndex:
             self._add_sources(worker)
             if self.block_size is None:
                 self._learners += [
-                    self._tasks.create_task(self._learn_block_size(endpoint), name=f"kvist-block-size {endpoint}")
+                    self._tasks.create_task(self._learn_block_size(endpoint), name=f"kvist-block-size {worker}")
                     for endpoint in wanted
                 ]
 

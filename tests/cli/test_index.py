@@ -49,6 +49,12 @@ def test_flags_are_read_in_their_keys_types() -> None:
     assert config("--replay").replay
 
 
+def test_a_comma_between_a_brokers_hosts_parts_no_workers() -> None:
+    nats = "nats://u:p@a:4222,b:4222/m/w?jetstream=S"
+    read = config("--workers", f"1={nats}, 2=tcp://h:1,2:1=mqtt://h/m/w,", "--block-size", "16")
+    assert [worker.endpoint for worker in read.parsed_workers()] == [nats, "tcp://h:1", "mqtt://h/m/w"]
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "index.toml"
     path.write_text('port = 1\nblock_size = 8\nworkers = ["3=tcp://h:1"]\nreplay = false\n')
@@ -62,6 +68,11 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         (["--workers", "x=tcp://h:1", "--block-size", "4"], "workers: got 'x=tcp://h:1', expected id[:rank]=endpoint"),
         (["--workers", "1:x=tcp://h:1", "--block-size", "4"], "workers: got '1:x=tcp://h:1', expected id[:rank]="),
         (["--workers", f"{1 << 64}=tcp://h:1", "--block-size", "4"], "id and rank in digits"),
+        (
+            ["--workers", "1=nats://u:p@h/m", "--block-size", "4"],
+            "workers: got '1=nats://***@h/m', expected id",
+        ),
+        (["--workers", "1=tcp://h:1,x=tcp://h:2", "--block-size", "4"], "workers: got 'x=tcp://h:2', expected id"),
         (["--workers", "1=h:1", "--block-size", "4"], "expected id[:rank]=endpoint (endpoint: got 'h:1'"),
         (["--workers", "1=tcp://h:1,1:0=tcp://h:2", "--block-size", "4"], "expected each id and rank once"),
         (["--workers", "1=tcp://h:1"], "block_size: got None, expected the workers' tokens per block"),

@@ -41,6 +41,11 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
             "kv_event_sources",
             "the URL of an event stream",
         ),
+        (
+            {"worker_urls": [WORKER], "kv_event_sources": {WORKER: ["nats://user:password@h/model"]}},
+            "kv_event_sources",
+            "got 'nats://***@h/model', expected the URL of an event stream (endpoint: got 'nats://h:4222/model'",
+        ),
         ({"allowed_event_networks": ["10.0.0.0/33"]}, "allowed_event_networks", "a network as CIDR"),
         ({"tier_credits": [1.0, -0.5]}, "tier_credits", "numbers >= 0"),
         ({"tier_credits": []}, "tier_credits", "array of length >= 1"),

@@ -78,6 +78,8 @@ async def test_an_answer_that_is_not_what_it_should_be_is_refused(worker, broken
         ("http://10.0.0.7:8000", "tcp://0.0.0.0:5557?replay_port=1", "tcp://10.0.0.7:5557?replay_port=1"),
         ("http://[fd00::7]:8000", "tcp://[::]:5557", "tcp://[fd00::7]:5557"),
         ("http://10.0.0.7:8000", "tcp://10.1.2.3:5557", "tcp://10.1.2.3:5557"),
+        ("http://10.0.0.7:8000", "nats://10.1.2.3,10.0.0.7/m/w", "nats://10.1.2.3,10.0.0.7/m/w"),
+        ("http://localhost:8000", "mqtts://127.0.0.1/m/w", "mqtts://127.0.0.1/m/w"),
     ],
 )
 def test_an_endpoint_on_the_workers_host_or_an_allowed_network_is_dialled(url, announced, dialled) -> None:
@@ -94,6 +96,11 @@ def test_an_endpoint_on_the_workers_host_or_an_allowed_network_is_dialled(url, a
         "tcp://10.0.0.7",
         "tcp://10.0.0.7:port",
         "tcp://[::1:5557",
+        "nats://10.1.2.3,10.9.0.1/m/w",
+        "nats://broker/m/w",
+        "nats://user:password@10.1.2.3/m/w",
+        "nats://10.1.2.3/m/w?creds=/etc/passwd",
+        "nats://10.1.2.3/m/w?jetstream=S&deliver=all",
         "",
     ],
 )

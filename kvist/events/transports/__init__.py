@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvist.events.transports.base import Message, Publication, ReplayRequest, ReplaySource, Subscription
+from kvist.events.transports.broker import public_url, redacted
 from kvist.events.transports.endpoint import Endpoint, open_publication, open_subscription
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ __all__ = [
     "Subscription",
     "open_publication",
     "open_subscription",
+    "public_url",
+    "redacted",
 ]
 
 

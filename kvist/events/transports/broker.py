@@ -73,6 +73,11 @@ def redacted(text: str) -> str:
     return re.sub(r"(?<=://).*@", "***@", text, flags=re.DOTALL)
 
 
+def public_url(url: str) -> str:
+    """Return a valid URL of any stream as it may be shown: a broker's without login and files, others as they are."""
+    return BrokerUrl.parse(url).public if is_broker_url(url) else url
+
+
 class Host(NamedTuple):
     """Where a broker listens; an IPv6 address stands without brackets."""
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint
+from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
 from kvist.networks import check_networks
 from kvist.settings import check_fields
@@ -66,7 +66,7 @@ class IndexConfig:
             _check_peer(peer)
         streams = [(worker.instance_id, worker.dp_rank) for worker in self.parsed_workers()]
         if len(set(streams)) != len(streams):
-            raise InvalidValueError("workers", list(self.workers), "each id and rank once")
+            raise InvalidValueError("workers", list(map(redacted, self.workers)), "each id and rank once")
         if streams and self.block_size is None:
             raise InvalidValueError("block_size", None, "the workers' tokens per block")
 
@@ -79,11 +79,11 @@ def _parse_worker(text: str) -> Worker:
     name, _, endpoint = text.partition("=")
     instance_id, has_rank, dp_rank = name.partition(":")
     if not _is_number(instance_id, MAX_INSTANCE_ID) or (has_rank and not _is_number(dp_rank, MAX_RANKS - 1)):
-        raise InvalidValueError("workers", text, "id[:rank]=endpoint, id and rank in digits")
+        raise InvalidValueError("workers", redacted(text), "id[:rank]=endpoint, id and rank in digits")
     try:
         Endpoint.parse(endpoint)
     except InvalidValueError as error:
-        raise InvalidValueError("workers", text, f"id[:rank]=endpoint ({error})") from None
+        raise InvalidValueError("workers", redacted(text), f"id[:rank]=endpoint ({error})") from None
     return Worker(int(instance_id), int(dp_rank or 0), endpoint)
 
 

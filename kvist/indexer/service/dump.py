@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 from http import HTTPStatus
 
+from kvist.events.transports import public_url
 from kvist.http import Responder
 from kvist.indexer.engine_map import Names
 from kvist.indexer.service.answers import stream_name
@@ -80,8 +81,8 @@ def _head_of(member: Member) -> NamespaceHead:
         StreamState(
             instance_id,
             dp_rank,
-            stream.endpoint,
-            stream.url,
+            public_url(stream.endpoint),
+            public_url(stream.url),
             member.indexer.progress(stream_name(instance_id, dp_rank)),
         )
         for instance_id, ranks in member.instances.items()

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint
+from kvist.events.transports import Endpoint, public_url
 from kvist.indexer.service.errors import ApiError
 from kvist.networks import is_in_networks
 
@@ -28,13 +28,13 @@ class EndpointRules:
             url = self.with_replay(endpoint, replay_endpoint)
         except InvalidValueError as error:
             raise ApiError(HTTPStatus.BAD_REQUEST, str(error)) from None
-        if parsed.scheme not in ("tcp", "ipc"):
-            raise ApiError(
-                HTTPStatus.BAD_REQUEST, f"endpoint: got {endpoint!r}, expected tcp://host:port or ipc:///path"
-            )
+        if parsed.scheme not in ("tcp", "ipc") and parsed.broker is None:
+            expected = "tcp://host:port, ipc:///path or a broker's URL"
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"endpoint: got {endpoint!r}, expected {expected}")
         if self.allowed_networks and not self._is_allowed(parsed):
             networks = ", ".join(self.allowed_networks)
-            raise ApiError(HTTPStatus.FORBIDDEN, f"endpoint: got {endpoint!r}, expected an address in {networks}")
+            got = public_url(endpoint)
+            raise ApiError(HTTPStatus.FORBIDDEN, f"endpoint: got {got!r}, expected an address in {networks}")
         return url
 
     def with_replay(self, endpoint: str, replay_endpoint: str | None = None) -> str:
@@ -49,6 +49,8 @@ class EndpointRules:
         return f"{endpoint}{'&' if options else '?'}{option}"
 
     def _is_allowed(self, endpoint: Endpoint) -> bool:
+        if endpoint.broker is not None:
+            return all(is_in_networks(host.name, self.allowed_networks) for host in endpoint.broker.hosts)
         host = urlsplit(endpoint.address).hostname or ""
         return endpoint.scheme == "tcp" and not endpoint.is_bound and is_in_networks(host, self.allowed_networks)
 

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from kvist.events.transports import Endpoint
+from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
 from kvist.indexer.service.answers import stream_name
 from kvist.indexer.service.errors import ApiError
@@ -43,7 +43,8 @@ class Stream(NamedTuple):
     @property
     def assumed_replay(self) -> str | None:
         """Return the address that is asked for a replay because nobody named another, if so."""
-        return None if "replay_port=" in self.url else Endpoint.parse(self.url).replay_address
+        endpoint = Endpoint.parse(self.url)
+        return None if "replay_port=" in self.url or endpoint.broker is not None else endpoint.replay_address
 
     def without_replay(self) -> Stream:
         """Return the stream as one that cannot be asked."""
@@ -137,7 +138,9 @@ class Registry:
             member.instances.setdefault(instance_id, {})[dp_rank] = stream
             self._namespace_of[instance_id] = namespace
             self._num_streams += 1
-        _logger.info("registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, stream.url)
+        _logger.info(
+            "registered %s instance_id=%d dp_rank=%d url=%s", namespace, instance_id, dp_rank, public_url(stream.url)
+        )
 
     def unregister(self, namespace: Namespace, instance_id: int, dp_rank: int | None) -> None:
         """Stop following an instance, or one rank of it, and forget its blocks; raises ApiError (404)."""

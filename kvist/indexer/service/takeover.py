@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
+from kvist.events.transports import public_url
 from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import EngineProgress
 from kvist.indexer.service.answers import stream_name
@@ -96,7 +97,7 @@ class Takeover:
 def _is_followed(member: Member, state: StreamState) -> bool:
     """Return whether the stream is followed here, too, at the same place."""
     stream = member.instances.get(state.instance_id, {}).get(state.dp_rank)
-    return stream is not None and stream.endpoint == state.endpoint
+    return stream is not None and public_url(stream.endpoint) == state.endpoint
 
 
 def _ordered(frames: list[Names]) -> Names:

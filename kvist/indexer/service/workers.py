@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvist.events import WorkerRank
+from kvist.events.transports import public_url
 from kvist.indexer import SourceStatistics
 from kvist.indexer.service.answers import stream_name
 from kvist.indexer.service.registry import Member, Stream
@@ -51,7 +52,7 @@ def _instance(
         "model_name": member.namespace.model_name,
         "routing_group": member.namespace.group,
         "block_size": member.block_size,
-        "endpoints": {str(rank): stream.endpoint for rank, stream in streams.items()},
+        "endpoints": {str(rank): public_url(stream.endpoint) for rank, stream in streams.items()},
         "listeners": listeners,
     }
 
@@ -59,8 +60,8 @@ def _instance(
 def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[str, Any]:
     """Return one stream; `ranks` are those its events came from, which usually is the one registered."""
     listener: dict[str, Any] = {
-        "endpoint": stream.endpoint,
-        "url": stream.url,
+        "endpoint": public_url(stream.endpoint),
+        "url": public_url(stream.url),
         "status": "active" if source.failure is None else "failed",
     }
     if source.failure is not None:

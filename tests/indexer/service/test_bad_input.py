@@ -142,7 +142,13 @@ async def test_administration_is_on_loopback_or_by_key(start_index, path):
 
 @pytest.mark.parametrize(
     "endpoint",
-    ["tcp://10.1.2.3:5557", "tcp://localhost:5557", "ipc:///tmp/x", "tcp://127.0.0.1:5557?bind=1"],
+    [
+        "tcp://10.1.2.3:5557",
+        "tcp://localhost:5557",
+        "ipc:///tmp/x",
+        "tcp://127.0.0.1:5557?bind=1",
+        "nats://127.0.0.1:4222,10.1.2.3:4222/m/w",
+    ],
 )
 async def test_endpoints_outside_the_allowed_networks_are_not_dialled(start_index, endpoint):
     client = await start_index(allow_endpoints=("127.0.0.0/8",))
@@ -150,6 +156,18 @@ async def test_endpoints_outside_the_allowed_networks_are_not_dialled(start_inde
     assert answer.status_code == 403
     assert f"endpoint: got '{endpoint}', expected an address in 127.0.0.0/8" in answer.json()["error"]
     assert (await client.post("/register", NEW)).status_code == 201
+
+
+async def test_a_brokers_login_is_shown_to_nobody(start_index, free_port, caplog):
+    caplog.set_level("INFO")
+    client = await start_index(allow_endpoints=("127.0.0.0/8",))
+    broker = f"127.0.0.1:{free_port()}"
+    answer = await client.post("/register", NEW | {"endpoint": f"nats://user:secret@{broker}/m/w"})
+    assert answer.status_code == 201, answer.text
+    workers, dump = await client.get("/workers"), await client.get("/dump")
+    assert f"nats://{broker}/m/w" in workers.text
+    shown = (workers.text, dump.content.decode("latin-1"), caplog.text, (await client.get("/metrics")).text)
+    assert not any("secret" in text for text in shown)
 
 
 async def test_the_number_of_namespaces_and_streams_is_bounded(client, monkeypatch):
