@@ -196,6 +196,8 @@ class MqttBroker:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         mosquitto = shutil.which("mosquitto", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
+        self.has_bounds = mosquitto is not None
+        """Whether it drops messages for a client that does not read, above 4 MB; amqtt keeps them all."""
         if mosquitto is not None:
             self._write("broker.conf", _mosquitto_config(port, folder, password, certificate))
             self._command = [mosquitto, "-c", str(folder / "broker.conf")]
@@ -234,7 +236,7 @@ class MqttBroker:
 
 
 def _mosquitto_config(port: int, folder: Path, password: str | None, certificate: Certificate | None) -> str:
-    lines = [f"listener {port} 127.0.0.1", "persistence false"]
+    lines = [f"listener {port} 127.0.0.1", "persistence false", "max_queued_messages 10000", "max_queued_bytes 4000000"]
     if os.getuid() == 0:
         lines.append("user root")  # it would else become a user who may not read the folder
     if certificate is not None:

@@ -43,6 +43,8 @@ class Kit:
         self.url = url
         self.is_shared = Endpoint.parse(url).broker is not None
         """Whether two publications may use the address at once, which a broker does not prevent."""
+        self.loses_for_the_slow = True
+        """Whether what a subscriber does not read is bounded."""
         self._subscription_of = subscription_of
         self._publications: list[Publication] = []
 
@@ -69,19 +71,27 @@ def kept() -> KeptMessages:
     return KeptMessages()
 
 
-@pytest.fixture(params=["memory", "zmtp", "zmq", "ipc", "nats", "jetstream"])
+@pytest.fixture(params=["memory", "zmtp", "zmq", "ipc", "nats", "jetstream", "mqtt"])
 def kit(
     request: pytest.FixtureRequest,
     free_port: Callable[[], int],
     tmp_path_factory: pytest.TempPathFactory,
     start_nats_server: Callable[..., Any],
+    start_mqtt_broker: Callable[..., Any],
 ) -> Iterator[Kit]:
+    brokers = []
+
     def nats_url(has_jetstream: bool) -> str:
         # A subscriber that does not read is cut off soon.
         server = start_nats_server("max_pending: 4MB\nwrite_deadline: 500ms", has_jetstream=has_jetstream)
         return f"nats://127.0.0.1:{server.port}/model%2Fa.b/worker{'?jetstream=KV' if has_jetstream else ''}"
 
+    def mqtt_url() -> str:
+        brokers.append(start_mqtt_broker())
+        return f"mqtt://127.0.0.1:{brokers[0].port}/model%2Fa.b/worker"
+
     urls = {
+        "mqtt": mqtt_url,
         "nats": lambda: nats_url(has_jetstream=False),
         "jetstream": lambda: nats_url(has_jetstream=True),
         "memory": lambda: f"memory://suite-{next(_names)}",
@@ -91,5 +101,6 @@ def kit(
     }
     subscription_of = ZmqSubscription if request.param == "zmq" else open_subscription
     kit = Kit(urls[request.param](), subscription_of)
+    kit.loses_for_the_slow = all(broker.has_bounds for broker in brokers)
     yield kit
     kit.close()

@@ -153,7 +153,7 @@ async def test_a_slow_subscriber_loses_messages_of_its_own_and_delays_nobody(kit
                     received += await slow.receive()
         sequences = [message.sequence for message in received if message.sequence < num_sent]
         assert sequences == sorted(set(sequences))
-        assert len(sequences) < num_sent
+        assert len(sequences) < num_sent or not kit.loses_for_the_slow
 
 
 async def test_closing_delivers_what_was_sent_to_whoever_is_connected(kit):

@@ -64,7 +64,9 @@ class Connection:
         self._url = url
         self._client_id = client_id
         self._will = will
-        self._tls = _tls_context(url) if url.has_tls else None
+        self._tls = url.tls_context()
+        if self._tls is not None:
+            self._tls.sslsocket_class = _TlsSocket
         self._since: str | None = None
         self._logged_reason: str | None = None
 
@@ -191,18 +193,3 @@ class _TlsSocket(ssl.SSLSocket):
         except OSError:
             self.close()
             raise
-
-
-def _tls_context(url: BrokerUrl) -> ssl.SSLContext:
-    """Return the TLS configuration of the URL; raises InvalidValueError for files that cannot be used."""
-    chain = url.options.get("tls_cert")
-    try:
-        context = ssl.create_default_context(cafile=url.options.get("tls_ca"))
-        if chain is not None:
-            context.load_cert_chain(chain, url.options["tls_key"])
-    except OSError as error:
-        raise InvalidValueError(
-            "endpoint", url.public, f"tls_ca, tls_cert and tls_key to be usable ({error})"
-        ) from None
-    context.sslsocket_class = _TlsSocket
-    return context

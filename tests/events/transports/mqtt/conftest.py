@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -22,8 +22,9 @@ class Wire:
 
     place = "kvist/org%2Fmodel/pod-1"
 
-    def __init__(self, broker: Any) -> None:
+    def __init__(self, broker: Any, until: Callable[[Callable[[], object]], Awaitable[None]]) -> None:
         self.broker = broker
+        self._until = until
         self.publications: list[MqttPublication] = []
 
     def url(self, userinfo: str = "", scheme: str = "mqtt", query: str = "") -> BrokerUrl:
@@ -35,6 +36,18 @@ class Wire:
 
     def subscribe(self, url: BrokerUrl | None = None) -> MqttSubscription:
         return MqttSubscription(url or self.url())
+
+    async def publish_to(self, *subscriptions: MqttSubscription, url: BrokerUrl | None = None) -> MqttPublication:
+        """Open a publication once these subscriptions are there, and wait until they heard of it.
+
+        amqtt acknowledges what it is to keep before it keeps it: who comes in between hears nothing.
+        """
+        await self._until(lambda: all(subscription.problem is None for subscription in subscriptions))
+        num_connects = [subscription.num_connects for subscription in subscriptions]
+        publication = await asyncio.to_thread(self.publish, url)
+        for subscription, before in zip(subscriptions, num_connects, strict=True):
+            await self._until(lambda: subscription.num_connects > before)  # noqa: B023 - awaited in the same round
+        return publication
 
     @asynccontextmanager
     async def operator(self) -> AsyncIterator[aiomqtt.Client]:
@@ -52,12 +65,12 @@ class Wire:
 
 
 @pytest.fixture
-def wires() -> Iterator[Callable[[Any], Wire]]:
+def wires(until: Callable[[Callable[[], object]], Awaitable[None]]) -> Iterator[Callable[[Any], Wire]]:
     """Return a function that makes a Wire on a broker."""
     made: list[Wire] = []
 
     def make(broker: Any) -> Wire:
-        made.append(Wire(broker))
+        made.append(Wire(broker, until))
         return made[-1]
 
     yield make

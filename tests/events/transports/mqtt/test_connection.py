@@ -27,7 +27,6 @@ async def test_a_broker_that_is_down_at_first_is_tried_again_and_said_to_be_away
 
 
 async def test_a_broker_killed_and_restarted_under_load_loses_no_order_and_is_found_again(wire, until, send):
-    publication = wire.publish()
     sequences: list[int] = []
 
     async def receive() -> None:
@@ -44,7 +43,7 @@ async def test_a_broker_killed_and_restarted_under_load_loses_no_order_and_is_fo
 
     sequence = 0
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         receiving = asyncio.create_task(receive())
         for restart in range(1, 3):
             await load(1000 * restart)
@@ -86,9 +85,9 @@ async def test_wrong_credentials_are_said_and_not_tried_again_soon(
 async def test_the_right_credentials_are_taken_and_shown_nowhere(start_mqtt_broker, wires, until, caplog):
     caplog.set_level("DEBUG")
     wire = wires(start_mqtt_broker(password=SECRET))
-    publication = wire.publish(wire.url(f"kvist:{SECRET}@"))
-    async with wire.subscribe(wire.url(f"kvist:{SECRET}@")) as subscription:
-        await until(lambda: subscription.num_connects == 1)
+    url = wire.url(f"kvist:{SECRET}@")
+    async with wire.subscribe(url) as subscription:
+        publication = await wire.publish_to(subscription, url=url)
         wire.broker.kill()
         await until(lambda: subscription.problem and publication.problem)
         shown = f"{subscription.problem} {publication.problem} {publication.endpoint} {caplog.text}"
@@ -99,12 +98,9 @@ async def test_the_right_credentials_are_taken_and_shown_nowhere(start_mqtt_brok
 async def test_a_stream_over_tls_needs_the_right_authority(start_mqtt_broker, wires, until, certificate):
     wire = wires(start_mqtt_broker(certificate=certificate))
     trusted = wire.url(scheme="mqtts", query=f"?tls_ca={certificate.authority}")
-    wire.publish(trusted)
-    async with (
-        wire.subscribe(trusted) as subscription,
-        wire.subscribe(wire.url(scheme="mqtts")) as distrustful,
-    ):
-        await until(lambda: subscription.num_connects == 1)
+    distrustful_url = wire.url(scheme="mqtts")
+    async with wire.subscribe(trusted) as subscription, wire.subscribe(distrustful_url) as distrustful:
+        await wire.publish_to(subscription, url=trusted)
         await until(lambda: "its certificate is not trusted" in distrustful.problem)
 
 
@@ -122,7 +118,7 @@ async def test_a_broker_that_does_not_answer_is_given_up(free_port, until, monke
 
 @pytest.mark.parametrize("query", ["tls_ca=/nowhere.pem", "tls_cert=/nowhere.pem&tls_key=/nowhere.key"])
 def test_files_that_cannot_be_used_are_refused_at_once(query):
-    with pytest.raises(InvalidValueError, match="tls_ca, tls_cert and tls_key"):
+    with pytest.raises(InvalidValueError, match="tls_ca, tls_cert and tls_key to name PEM files"):
         MqttSubscription(BrokerUrl.parse(f"mqtts://127.0.0.1/m/w?{query}"))
 
 

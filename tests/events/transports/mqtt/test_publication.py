@@ -41,15 +41,13 @@ async def test_a_publisher_announces_its_worker_epoch_block_size_and_ranks(wire)
 
 async def test_a_closed_publication_is_gone_and_the_next_one_is_there_again(wire, until):
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.problem is None)
-        first = wire.publish()
-        await until(lambda: subscription.num_connects == 1)
+        first = await wire.publish_to(subscription)
         assert not subscription.is_peer_gone
         await asyncio.to_thread(first.close)
         await until(lambda: subscription.is_peer_gone)
-        wire.publish()
-        await until(lambda: subscription.num_connects == 2)
+        await wire.publish_to(subscription)
         assert not subscription.is_peer_gone
+        assert subscription.num_connects == 2
 
 
 async def test_a_killed_publisher_is_gone_by_its_last_will(wire, until):
@@ -66,12 +64,11 @@ async def test_a_killed_publisher_is_gone_by_its_last_will(wire, until):
         await until(lambda: latecomer.is_peer_gone)
 
 
-async def test_nobody_elses_farewell_stays_in_the_place_of_an_announcement(wire, until):
-    wire.publish()
-    alive = await wire.announced()
-    late_will = alive.replace(b'"alive"', b'"gone"').replace(b'"publication_id":"', b'"publication_id":"0')
+async def test_nobody_elses_farewell_stays_in_the_place_of_an_announcement(wire):
     async with wire.operator() as operator, wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        await wire.publish_to(subscription)
+        alive = await wire.announced()
+        late_will = alive.replace(b'"alive"', b'"gone"').replace(b'"publication_id":"', b'"publication_id":"0')
         for data in (late_will, b"", b"rubbish"):
             await operator.publish(wire.place, data, 1, retain=True)
             while await wire.announced() != alive:
@@ -80,10 +77,9 @@ async def test_nobody_elses_farewell_stays_in_the_place_of_an_announcement(wire,
         assert subscription.num_connects == 1
 
 
-async def test_closing_waits_until_the_broker_has_everything(wire, until, send, take_until):
-    publication = wire.publish()
+async def test_closing_waits_until_the_broker_has_everything(wire, send, take_until):
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         for sequence in range(500):
             send(publication, sequence)
         await asyncio.to_thread(publication.close)
@@ -91,9 +87,8 @@ async def test_closing_waits_until_the_broker_has_everything(wire, until, send, 
 
 
 async def test_what_the_broker_did_not_acknowledge_is_sent_again_in_order(wire, until, send, take_until):
-    publication = wire.publish()
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         wire.broker.kill()
         for sequence in range(500):
             send(publication, sequence)

@@ -21,12 +21,10 @@ def kept(num_messages: int, size_bytes: int) -> Kept:
     return Kept([Message(TOPIC, sequence, bytes(size_bytes)) for sequence in range(num_messages)])
 
 
-async def test_an_answer_of_many_pages_arrives_whole_and_reaches_nobody_else(wire, until):
-    publication = wire.publish()
-    publication.serve_replay(kept(500, 20_000))
-    async with wire.subscribe() as subscription, wire.subscribe() as other, wire.operator() as operator:
-        await operator.subscribe("#", 1)
-        await until(lambda: other.num_connects == 1)
+async def test_an_answer_of_many_pages_arrives_whole_and_reaches_nobody_else(wire):
+    async with wire.subscribe() as subscription, wire.subscribe() as other:
+        publication = await wire.publish_to(subscription, other)
+        publication.serve_replay(kept(500, 20_000))
         assert len(await subscription.replay(ReplayRequest(TOPIC, 100), 10)) == 400
         waiting = asyncio.create_task(other.receive())
         await asyncio.sleep(0)
@@ -48,9 +46,9 @@ async def test_a_question_is_given_up_when_the_broker_goes(wire, until):
             while True:
                 yield Message(TOPIC, request.start_sequence, bytes(100_000))
 
-    wire.publish().serve_replay(Endless())
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
+        publication.serve_replay(Endless())
         asking = asyncio.create_task(subscription.replay(ReplayRequest(TOPIC, 0), 600))
         await until(lambda: subscription._asking)
         wire.broker.kill()
@@ -59,18 +57,16 @@ async def test_a_question_is_given_up_when_the_broker_goes(wire, until):
 
 
 async def test_a_publisher_that_is_gone_is_not_asked(wire, until):
-    publication = wire.publish()
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         await asyncio.to_thread(publication.close)
         await until(lambda: subscription.is_peer_gone)
         assert await subscription.replay(ReplayRequest(TOPIC, 0), 600) is None
 
 
 async def test_what_is_not_the_transports_is_counted_and_skipped(wire, until, send, take_until):
-    publication = wire.publish()
     async with wire.subscribe() as subscription, wire.operator() as operator:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         for place, data in ((wire.place, b"{"), (f"{wire.place}/0", b"short"), (f"{wire.place}/0", b"")):
             await operator.publish(place, data, 1)
         await until(lambda: subscription.num_malformed == 3)
@@ -80,19 +76,17 @@ async def test_what_is_not_the_transports_is_counted_and_skipped(wire, until, se
 
 async def test_what_is_not_read_in_time_is_lost_newest_first(wire, until, send, take_until, monkeypatch, caplog):
     monkeypatch.setattr("kvist.events.transports.mqtt.subscription.QUEUE_CAPACITY", 10)
-    publication = wire.publish()
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         for sequence in range(50):
             send(publication, sequence)
         await until(lambda: "messages lost" in caplog.text)
         assert (await take_until(subscription, 9))[:10] == list(range(10))
 
 
-async def test_topics_that_are_no_ranks_come_back_as_they_were(wire, until):
-    publication = wire.publish()
+async def test_topics_that_are_no_ranks_come_back_as_they_were(wire):
     async with wire.subscribe() as subscription:
-        await until(lambda: subscription.num_connects == 1)
+        publication = await wire.publish_to(subscription)
         for topic in (b"", b"kv-events", b"kv/other/0", b"kv/pod-1/01", b"\xff/#+"):
             publication.send(Message(topic, 1, b""))
             assert [message.topic for message in await subscription.receive()] == [topic]
