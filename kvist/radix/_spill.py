@@ -60,7 +60,9 @@ class Spill:
 
     def put(self, number: int, address: int, num_rows: int) -> None:
         """Let rows of a heap's buffer wait; raises OSError with the first `num_rows(number)` of them in the queue."""
-        if num_rows and self._file is None:
+        if not num_rows:
+            return
+        if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
             self._buffer = self._heap.allocate(_BLOCK_ROWS * _ROW_BYTES)
         with self._heap.view(address) as rows:

@@ -16,7 +16,6 @@ from kvist.indexer.service.registry import Member
 from kvist.radix import SnapshotLostError
 
 BLOCKS_PER_FRAME = 4096
-NAMES_PER_FRAME = 1 << 16
 TIMEOUT_S = 600.0
 """While a dump is under way, what changes in its index is kept twice: a client that never ends would cost disk space,
 and memory for the sets of holders that it has still to be told."""
@@ -72,8 +71,7 @@ def _names_of(member: Member) -> Iterator[tuple[str, int, Names]]:
     for stream in member.streams():
         engine = member.indexer.engine_of(stream) if member.indexer.has_source(stream) else None
         for rank, names in engine.names() if engine is not None else ():
-            for start in range(0, len(names.blocks), NAMES_PER_FRAME):
-                yield stream, rank, Names(*(each[start : start + NAMES_PER_FRAME] for each in names))
+            yield stream, rank, names
 
 
 def _head_of(member: Member) -> NamespaceHead:

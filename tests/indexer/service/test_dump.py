@@ -12,7 +12,7 @@ import pytest
 from kvist.errors import MalformedMessageError
 from kvist.events import Tier, WorkerRank
 from kvist.http import HttpServer
-from kvist.indexer import Indexer
+from kvist.indexer import Indexer, engine_map
 from kvist.indexer.service import dump
 from kvist.indexer.service.dump_format import Blocks, DumpFailed, DumpReader, DumpWriter, NamesFrame, chunk_of, names_of
 from kvist.indexer.service.registry import Member, Namespace
@@ -125,7 +125,7 @@ async def test_names_of_a_large_engine_come_in_frames_of_bounded_size(
         return await client.scores(tokens[:BLOCK_SIZE])
 
     await eventually(is_heard)
-    monkeypatch.setattr(dump, "NAMES_PER_FRAME", 500)
+    monkeypatch.setattr(engine_map, "_NAMES_AT_ONCE", 500)
     reader = DumpReader("peer")
     frames = reader.feed((await client.get("/dump")).content)
     reader.close()
