@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvist.errors import MalformedMessageError
 from kvist.events.digest import blocks_digest
 from kvist.events.steps import Holding
-from kvist.events.types import Batch, SnapshotPart, Tier
+from kvist.events.types import Batch, Heartbeat, SnapshotPart, Tier
 
 MAX_PART_BLOCKS = 8192
 """Blocks in one part: 64 KiB of hashes, a message of 104 KiB."""
@@ -52,11 +52,10 @@ class Snapshot:
     slices: tuple[HeldBlocks, ...]
 
 
-def cut(state: Batch, holding: Holding, held: HeldBlocks) -> Iterator[SnapshotPart]:
-    """Yield what is held in parts, by ascending depth; `state` is an empty batch, of the next sequence.
-
-    What holds nothing has one part.
-    """
+def cut(state: Batch, held: HeldBlocks) -> Iterator[SnapshotPart]:
+    """Yield what is held in parts, by ascending depth, one at least; `state` is a heartbeat that tells of the same."""
+    (heartbeat,) = state.events
+    assert isinstance(heartbeat, Heartbeat)
     order = np.argsort(held.depths, kind="stable")
     num_parts = max(1, -(-len(order) // MAX_PART_BLOCKS))
     for part_idx in range(num_parts):
@@ -69,8 +68,8 @@ def cut(state: Batch, holding: Holding, held: HeldBlocks) -> Iterator[SnapshotPa
             block_size=state.block_size,
             part_idx=part_idx,
             num_parts=num_parts,
-            num_blocks=holding.num_blocks,
-            digest=holding.digest,
+            num_blocks=heartbeat.num_blocks,
+            digest=heartbeat.digest,
             hashes=held.hashes[chosen].astype(_LITTLE_U64, copy=False).tobytes(),
             depths=held.depths[chosen].astype(_LITTLE_U32, copy=False).tobytes(),
             tiers=held.tiers[chosen].tobytes(),

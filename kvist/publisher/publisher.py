@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from types import MappingProxyType, TracebackType
-from typing import Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -22,7 +24,11 @@ from kvist.events.types import Batch, Tier, WorkerRank
 from kvist.events.windows import UNKNOWN, KnownWindow, Window
 from kvist.publisher.outbox import Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
-from kvist.publisher.stream import RankStream, StreamStatistics, new_epoch, topic_of
+from kvist.publisher.snapshot import Answers, Streams
+from kvist.publisher.stream import RankStream, new_epoch, topic_of
+from kvist.publisher.values import PublisherLimits, PublisherStatistics
+
+__all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
 
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
@@ -37,47 +43,11 @@ _RETRY_S = 0.02
 """The wait before batches are offered again to a transport that was full."""
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherLimits:
-    """The bounds of a publisher's memory and time, and what happens at each."""
+class _Between(NamedTuple):
+    """A place in the inbox where something else is to be done."""
 
-    inbox_capacity: int = 65_536
-    """Events the background thread may lag; at the bound events are lost, and the rank is cleared for it."""
-    outbox_capacity: int = 10_000
-    """Batches the transport may lag; at the bound the oldest is dropped, and stays in the replay buffer."""
-    replay_max_batches: int = 10_000
-    replay_max_bytes: int = 64 << 20
-    """What is kept for replay, per rank; at either bound the oldest batch is forgotten."""
-    coalesce_s: float = 0.005
-    """How long events are gathered into one batch."""
-    heartbeat_s: float = 1.0
-    close_timeout_s: float = 5.0
-
-    def __post_init__(self) -> None:
-        """Check every field."""
-        for name in ("inbox_capacity", "outbox_capacity", "replay_max_batches", "replay_max_bytes"):
-            if getattr(self, name) <= 0:
-                raise InvalidValueError(name, getattr(self, name), "a positive number")
-        for name in ("heartbeat_s", "close_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise InvalidValueError(name, getattr(self, name), "a positive number of seconds")
-        if self.coalesce_s < 0:
-            raise InvalidValueError("coalesce_s", self.coalesce_s, "zero or a positive number of seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class PublisherStatistics:
-    """What a publisher did since its start. Per rank: what was filtered, left out and why, and what is held now."""
-
-    num_waiting_events: int = 0
-    num_lost_events: int = 0
-    num_waiting_batches: int = 0
-    num_dropped_batches: int = 0
-    num_sent_messages: int = 0
-    num_sent_bytes: int = 0
-    num_heartbeats: int = 0
-    failure: str | None = None
-    ranks: Mapping[int, StreamStatistics] = field(default_factory=dict)
+    do: Callable[[Streams], None]
+    is_done: Future[None]
 
 
 class KvEventPublisher:
@@ -91,6 +61,9 @@ class KvEventPublisher:
     the rank is published as cleared at that point: the index forgets blocks, and never believes in one that is gone.
     When the transport breaks, it is logged, stands in `failure` and in the statistics, and is raised by `close`; until
     then the engine goes on, and its events are counted as lost.
+
+    Threads do not survive a fork: make the publisher in the process that reports. One that was inherited publishes
+    nothing, which its first report logs, and `close` raises.
     """
 
     def __init__(
@@ -121,19 +94,22 @@ class KvEventPublisher:
         self._streams = {rank: self._new_stream(rank) for rank in range(num_ranks)}
         self._outbox = Outbox(self._limits.outbox_capacity)
         self._replay_buffer = ReplayBuffer(self._limits.replay_max_batches, self._limits.replay_max_bytes)
-        self._inbox: deque[EngineEvent] = deque()
+        self._inbox: deque[EngineEvent | _Between] = deque()
         # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
         self._lossy_ranks: set[int] = set()
         self._num_lost_events = 0
         self._num_heartbeats = 0
         self._failure: BaseException | None = None
+        self._is_inherited = False
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._close_at_s = float("inf")
         self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
-        self._publication.serve_replay(self._replay_buffer)
+        self._answers = Answers(worker, self._epoch, self._streams, self._replay_buffer, self.between_events)
+        self._publication.serve_replay(self._answers)
         self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
         self._thread.start()
+        _publishers.add(self)
 
     @property
     def endpoint(self) -> str:
@@ -208,6 +184,18 @@ class KvEventPublisher:
         if not self._wake.is_set():
             self._wake.set()
 
+    def between_events(self, do: Callable[[Streams], None]) -> Future[None]:
+        """Have the publisher's thread call `do` once all reported so far is in its streams, and all batches are closed.
+
+        The future is cancelled if that thread ends before. From any thread.
+        """
+        between = _Between(do, Future())
+        self._inbox.append(between)
+        self._wake.set()
+        if not self._thread.is_alive():  # and will take no more from the inbox
+            between.is_done.cancel()
+        return between.is_done
+
     def statistics(self) -> PublisherStatistics:
         """Return the counters as they are now; from any thread."""
         return PublisherStatistics(
@@ -218,6 +206,7 @@ class KvEventPublisher:
             num_sent_messages=self._outbox.num_sent,
             num_sent_bytes=self._outbox.num_sent_bytes,
             num_heartbeats=self._num_heartbeats,
+            num_snapshots=self._answers.num_snapshots,
             failure=None if self._failure is None else str(self._failure),
             ranks=MappingProxyType({rank: stream.statistics() for rank, stream in tuple(self._streams.items())}),
         )
@@ -227,6 +216,8 @@ class KvEventPublisher:
 
         What does not get out in time is counted as lost. Idempotent; what is reported afterwards is counted as lost.
         """
+        if self._is_inherited and self._failure is not None:
+            raise self._failure  # the locks, threads and sockets are another process's
         is_first = not self._closing.is_set()
         if is_first:
             # A quarter of the time is the transport's, to deliver what it was given.
@@ -235,6 +226,8 @@ class KvEventPublisher:
             self._wake.set()
         self._thread.join()
         if is_first:
+            self._drop_inbox()  # what came while the thread ended
+            self._answers.close()
             self._publication.close(self._limits.close_timeout_s * 0.25)
             if self._failure is not None:
                 raise self._failure
@@ -255,8 +248,17 @@ class KvEventPublisher:
         if rank not in self._lossy_ranks:
             self._lossy_ranks.add(rank)
             self._inbox.append(EngineCleared(rank))
-            if self._num_lost_events == 1:
+            if self._is_inherited and self._num_lost_events == 1:
+                _logger.error("engine event lost: %s rank=%d", self._failure, rank)
+            elif self._num_lost_events == 1:
                 _logger.warning("engine event lost: the rank is published as cleared rank=%d", rank)
+
+    def forked(self) -> None:
+        """Take note that this is a copy in another process; called there, before anything else."""
+        self._is_inherited = True
+        self._num_lost_events = 0
+        self._lossy_ranks.clear()
+        self._failure = InvalidValueError("publisher", "inherited by a fork", "one made in the process that reports")
 
     def _run(self) -> None:
         try:
@@ -274,8 +276,12 @@ class KvEventPublisher:
                 raise
 
     def _drop_inbox(self) -> None:
-        self._num_lost_events += len(self._inbox)
-        self._inbox.clear()
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, _Between):
+                item.is_done.cancel()
+            else:
+                self._num_lost_events += 1
 
     def _publish_until_closing(self) -> None:
         heartbeat_at_s = time.monotonic()
@@ -287,13 +293,18 @@ class KvEventPublisher:
             self._publish_pass()
             if time.monotonic() >= heartbeat_at_s:
                 self._send_heartbeats()
+                self._answers.tidy(time.monotonic())
                 heartbeat_at_s = time.monotonic() + self._limits.heartbeat_s
 
     def _publish_pass(self) -> None:
-        """Hash and send a bounded part of the inbox."""
+        """Hash and send a bounded part of the inbox, then do what is to be done between two events, if that comes."""
         num_events = min(len(self._inbox), _NUM_EVENTS_A_PASS)
+        between = None
         for event_idx in range(num_events):
             event = self._inbox.popleft()
+            if isinstance(event, _Between):
+                between = event
+                break
             self._stream(event.rank).admit(event)
             if event_idx % _NUM_EVENTS_A_SLICE == _NUM_EVENTS_A_SLICE - 1 and not self._must_hurry():
                 time.sleep(0)
@@ -306,6 +317,9 @@ class KvEventPublisher:
                 self._replay_buffer.append(message)  # before it is sent, or a subscriber could ask in vain
                 self._outbox.put(message)
         self._outbox.flush(self._publication)
+        if between is not None and between.is_done.set_running_or_notify_cancel():
+            between.do(self._streams)
+            between.is_done.set_result(None)
 
     def _must_hurry(self) -> bool:
         """Return whether losing events, now or at the end, is nearer than disturbing the engine."""
@@ -316,7 +330,9 @@ class KvEventPublisher:
             return  # a heartbeat would only report what is still on its way as missing
         timestamp_s = time.time()
         for stream in self._streams.values():
-            self._outbox.put(_message(stream.heartbeat(timestamp_s)))
+            message = _message(stream.heartbeat(timestamp_s))
+            self._replay_buffer.note_heartbeat(message)
+            self._outbox.put(message)
             self._num_heartbeats += 1
         self._outbox.flush(self._publication)
 
@@ -329,6 +345,17 @@ class KvEventPublisher:
     def _new_stream(self, rank: int) -> RankStream:
         source = WorkerRank(self._worker, rank)
         return RankStream(source, self._block_size, self._epoch, window=self._window, lora_names=self._lora_names)
+
+
+_publishers: weakref.WeakSet[KvEventPublisher] = weakref.WeakSet()
+
+
+def _mark_inherited() -> None:
+    for publisher in tuple(_publishers):
+        publisher.forked()
+
+
+os.register_at_fork(after_in_child=_mark_inherited)
 
 
 def _message(batch: Batch) -> Message:

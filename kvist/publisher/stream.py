@@ -13,6 +13,7 @@ from kvist.events.types import Batch, Event, Removed, Stored, WorkerRank
 from kvist.events.windows import KnownWindow
 from kvist.publisher.filter import FilterStatistics, WindowFilter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
+from kvist.publisher.residency import Residency
 
 MAX_BATCH_HASH_BYTES = 64 << 10
 """Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
@@ -51,7 +52,8 @@ class RankStream:
         self._block_size = block_size
         self._epoch = epoch
         self._filter = WindowFilter(source.rank, window)
-        self._normaliser = Normaliser(block_size, rank=source.rank, lora_names=lora_names)
+        self._residency = Residency()
+        self._normaliser = Normaliser(block_size, rank=source.rank, lora_names=lora_names, holdings=self._residency)
         self._coalescer = Coalescer()
         self._num_events = 0
         self._num_malformed = 0
@@ -87,6 +89,21 @@ class RankStream:
     def heartbeat(self, timestamp_s: float) -> Batch:
         """Return a heartbeat about all batches closed so far, which must be all that was admitted."""
         return self._batch(timestamp_s, (self._normaliser.heartbeat(),))
+
+    @property
+    def next_sequence(self) -> int:
+        """Return the number of the next batch."""
+        return self._next_sequence
+
+    @property
+    def residency(self) -> Residency:
+        """Return what is held after everything admitted."""
+        return self._residency
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many (block, tier) pairs are held."""
+        return self._residency.num_blocks
 
     def statistics(self) -> StreamStatistics:
         """Return the counters as they are now."""

@@ -17,9 +17,8 @@ from kvist.events.codec import decode_snapshot_part, encode_snapshot_part, is_ca
 from kvist.events.digest import block_digest
 from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, cut
 from kvist.events.steps import Holding
-from kvist.events.types import Batch, SnapshotPart, Tier
+from kvist.events.types import Batch, Heartbeat, SnapshotPart, Tier
 
-STATE = Batch("worker-0", 1, 2**63, 7, 16, 1700000000.25, ())
 PART = SnapshotPart("worker-0", 1, 2**63, 7, 16, 0, 1, 3, 2**64 - 1, bytes(range(16)), bytes(range(8)), b"\x01\x0f")
 GOLDEN = bytes.fromhex(
     "9d"  # an array of thirteen
@@ -50,7 +49,8 @@ def held_blocks(num_blocks: int, seed: int = 0) -> HeldBlocks:
 
 
 def parts_of(held: HeldBlocks) -> list[SnapshotPart]:
-    return list(cut(STATE, held.holding(), held))
+    state = Batch("worker-0", 1, 2**63, 7, 16, 1700000000.25, (Heartbeat(*held.holding()),))
+    return list(cut(state, held))
 
 
 def put_together(parts) -> Snapshot:

@@ -95,7 +95,7 @@ def test_every_batch_is_in_the_replay_buffer_and_no_heartbeat_is(publication):
     with publisher_over(publication) as publisher:
         report_root_blocks(publisher, range(5))
     batches = [message for message in publication.messages if message.payload in _payloads(publication)]
-    assert publication.source.replay(ReplayRequest(b"kv/w/0", 0)) == batches
+    assert list(publication.source.replay(ReplayRequest(b"kv/w/0", 0))) == batches
 
 
 def _payloads(publication):
@@ -157,7 +157,7 @@ def test_batches_dropped_from_a_full_outbox_can_still_be_replayed(publication, u
         publication.refusal = None
     assert publisher.statistics().num_dropped_batches == num_batches - 3
     assert len(publication.batches()) == 3
-    assert len(publication.source.replay(ReplayRequest(b"kv/w/0", 0))) == num_batches
+    assert len(list(publication.source.replay(ReplayRequest(b"kv/w/0", 0)))) == num_batches
 
 
 def test_a_broken_transport_leaves_the_engine_alone_and_is_raised_by_close(publication, until_true, caplog):

@@ -40,7 +40,10 @@ class ReplayRequest(NamedTuple):
 
 
 class ReplaySource(Protocol):
-    """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe."""
+    """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe.
+
+    Iterating over an answer may wait, up to seconds for a large snapshot: it is not to be done in an event loop.
+    """
 
     def replay(self, request: ReplayRequest) -> Iterable[Message]:
         """Return the answer, the messages of each topic in order."""

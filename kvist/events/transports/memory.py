@@ -81,7 +81,7 @@ class MemoryPublication:
         return self._address
 
     def serve_replay(self, source: ReplaySource) -> None:
-        """Answer replay requests from `source`, in the subscriber's thread."""
+        """Answer replay requests from `source`, in a thread of the subscriber's."""
         self._source = source
 
     def send(self, message: Message) -> None:
@@ -152,4 +152,4 @@ class MemorySubscription:
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:  # noqa: ARG002
         """Return what the publication still keeps; None, at once, when there is none."""
         publication = _hub.publication(self._address)
-        return None if publication is None else publication.replay(request)
+        return None if publication is None else await asyncio.to_thread(publication.replay, request)
