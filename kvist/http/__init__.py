@@ -6,7 +6,7 @@ ambiguous gets from one side to the other; each wait, buffer and count is a fiel
 """
 
 from kvist.http.asgi import serve_asgi
-from kvist.http.connection import Handler
+from kvist.http.connection import Handler, QuickEndpoint
 from kvist.http.errors import (
     ClientDisconnectedError,
     ConnectError,
@@ -33,6 +33,7 @@ __all__ = [
     "HttpLimits",
     "HttpServer",
     "PoolStatistics",
+    "QuickEndpoint",
     "Request",
     "RequestRefusedError",
     "Responder",

@@ -28,12 +28,14 @@ _HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
 """What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
 
 
-MAX_REMEMBERED_BYTES = 2048
+_LENGTH_FIELD = re.compile(rb"(?i)\r\ncontent-length:[\t ]*+([0-9]{1,18})\r\n")
+_MAX_LENGTH_DIGITS = 18
+_MAX_REMEMBERED_BYTES = 2048
 """The longest head kept, for each connection, to be recognised when it comes again."""
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A whole request, whose headers the next one may share.
+    """A whole request, whose headers the next one may share: they are not to be changed.
 
     `target` is in origin form (or `*`), ASCII, still percent-encoded.
     """
@@ -61,15 +63,48 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class _Head(NamedTuple):
-    """What a head says. `length` is that of the body, None for a chunked one."""
+    """What a head says, but for the length of its body."""
 
     method: str
     target: str
     headers: Headers
     http_version: HttpVersion
     is_keep_alive: bool
-    length: int | None
     expects_continue: bool
+
+
+class _KnownHead:
+    """A valid head, by which others are known that differ from it in nothing but the digits of their length."""
+
+    __slots__ = ("_before", "_behind", "_digits", "_head", "_length")
+
+    def __init__(self, head: _Head, length: int | None, text: bytes) -> None:
+        """`length` is that of the body, None for a chunked one."""
+        self._head, self._length = head, length
+        self._before, self._digits, self._behind = text, b"", b""
+        field = _LENGTH_FIELD.search(text)  # as the head is valid, there is no other
+        if field is not None:
+            self._before, self._digits, self._behind = text[: field.start(1)], field[1], text[field.end(1) :]
+
+    def find(self, text: bytes) -> tuple[bytes, int] | None:
+        """Return the digits, if any, and where the body begins, if the text begins with such a head."""
+        if not text.startswith(self._before):
+            return None
+        start = len(self._before)
+        if not self._digits:
+            return b"", start
+        end = text.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
+        digits = text[start:end]
+        if end < 0 or not digits.isdigit() or not text.startswith(self._behind, end):
+            return None
+        return digits, end + len(self._behind)
+
+    def with_digits(self, digits: bytes) -> tuple[_Head, int | None]:
+        """Return such a head, and the length of its body."""
+        if digits == self._digits:
+            return self._head, self._length
+        headers = [(name, digits if name == b"content-length" else value) for name, value in self._head.headers]
+        return self._head._replace(headers=headers), int(digits)
 
 
 _CONTROL_FIELDS = frozenset(
@@ -87,8 +122,7 @@ class RequestParser:
         "_buffer",
         "_client",
         "_head",
-        "_last_head",
-        "_last_head_bytes",
+        "_known",
         "_limits",
         "_payload",
         "_scanned",
@@ -100,9 +134,7 @@ class RequestParser:
         self._buffer = b""
         self._scanned = 0
         self._head: _Head | None = None
-        # A client's heads are often the same to the byte; the last one is read once.
-        self._last_head: _Head | None = None
-        self._last_head_bytes = b""
+        self._known: _KnownHead | None = None  # the last head: a client's are often the same
         self._body: Body | None = None
         self._payload = bytearray()
         self._awaits_continue = False
@@ -138,6 +170,19 @@ class RequestParser:
         else:
             self._buffer = self._buffer + data if self._buffer else bytes(data)
 
+    def repeated_body(self, data: bytes) -> bytes | None:
+        """The body, if `data` is all of a request with the last one's head; otherwise None, and nothing was done.
+
+        To be called only in phase "idle".
+        """
+        found = None if self._known is None else self._known.find(data)
+        if found is None:
+            return None
+        digits, start = found
+        length = len(data) - start
+        is_whole = digits and int(digits) == length and length <= self._limits.max_body_bytes
+        return data[start:] if is_whole else None
+
     def next_request(self) -> Request | None:
         """The next whole request, or None until more bytes come; raises RequestRefusedError."""
         try:
@@ -149,9 +194,8 @@ class RequestParser:
 
     def _read_head(self) -> bool:
         buffer, limits = self._buffer, self._limits
-        if self._last_head is not None and buffer.startswith(self._last_head_bytes):
-            self._buffer = buffer[len(self._last_head_bytes) :]
-            self._begin(self._last_head)
+        if self._known is not None and (found := self._known.find(buffer)) is not None:
+            self._begin(*self._known.with_digits(found[0]), found[1])
             return True
         end = buffer.find(b"\r\n\r\n", max(0, self._scanned - 3))
         line_end = buffer.find(b"\r\n", 0, limits.max_request_line_bytes + 2)
@@ -166,20 +210,23 @@ class RequestParser:
             self._scanned = len(buffer)
             return False
         self._scanned = 0
-        head = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
-        if end < MAX_REMEMBERED_BYTES:
-            self._last_head, self._last_head_bytes = head, buffer[: end + 4]
-        self._buffer = buffer[end + 4 :]
-        self._begin(head)
+        head, length = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
+        longest = end + _MAX_LENGTH_DIGITS  # that could be known by this one
+        is_short = longest < _MAX_REMEMBERED_BYTES and longest - line_end <= limits.max_header_bytes
+        self._known = _KnownHead(head, length, buffer[: end + 4]) if is_short else None
+        self._begin(head, length, end + 4)
         return True
 
-    def _begin(self, head: _Head) -> None:
-        """Awaits the body of a head."""
+    def _begin(self, head: _Head, length: int | None, body_start: int) -> None:
+        """Awaits the body of a head, of `length` bytes or chunked."""
+        if length is not None:
+            self._check_size(length)
         self._head = head
-        self._body = ChunkedBody() if head.length is None else LengthBody(head.length)
+        self._buffer = self._buffer[body_start:]
+        self._body = ChunkedBody() if length is None else LengthBody(length)
         self._awaits_continue = head.expects_continue and not self._body.is_complete and not self._buffer
 
-    def _parse_head(self, request_line: bytes, block: bytes) -> _Head:
+    def _parse_head(self, request_line: bytes, block: bytes) -> tuple[_Head, int | None]:
         match = _REQUEST_LINE.fullmatch(request_line)
         if match is None:
             raise MalformedHttpError("the request line is not 'METHOD target HTTP/1.1'")
@@ -195,34 +242,16 @@ class RequestParser:
         target = _origin_form(method, target, _single_host(control[b"host"]))
         options = list_members(control[b"connection"])
         _refuse_upgrade(control[b"upgrade"])
-        return _Head(
+        length = _length(control, is_http11=is_http11)
+        head = _Head(
             method.decode(),
             target.decode(),
             headers,
             "1.1" if is_http11 else "1.0",
             is_keep_alive=b"close" not in options and (is_http11 or b"keep-alive" in options),
-            length=self._length(control, is_http11),
             expects_continue=is_http11 and bool(control[b"expect"]),
         )
-
-    def _length(self, control: _Control, is_http11: bool) -> int | None:
-        """The length of the body, None for a chunked one."""
-        for value in control[b"expect"]:
-            if value.lower() != b"100-continue":
-                raise RequestRefusedError(417, "expectation_failed", "the only expectation met is 100-continue")
-        if control[b"transfer-encoding"]:
-            if control[b"content-length"]:
-                raise MalformedHttpError("both content-length and transfer-encoding")
-            if not is_http11:
-                raise MalformedHttpError("transfer-encoding in an HTTP/1.0 request")
-            if len(control[b"transfer-encoding"]) > 1 or control[b"transfer-encoding"][0].lower() != b"chunked":
-                raise RequestRefusedError(501, "not_implemented", "the only transfer coding implemented is chunked")
-            return None
-        if len(control[b"content-length"]) > 1:
-            raise MalformedHttpError("more than one content-length")
-        length = content_length(control[b"content-length"][0]) if control[b"content-length"] else 0
-        self._check_size(length)
-        return length
+        return head, length
 
     def _read_body(self) -> Request | None:
         body = self._body
@@ -253,6 +282,24 @@ class RequestParser:
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._limits.max_body_bytes:
             raise RequestRefusedError(413, "body_too_large", f"the body exceeds {self._limits.max_body_bytes} bytes")
+
+
+def _length(control: _Control, *, is_http11: bool) -> int | None:
+    """The length of the body, None for a chunked one."""
+    for value in control[b"expect"]:
+        if value.lower() != b"100-continue":
+            raise RequestRefusedError(417, "expectation_failed", "the only expectation met is 100-continue")
+    if control[b"transfer-encoding"]:
+        if control[b"content-length"]:
+            raise MalformedHttpError("both content-length and transfer-encoding")
+        if not is_http11:
+            raise MalformedHttpError("transfer-encoding in an HTTP/1.0 request")
+        if len(control[b"transfer-encoding"]) > 1 or control[b"transfer-encoding"][0].lower() != b"chunked":
+            raise RequestRefusedError(501, "not_implemented", "the only transfer coding implemented is chunked")
+        return None
+    if len(control[b"content-length"]) > 1:
+        raise MalformedHttpError("more than one content-length")
+    return content_length(control[b"content-length"][0]) if control[b"content-length"] else 0
 
 
 def _require_http1(version: bytes) -> None:

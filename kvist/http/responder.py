@@ -5,7 +5,10 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 """
 
 import asyncio
-from typing import Literal, NamedTuple, Protocol
+from functools import lru_cache
+from typing import Literal, Protocol
+
+import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.http.fields import Headers, content_length, render_head, status_line
@@ -17,12 +20,22 @@ _NO_CONTENT, _NOT_MODIFIED = 204, 304
 Framing = Literal["length", "chunked", "until_close", "none"]
 
 
-class Answer(NamedTuple):
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """A whole response that is known at once."""
 
     status: int
     content_type: bytes
     body: bytes
+
+    def render(self, connection: bytes = b"") -> bytes:
+        """Return it as it goes over the wire; `connection` is a field line, or nothing."""
+        start = _answer_start(self.status, self.content_type)
+        return b"%b%d\r\n%b\r\n%b" % (start, len(self.body), connection, self.body)
+
+
+@lru_cache(maxsize=64)
+def _answer_start(status: int, content_type: bytes) -> bytes:
+    return b"%b\r\ncontent-type: %b\r\ncontent-length: " % (status_line(status), content_type)
 
 
 class ClientConnection(Protocol):
@@ -74,22 +87,6 @@ class Responder:
         self.start(status, [*others, (b"content-length", b"%d" % len(body))])
         await self.write(body)
         await self.finish()
-
-    def send_now(self, answer: Answer) -> None:
-        """A whole response at once, without waiting for a client that does not read."""
-        status, content_type, body = answer
-        connection = b"" if self.keep_alive else b"connection: close\r\n"
-        if self.keep_alive and self._request.http_version == "1.0":
-            connection = b"connection: keep-alive\r\n"
-        head = b"%b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b\r\n" % (
-            status_line(status),
-            content_type,
-            len(body),
-            connection,
-        )
-        self.has_started = self.is_finished = True
-        self.status = status
-        self._connection.send(head if self._request.method == "HEAD" else head + body)
 
     def start(self, status: int, headers: Headers) -> None:
         """Begins the response; names must be lower-case. The head leaves with the first piece or in the next loop turn.

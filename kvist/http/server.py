@@ -2,11 +2,12 @@
 
 import asyncio
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from kvist.http.connection import Handler, QuickHandler, ServerConnection, ServerState
+from kvist.http.connection import Handler, QuickEndpoint, ServerConnection, ServerState
 from kvist.http.limits import HttpLimits
 
 
@@ -31,15 +32,15 @@ class HttpServer:
     """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client leaves early.
 
     A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
-    `quick_handler(request)` is asked first, if there is one: what it returns is sent at once, without a task, for that
-    is half of a small request's time; None leaves the request to `handler`.
+    POST requests to the paths of `quick_endpoints` are answered by these instead, at once and without a task: what they
+    return for the body is sent. With the head of a connection's last request such a request costs a few microseconds.
     """
 
     def __init__(
         self,
         handler: Handler,
         *,
-        quick_handler: QuickHandler | None = None,
+        quick_endpoints: Mapping[str, QuickEndpoint] | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: HttpLimits | None = None,
@@ -49,7 +50,7 @@ class HttpServer:
         self._port = port
         self._tls = tls
         self._limits = limits or HttpLimits()
-        self._state = ServerState(handler, quick_handler, self._limits)
+        self._state = ServerState(handler, quick_endpoints or {}, self._limits)
         self._server: asyncio.Server | None = None
 
     @property

@@ -210,3 +210,79 @@ def test_whatever_is_accepted_of_an_assembled_request_h11_and_llhttp_read_the_sa
     data: bytes, cuts: list[int]
 ) -> None:
     assert_oracles_agree(split(data, cuts))
+
+
+# Heads that are known by the one before.
+
+LENGTHS = [
+    b"0", b"1", b"5", b"10", b"999", b"1000", b"1001", b"005", b"1" * 18, b"1" * 19, b"0" * 18, b"0" * 17 + b"5", b"",
+    b" 5", b"5 ", b"\t5\t", b"+5", b"-5", b"5,5", b"5\r\nContent-Length: 5", b"5\r\nTransfer-Encoding: chunked", b"5\n",
+    b"5\r", b"5\r\nX: y", b"\xb2", b"5\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", [b"\r\n\r\n", b"\r\nX: y\r\n\r\n"])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("known", [b"5", b"005", b" 5", b"5 ", b"999"])
+def test_a_head_is_read_as_if_none_like_it_had_come_before(known: bytes, length: bytes, ending: bytes) -> None:
+    start = b"POST /v1 HTTP/1.1\r\nHost: a\r\ncontent-LENGTH:"
+    before = start + known + ending + b"x" * int(known)
+    data = start + length + ending + b"y" * 1000
+    alone, refusal_alone = parse_all([data])
+    requests, refusal = parse_all([before, data])
+    assert requests[1:] == alone
+    assert (refusal and (refusal.status, refusal.code)) == (
+        refusal_alone and (refusal_alone.status, refusal_alone.code)
+    )
+    assert_oracles_agree([before, data])
+    assert_oracles_agree([before + data])
+
+
+def test_a_longer_length_does_not_make_a_known_head_longer_than_allowed() -> None:
+    def request(length: bytes, num_filling_bytes: int) -> bytes:
+        filling = b"x" * num_filling_bytes
+        return b"POST / HTTP/1.1\r\nHost: a\r\nX: %b\r\nContent-Length: %b\r\n\r\n" % (filling, length)
+
+    for num_filling_bytes in range(920, 1000):
+        short, long = request(b"0", num_filling_bytes), request(b"0" * 18, num_filling_bytes)
+        (alone, refusal_alone), (requests, refusal) = parse_all([long]), parse_all([short, long])
+        if requests:
+            assert requests[1:] == alone
+            assert (refusal is None) == (refusal_alone is None)
+
+
+def test_a_repeated_request_is_taken_only_whole_and_alone() -> None:
+    def request(body: bytes, target: bytes = b"/a") -> bytes:
+        return b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (target, len(body), body)
+
+    parser = RequestParser(LIMITS, None)
+    assert parser.repeated_body(request(b"first")) is None
+    parser.feed(request(b"first"))
+    assert parser.next_request()
+    for body in (b"", b"x", b"first", b"x" * 1000):
+        assert parser.repeated_body(request(body)) == body
+    whole = request(b"another one")
+    others = [request(b"x" * 1001), request(b"x", b"/b"), whole + b"x", whole + whole, b"\r\n" + whole, whole.lower()]
+    for data in (*(whole[:cut] for cut in range(len(whole))), *others):
+        assert parser.repeated_body(data) is None
+    parser.feed(whole)  # and nothing was done meanwhile
+    request_read = parser.next_request()
+    assert request_read
+    assert request_read.body == b"another one"
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nX: content-length: 4\r\nTransfer-Encoding: chunked\r\n\r\n",
+    ],
+)
+def test_a_known_head_of_a_chunked_body_has_no_length(head: bytes) -> None:
+    data = head + b"2\r\nhi\r\n0\r\n\r\n"
+    assert [request.body for request in parse_all([data * 3])[0]] == [b"hi"] * 3
+    parser = RequestParser(LIMITS, None)
+    parser.feed(data)
+    assert parser.next_request()
+    assert parser.repeated_body(head) is None
+    assert parser.repeated_body(data) is None

@@ -159,6 +159,43 @@ def test_corrupted_bodies_never_disagree_with_the_parser(data: st.DataObject) ->
     _check_against_parser(bytes(body))
 
 
+def _long_array(rng: random.Random) -> str:
+    """Return an array that fills several blocks of 64 bytes, with every kind of space between its items."""
+    space = rng.choice(["", " ", "\n    ", "mixed"])
+    largest = rng.choice([9, 10**6, 10**8 - 1, 2**32 - 1])
+
+    def gap() -> str:
+        return rng.choice(["", " ", "\t", "\r\n", " " * rng.randint(1, 130)]) if space == "mixed" else space
+
+    items = [str(rng.choice([0, 9, 10, largest, rng.randint(0, largest)])) for _ in range(rng.randint(10, 80))]
+    return "[" + gap() + (gap() + "," + gap()).join(items) + gap() + "]"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_long_arrays_are_read_whatever_stands_between_their_integers(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        text = _long_array(rng)
+        assert _split(b'{"token_ids":%s}' % text.encode()) == (json.loads(text), {"token_ids": []})
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_corrupted_long_arrays_never_disagree_with_the_parser(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(500):
+        body = bytearray(b'{"token_ids":%s,"x":1}' % _long_array(rng).encode())
+        for _ in range(rng.randint(1, 2)):
+            position, byte = rng.randrange(13, len(body)), rng.choice(b'0129 ,,[]-.e/:\n\x0b\x00\xff"')
+            match rng.choice(["replace", "insert", "delete"]):
+                case "replace":
+                    body[position] = byte
+                case "insert":
+                    body.insert(position, byte)
+                case "delete":
+                    del body[position]
+        _check_against_parser(bytes(body))
+
+
 @pytest.fixture
 def guarded_page_end() -> Iterator[int]:
     """The address of a page that cannot be read, behind one that can."""
@@ -172,7 +209,8 @@ def guarded_page_end() -> Iterator[int]:
 
 
 def test_nothing_is_read_beyond_the_text(guarded_page_end: int) -> None:
-    body = b'{"a":"b\\"","n":{"x":[1,"]"]},"token_ids":[1, 22,333 ,4294967295,12345678901234567890],"z":-1.5e3}'
+    integers = b", ".join(b"%d" % number**3 for number in range(40))
+    body = b'{"a":"b\\"","n":{"x":[1,"]"]},"token_ids":[%b,4294967295,12345678901234567890],"z":-1.5e3}' % integers
     result, key = np.empty(200, np.uint64), np.frombuffer(_KEY, np.uint8)
     for num_bytes in range(len(body) + 1):
         text = guarded_page_end - num_bytes

@@ -1,9 +1,10 @@
-"""Wide products and vectors for XXH3, which Numba lacks. Addresses are int64, as in the index's own intrinsics."""
+"""Wide products, vectors and texts, which Numba lacks. Addresses are int64, as in the index's own intrinsics."""
 
 # mypy: ignore-errors
 # Numba has no types for its extension points.
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -74,6 +75,38 @@ def byteswap(_typing: Any, _value: Any) -> Any:
     return types.uint64(types.uint64), generate
 
 
+@intrinsic
+def trailing_zeros(_typing: Any, _value: Any) -> Any:
+    """Return how many of a word's lowest bits are zero: 64 of zero."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.IntType(1)(0))
+
+    return types.int64(types.uint64), generate
+
+
+@intrinsic
+def classify(_typing: Any, _address: Any) -> Any:
+    """Return which of 64 bytes are digits, zeros, commas and JSON's white space, a word of bits each."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.VectorType(ir.IntType(8), 64)
+        text = builder.load(builder.inttoptr(args[0], kind.as_pointer()), align=1, typ=kind)
+
+        def each(character: str) -> Any:
+            return ir.Constant(kind, [ord(character)] * 64)
+
+        def equal(character: str) -> Any:
+            return builder.icmp_unsigned("==", text, each(character))
+
+        digits = builder.icmp_unsigned("<", builder.sub(text, each("0")), ir.Constant(kind, [10] * 64))
+        spaces = reduce(builder.or_, map(equal, " \t\n\r"))
+        masks = [builder.bitcast(lanes, _WORD) for lanes in (digits, equal("0"), equal(","), spaces)]
+        return context.make_tuple(builder, signature.return_type, masks)
+
+    return types.UniTuple(types.uint64, 4)(types.int64), generate
+
+
 def constant_bytes(name: str, content: bytes) -> Any:
     """Return an intrinsic for the address of bytes that lie beside the machine code."""
 
@@ -87,6 +120,23 @@ def constant_bytes(name: str, content: bytes) -> Any:
 
     address.__name__ = address.__qualname__ = name
     return intrinsic(address)
+
+
+def text_writer(name: str, text: bytes) -> Any:
+    """Return an intrinsic that writes a text to an address, and returns the address behind it."""
+
+    def write(_typing: Any, _address: Any) -> Any:
+        def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            data = ir.Constant(ir.ArrayType(ir.IntType(8), len(text)), bytearray(text))
+            source = cgutils.global_constant(builder, f"kvist.{name}", data)
+            target = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+            cgutils.raw_memcpy(builder, target, source, _WORD(len(text)), 1)
+            return builder.add(args[0], _WORD(len(text)))
+
+        return types.int64(types.int64), generate
+
+    write.__name__ = write.__qualname__ = name
+    return intrinsic(write)
 
 
 @intrinsic

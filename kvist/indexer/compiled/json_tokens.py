@@ -12,7 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.intrinsics import get8, getu64, lowest_bit, put32, put64, putu64
+from kvist.indexer.compiled.json_blocks import number, read_blocks
+from kvist.radix.compiled.intrinsics import get8, get64, getu64, lowest_bit, put32, put64, putu64
 
 START, END, COUNT, INTEGERS = range(0, 32, 8)
 """What `find_integers` writes: where the array begins and ends in the text, and the number of integers, before them."""
@@ -20,11 +21,8 @@ START, END, COUNT, INTEGERS = range(0, 32, 8)
 _SPACE, _TAB, _NEWLINE, _RETURN, _QUOTE, _COMMA, _COLON, _BACKSLASH = b' \t\n\r",:\\'
 _OPEN_ARRAY, _CLOSE_ARRAY, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
 _ZERO = ord("0")
-_U8, _U16, _U32 = (np.uint64(n) for n in (8, 16, 32))
 _ZEROS, _SIXES, _HIGH = (np.uint64(n * 0x0101_0101_0101_0101) for n in (0x30, 0x06, 0xF0))
-_BYTES, _PAIRS, _QUADS = (np.uint64(n) for n in (0x00FF_00FF_00FF_00FF, 0x0000_FFFF_0000_FFFF, 0xFFFF_FFFF))
-_TEN_AND_1, _HUNDRED_AND_1, _MYRIAD_AND_1 = (np.uint64(n) for n in (10 << 8 | 1, 100 << 16 | 1, 10_000 << 32 | 1))
-_LAST_U64 = np.uint64(2**64 - 1)
+_LAST_U32, _LAST_U64 = np.uint64(2**32 - 1), np.uint64(2**64 - 1)
 _TENS = 10 ** np.arange(9, dtype=np.uint64)
 
 
@@ -105,26 +103,17 @@ def _num_digits(word):
     return lowest_bit(others) >> 3 if others != np.uint64(0) else 8
 
 
-@jit("u8(u8,i8)", is_inlined=True)
-def _number(word, num_digits):
-    """The number that the first one to eight bytes spell: halves, quarters and eighths are added at once."""
-    digits = (word ^ _ZEROS) << np.uint64(64 - num_digits * 8)
-    pairs = (digits * _TEN_AND_1 >> _U8) & _BYTES
-    quads = (pairs * _HUNDRED_AND_1 >> _U16) & _PAIRS
-    return (quads * _MYRIAD_AND_1 >> _U32) & _QUADS
-
-
 @jit("i8(u8,i8,i8,i8)")
 def _read_long(word, at, end, output):
     """Read an integer whose first eight digits are given to the output, as u64; return its end, 0 beyond u64."""
-    value = _number(word, 8)
+    value = number(word, 8)
     at += 8
     word = _eight_bytes(at, end)
     num_digits = _num_digits(word)
     if num_digits == 0:
         putu64(output, value)
         return at
-    value = value * _TENS[num_digits] + _number(word, num_digits)
+    value = value * _TENS[num_digits] + number(word, num_digits)
     at += num_digits
     if num_digits == 8:
         word = _eight_bytes(at, end)
@@ -132,7 +121,7 @@ def _read_long(word, at, end, output):
         if num_digits > 4:
             return 0
         if num_digits > 0:
-            last = _number(word, num_digits)
+            last = number(word, num_digits)
             if num_digits == 4 and value > (_LAST_U64 - last) // _TENS[4]:
                 return 0
             value = value * _TENS[num_digits] + last
@@ -146,20 +135,27 @@ def _read_array(at, end, item_bytes, result):
     """Read an array and say how many integers it has; return its end, 0 if it is not plain."""
     if at >= end or get8(at) != _OPEN_ARRAY:
         return 0
-    output, count, at = result + INTEGERS, 0, _skip_space(at + 1, end)
+    at = read_blocks(at + 1, end, item_bytes, result + INTEGERS, result + COUNT)
+    count = get64(result + COUNT)
+    output = result + INTEGERS + count * item_bytes
+    at = _skip_space(at, end)
     is_done = at < end and get8(at) == _CLOSE_ARRAY
     while not is_done:
+        if count > 0:
+            if at >= end or get8(at) != _COMMA:
+                return 0
+            at = _skip_space(at + 1, end)
         word = _eight_bytes(at, end)
         num_digits = _num_digits(word)
         if num_digits == 0 or (num_digits > 1 and get8(at) == _ZERO):
             return 0
-        value = _number(word, num_digits)
+        value = number(word, num_digits)
         if num_digits == 8:
             at = _read_long(word, at, end, output)
             if at == 0:
                 return 0
             value = getu64(output)
-            if item_bytes == 4 and value > _QUADS:
+            if item_bytes == 4 and value > _LAST_U32:
                 return 0
         else:
             at += num_digits
@@ -171,10 +167,6 @@ def _read_array(at, end, item_bytes, result):
         count += 1
         at = _skip_space(at, end)
         is_done = at < end and get8(at) == _CLOSE_ARRAY
-        if not is_done:
-            if at >= end or get8(at) != _COMMA:
-                return 0
-            at = _skip_space(at + 1, end)
     put64(result + COUNT, count)
     return at + 1
 

@@ -22,21 +22,18 @@ from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
 from kvist.events.hashing import sequence_hashes
-from kvist.http import Answer, Request, Responder
+from kvist.http import Answer, QuickEndpoint, Request, Responder
 from kvist.http.access import bears, is_direct_from_loopback
-from kvist.indexer.service.answers import render_match
 from kvist.indexer.service.bodies import QueryReader, read_hash_query, read_register, read_unregister
 from kvist.indexer.service.dump import Dumper
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.metrics import Gauges, RequestCounters
-from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
+from kvist.indexer.service.registry import Namespace, Registry, Stream
 from kvist.indexer.service.workers import describe_workers
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
@@ -57,7 +54,7 @@ _DONE = b'{"status":"ok"}'
 
 
 class Api:
-    """Answers every request; `answer` and `handle` are what an HttpServer calls."""
+    """Answers every request; `quick_endpoints` and `handle` are what an HttpServer calls."""
 
     def __init__(
         self, registry: Registry, rules: EndpointRules, counters: RequestCounters, gauges: Gauges, admin_key: str | None
@@ -71,10 +68,11 @@ class Api:
         self.cold_start_s = 0.0
         """Seconds that the service took to start, known when it has."""
         self._queries = QueryReader()
-        self._quick_routes: dict[str, Callable[[Request], bytes]] = {
-            "/query": self._query,
-            "/query_by_hash": self._query_by_hash,
+        self.quick_endpoints = {
+            "/query": self._counted("/query", self._query),
+            "/query_by_hash": self._counted("/query_by_hash", self._query_by_hash),
         }
+        """What is answered at once, by path."""
         self._routes: dict[str, Endpoint] = {
             "/register": self._register,
             "/unregister": self._unregister,
@@ -84,18 +82,18 @@ class Api:
             "/metrics": self._metrics,
         }
 
-    def answer(self, request: Request) -> Answer | None:
-        """Answer a query at once; None for any other request."""
-        path = request.path
-        endpoint = self._quick_routes.get(path)
-        if endpoint is None or request.method != "POST":
-            return None
-        started_s = perf_counter()
-        try:
-            answer = Answer(200, _JSON_TYPE, endpoint(request))
-        except ApiError as error:
-            answer = Answer(error.status, _JSON_TYPE, error.body())
-        self._counters.count(path, answer.status, perf_counter() - started_s)
+    def _counted(self, path: str, endpoint: Callable[[bytes], bytes]) -> QuickEndpoint:
+        count = self._counters.count
+
+        def answer(body: bytes) -> Answer:
+            started_s = perf_counter()
+            try:
+                answer = Answer(200, _JSON_TYPE, endpoint(body))
+            except ApiError as error:
+                answer = Answer(error.status, _JSON_TYPE, error.body())
+            count(path, answer.status, perf_counter() - started_s)
+            return answer
+
         return answer
 
     async def handle(self, request: Request, responder: Responder) -> None:
@@ -121,15 +119,16 @@ class Api:
             raise ApiError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} {path}: expected {method}")
         return self._routes[path]
 
-    def _query(self, request: Request) -> bytes:
-        query = self._queries.read(request.body)
+    def _query(self, body: bytes) -> bytes:
+        query = self._queries.read(body)
         member = self._registry.get(query.model_name, query.group)
-        return _answer(member, self._queries.block_hashes(query, member.block_size))
+        hashes = self._queries.block_hashes(query, member.block_size)
+        return member.writer.answer(hashes, member.indexer.resyncing)
 
-    def _query_by_hash(self, request: Request) -> bytes:
-        query = read_hash_query(request.body)
+    def _query_by_hash(self, body: bytes) -> bytes:
+        query = read_hash_query(body)
         member = self._registry.get(query.model_name, query.group)
-        return _answer(member, sequence_hashes(query.local_hashes))
+        return member.writer.answer(sequence_hashes(query.local_hashes), member.indexer.resyncing)
 
     async def _register(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
@@ -170,10 +169,6 @@ class Api:
                 raise ApiError(HTTPStatus.FORBIDDEN, "administration is on loopback only, or with --admin-key")
         elif not bears(request, self._admin_key):
             raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the admin key")
-
-
-def _answer(member: Member, hashes: NDArray[np.uint64]) -> bytes:
-    return render_match(member.index.match(hashes), member.block_size, member.indexer.resyncing)
 
 
 def _require_json(request: Request) -> None:

@@ -23,6 +23,8 @@ from kvist.indexer.service.prompts import PromptReader
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
+_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 1024, 512
+"""How much of queries, beside their prompts, is kept to be recognised: clients say the same again and again."""
 _MAX_SHOWN = 80
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
@@ -109,17 +111,15 @@ class QueryReader:
 
     def __init__(self) -> None:
         self._prompts = PromptReader()
+        self._remembered: dict[bytes, QueryBody] = {}
         self._unusual: NDArray[np.uint32] | None = None  # the last prompt, if it is not in `_prompts`
 
     def read(self, body: bytes) -> QueryBody:
         """Return a body, but for its prompt, which is kept for `block_hashes`; raises ApiError."""
         rest = self._prompts.read(body)
         if rest is not None:
-            try:
-                query = _query_decoder.decode(rest)
-            except DECODE_ERRORS:
-                pass
-            else:
+            query = self._remembered.get(rest) or self._decode(rest)
+            if query is not None:
                 self._unusual = None
                 return query
         query = _read(_query_decoder, body)
@@ -127,6 +127,18 @@ class QueryReader:
             self._unusual = token_array(query.token_ids)
         except InvalidValueError as error:
             _refuse_item("token_ids", query.token_ids, error.value)
+        return query
+
+    def _decode(self, rest: bytes) -> QueryBody | None:
+        """Return a body without its prompt, and remember it; None if it is not right."""
+        try:
+            query = _query_decoder.decode(rest)
+        except DECODE_ERRORS:
+            return None
+        if len(rest) <= _MAX_REMEMBERED_BYTES:
+            if len(self._remembered) == _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[rest] = query
         return query
 
     def block_hashes(self, query: QueryBody, block_size: int) -> NDArray[np.uint64]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
-from kvist.indexer.service.answers import stream_name
+from kvist.indexer.service.answers import MatchWriter, stream_name
 from kvist.indexer.service.errors import ApiError
 from kvist.radix import RadixIndex
 
@@ -59,8 +59,12 @@ class Member:
     block_size: int
     index: RadixIndex
     indexer: Indexer
+    writer: MatchWriter = field(init=False)
     instances: dict[int, dict[int, Stream]] = field(default_factory=dict)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "writer", MatchWriter(self.index, self.block_size))
 
     def streams(self) -> list[str]:
         """Return the index's name for each stream."""

@@ -83,6 +83,10 @@ class IndexService:
         self._api = Api(registry, rules, counters, gauges, config.admin_key)
         limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
         server = HttpServer(
-            self._api.handle, quick_handler=self._api.answer, host=config.host, port=config.port, limits=limits
+            self._api.handle,
+            quick_endpoints=self._api.quick_endpoints,
+            host=config.host,
+            port=config.port,
+            limits=limits,
         )
         self._server = await exits.enter_async_context(server)
