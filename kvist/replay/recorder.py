@@ -14,6 +14,7 @@ from kvist.replay.numbering import SourceNumbering
 from kvist.replay.writer import RecordingWriter
 
 _TICK_S = 0.25  # how often it is seen whether a block is due: well within the writer's second
+_MAX_DRIFT_NS = 1_000_000  # between the two clocks: beyond it their difference is taken anew, which begins a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class Recorder:
         self._writer = writer
         self._mono_ns = mono_ns
         self._wall_ns = wall_ns
+        self._clock_offset_ns = wall_ns() - mono_ns()
         self._specs = specs
         self._numberings = [SourceNumbering() for _ in specs]
         self._num_connects = [0 for _ in specs]
@@ -93,7 +95,7 @@ class Recorder:
                     tasks.create_task(self._record(idx, spec), name=f"kvist-record-{spec.name}")
                 while True:
                     await asyncio.sleep(_TICK_S)
-                    self._writer.flush_if_due(self._mono_ns())
+                    self._tick()
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
 
@@ -115,15 +117,22 @@ class Recorder:
             )
         ]
 
+    def _tick(self) -> None:
+        mono_ns = self._mono_ns()
+        self._writer.flush_if_due(mono_ns)
+        offset_ns = self._wall_ns() - mono_ns
+        if abs(offset_ns - self._clock_offset_ns) > _MAX_DRIFT_NS:
+            self._clock_offset_ns = offset_ns
+
     async def _record(self, idx: int, spec: SourceSpec) -> None:
         source_idx = self._writer.add_source(RecordedSource(spec.name, spec.shown_url, spec.endpoint.engine))
         numbering = self._numberings[idx]
         async with open_subscription(spec.endpoint) as subscription:
             while True:
                 messages = await subscription.receive()
-                mono_ns, wall_ns = self._mono_ns(), self._wall_ns()
+                mono_ns = self._mono_ns()
                 for message in messages:
-                    self._writer.add(source_idx, message, mono_ns, wall_ns)
+                    self._writer.add(source_idx, message, mono_ns, mono_ns + self._clock_offset_ns)
                     numbering.seen(message)
                 self._num_connects[idx], self._num_skipped[idx] = subscription.num_connects, subscription.num_malformed
                 await asyncio.sleep(0)  # a busy source is never waited for

@@ -59,7 +59,7 @@ class RecordingWriter:
         self._entries: list[Entry] = []
         self._entries_bytes = 0
         self._first_mono_ns = self._first_wall_ns = 0
-        self._has_new_source = False
+        self._must_start = False
         self._has_blocks = False
         self.num_messages = 0
         self.num_payload_bytes = 0
@@ -98,18 +98,26 @@ class RecordingWriter:
             return self._sources.index(source)
         self.flush()
         self._sources.append(source)
-        self._has_new_source = True
+        self._must_start = True
         return len(self._sources) - 1
+
+    def begin_session(self, session: int) -> None:
+        """Let what follows be of another run of a recorder, whose monotonic clock is another one."""
+        if session != self._session:
+            self.flush()
+            self._session = session
+            self._must_start = True
 
     def add(self, source_idx: int, message: Message, mono_ns: int, wall_ns: int) -> None:
         """Add a message that came at these readings of the monotonic and the wall clock."""
         size_bytes = len(message.topic) + len(message.payload)
         if size_bytes > MAX_MESSAGE_BYTES:
             raise InvalidValueError("message", f"{size_bytes} bytes", f"at most {MAX_MESSAGE_BYTES} bytes")
-        self.flush_if_due(mono_ns)
+        delta_ns = mono_ns - self._first_mono_ns
+        if not 0 <= delta_ns < FLUSH_S * 1e9 or delta_ns != wall_ns - self._first_wall_ns:
+            self.flush()  # a block has one difference between the clocks
         if not self._entries:
-            self._first_mono_ns, self._first_wall_ns = mono_ns, wall_ns
-        delta_ns = max(0, mono_ns - self._first_mono_ns)
+            self._first_mono_ns, self._first_wall_ns, delta_ns = mono_ns, wall_ns, 0
         self._entries.append(Entry(source_idx, delta_ns, message.topic, message.sequence, message.payload))
         self._entries_bytes += size_bytes + _ENTRY_BYTES
         self.num_messages += 1
@@ -126,7 +134,7 @@ class RecordingWriter:
         """Write everything added so far."""
         if not self._entries:
             return
-        if self._has_new_source:
+        if self._must_start:
             self._write_start()
         block = Block(self._first_mono_ns, self._first_wall_ns, self._entries)
         frame = pack_frame(FrameKind.BLOCK, encode(block))
@@ -204,7 +212,7 @@ class RecordingWriter:
     def _write_start(self) -> None:
         start = Start(self._recording_id, self._part, self._session, tuple(self._sources), self._wall_ns())
         self._write(pack_frame(FrameKind.START, encode(start)))
-        self._has_new_source = False
+        self._must_start = False
 
     def _write(self, data: bytes) -> None:
         left = memoryview(data)

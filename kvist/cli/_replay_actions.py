@@ -1,0 +1,181 @@
+"""What `kvist replay` can do with a recording."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+
+from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
+from kvist.replay.errors import RecordingError
+from kvist.replay.jsonl import JsonlReader, to_line
+from kvist.replay.pacing import Pace
+from kvist.replay.player import Player, close_publications, open_publications
+from kvist.replay.plot import svg_plot
+from kvist.replay.reader import RecordingReader
+from kvist.replay.report import statistics_json, statistics_text
+from kvist.replay.script import Line, Script
+from kvist.replay.statistics import StatisticsCollector
+from kvist.replay.writer import RecordingWriter
+
+
+def open_reader(args: argparse.Namespace) -> RecordingReader | JsonlReader:
+    """Open what is to be read."""
+    return RecordingReader(args.file) if args.from_jsonl is None else JsonlReader(args.from_jsonl, args.engine)
+
+
+def publish(args: argparse.Namespace, script: Script) -> None:
+    """Play to publications until the end, or until SIGINT or SIGTERM."""
+    pace = Pace(None if args.as_fast_as_possible else args.speed)
+    with open_reader(args) as reader:
+        publications = open_publications(args.to, reader.sources())
+    try:
+        for source, publication in publications.items():
+            engine = "" if source.engine == "vllm" else f"&engine={source.engine}"
+            print(f"kvist replay: ready at {publication.endpoint}{engine} source={source.name}", flush=True)
+        player = Player(script, publications, pace=pace)
+        asyncio.run(_play(args, script, player))
+    finally:
+        close_publications(publications)
+    _tell_end(args, script)
+    print(
+        f"kvist replay: {player.num_sent} messages, {player.num_sent_bytes} bytes sent, "
+        f"{player.num_asked} replay requests answered",
+        flush=True,
+    )
+
+
+def index(args: argparse.Namespace, script: Script, names: Mapping[str, str]) -> None:
+    """Play into an index, and print what it holds then."""
+    from kvist.radix import RadixIndex
+    from kvist.replay.indexing import IndexPlayer, find_block_size
+
+    block_size = args.block_size
+    if block_size is None:
+        with open_reader(args) as reader:
+            block_size = find_block_size(reader)
+    player = IndexPlayer(RadixIndex(), block_size, names)
+    started_s = time.monotonic()
+    with _read_all(args, script, player.apply):
+        report = player.report()
+        seconds = time.monotonic() - started_s
+        if args.json:
+            print(json.dumps({"block_size": block_size, **report.to_json(), "seconds": seconds}))
+        else:
+            print(report.to_text())
+            print(f"{script.num_recorded} messages in {seconds:.2f} s, block size {block_size}")
+
+
+def tell(args: argparse.Namespace, script: Script) -> None:
+    """Print statistics, and write the plot to a file if that is wanted."""
+    collector = StatisticsCollector()
+
+    def take(lines: list[Line]) -> None:
+        for line in lines:
+            collector.add(line.record)
+
+    with _read_all(args, script, take):
+        statistics = collector.result()
+        print(json.dumps(statistics_json(statistics)) if args.json else statistics_text(statistics))
+        if args.plot is not None:
+            args.plot.write_text(svg_plot(statistics.spans, str(args.file or args.from_jsonl)))
+
+
+def write_recording(args: argparse.Namespace, script: Script) -> None:
+    """Write what is selected to a recording of its own."""
+
+    def take(lines: list[Line]) -> None:
+        for _, record in lines:
+            writer.begin_session(record.session)
+            writer.add(writer.add_source(record.source), record.message, record.mono_ns, record.wall_ns)
+
+    with RecordingWriter(args.to_file) as writer, _read_all(args, script, take):
+        print(f"kvist replay: {writer.num_messages} messages written to {args.to_file}", flush=True)
+
+
+def write_jsonl(args: argparse.Namespace, script: Script) -> None:
+    """Write what is selected as JSON lines, to a new file or to stdout."""
+    num_written = num_left_out = 0
+
+    def take(lines: list[Line]) -> None:
+        nonlocal num_written, num_left_out
+        texts = [to_line(line.record, args.jsonl_form) for line in lines]
+        written = [text for text in texts if text is not None]
+        num_written += len(written)
+        num_left_out += len(texts) - len(written)
+        file.write(b"".join(written))
+
+    with (
+        nullcontext(sys.stdout.buffer) if args.to_jsonl == "-" else open(args.to_jsonl, "xb") as file,
+        _read_all(args, script, take),
+    ):
+        left_out = f", {num_left_out} left out that are no batches" if num_left_out else ""
+        print(f"kvist replay: {num_written} lines written to {args.to_jsonl}{left_out}", file=sys.stderr)
+
+
+@contextmanager
+def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Line]], object]) -> Iterator[None]:
+    """Read the script to its end, with a line of progress; damage is raised once what came before it was used."""
+    show_at_s = 0.0
+    damage: RecordingError | None = None
+    with ProgressLine(is_wanted=args.to_jsonl != "-") as line:
+        try:
+            for lines in script.lines():
+                if lines is None:
+                    time.sleep(SHOW_INTERVAL_S)
+                    continue
+                take(lines)
+                if (now_s := time.monotonic()) >= show_at_s:
+                    show_at_s = now_s + SHOW_INTERVAL_S
+                    line.show(f"{script.num_recorded} messages", *script.progress)
+        except RecordingError as error:
+            damage = error
+    _tell_end(args, script)
+    yield
+    if damage is not None:
+        raise damage
+
+
+def _tell_end(args: argparse.Namespace, script: Script) -> None:
+    """Say what is torn off the recording's end, and that there is nothing in it."""
+    if script.torn is not None:
+        torn = script.torn
+        print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
+    if script.num_recorded == 0:
+        print(f"kvist replay: {args.file or args.from_jsonl}: no message in it", file=sys.stderr)
+
+
+async def _play(args: argparse.Namespace, script: Script, player: Player) -> None:
+    """Play with a line of progress, until the end or a signal."""
+    loop = asyncio.get_running_loop()
+    task = loop.create_task(_play_and_linger(args, player), name="kvist-replay")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    started_s = loop.time()
+    with ProgressLine() as line:
+        while not task.done():
+            await asyncio.wait([task], timeout=SHOW_INTERVAL_S)
+            rate = player.num_sent / max(loop.time() - started_s, SHOW_INTERVAL_S)
+            late = f", {player.lag_s:.1f} s late" if player.lag_s > SHOW_INTERVAL_S else ""
+            line.show(f"{player.num_sent} messages, {rate:.0f}/s{late}", *script.progress)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            raise
+
+
+async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:
+    await asyncio.sleep(args.delay)
+    await player.play()
+    print(f"kvist replay: all {player.num_sent} messages are sent", flush=True)
+    try:
+        async with asyncio.timeout(args.linger):
+            await player.repeat()
+    except TimeoutError:
+        pass

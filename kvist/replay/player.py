@@ -1,0 +1,151 @@
+"""Playing a script: each source's messages to a publication of its own, at their own pace."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint, Message, Publication, open_publication
+from kvist.replay.format import RecordedSource
+from kvist.replay.pacing import Pace
+from kvist.replay.script import Line, Script
+from kvist.replay.sent import SentBuffer
+
+REPLAY_BYTES = 256 << 20
+"""Payload kept for replay requests, for each publication."""
+POLL_S = 0.1
+"""How often it is looked whether more was written to what is followed."""
+RETRY_S = 0.002
+"""The wait before a message is offered again to a transport that is full."""
+REPEAT_S = 1.0
+"""How often, once all is played, each rank's last message is repeated."""
+
+_TURN_S = 0.001  # how long messages are sent before the event loop's other tasks get a turn
+_MIN_SLEEP_S = 0.0005  # shorter waits are not worth a turn of the loop
+
+
+class Player:
+    """Sends what a script says; messages of one source in the script's order, to one publication.
+
+    Nothing is dropped: a transport that is full is waited for. A subscriber that misses messages can ask for the last
+    `replay_bytes` of them.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        publications: Mapping[RecordedSource, Publication],
+        *,
+        pace: Pace | None = None,
+        replay_bytes: int = REPLAY_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Play to these publications, which their owner closes."""
+        self._script = script
+        self._pace = pace or Pace()
+        self._clock = clock
+        self._sleep = sleep
+        self._outlets = {source: _Outlet(publication, replay_bytes) for source, publication in publications.items()}
+        self.num_sent = 0
+        self.num_sent_bytes = 0
+        self.lag_s = 0.0
+        """How late the last message was."""
+
+    @property
+    def num_asked(self) -> int:
+        """Return how many replay requests were answered."""
+        return sum(outlet.sent.num_asked for outlet in self._outlets.values())
+
+    async def play(self) -> None:
+        """Play everything; raises RecordingError where the recording is damaged, OSError if a transport breaks."""
+        started_s = self._clock()
+        turn_ends_s = started_s + _TURN_S
+        for lines in self._script.lines():
+            if lines is None:
+                await self._sleep(POLL_S)
+                continue
+            for line in lines:
+                due_s = started_s + self._pace.due_s(line.round_idx, line.record)
+                now_s = self._clock()
+                if due_s - now_s > _MIN_SLEEP_S or now_s >= turn_ends_s:
+                    await self._sleep(max(0.0, due_s - now_s))
+                    now_s = self._clock()
+                    turn_ends_s = now_s + _TURN_S
+                self.lag_s = max(0.0, now_s - due_s)
+                await self._send(line)
+
+    async def repeat(self) -> None:
+        """Repeat each canonical rank's last message every `REPEAT_S`, until cancelled.
+
+        So a subscriber learns that it lost the end, and asks for it. Engines' streams need no such thing: who follows
+        one asks by itself after a few seconds of silence.
+        """
+        while True:
+            await self._sleep(REPEAT_S)
+            for outlet in self._outlets.values():
+                for message in outlet.sent.last_messages():
+                    await outlet.send(message, self._sleep)
+
+    async def _send(self, line: Line) -> None:
+        outlet, message = self._outlets[line.record.source], line.record.message
+        outlet.sent.append(message)
+        await outlet.send(message, self._sleep)
+        self.num_sent += 1
+        self.num_sent_bytes += len(message.payload)
+
+
+class _Outlet:
+    """Where one source's messages go."""
+
+    def __init__(self, publication: Publication, replay_bytes: int) -> None:
+        self.publication = publication
+        self.sent = SentBuffer(replay_bytes)
+        publication.serve_replay(self.sent)
+
+    async def send(self, message: Message, sleep: Callable[[float], Awaitable[None]]) -> None:
+        """Send a message, however long the transport makes it wait."""
+        while True:
+            try:
+                self.publication.send(message)
+                return
+            except BlockingIOError:
+                await sleep(RETRY_S)
+
+
+def open_publications(urls: Sequence[str], sources: Sequence[RecordedSource]) -> dict[RecordedSource, Publication]:
+    """Open a publication for each source: one URL each, or a single one that gives each source another address.
+
+    Those are `tcp://` with port 0, and `memory://`, where the source's position is appended. Raises InvalidValueError.
+    """
+    publications: dict[RecordedSource, Publication] = {}
+    try:
+        for source, url in zip(sources, _urls(urls, sources), strict=True):
+            publications[source] = open_publication(url)
+    except InvalidValueError:
+        close_publications(publications)
+        raise
+    return publications
+
+
+def close_publications(publications: Mapping[RecordedSource, Publication]) -> None:
+    """Drain and release all of them."""
+    for publication in publications.values():
+        publication.close()
+
+
+def _urls(urls: Sequence[str], sources: Sequence[RecordedSource]) -> list[str]:
+    if len(urls) == len(sources):
+        return list(urls)
+    if len(urls) == 1 and sources:
+        endpoint = Endpoint.parse(urls[0])
+        if endpoint.scheme == "tcp" and endpoint.address.endswith(":0"):
+            return [urls[0] for _ in sources]
+        if endpoint.scheme == "memory":
+            return [f"{urls[0]}.{idx}" for idx in range(len(sources))]
+    names = ", ".join(source.name for source in sources)
+    raise InvalidValueError(
+        "to", list(urls), f"one URL for each of {len(sources)} sources ({names}), or one with port 0"
+    )

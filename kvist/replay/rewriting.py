@@ -1,0 +1,208 @@
+"""What is altered in messages before they are played, and nothing beside it.
+
+A message is decoded only as far as a field is replaced; the bytes of all other fields stay what they were.
+
+- Left-out events: their batch stays, without them, under its number, since a number that is skipped would be a gap to
+  every subscriber. Heartbeats have no number and go. Those that stay, while other kinds do not, say what was played.
+- Another worker's name: the name in canonical batches, and their topic.
+- A further round: canonical epochs become later ones; an engine's numbers go on from the last one, behind a batch that
+  clears what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import msgspec
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.events import WorkerRank
+from kvist.events.codec import DECODE_ERRORS, decode_batch
+from kvist.events.transports import Message
+from kvist.publisher.stream import topic_of
+from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, read_envelope
+from kvist.replay.format import Record, RecordedSource
+from kvist.replay.holding import HeldBlocks
+
+EVENT_KINDS = ("stored", "removed", "cleared", "heartbeat")
+
+_KIND_OF_TYPE = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
+_WORKER, _EPOCH, _EVENTS = 1, 3, 7  # places in a canonical batch, the tag being the first
+_NUM_BLOCKS, _DIGEST = 1, 2  # places in a heartbeat
+_ENGINE_EVENTS = 1
+_MAX_EPOCH = (1 << 64) - 1
+
+
+class _Tagged(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    tag: str
+
+
+class _Typed(msgspec.Struct, frozen=True, gc=False):
+    type: str
+
+
+_fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_tagged_decoder = msgspec.msgpack.Decoder(_Tagged)
+_typed_decoder = msgspec.msgpack.Decoder(_Typed)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class _Epochs:
+    """The epochs that one rank had in the first round, and by how much a further round's are later."""
+
+    def __init__(self, epoch: int) -> None:
+        self.first = self.last = epoch
+
+    def seen(self, epoch: int) -> None:
+        self.first, self.last = min(self.first, epoch), max(self.last, epoch)
+
+    def later(self, epoch: int, round_idx: int) -> int:
+        return epoch + round_idx * (self.last - self.first + 1)
+
+
+class _EngineStream:
+    """The numbers of one engine's stream: what was sent last, and how much is added in this round."""
+
+    def __init__(self) -> None:
+        self.last_sequence = -1
+        self.offset = 0
+        self.round_idx = 0
+        self.ranks: dict[int | None, bool] = {}
+        """For each rank that spoke, whether its events are maps."""
+
+
+class Rewriter:
+    """Alters messages as is asked; without `kinds` and `names`, those of the first round stay as they are."""
+
+    def __init__(
+        self, *, kinds: AbstractSet[str] | None = None, names: Mapping[str, str] | None = None, num_rounds: int = 1
+    ) -> None:
+        """Keep events of some `kinds` only, and call workers what `names` has for them."""
+        for name in (names or {}).values():
+            topic_of(WorkerRank(name, 0))  # raises for a name that no topic can carry
+        self._kinds = kinds
+        self._names = names or {}
+        self._is_looped = num_rounds > 1
+        self._must_count = kinds is not None and "heartbeat" in kinds and not kinds >= set(EVENT_KINDS)
+        self._epochs: dict[tuple[RecordedSource, WorkerRank], _Epochs] = {}
+        self._engines: dict[RecordedSource, _EngineStream] = {}
+        self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, HeldBlocks]] = {}
+
+    def rewritten(self, record: Record, round_idx: int = 0) -> list[Message]:
+        """Return what is to be sent for a record: nearly always one message."""
+        message = record.message
+        if self._kinds is None and not self._names and not self._is_looped:
+            return [message]
+        envelope = read_envelope(message.payload)
+        if envelope is None:
+            return [message]
+        if isinstance(envelope, CanonicalEnvelope):
+            return self._canonical(record.source, message, envelope, round_idx)
+        return self._engine(record.source, message, envelope, round_idx)
+
+    def _canonical(
+        self, source: RecordedSource, message: Message, envelope: CanonicalEnvelope, round_idx: int
+    ) -> list[Message]:
+        if envelope.is_heartbeat and not self._keeps("heartbeat"):
+            return []
+        rank = WorkerRank(envelope.worker, envelope.rank)
+        changed: dict[int, Any] = {}
+        if (epoch := self._epoch((source, rank), envelope.epoch, round_idx)) != envelope.epoch:
+            changed[_EPOCH] = epoch
+        topic = message.topic
+        if (name := self._names.get(rank.worker, rank.worker)) != rank.worker:
+            changed[_WORKER] = name
+            topic = topic_of(WorkerRank(name, rank.rank)) if topic else topic
+        if self._kinds is not None and not envelope.is_heartbeat:
+            kept = [event for event in envelope.events if self._keeps(_kind(event))]
+            if len(kept) < len(envelope.events):
+                changed[_EVENTS] = kept
+        message = Message(topic, message.sequence, _with_fields(message.payload, changed))
+        if self._must_count:
+            message = self._counted((source, rank), message, envelope, epoch)
+        return [message]
+
+    def _epoch(self, key: tuple[RecordedSource, WorkerRank], epoch: int, round_idx: int) -> int:
+        """Return the epoch of a round's message."""
+        epochs = self._epochs.setdefault(key, _Epochs(epoch))
+        if round_idx == 0:
+            epochs.seen(epoch)
+            return epoch
+        if (later := epochs.later(epoch, round_idx)) > _MAX_EPOCH:
+            raise InvalidValueError("loop", round_idx + 1, f"fewer rounds: there is no epoch after {epoch}")
+        return later
+
+    def _counted(
+        self, key: tuple[RecordedSource, WorkerRank], message: Message, envelope: CanonicalEnvelope, epoch: int
+    ) -> Message:
+        """Return the message; a heartbeat with what the rank holds by what was played of it."""
+        held_epoch, held = self._held.get(key, (epoch, HeldBlocks()))
+        if epoch > held_epoch:
+            held_epoch, held = epoch, HeldBlocks()
+        self._held[key] = held_epoch, held
+        if not envelope.is_heartbeat:
+            try:
+                events = decode_batch(message.payload, key[0].name).batch.events
+            except MalformedMessageError:
+                return message
+            for event in events:
+                held.apply(event)
+            return message
+        heartbeat = _with_fields(envelope.events[0], {_NUM_BLOCKS: held.num_blocks, _DIGEST: held.digest})
+        return message._replace(payload=_with_fields(message.payload, {_EVENTS: [msgspec.Raw(heartbeat)]}))
+
+    def _engine(
+        self, source: RecordedSource, message: Message, envelope: EngineEnvelope, round_idx: int
+    ) -> list[Message]:
+        stream = self._engines.setdefault(source, _EngineStream())
+        before: list[Message] = []
+        if round_idx > stream.round_idx:
+            stream.round_idx = round_idx
+            before = _clearings(stream, message.topic, envelope.timestamp_s)
+            stream.offset = stream.last_sequence + len(before) + 1 - message.sequence
+        if envelope.rank not in stream.ranks and envelope.events:
+            stream.ranks[envelope.rank] = _is_map(envelope.events[0])
+        payload = message.payload
+        if self._kinds is not None:
+            kept = [event for event in envelope.events if self._keeps(_kind(event))]
+            if len(kept) < len(envelope.events):
+                payload = _with_fields(payload, {_ENGINE_EVENTS: kept})
+        stream.last_sequence = message.sequence + stream.offset
+        return [*before, Message(message.topic, stream.last_sequence, payload)]
+
+    def _keeps(self, kind: str | None) -> bool:
+        return self._kinds is None or kind in self._kinds
+
+
+def _is_map(event: msgspec.Raw) -> bool:
+    return not 0x90 <= bytes(event)[0] <= 0xDD
+
+
+def _kind(event: msgspec.Raw) -> str | None:
+    """Return of which kind an event is, None for one that no index knows."""
+    try:
+        tag = _typed_decoder.decode(event).type if _is_map(event) else _tagged_decoder.decode(event).tag
+    except DECODE_ERRORS:
+        return None
+    return tag if tag in EVENT_KINDS else _KIND_OF_TYPE.get(tag)
+
+
+def _with_fields(array: bytes | msgspec.Raw, changed: Mapping[int, Any]) -> bytes:
+    """Return an array with some fields replaced, and the bytes of all others as they were."""
+    if not changed:
+        return bytes(array)
+    fields: list[Any] = list(_fields_decoder.decode(array))
+    for place, value in changed.items():
+        fields[place] = value
+    return _encoder.encode(fields)
+
+
+def _clearings(stream: _EngineStream, topic: bytes, timestamp_s: float) -> list[Message]:
+    """Return batches that clear an engine's ranks, numbered behind its last one."""
+    clearings = []
+    for number, (rank, has_maps) in enumerate(stream.ranks.items(), stream.last_sequence + 1):
+        event: object = {"type": "AllBlocksCleared"} if has_maps else ["AllBlocksCleared"]
+        clearings.append(Message(topic, number, _encoder.encode([timestamp_s, [event], rank])))
+    return clearings

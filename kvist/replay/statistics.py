@@ -1,0 +1,292 @@
+"""What was in a recording: blocks, ranks, sharing, churn, gaps. Exact, so that memory grows with the blocks.
+
+About 100 bytes for each distinct block, 100 for each block that a rank holds and 60 for each that it held: 10 million
+distinct blocks take some 2 to 3 GB. The recording itself is read block by block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvist.errors import MalformedMessageError
+from kvist.events import Batch, Cleared, EngineRemoved, EngineStored, Event, Heartbeat, Removed, Stored, WorkerRank
+from kvist.events.codec import decode_batch, is_canonical
+from kvist.events.dialects import DecodedEngineBatch
+from kvist.events.windows import Window
+from kvist.publisher.engine_feed import DECODERS
+from kvist.publisher.stream import RankStream
+from kvist.replay.format import Record, RecordedSource
+from kvist.replay.holding import HeldBlocks, hashes_of
+from kvist.replay.numbering import SourceNumbering
+from kvist.replay.timeline import Span, Timeline
+
+
+@dataclass(slots=True)
+class RankStatistics:
+    """One rank. Blocks count once a tier; in vain are a store of what is held and a removal of what is not."""
+
+    num_stored: int = 0
+    num_stored_again: int = 0
+    """Stored after they had been removed: what a larger cache would have kept."""
+    num_stored_in_vain: int = 0
+    num_removed: int = 0
+    num_removed_in_vain: int = 0
+    num_cleared: int = 0
+    num_heartbeats_agreeing: int = 0
+    num_heartbeats_differing: int = 0
+    """Heartbeats whose count or digest is another than that of what was recorded."""
+    num_live: int = 0
+    num_live_peak: int = 0
+
+
+@dataclass(slots=True)
+class WindowStatistics:
+    """One layer group of an engine's own stream, before any is left out."""
+
+    num_stored_events: int = 0
+    num_stored_blocks: int = 0
+    num_removed_blocks: int = 0
+
+
+@dataclass(slots=True)
+class SourceStatistics:
+    """One source; gaps as `kvist.replay.numbering` counts them."""
+
+    name: str
+    url: str
+    is_canonical: bool = False
+    num_messages: int = 0
+    num_bytes: int = 0
+    num_gaps: int = 0
+    num_missing: int = 0
+    num_duplicates: int = 0
+    num_restarts: int = 0
+    num_malformed: int = 0
+    num_malformed_events: int = 0
+    num_ignored_events: int = 0
+    is_from_start: bool = True
+    """Whether each of its numberings was recorded from its beginning."""
+    block_sizes: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class RecordingStatistics:
+    """All of a recording. Histograms are by exact number of holders, and by powers of two of depth and lifetime."""
+
+    num_messages: int
+    num_events: int
+    num_sessions: int
+    first_wall_ns: int
+    duration_s: float
+    sources: list[SourceStatistics]
+    ranks: dict[WorkerRank, RankStatistics]
+    windows: dict[tuple[str, int | None, Window], WindowStatistics]
+    num_distinct: int
+    num_live_distinct: int
+    holders: dict[int, int]
+    """How many live blocks so many ranks hold."""
+    depths: dict[int, int]
+    """How many distinct blocks are at this depth or up to twice as deep; 1 is a prompt's first block."""
+    num_parents_unknown: int
+    """Stored chains whose parent was never recorded: they count as beginning at depth 1."""
+    lifetimes_s: dict[float, int]
+    """How many blocks were removed after at least so long, and less than twice that."""
+    spans: list[Span] = field(default_factory=list)
+
+
+class _Rank:
+    """What is known of one rank while reading."""
+
+    def __init__(self) -> None:
+        self.held = HeldBlocks()
+        self.removed: set[tuple[int, int]] = set()
+        self.statistics = RankStatistics()
+        self.epoch: int | None = None
+        self.stream: RankStream | None = None
+
+
+class _Source:
+    """What is known of one source while reading."""
+
+    def __init__(self, source: RecordedSource) -> None:
+        self.recorded = source
+        self.statistics = SourceStatistics(source.name, source.url)
+        self.numbering = SourceNumbering()
+        self.num_restarts = 0
+        self.ranks: dict[WorkerRank, _Rank] = {}
+        self.block_sizes: set[int] = set()
+
+
+class StatisticsCollector:
+    """Takes a recording's messages in order. What is missing in it is not made up for: blocks whose removal was lost
+    count as live until their rank is cleared or started anew."""
+
+    def __init__(self) -> None:
+        self._sources: dict[RecordedSource, _Source] = {}
+        self._sessions: set[int] = set()
+        self._depths: dict[int, int] = {}
+        self._lifetimes: Counter[int] = Counter()
+        self._windows: dict[tuple[str, int | None, Window], WindowStatistics] = {}
+        self._timeline = Timeline()
+        self._num_live = 0
+        self._num_events = 0
+        self._num_parents_unknown = 0
+        self._first_wall_ns: int | None = None
+        self._time_ms = 0
+
+    def add(self, record: Record) -> None:
+        """Take the next message."""
+        source = self._sources.get(record.source)
+        if source is None:
+            source = self._sources[record.source] = _Source(record.source)
+        if self._first_wall_ns is None:
+            self._first_wall_ns = record.wall_ns
+        self._sessions.add(record.session)
+        self._time_ms = max(self._time_ms, (record.wall_ns - self._first_wall_ns) // 1_000_000)
+        source.statistics.num_messages += 1
+        source.statistics.num_bytes += len(record.message.payload)
+        is_new = source.numbering.seen(record.message)
+        try:
+            if is_canonical(record.message.payload):
+                self._add_canonical(source, record, is_new)
+            elif is_new:
+                self._add_engine(source, record)
+        except MalformedMessageError:
+            source.statistics.num_malformed_events += 1
+
+    def result(self) -> RecordingStatistics:
+        """Return the figures so far."""
+        ranks = {key: rank for source in self._sources.values() for key, rank in source.ranks.items()}
+        held = Counter(block for rank in ranks.values() for block in {b for tier in rank.held.tiers for b in tier})
+        holders = Counter(held.values())
+        return RecordingStatistics(
+            num_messages=sum(source.statistics.num_messages for source in self._sources.values()),
+            num_events=self._num_events,
+            num_sessions=len(self._sessions),
+            first_wall_ns=self._first_wall_ns or 0,
+            duration_s=self._time_ms / 1000,
+            sources=[_finished(source) for source in self._sources.values()],
+            ranks={key: rank.statistics for key, rank in sorted(ranks.items())},
+            windows=self._windows,
+            num_distinct=len(self._depths),
+            num_live_distinct=len(held),
+            holders=dict(sorted(holders.items())),
+            depths=_powers(Counter(self._depths.values())),
+            num_parents_unknown=self._num_parents_unknown,
+            lifetimes_s={2.0**power / 1000: count for power, count in sorted(self._lifetimes.items())},
+            spans=self._timeline.spans(),
+        )
+
+    def _add_canonical(self, source: _Source, record: Record, is_new: bool) -> None:
+        batch = decode_batch(record.message.payload, source.recorded.name).batch
+        source.statistics.is_canonical = True
+        source.block_sizes.add(batch.block_size)
+        rank = source.ranks.setdefault(batch.source, _Rank())
+        is_heartbeat = len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)
+        if not is_new and not is_heartbeat:
+            return
+        if rank.epoch is not None and batch.epoch > rank.epoch:
+            self._gone(rank, rank.held.clear().gone)
+        rank.epoch = batch.epoch if rank.epoch is None else max(rank.epoch, batch.epoch)
+        self._take(rank, batch)
+
+    def _add_engine(self, source: _Source, record: Record) -> None:
+        decoded = DECODERS[source.recorded.engine](record.message.payload, source.recorded.name)
+        source.statistics.num_malformed_events += decoded.num_malformed_events
+        source.statistics.num_ignored_events += decoded.num_ignored_events
+        if source.numbering.num_restarts > source.num_restarts:
+            source.num_restarts = source.numbering.num_restarts
+            for rank in source.ranks.values():
+                self._gone(rank, rank.held.clear().gone)
+                rank.stream = None
+        self._note_windows(source, decoded)
+        key = WorkerRank(source.recorded.name, decoded.rank or 0)
+        rank = source.ranks.setdefault(key, _Rank())
+        if rank.stream is None:
+            block_size = next((e.block_size for e in decoded.events if isinstance(e, EngineStored) and e.block_size), 0)
+            if block_size > 0:
+                rank.stream = RankStream(key, block_size, epoch=0)
+        if rank.stream is not None:
+            for event in decoded.events:
+                rank.stream.admit(event)
+            for batch in rank.stream.close_batches(0.0):
+                self._take_events(rank, batch.events)
+        self._num_events += len(decoded.events)
+        self._timeline.add(self._time_ms / 1000, len(decoded.events), self._num_live)
+
+    def _note_windows(self, source: _Source, decoded: DecodedEngineBatch) -> None:
+        for event in decoded.events:
+            if isinstance(event, EngineStored):
+                source.block_sizes.add(event.block_size)
+            if isinstance(event, EngineStored | EngineRemoved):
+                key = (source.recorded.name, event.group, event.window)
+                window = self._windows.setdefault(key, WindowStatistics())
+                if isinstance(event, EngineStored):
+                    window.num_stored_events += 1
+                    window.num_stored_blocks += len(event.block_hashes)
+                else:
+                    window.num_removed_blocks += len(event.block_hashes)
+
+    def _take(self, rank: _Rank, batch: Batch) -> None:
+        self._take_events(rank, batch.events)
+        self._num_events += len(batch.events)
+        self._timeline.add(self._time_ms / 1000, len(batch.events), self._num_live)
+
+    def _take_events(self, rank: _Rank, events: Iterable[Event]) -> None:
+        for event in events:
+            if isinstance(event, Stored):
+                self._store(rank, event)
+            elif isinstance(event, Removed):
+                change = rank.held.apply(event)
+                rank.removed.update((block, event.tier) for block in change.gone)
+                self._lifetimes.update(max(0, (self._time_ms - note).bit_length() - 1) for note in change.notes)
+                rank.statistics.num_removed_in_vain += change.num_in_vain
+                self._gone(rank, change.gone)
+            elif isinstance(event, Cleared):
+                rank.statistics.num_cleared += 1
+                self._gone(rank, rank.held.apply(event).gone)
+            else:
+                agrees = (event.num_blocks, event.digest) == (rank.held.num_blocks, rank.held.digest)
+                rank.statistics.num_heartbeats_agreeing += agrees
+                rank.statistics.num_heartbeats_differing += not agrees
+
+    def _store(self, rank: _Rank, event: Stored) -> None:
+        statistics = rank.statistics
+        change = rank.held.apply(event, note=self._time_ms)
+        again = [block for block in change.new if (block, event.tier) in rank.removed]
+        rank.removed.difference_update((block, event.tier) for block in again)
+        statistics.num_stored += len(change.new)
+        statistics.num_stored_again += len(again)
+        statistics.num_stored_in_vain += change.num_in_vain
+        self._num_live += len(change.new)
+        statistics.num_live = rank.held.num_blocks
+        statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
+        depth = 0 if event.parent is None else self._depths.get(event.parent, 0)
+        self._num_parents_unknown += event.parent is not None and depth == 0
+        for block in hashes_of(event):
+            depth = self._depths.setdefault(block, depth + 1)
+
+    def _gone(self, rank: _Rank, gone: list[int]) -> None:
+        rank.statistics.num_removed += len(gone)
+        rank.statistics.num_live = rank.held.num_blocks
+        self._num_live -= len(gone)
+
+
+def _finished(source: _Source) -> SourceStatistics:
+    statistics, numbering = source.statistics, source.numbering
+    statistics.num_gaps, statistics.num_missing = numbering.num_gaps, numbering.num_missing
+    statistics.num_duplicates, statistics.num_restarts = numbering.num_duplicates, numbering.num_restarts
+    statistics.num_malformed = numbering.num_malformed
+    statistics.is_from_start = all(each.is_from_start for each in numbering.numberings)
+    statistics.block_sizes = tuple(sorted(source.block_sizes))
+    return statistics
+
+
+def _powers(counts: Counter[int]) -> dict[int, int]:
+    """Return counts of numbers put together by powers of two."""
+    powers: Counter[int] = Counter()
+    for number, count in counts.items():
+        powers[1 << (number.bit_length() - 1)] += count
+    return dict(sorted(powers.items()))

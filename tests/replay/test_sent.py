@@ -1,0 +1,67 @@
+"""What can be asked for again while a recording is played."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events.transports import ReplayRequest
+from kvist.replay.sent import SentBuffer
+
+
+def sequences(buffer, topic, start, epoch=None):
+    return [message.sequence for message in buffer.replay(ReplayRequest(topic, start, epoch))]
+
+
+def filled(*messages, max_bytes=1 << 20):
+    buffer = SentBuffer(max_bytes)
+    for message in messages:
+        buffer.append(message)
+    return buffer
+
+
+def test_a_rank_is_answered_from_the_number_asked_for(make):
+    buffer = filled(*(make.batch(i, rank=rank) for i in range(5) for rank in range(2)))
+    assert sequences(buffer, b"kv/w/1", 3) == [3, 4]
+    assert sequences(buffer, b"", 4) == sequences(buffer, None, 4) == [4, 4]
+    assert sequences(buffer, b"kv/other/0", 0) == []
+    assert buffer.num_asked == 4
+
+
+def test_only_the_newest_epoch_is_answered_and_from_its_beginning_if_another_is_asked_for(make):
+    buffer = filled(make.batch(0), make.batch(1), make.batch(0, epoch=8), make.batch(1, epoch=8))
+    assert sequences(buffer, b"kv/w/0", 1, epoch=8) == [1]
+    assert sequences(buffer, b"kv/w/0", 1, epoch=7) == [0, 1]
+    assert {message.payload for message in buffer.replay(ReplayRequest(None, 0))} == {
+        make.batch(i, epoch=8).payload for i in range(2)
+    }
+
+
+def test_heartbeats_duplicates_and_what_is_no_batch_are_not_kept(make):
+    broken = make.batch(2)._replace(payload=b"\xc1")
+    buffer = filled(make.batch(0), make.heartbeat(1, 0, 0), make.batch(1), make.batch(0), broken)
+    assert sequences(buffer, None, 0) == [0, 1]
+
+
+def test_an_engines_restart_makes_what_was_before_it_unanswerable(make):
+    buffer = filled(*(make.engine_batch(i) for i in range(3)), make.engine_batch(0, timestamp_s=99.0))
+    assert [message.payload for message in buffer.replay(ReplayRequest(None, 0))] == [
+        make.engine_batch(0, timestamp_s=99.0).payload
+    ]
+
+
+def test_beyond_its_bound_the_oldest_goes(make):
+    messages = [make.batch(i, make.stored(*range(100))) for i in range(10)]
+    buffer = filled(*messages, max_bytes=4 * len(messages[0].payload))
+    assert sequences(buffer, None, 0) == [6, 7, 8, 9]
+
+
+def test_each_canonical_ranks_last_message_is_known_heartbeats_included(make):
+    beat = make.heartbeat(2, 0, 0)
+    buffer = filled(make.batch(0), make.batch(1), beat, make.batch(7, rank=1), make.engine_batch(5))
+    assert buffer.last_messages() == [beat, make.batch(7, rank=1)]
+
+
+def test_a_bound_of_nothing_is_refused():
+    with pytest.raises(InvalidValueError, match="replay_bytes"):
+        SentBuffer(0)
