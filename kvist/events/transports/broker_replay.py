@@ -102,10 +102,12 @@ class Answer:
             self._records = map(_record, self._source.replay(self._request))
         is_last = False
         send_at_s = time.monotonic() + MAX_PAGE_S
-        while len(self._left) <= self._page_bytes and not is_last and time.monotonic() < send_at_s:
+        while len(self._left) <= self._page_bytes and not is_last:
             record = next(self._records, None)
             is_last = record is None
             self._left += record or b""
+            if time.monotonic() >= send_at_s:
+                break
         page = _Page(self.id, self.page_idx, is_last and len(self._left) <= self._page_bytes, self._cut())
         self.page_idx += 1
         self.is_done = page.is_last
