@@ -11,7 +11,6 @@ would not give the same bytes again, and wins when both are read: take it out to
 from __future__ import annotations
 
 import base64
-import binascii
 import math
 from pathlib import Path
 from types import TracebackType
@@ -119,7 +118,7 @@ class JsonlReader:
             try:
                 if text.strip():
                     records.append(self._record(text))
-            except (*DECODE_ERRORS, binascii.Error) as error:
+            except (*DECODE_ERRORS, OverflowError) as error:
                 if records:  # they count; this line is read once more
                     self._file.seek(self._num_bytes_read)
                     break
@@ -174,9 +173,10 @@ class JsonlReader:
         timestamp_s = line.batch[6 if is_canonical else 0] if isinstance(line.batch, list) and line.batch else None
         if not isinstance(timestamp_s, int | float) or not abs(timestamp_s) < 1e10:
             raise ValueError(f"a timestamp of {timestamp_s!r}")
-        self._last_ns = max(self._last_ns, int(timestamp_s * 1e9))
+        wall_ns = round(timestamp_s * 1e6) * 1000  # a float has no more
+        self._last_ns = max(self._last_ns, wall_ns)
         topic = f"kv/{line.batch[1]}/{line.batch[2]}".encode() if is_canonical else b""
-        return Record(0, self._unnamed, self._last_ns, int(timestamp_s * 1e9), Message(topic, line.seq, payload))
+        return Record(0, self._unnamed, self._last_ns, wall_ns, Message(topic, line.seq, payload))
 
 
 def _batch_of(payload: bytes) -> Any:

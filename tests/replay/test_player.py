@@ -1,0 +1,229 @@
+"""Playing recordings to subscribers: order, pace, stalls, what can be asked for again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+from kvist.events.transports import Endpoint, ReplayRequest, open_publication, open_subscription
+from kvist.indexer import Indexer
+from kvist.radix import RadixIndex
+from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter
+from kvist.replay.pacing import Pace
+from kvist.replay.player import Player, open_publications
+from kvist.replay.rewriting import Rewriter
+from kvist.replay.script import Script
+from kvist.replay.selection import Moment, Selection
+
+_names = itertools.count()
+
+
+class FakePublication:
+    """Takes what is sent; full every other time if told so."""
+
+    endpoint = "memory://fake"
+
+    def __init__(self, *, is_often_full=False):
+        self.sent = []
+        self.source = None
+        self._is_often_full = is_often_full
+        self._num_calls = 0
+
+    def serve_replay(self, source):
+        self.source = source
+
+    def send(self, message):
+        self._num_calls += 1
+        if self._is_often_full and self._num_calls % 2:
+            raise BlockingIOError
+        self.sent.append(message)
+
+    def close(self, timeout_s=5.0):
+        pass
+
+
+class FakeTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self):
+        self.now_s = 100.0
+        self.naps = []
+
+    def clock(self):
+        return self.now_s
+
+    async def sleep(self, seconds):
+        self.naps.append(seconds)
+        self.now_s += seconds
+        await asyncio.sleep(0)
+
+
+def script_of(path, **options):
+    return Script(lambda: RecordingReader(path), **options)
+
+
+async def played(make, path, *, publication=None, pace=None, **options):
+    publication, time = publication or FakePublication(), FakeTime()
+    player = Player(
+        script_of(path, **options), {make.source: publication}, pace=pace, clock=time.clock, sleep=time.sleep
+    )
+    await player.play()
+    return publication, player, time
+
+
+async def test_messages_go_out_as_they_came_in_order_and_on_time(make, recording):
+    messages = [make.batch(i, make.stored(i)) for i in range(20)]
+    publication, player, time = await played(make, recording(*messages), pace=Pace(2.0))
+    assert publication.sent == messages
+    assert time.now_s - 100.0 == pytest.approx(19 * 0.010 / 2, abs=0.001)
+    assert (player.num_sent, player.num_sent_bytes) == (20, sum(len(message.payload) for message in messages))
+
+
+async def test_as_fast_as_possible_never_waits(make, recording):
+    _, player, time = await played(make, recording(*(make.batch(i) for i in range(50))), pace=Pace(None))
+    assert player.num_sent == 50
+    assert sum(time.naps) == 0.0
+
+
+async def test_a_transport_that_is_full_is_waited_for(make, recording):
+    messages = [make.batch(i) for i in range(10)]
+    publication, _, _ = await played(make, recording(*messages), publication=FakePublication(is_often_full=True))
+    assert publication.sent == messages
+
+
+async def test_what_is_selected_is_played_and_nothing_else(make, recording):
+    messages = [make.batch(i, worker=f"w{i % 3}") for i in range(30)]
+    selection = Selection({"w0", "w2"}, Moment(0.1, False), Moment(0.2, False))
+    publication, _, _ = await played(make, recording(*messages), selection=selection)
+    assert publication.sent == [message for message in messages[10:20] if b"w1" not in message.topic]
+
+
+async def test_a_loop_plays_it_again_in_later_epochs(make, recording):
+    messages = [make.batch(i, make.stored(i)) for i in range(3)]
+    options = {"num_rounds": 3, "rewriter": Rewriter(num_rounds=3)}
+    publication, _, time = await played(make, recording(*messages), **options)
+    assert [message.sequence for message in publication.sent] == [0, 1, 2] * 3
+    assert len({message.payload for message in publication.sent}) == 9
+    assert time.now_s - 100.0 == pytest.approx(3 * 0.020, abs=0.001)
+
+
+async def test_a_damaged_recording_is_played_up_to_the_damage(make, recording):
+    path = recording(*(make.batch(i, make.stored(*range(4000))) for i in range(100)))
+    data = bytearray(path.read_bytes())
+    data[-200] ^= 1
+    path.write_bytes(data)
+    publication = FakePublication()
+    with pytest.raises(RecordingError, match=str(path)):
+        await played(make, path, publication=publication)
+    assert [message.sequence for message in publication.sent] == list(range(len(publication.sent)))
+    assert publication.sent
+
+
+async def test_a_recording_is_played_while_it_is_written(make, tmp_path):
+    path = tmp_path / "r"
+    publication, time = FakePublication(), FakeTime()
+    with RecordingWriter(path, [make.source], rotate_bytes=4096) as writer:
+        player = Player(script_of(path, follows=True), {make.source: publication}, clock=time.clock, sleep=time.sleep)
+        playing = asyncio.create_task(player.play())
+        for record in make.records(*(make.batch(i, make.stored(*range(40))) for i in range(100)), step_ms=300):
+            writer.add(0, record.message, record.mono_ns, record.wall_ns)
+            await asyncio.sleep(0)
+        assert not playing.done()
+    await asyncio.wait_for(playing, 20)
+    assert [message.sequence for message in publication.sent] == list(range(100))
+
+
+async def test_a_ranks_last_message_is_repeated_until_all_is_over(make, recording, until):
+    messages = [make.batch(0), make.batch(1), make.batch(0, rank=1)]
+    publication, player, _ = await played(make, recording(*messages))
+    repeating = asyncio.create_task(player.repeat())
+    await until(lambda: len(publication.sent) >= 7)
+    repeating.cancel()
+    assert publication.sent[3:7] == [messages[1], messages[2]] * 2
+
+
+def fleet(make, num_ranks, num_batches):
+    """Return a stream of several ranks that all store, remove and repeat, with heartbeats that are right."""
+    from kvist.events import Heartbeat
+    from kvist.replay.holding import HeldBlocks
+
+    held = [HeldBlocks() for _ in range(num_ranks)]
+    messages = []
+    for number in range(num_batches):
+        for rank in range(num_ranks):
+            first = number * 10 + rank * 100_000
+            events = [make.stored(*range(first, first + 8))]
+            events += [make.removed(first - 3, first - 10)] if number else []
+            for event in events:
+                held[rank].apply(event)
+            messages.append(make.batch(number, *events, rank=rank))
+            if number % 10 == 9:
+                beat = Heartbeat(held[rank].num_blocks, held[rank].digest)
+                messages.append(make.batch(number + 1, beat, rank=rank))
+    return messages, [(each.num_blocks, each.digest) for each in held]
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1:0", "memory"])
+async def test_an_index_that_hears_a_replay_holds_exactly_what_was_recorded(make, recording, until, url):
+    messages, expected = fleet(make, 3, 200)
+    path = recording(*messages)
+    publication = open_publication(f"memory://replay-{next(_names)}" if url == "memory" else url)
+    index = RadixIndex()
+    player = Player(script_of(path), {make.source: publication}, pace=Pace(None))
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("w", publication.endpoint)
+        await player.play()
+        repeating = asyncio.create_task(player.repeat())
+        await until(lambda: all(indexer.is_exact("w", rank) for rank in range(3)))  # heartbeats agree
+        repeating.cancel()
+    held = [index.digest(WorkerRank("w", rank)) for rank in range(3)]
+    assert [(each.num_blocks, each.digest) for each in held] == expected
+    publication.close()
+
+
+async def test_a_subscriber_that_stalled_asks_for_what_it_missed(make, recording):
+    messages = [make.batch(i, make.stored(i)) for i in range(500)]
+    publication = open_publication("tcp://127.0.0.1:0")
+    player = Player(script_of(recording(*messages)), {make.source: publication}, pace=Pace(None))
+    await player.play()
+    async with open_subscription(Endpoint.parse(publication.endpoint)) as late:
+        assert await late.replay(ReplayRequest(b"kv/w/0", 123, 7), 5.0) == messages[123:]
+        assert await late.replay(ReplayRequest(None, 0), 5.0) == [message._replace(topic=b"") for message in messages]
+    assert player.num_asked == 2
+    publication.close()
+
+
+async def test_the_same_order_a_rank_at_any_speed(make, recording):
+    messages, _ = fleet(make, 4, 50)
+    path = recording(*messages)
+    for speed in (1.0, 50.0, None):
+        publication, _, _ = await played(make, path, pace=Pace(speed))
+        assert publication.sent == messages
+
+
+def test_each_source_gets_a_publication_of_its_own():
+    sources = [RecordedSource(name, "") for name in "abc"]
+    name = f"memory://replay-{next(_names)}"
+    opened = open_publications([name], sources)
+    assert [publication.endpoint for publication in opened.values()] == [f"{name}.{idx}" for idx in range(3)]
+    opened_tcp = open_publications(["tcp://127.0.0.1:0"], sources)
+    assert len({publication.endpoint for publication in opened_tcp.values()}) == 3
+    for publication in (*opened.values(), *opened_tcp.values()):
+        publication.close()
+
+
+def test_urls_that_do_not_suffice_are_refused_with_the_sources_names():
+    sources = [RecordedSource(name, "") for name in ("pod-1", "pod-2")]
+    with pytest.raises(InvalidValueError, match=r"one URL for each of 2 sources \(pod-1, pod-2\), or one with port 0"):
+        open_publications(["tcp://127.0.0.1:5557"], sources)
+
+
+def test_when_one_publication_cannot_be_opened_the_others_are_closed():
+    name = f"memory://replay-{next(_names)}"
+    with pytest.raises(InvalidValueError, match="a name that no publication uses"):
+        open_publications([name, name], [RecordedSource(name, "") for name in "ab"])
+    open_publication(name).close()

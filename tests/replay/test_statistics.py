@@ -1,0 +1,190 @@
+"""What is told about a recording: against hand-counted streams, and against a naive count of random ones."""
+
+from __future__ import annotations
+
+import json
+import random
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from kvist.events import FULL, UNKNOWN, Cleared, WorkerRank
+from kvist.events.digest import blocks_digest
+from kvist.replay import RecordedSource
+from kvist.replay.plot import svg_plot, terminal_plot
+from kvist.replay.report import statistics_json, statistics_text
+from kvist.replay.statistics import StatisticsCollector
+from kvist.replay.timeline import MAX_SPANS, Span, Timeline
+
+
+def told(records):
+    collector = StatisticsCollector()
+    for record in records:
+        collector.add(record)
+    return collector.result()
+
+
+def test_blocks_are_followed_from_store_to_removal_and_back(make):
+    statistics = told(
+        make.records(
+            make.batch(0, make.stored(1, 2, 3)),
+            make.batch(1, make.stored(4, parent=3), make.stored(1)),
+            make.batch(2, make.removed(2, 4), make.removed(99)),
+            make.batch(3, make.stored(2, parent=1)),
+            make.heartbeat(4, 3, blocks_digest([1, 2, 3], 0)),
+            make.heartbeat(4, 3, 5),
+            make.batch(4, Cleared()),
+            step_ms=1000,
+        )
+    )
+    rank = statistics.ranks[WorkerRank("w", 0)]
+    assert (rank.num_stored, rank.num_stored_again, rank.num_stored_in_vain) == (5, 1, 1)
+    assert (rank.num_removed, rank.num_removed_in_vain, rank.num_cleared) == (5, 1, 1)
+    assert (rank.num_live, rank.num_live_peak) == (0, 4)
+    assert (rank.num_heartbeats_agreeing, rank.num_heartbeats_differing) == (1, 1)
+    assert (statistics.num_distinct, statistics.num_live_distinct) == (4, 0)
+    assert statistics.depths == {1: 1, 2: 2, 4: 1}
+    assert statistics.lifetimes_s == {0.512: 1, 1.024: 1}
+    assert statistics.duration_s == 6.0
+
+
+def test_sharing_is_told_by_how_many_ranks_hold_a_block(make):
+    messages = [make.batch(0, make.stored(1, 2), rank=rank) for rank in range(3)]
+    messages += [make.batch(1, make.stored(3, parent=2), rank=0), make.batch(1, make.removed(2), rank=1)]
+    statistics = told(make.records(*messages))
+    assert statistics.holders == {1: 1, 2: 1, 3: 1}
+    assert statistics.num_live_distinct == 3
+
+
+def test_gaps_duplicates_and_a_beginning_amid_the_stream_are_told(make):
+    statistics = told(make.records(*(make.batch(i, make.stored(i)) for i in (5, 5, 8)), make.batch(0, epoch=9)))
+    (source,) = statistics.sources
+    assert (source.num_gaps, source.num_missing, source.num_duplicates, source.num_restarts) == (1, 2, 1, 1)
+    assert not source.is_from_start
+    assert "recorded from amid the stream" in statistics_text(statistics)
+    assert statistics.ranks[WorkerRank("w", 0)].num_live == 0  # the later epoch holds nothing of the earlier one's
+
+
+def test_a_stored_chain_behind_an_unknown_parent_is_counted(make):
+    statistics = told(make.records(make.batch(0, make.stored(5, 6, parent=4))))
+    assert (statistics.num_parents_unknown, statistics.depths) == (1, {1: 1, 2: 1})
+
+
+def test_an_engines_window_groups_are_seen_and_its_blocks_counted_as_the_published_group(make):
+    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    sliding = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 512}
+    tokens = list(range(8))
+    source = RecordedSource("pod-1", "tcp://h:1")
+    messages = [
+        make.engine_batch(
+            0, make.engine_stored(1, 2, tokens=tokens, **full), make.engine_stored(7, tokens=tokens[:4], **sliding)
+        ),
+        make.engine_batch(1, {**make.engine_removed(2), "group_idx": 0}, {"type": "Unheard"}),
+    ]
+    statistics = told(make.records(*messages, source=source))
+    assert {key: window.num_stored_blocks for key, window in statistics.windows.items()} == {
+        ("pod-1", 0, FULL): 2,
+        ("pod-1", 1, 512): 1,
+        ("pod-1", 0, UNKNOWN): 0,
+    }
+    rank = statistics.ranks[WorkerRank("pod-1", 0)]
+    assert (rank.num_stored, rank.num_removed, rank.num_live) == (2, 1, 1)
+    assert (statistics.sources[0].num_ignored_events, statistics.sources[0].block_sizes) == (1, (4,))
+
+
+def test_an_engine_that_was_started_anew_holds_nothing_of_before(make):
+    stored = [make.engine_stored(n, tokens=[n, 1, 2, 3]) for n in range(3)]
+    messages = [make.engine_batch(0, stored[0]), make.engine_batch(1, stored[1])]
+    messages.append(make.engine_batch(0, stored[2], timestamp_s=99.0))
+    statistics = told(make.records(*messages))
+    assert statistics.ranks[WorkerRank("pod-1", 0)].num_live == 1
+    assert statistics.sources[0].num_restarts == 1
+
+
+def test_what_is_no_batch_is_counted(make):
+    statistics = told(make.records(make.batch(0)._replace(payload=b"\xc1"), make.engine_batch(0, "no event", 5)))
+    assert (statistics.sources[0].num_malformed, statistics.sources[0].num_malformed_events) == (1, 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_streams_are_counted_as_by_hand(make, seed):
+    rng = random.Random(seed)
+    held = [set() for _ in range(3)]
+    messages, numbers, num_stored = [], [0] * 3, 0
+    for _ in range(400):
+        rank = rng.randrange(3)
+        blocks = rng.sample(range(1, 60), rng.randrange(1, 6))
+        if rng.random() < 0.02:
+            event, held[rank] = Cleared(), set()
+        elif rng.random() < 0.6:
+            event = make.stored(*blocks)
+            num_stored += len(set(blocks) - held[rank])
+            held[rank] |= set(blocks)
+        else:
+            event = make.removed(*blocks)
+            held[rank] -= set(blocks)
+        messages.append(make.batch(numbers[rank], event, rank=rank))
+        numbers[rank] += 1
+    statistics = told(make.records(*messages))
+    assert [each.num_live for each in statistics.ranks.values()] == [len(blocks) for blocks in held]
+    assert sum(each.num_stored for each in statistics.ranks.values()) == num_stored
+    everything = [block for blocks in held for block in blocks]
+    assert sum(n * count for n, count in statistics.holders.items()) == len(everything)
+    assert statistics.num_live_distinct == len(set(everything))
+    assert statistics.spans[-1].num_live == len(everything)
+    total = sum(span.events_per_s for span in statistics.spans) * (statistics.spans[1].start_s)
+    assert total == pytest.approx(len(messages))
+
+
+def test_a_timeline_of_any_length_has_a_bound():
+    timeline = Timeline()
+    for second in range(100_000):
+        timeline.add(second, 2, second)
+    spans = timeline.spans()
+    assert len(spans) <= MAX_SPANS
+    assert sum(span.events_per_s for span in spans) * timeline.span_s == pytest.approx(200_000)
+    assert spans[-1].num_live == 99_999
+
+
+def test_a_quiet_span_has_the_blocks_of_the_one_before():
+    timeline = Timeline()
+    timeline.add(0.0, 1, 5)
+    timeline.add(0.035, 1, 7)
+    assert [span.num_live for span in timeline.spans()] == [5, 5, 5, 7]
+
+
+def test_the_text_and_the_json_have_the_figures(make):
+    statistics = told(make.records(*(make.batch(i, make.stored(i + 1)) for i in range(50))))
+    text = statistics_text(statistics)
+    assert "50 messages with 50 events" in text
+    assert "blocks: 50 distinct, 50 of them live at the end" in text
+    assert "live blocks" in text
+    read = json.loads(json.dumps(statistics_json(statistics)))
+    assert read["ranks"][0] | {"worker": "w", "rank": 0, "num_stored": 50, "num_live": 50} == read["ranks"][0]
+    assert read["holders"] == {"1": 50}
+    assert read["num_messages"] == 50
+
+
+def test_nothing_recorded_is_told_too():
+    statistics = told([])
+    assert "0 messages with 0 events" in statistics_text(statistics)
+    assert ElementTree.fromstring(svg_plot(statistics.spans, "empty")).tag.endswith("svg")
+
+
+def test_the_terminal_plot_has_as_many_columns_as_asked_for_and_fits_its_highest():
+    spans = [Span(n * 0.5, float(n), n * 1000) for n in range(300)]
+    lines = terminal_plot(spans, width=40).splitlines()
+    bars = [line.split("|")[1] for line in lines if "|" in line]
+    assert len(bars) == 12
+    assert {len(bar) for bar in bars} == {40}
+    assert bars[0][-1] == bars[6][-1] == "█"
+    assert bars[0][0] == " "
+    assert "299k" in lines[1]
+    assert lines[-1].endswith("150 s")
+
+
+def test_the_svg_is_well_formed_and_escapes_its_title():
+    spans = [Span(n * 0.5, float(n), n) for n in range(10)]
+    root = ElementTree.fromstring(svg_plot(spans, "a <b> & c"))
+    assert "a <b> & c" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
