@@ -6,17 +6,17 @@ No I/O here: `RequestParser` is fed bytes and yields whole requests one after th
 
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
 from kvist.http.body import Body, ChunkedBody, LengthBody
 from kvist.http.errors import MalformedHttpError, RequestRefusedError
 from kvist.http.fields import BARE_LINE_END, TOKEN, Headers, content_length, list_members, parse_fields, pick
+from kvist.http.head import MAX_LENGTH_DIGITS, Head, HttpVersion, KnownHead
 from kvist.http.limits import HttpLimits
 
 Phase = Literal["idle", "header", "body"]
-HttpVersion = Literal["1.0", "1.1"]
 _Control = Mapping[bytes, list[bytes]]
 
 _PCT = rb"%[0-9A-Fa-f]{2}"
@@ -28,8 +28,6 @@ _HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
 """What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
 
 
-_LENGTH_FIELD = re.compile(rb"(?i)\r\ncontent-length:[\t ]*+([0-9]{1,18})\r\n")
-_MAX_LENGTH_DIGITS = 18
 _MAX_REMEMBERED_BYTES = 2048
 """The longest head kept, for each connection, to be recognised when it comes again."""
 
@@ -62,51 +60,6 @@ class Request(msgspec.Struct, frozen=True):
         return next((value for field, value in self.headers if field == name), None)
 
 
-class _Head(NamedTuple):
-    """What a head says, but for the length of its body."""
-
-    method: str
-    target: str
-    headers: Headers
-    http_version: HttpVersion
-    is_keep_alive: bool
-    expects_continue: bool
-
-
-class _KnownHead:
-    """A valid head, by which others are known that differ from it in nothing but the digits of their length."""
-
-    __slots__ = ("_before", "_behind", "_digits", "_head", "_length")
-
-    def __init__(self, head: _Head, length: int | None, text: bytes) -> None:
-        """`length` is that of the body, None for a chunked one."""
-        self._head, self._length = head, length
-        self._before, self._digits, self._behind = text, b"", b""
-        field = _LENGTH_FIELD.search(text)  # as the head is valid, there is no other
-        if field is not None:
-            self._before, self._digits, self._behind = text[: field.start(1)], field[1], text[field.end(1) :]
-
-    def find(self, text: bytes) -> tuple[bytes, int] | None:
-        """Return the digits, if any, and where the body begins, if the text begins with such a head."""
-        if not text.startswith(self._before):
-            return None
-        start = len(self._before)
-        if not self._digits:
-            return b"", start
-        end = text.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
-        digits = text[start:end]
-        if end < 0 or not digits.isdigit() or not text.startswith(self._behind, end):
-            return None
-        return digits, end + len(self._behind)
-
-    def with_digits(self, digits: bytes) -> tuple[_Head, int | None]:
-        """Return such a head, and the length of its body."""
-        if digits == self._digits:
-            return self._head, self._length
-        headers = [(name, digits if name == b"content-length" else value) for name, value in self._head.headers]
-        return self._head._replace(headers=headers), int(digits)
-
-
 _CONTROL_FIELDS = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"},
 )
@@ -133,8 +86,8 @@ class RequestParser:
         self._client = client
         self._buffer = b""
         self._scanned = 0
-        self._head: _Head | None = None
-        self._known: _KnownHead | None = None  # the last head: a client's are often the same
+        self._head: Head | None = None
+        self._known: KnownHead | None = None  # the last head: a client's are often the same
         self._body: Body | None = None
         self._payload = bytearray()
         self._awaits_continue = False
@@ -211,13 +164,13 @@ class RequestParser:
             return False
         self._scanned = 0
         head, length = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
-        longest = end + _MAX_LENGTH_DIGITS  # that could be known by this one
+        longest = end + MAX_LENGTH_DIGITS  # that could be known by this one
         is_short = longest < _MAX_REMEMBERED_BYTES and longest - line_end <= limits.max_header_bytes
-        self._known = _KnownHead(head, length, buffer[: end + 4]) if is_short else None
+        self._known = KnownHead(head, length, buffer[: end + 4]) if is_short else None
         self._begin(head, length, end + 4)
         return True
 
-    def _begin(self, head: _Head, length: int | None, body_start: int) -> None:
+    def _begin(self, head: Head, length: int | None, body_start: int) -> None:
         """Awaits the body of a head, of `length` bytes or chunked."""
         if length is not None:
             self._check_size(length)
@@ -226,7 +179,7 @@ class RequestParser:
         self._body = ChunkedBody() if length is None else LengthBody(length)
         self._awaits_continue = head.expects_continue and not self._body.is_complete and not self._buffer
 
-    def _parse_head(self, request_line: bytes, block: bytes) -> tuple[_Head, int | None]:
+    def _parse_head(self, request_line: bytes, block: bytes) -> tuple[Head, int | None]:
         match = _REQUEST_LINE.fullmatch(request_line)
         if match is None:
             raise MalformedHttpError("the request line is not 'METHOD target HTTP/1.1'")
@@ -243,7 +196,7 @@ class RequestParser:
         options = list_members(control[b"connection"])
         _refuse_upgrade(control[b"upgrade"])
         length = _length(control, is_http11=is_http11)
-        head = _Head(
+        head = Head(
             method.decode(),
             target.decode(),
             headers,

@@ -5,7 +5,6 @@ A body of 16,384 token ids is read in a sixth of the time that making a list of 
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from kvist.indexer.compiled.json_tokens import INTEGERS, find_integers
 
 Integer = TypeVar("Integer", np.uint32, np.uint64)
+_CONTENT_AT = bytes.__basicsize__ - 1  # of a bytes object, whose content CPython ends with a NUL
 
 
 def split_integer_array(
@@ -29,11 +29,12 @@ def split_integer_array(
     item_bytes = np.dtype(dtype).itemsize
     num_before = INTEGERS // item_bytes
     result: NDArray[Any] = np.empty(num_before + len(body) // 2 + 8 // item_bytes, dtype)
-    if not find_integers(_address(body), len(body), _address(key), len(key), item_bytes, result.ctypes.data):
+    if not find_integers(address_of(body), len(body), address_of(key), len(key), item_bytes, result.ctypes.data):
         return None
     start, end, count = result[:num_before].view(np.int64).tolist()
     return result[num_before : num_before + count], placeholder.join((body[:start], body[end:]))
 
 
-def _address(content: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+def address_of(content: bytes) -> int:
+    """Return where the bytes lie, for as long as the object is; `ctypes` takes five times as long to say."""
+    return id(content) + _CONTENT_AT

@@ -2,5 +2,6 @@
 
 As in `kvist.radix.compiled`, on which it builds, functions take addresses and integers; nothing here knows a socket, a
 session or a Python object. `jit` compiles and caches, `intrinsics` adds what Numba lacks; `xxh3` and `hashing` name
-blocks, `json_tokens` reads prompts, `frames` splits a stream into messages, and `canonical` takes those of Kvist's own.
+blocks, `json_tokens` reads prompts and `answers` writes who holds them, `frames` splits a stream into messages, and
+`canonical` takes those of Kvist's own.
 """

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.hashing import scope_seed
 from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.compiled.json_tokens import COUNT, END, INTEGERS, START, find_integers
-
-_address = ctypes.pythonapi.PyBytes_AsString  # of its content, in a fifth of the time of a cast
-_address.argtypes, _address.restype = (ctypes.py_object,), ctypes.c_void_p
+from kvist.indexer.json_tokens import address_of
 
 _TOKEN_BYTES = 4
 _KEY = b"token_ids"
@@ -25,7 +21,7 @@ class PromptReader:
     """Holds the token ids of the last body read; what it returns is good until the next one."""
 
     def __init__(self) -> None:
-        self._key_address = _address(_KEY)
+        self._key_address = address_of(_KEY)
         self._reserve_body(_MIN_BODY_BYTES)
         self._reserve_hashes(_MIN_BODY_BYTES)
 
@@ -38,7 +34,7 @@ class PromptReader:
             self._reserve_body(max(len(body), _MIN_BODY_BYTES))
         num_key_bytes, num_bytes = len(_KEY), len(body)
         if not find_integers(
-            _address(body), num_bytes, self._key_address, num_key_bytes, _TOKEN_BYTES, self._tokens_address
+            address_of(body), num_bytes, self._key_address, num_key_bytes, _TOKEN_BYTES, self._tokens_address
         ):
             return None
         found = self._found
