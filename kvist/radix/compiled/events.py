@@ -100,9 +100,10 @@ def read_events(control):
             put64(operation, CLEAR)
             put64(operation + 24, 0)
             operation += OPERATION_BYTES
-        elif tag == _HEARTBEAT_TAG and fields == 3:
+        elif tag == _HEARTBEAT_TAG and 3 <= fields <= 4:
             at += 1 + _uint_bytes(get8(at))
             at += 1 + _uint_bytes(get8(at))
+            at += fields - 3  # whether it is complete, which not every version says
         else:
             return UNREADABLE
     return (operation - get64(control + OPERATIONS)) // OPERATION_BYTES
