@@ -198,11 +198,8 @@ class Snapshot:
 
     def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
         ids, set_idx = np.unique(rows["set_id"], return_inverse=True)
-        sets = [np.frombuffer(self._slots.members_of(set_id), np.uint32) for set_id in ids.tolist()]
-        sets = [members[self._is_live[members >> 4]] for members in sets]
-        lengths = np.array([len(members) for members in sets], np.uint32)
+        members, lengths = self._members(ids)
         is_held = lengths[set_idx] > 0
-        members = np.concatenate([np.empty(0, np.uint32), *sets])
         slots, rank_idx = np.unique(members >> 4, return_inverse=True)
         return SnapshotChunk(
             ranks=tuple(self._ranks[slot] for slot in slots.tolist()),
@@ -212,6 +209,19 @@ class Snapshot:
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
             members=rank_idx.astype(np.uint32) << 4 | members & 15,
         )
+
+    def _members(self, ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return the members of some sets side by side, as far as they are of ranks that were there, and how many."""
+        is_record = ids < layout.INLINE
+        records = [self._slots.members_of(set_id) for set_id in ids[is_record].tolist()]
+        lengths = np.ones(len(ids), np.int64)
+        lengths[is_record] = [len(record) // 4 for record in records]
+        members, is_of_record = np.empty(lengths.sum(), np.uint32), np.repeat(is_record, lengths)
+        members[is_of_record] = np.frombuffer(b"".join(records), np.uint32)
+        members[~is_of_record] = ids[~is_record] & np.uint32(layout.INLINE - 1)
+        is_live = self._is_live[members >> 4]
+        set_idx = np.repeat(np.arange(len(ids)), lengths)[is_live]
+        return members[is_live], np.bincount(set_idx, minlength=len(ids))
 
     @property
     def untold(self) -> Leftovers:
