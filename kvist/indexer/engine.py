@@ -126,8 +126,8 @@ class EngineFollower:
             return
         block = MessageBlock.of(messages)
         self._lane.begin(block, self._feed.restarts)
-        message_idx = 0
-        while message_idx < len(block):
+        message_idx, num_messages = 0, len(block)
+        while message_idx < num_messages:
             next_sequence, is_stopped = self._feed.next_sequence, True
             if next_sequence is not None:
                 taken = self._lane.take(next_sequence, self._has_our_block_size)

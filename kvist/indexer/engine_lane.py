@@ -28,7 +28,9 @@ _FIELD_ORDERS = {"vllm": vllm.FIELD_ORDER, "sglang": sglang.FIELD_ORDER}
 _ORDER_AT = layout.SOURCE_BYTES
 _SPARE_AT = _ORDER_AT + 2 * layout.MAX_FIELDS
 _CHAIN_AT = _SPARE_AT + 8
-_HAS_BLOCK_SIZE, _MESSAGE_IDX = layout.HAS_BLOCK_SIZE >> 3, layout.MESSAGE_IDX >> 3
+_HAS_BLOCK_SIZE, _MESSAGE_IDX, _IS_CHECKED, _SCRATCH = (
+    field >> 3 for field in (layout.HAS_BLOCK_SIZE, layout.MESSAGE_IDX, layout.IS_CHECKED, layout.SCRATCH_BYTES)
+)
 _COUNTS = slice(layout.NUM_BATCHES >> 3, (layout.NUM_SIZED >> 3) + 1)
 _LAST_TIMESTAMP = layout.LAST_TIMESTAMP >> 3
 _REASONS_TO_GO_ON = frozenset((layout.DONE, layout.PAUSED, layout.NOT_NEXT, layout.WHOLE_MESSAGE))
@@ -96,7 +98,7 @@ class EngineLane:
         if restarts is not self._restarts:
             self._note_fingerprints(restarts)
         self._block, self._table_address = block, block.table_address
-        if self._get(layout.SCRATCH_BYTES) > _MAX_SCRATCH_BYTES:
+        if self._fields[_SCRATCH] > _MAX_SCRATCH_BYTES:
             self._make_room(_SCRATCH_BYTES)
         self._go_to(0)
 
@@ -181,8 +183,8 @@ class EngineLane:
         self._set(layout.SCRATCH_BYTES, size_bytes)
 
     def _go_to(self, message_idx: int) -> None:
-        self._set(layout.MESSAGE_IDX, message_idx)
-        self._set(layout.IS_CHECKED, 0)
+        self._fields[_MESSAGE_IDX] = message_idx
+        self._fields[_IS_CHECKED] = 0
 
     def _get(self, field: int) -> int:
         value: int = self._fields[field >> 3]
