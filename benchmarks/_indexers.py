@@ -19,14 +19,24 @@ from typing import Any
 from _engines import BLOCK_SIZE, Probe
 
 SIDES = ("peer", "kvist")
+CANONICAL = "canonical"
+"""`kvist index` once more, for where it hears Kvist's own streams beside the other two on the engines'."""
 MODEL = "m"
 COMMANDS = {
     "peer": [sys.executable, "-m", "dynamo.indexer"],
-    "kvist": [sys.executable, "-m", "kvist", "--log-level", "warning", "index"],
+    "kvist": [sys.executable, "-m", "kvist", "--log-level", "error", "index"],
 }
+COMMANDS[CANONICAL] = COMMANDS["kvist"]
 START_TIMEOUT_S = 300.0
 POLL_S = 0.005
 """How often a waiting client asks: often enough for the wall time of a burst, and 1 % of its CPU."""
+
+_READER = """
+import sys, time, urllib.request
+started_s = time.monotonic()
+with urllib.request.urlopen(sys.argv[1]) as answer:
+    print(sum(map(len, iter(lambda: answer.read(1 << 20), b""))), time.monotonic() - started_s)
+"""
 
 
 class Connection:
@@ -68,18 +78,25 @@ class Connection:
 class Indexer:
     """A running index service."""
 
-    def __init__(self, side: str, workers: Mapping[int, str], environment: Mapping[str, str] | None = None) -> None:
-        """Start it and return once its /health answers; `start_s` says how long that took."""
+    def __init__(
+        self,
+        side: str,
+        workers: Mapping[int, str],
+        environment: Mapping[str, str] | None = None,
+        peer: Indexer | None = None,
+    ) -> None:
+        """Start it, from a peer's dump if there is one, and return once its /health answers; `start_s` says when."""
         self.side = side
         self.port = _free_port()
         arguments = ["--block-size", str(BLOCK_SIZE), "--port", str(self.port), "--model-name", MODEL]
         arguments += ["--workers", ",".join(f"{worker}={endpoint}" for worker, endpoint in workers.items())]
+        arguments += [] if peer is None else ["--peers", f"http://127.0.0.1:{peer.port}"]
         started_s = time.monotonic()
         self._process = subprocess.Popen(
             COMMANDS[side] + arguments,
             env={**os.environ, "RUST_LOG": "error", **(environment or {})},
             stdout=subprocess.DEVNULL,
-            stderr=None if side == "kvist" else subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if side == "peer" else None,
         )
         self.pid = self._process.pid
         self.connection = self._connect(started_s + START_TIMEOUT_S)
@@ -105,6 +122,15 @@ class Indexer:
         lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
         return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024
+
+    def forget_peak(self) -> None:
+        """Make the peak of the resident size begin anew."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def begin_dump(self) -> subprocess.Popen[bytes]:
+        """Begin to read a dump in a process of its own, which ends with it and writes its bytes and seconds."""
+        url = f"http://127.0.0.1:{self.port}/dump"
+        return subprocess.Popen([sys.executable, "-c", _READER, url], stdout=subprocess.PIPE)
 
     def ask(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return the answer to a query."""

@@ -43,6 +43,7 @@ from _index_loads import (
     run_steps,
     shared_prefixes,
 )
+from _index_memory import MIXES, PEER, bench_memory
 from _plot import svg_lines
 from dynamo.llm import RadixTree
 
@@ -107,7 +108,7 @@ def bench_growth(quick: bool) -> list[Row]:
         peer_apply = partial(_call_next, partial(both.tree.apply_event, 0), peer_events)
         rows += [
             both.compare(f"{size}: match, shared prefix of 1,000", [shared], 100, num_reps),
-            both.compare(f"{size}: match, chain of 200", queries, min(200, len(queries)), num_reps),
+            both.compare(f"{size}: cold match, a chain of 200", queries, min(200, len(queries)), num_reps),
             compare(f"{size}: apply, 8 blocks", apply, peer_apply, 200, num_reps),
         ]
     return rows
@@ -171,87 +172,6 @@ def bench_apply(quick: bool) -> list[Row]:
     return rows
 
 
-def resident_bytes() -> tuple[int, int]:
-    """Return this process's resident size now, and its highest since `forget_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
-    return int(fields["VmRSS"]) * 1024, int(fields["VmHWM"]) * 1024
-
-
-def forget_peak() -> None:
-    """Make the peak of the resident size begin anew."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def sweep_all(index: RadixIndex) -> None:
-    """Do all housekeeping that is left."""
-    while index.sweep():
-        pass
-
-
-def fill_single(index: RadixIndex, chains: Any, rng: np.random.Generator) -> None:
-    """Give each chain to one of 256 workers."""
-    for chain, worker in zip(chains, rng.integers(0, NUM_WORKERS, len(chains)), strict=True):
-        index.store(RANKS[worker], Tier.GPU, None, chain)
-
-
-def fill_eight(index: RadixIndex, chains: Any, rng: np.random.Generator) -> None:
-    """Give each chain to a random 8 of 256 workers; first one worker for all chains, then the second, and so on."""
-    workers = np.empty((len(chains), 8), np.int16)
-    for first in range(0, len(chains), 10_000):
-        part = rng.random((len(chains[first : first + 10_000]), NUM_WORKERS), np.float32)
-        workers[first : first + 10_000] = np.argpartition(part, 8, axis=1)[:, :8]
-    for column in range(8):
-        for chain, worker in zip(chains, workers[:, column], strict=True):
-            index.store(RANKS[worker], Tier.GPU, None, chain)
-
-
-def fill_fleet(index: RadixIndex, chains: Any, rng: np.random.Generator) -> None:
-    """Give chains to 4,096 workers: 1 to 16 holders each, every hundredth 512; tails are evicted, workers restart."""
-    for number, chain in enumerate(chains):
-        num_holders = 512 if number % 100 == 0 else int(rng.geometric(0.4)) % 16 + 1
-        for worker in rng.integers(0, len(RANKS), num_holders):
-            index.store(RANKS[worker], Tier.GPU, None, chain[: len(chain) - int(rng.integers(0, 8))])
-        if number % 100 == 0:  # five workers restart, and store again some of what they had
-            for worker in rng.integers(0, len(RANKS), 5):
-                index.clear(RANKS[worker].worker)
-                for again in rng.integers(0, number + 1, 20):
-                    index.store(RANKS[worker], Tier.GPU, None, chains[again])
-            index.sweep(200_000)
-
-
-MIXES: dict[str, tuple[Callable[[RadixIndex, Any, np.random.Generator], None], int]] = {
-    "one of 256 workers a chain, chains of 128": (fill_single, 128),
-    "a random 8 of 256 a chain, chains of 128": (fill_eight, 128),
-    "a random 8 of 256 a chain, chains of 16": (fill_eight, 16),
-    "4,096 workers with churn, chains of 64": (fill_fleet, 64),
-}
-
-
-def bench_memory(mix: str, quick: bool) -> list[Row]:
-    """Fill an index with ten million blocks in one of the mixes; bytes a block by own account and resident."""
-    fill, length = MIXES[mix]
-    rng = np.random.default_rng(1)
-    chains = hashes_of(rng, (300_000 if quick else 10_000_000) // length, length)
-    index = RadixIndex()
-    index.match(chains[0])
-    rng.random((10_000, NUM_WORKERS), np.float32)  # scratch of the fill itself
-    gc.collect()
-    before, _ = resident_bytes()
-    forget_peak()
-    fill(index, chains, rng)
-    filled = index.statistics()
-    _, peak = resident_bytes()
-    sweep_all(index)
-    statistics = index.statistics()
-    resting, _ = resident_bytes()
-    per_block = [
-        f"{size / statistics.num_blocks:.1f}"
-        for size in (statistics.size_bytes, filled.peak_bytes, resting - before, peak - before)
-    ]
-    return [[mix, f"{statistics.num_blocks:,}", f"{statistics.num_held:,}", f"{statistics.num_sets:,}", *per_block]]
-
-
 def bench_pauses(quick: bool) -> list[Row]:
     """Time every call while an index grows to ten million blocks, changes, and is emptied; without garbage collection.
 
@@ -273,6 +193,13 @@ def bench_pauses(quick: bool) -> list[Row]:
 
     for number, chain in enumerate(chains):
         timed("store 8 blocks, growing", index.store, RANKS[number % NUM_WORKERS], Tier.GPU, None, chain)
+    snapshot = timed("begin a snapshot", index.snapshot)
+    for number, chain in enumerate(chains[: 4 * QUERY_BLOCKS]):
+        timed("store on a second worker, copying for a snapshot", index.store, RANKS[999], Tier.GPU, None, chain)
+        if number % 4 == 0:
+            timed("next chunk of a snapshot", next, snapshot, None)
+    while timed("next chunk of a snapshot", next, snapshot, None) is not None:
+        pass
     for number in range(0, num_events, 64):
         batch = [Removed(chains[i].tobytes()) for i in range(number, min(number + 32, num_events))]
         timed("apply, 32 removals of 8", index.apply, RANKS[number % NUM_WORKERS], batch)
@@ -312,7 +239,7 @@ SECTIONS: dict[str, tuple[str, list[str], Callable[[bool], list[Row]]]] = {
     "memory": (
         "Memory, bytes a block",
         ["mix", "blocks", "held", "sets", "own, resting", "own, peak", "resident, resting", "resident, peak"],
-        lambda quick: [row for mix in MIXES for row in in_process("memory", quick, mix)],
+        lambda quick: [row for mix in (*MIXES, PEER) for row in in_process("memory", quick, mix)],
     ),
     "pauses": (
         "Time of single calls, ms",

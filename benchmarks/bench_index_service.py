@@ -2,12 +2,15 @@
 
 Start is bound by compiling when the cache is cold, and by importing when it is warm. Growth: CPU a message should not
 depend on size but for the processor's caches; memory a block is bound by the table's rows and, for engines' own
-streams, by the map from engine hashes to blocks. Baseline: `dynamo.indexer` of ai-dynamo-runtime 1.6.1.
+streams, by the map from engine hashes to blocks; a dump by reading the table in passes, a restore by applying it.
+Baseline: `dynamo.indexer` of ai-dynamo-runtime 1.6.1.
 
 Every worker has its own stream of vLLM events, 8 new blocks of 16 tokens a message, sent as fast as they are taken;
-then prompts of 2,048 tokens are asked, each once. Memory is what the process has grown by since its /health answered.
+"canonical" is `kvist index` once more, on what Kvist's publisher makes of the same, 8 messages a batch. Then prompts of
+2,048 tokens are asked, each once, single events are awaited, a dump is read, and another service started from one.
+Memory is what the process has grown by since its /health answered; of a dump, what it takes beside that.
 
-    python benchmarks/bench_index_service.py [--quick] [--save] [--only start growth]
+    python benchmarks/bench_index_service.py [--quick] [--save] [--only start growth large]
 """
 
 from __future__ import annotations
@@ -17,33 +20,33 @@ import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from _common import best_and_spread, report, table
-from _engines import StreamSpec
-from _indexers import SIDES, Indexer, compare, query_of, start_both
+from _engines import Probe
+from _fleet import Dump, Fleet, quantile, query_times_ms
+from _indexers import CANONICAL, SIDES, Indexer, held_by, query_of
 from _plot import svg_lines
-from _streams import Publisher
 
 RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS, NUM_WORKERS, FACTORS = 250_000, 16, (1, 4, 16)
-NUM_STEPS_A_CHUNK = 40_000
+LARGE_NUM_BLOCKS = 10_000_000
+PEERS_LARGEST_DUMP = 1_000_000
+"""Blocks. With four million the peer's dump took 20 s and 6 GB of memory."""
+CHANGES_A_SECOND = 500
+"""Messages of 8 blocks during a dump: each segment of the table has changed within a second."""
 
-
-class Grown(NamedTuple):
-    """What one side's figures are at one size."""
-
-    cpu_us_a_message: float
-    query_p50_ms: float
-    memory_bytes_a_block: float
-    peak_bytes_a_block: float
-
-
+Figures = dict[str, dict[str, float]]
 FIGURES = {
     "cpu_us_a_message": "CPU µs a message of 8 blocks",
     "query_p50_ms": "query of 2,048 tokens, p50 ms",
+    "query_p99_ms": "p99 ms",
+    "visible_p50_ms": "an event visible after, p50 ms",
     "memory_bytes_a_block": "memory, bytes a block",
     "peak_bytes_a_block": "peak memory, bytes a block",
+    "start_s": "start with a warm cache, s",
+    "dump_s": "dump, s",
+    "restore_s": "start from a dump, s",
 }
 
 
@@ -68,49 +71,40 @@ def start_times(num_starts: int) -> list[list[str]]:
     return rows
 
 
-def grow(num_blocks: int, num_workers: int, num_queries: int) -> tuple[dict[str, Grown], int]:
-    """Feed both sides so many blocks of so many workers, in turns; return the figures, and how many answers differ."""
-    spec = StreamSpec(8, dict.fromkeys(SIDES, "map"), num_streams=num_workers, num_open=4)
-    with Publisher(spec) as publisher, ExitStack() as stack:
-        indexers = start_both(stack, publisher.endpoints)
-        for side in SIDES:
-            publisher.call("await_subscribers", side)
-        before = {side: indexer.memory_bytes()[0] for side, indexer in indexers.items()}
-        cpu_s = dict.fromkeys(SIDES, 0.0)
-        num_messages, num_left = 0, num_blocks // 8
-        while num_left > 0:
-            num_steps = min(num_left, NUM_STEPS_A_CHUNK)
-            probes, sizes = publisher.call("make", num_steps)
-            num_messages += int(sizes["kvist"][0])
-            num_left -= num_steps
-            for side, indexer in indexers.items():
-                started_s = indexer.cpu_s()
-                publisher.call("burst", side)
-                indexer.await_visible(probes)
-                cpu_s[side] += indexer.cpu_s() - started_s
-        memory = {side: indexer.memory_bytes() for side, indexer in indexers.items()}
-        prompts = publisher.call("whole_prompts", num_queries)
-        requests = [query_of(prompt.token_ids) for prompt in prompts]
-        grown = {
-            side: Grown(
-                cpu_s[side] / num_messages * 1e6,
-                query_p50_ms(indexer, requests),
-                (memory[side][0] - before[side]) / num_blocks,
-                (memory[side][1] - before[side]) / num_blocks,
+def figures_of(fleet: Fleet, cpu_us: dict[str, float], prompts: list[Probe]) -> Figures:
+    """Return all figures of a fleet by side, as far as they are measured for it."""
+    figures: Figures = {name: {} for name in (*FIGURES, "restored_right")}
+    figures["cpu_us_a_message"] = cpu_us
+    requests = [query_of(prompt.token_ids) for prompt in prompts]
+    for side in fleet.indexers:
+        figures["memory_bytes_a_block"][side], figures["peak_bytes_a_block"][side] = fleet.bytes_a_block(side)
+    for side, indexer in fleet.indexers.items():
+        if side in SIDES:
+            times_ms = query_times_ms(indexer, requests)
+            figures["query_p50_ms"][side], figures["query_p99_ms"][side] = (
+                quantile(times_ms, 0.5),
+                quantile(times_ms, 0.99),
             )
-            for side, indexer in indexers.items()
-        }
-        return grown, len(compare(indexers, prompts[:100]))
+        figures["visible_p50_ms"][side] = quantile(fleet.visible_ms(side, 40), 0.5)
+        figures["start_s"][side] = indexer.start_s
+    for side in SIDES:
+        if side == "kvist" or fleet.num_blocks <= PEERS_LARGEST_DUMP:
+            figures["dump_s"][side] = fleet.dump(side).seconds
+            with fleet.restored(side) as restored:
+                figures["restore_s"][side] = restored.start_s
+                is_right = [held_by(restored.ask(each.token_ids), each.stream_idx) == each.num_held for each in prompts]
+                figures["restored_right"][side] = sum(is_right) / len(is_right)
+    return figures
 
 
-def query_p50_ms(indexer: Indexer, requests: list[bytes]) -> float:
-    """Return the median time of queries, each asked once."""
-    times_ms = []
-    for request in requests:
-        started_s = time.perf_counter()
-        indexer.connection.exchange(request)
-        times_ms.append((time.perf_counter() - started_s) * 1e3)
-    return best_and_spread(times_ms)[1]
+def grow(num_blocks: int, num_workers: int, num_queries: int) -> tuple[Figures, int]:
+    """Feed all sides so many blocks of so many workers; return the figures, and how many of 100 answers differ."""
+    with ExitStack() as stack:
+        fleet = Fleet(stack, num_workers, has_canonical=True)
+        cpu_us = fleet.fill(num_blocks)
+        prompts = fleet.publisher.call("whole_prompts", num_queries)
+        num_wrong = fleet.num_wrong(prompts[:100])
+        return figures_of(fleet, cpu_us, prompts), num_wrong
 
 
 def growth(quick: bool, save: bool) -> tuple[str, dict[str, Any]]:
@@ -118,29 +112,87 @@ def growth(quick: bool, save: bool) -> tuple[str, dict[str, Any]]:
     num_blocks = NUM_BLOCKS // (4 if quick else 1)
     sizes = {("blocks", factor): (num_blocks * factor, NUM_WORKERS) for factor in FACTORS}
     sizes |= {("workers", factor): (num_blocks * 4, NUM_WORKERS * factor) for factor in FACTORS}
-    measured: dict[tuple[int, int], tuple[dict[str, Grown], int]] = {}
+    measured = {size: grow(*size, 100 if quick else 500) for size in dict.fromkeys(sizes.values())}
+    sides = (*SIDES, CANONICAL)
     rows = []
-    for size in sizes.values():
-        if size in measured:
-            continue
-        grown, num_wrong = measured[size] = grow(*size, 100 if quick else 500)
-        figures = [f"{getattr(grown[side], figure):.3g}" for figure in FIGURES for side in SIDES]
-        rows.append([f"{size[0]:,}", str(size[1]), *figures, str(num_wrong)])
-    headers = ["blocks", "workers", *(f"{text}: {side}" for text in FIGURES.values() for side in SIDES), "wrong of 100"]
-    for figure, text in FIGURES.items() if save else ():
+    for (blocks, workers), (figures, num_wrong) in measured.items():
+        cells = [
+            " / ".join(f"{figures[name][side]:.3g}" for side in sides if side in figures[name]) for name in FIGURES
+        ]
+        rights = " / ".join(f"{share:.1%}" for share in figures["restored_right"].values())
+        rows.append([f"{blocks:,}", str(workers), *cells, str(num_wrong), rights])
+    headers = ["blocks", "workers", *FIGURES.values(), "wrong of 100", "right after a restore"]
+    for name, text in FIGURES.items() if save else ():
         series = {
             f"{side}, more {axis}": [
-                (factor, getattr(measured[size][0][side], figure)) for (a, factor), size in sizes.items() if a == axis
+                (factor, measured[size][0][name][side])
+                for (of, factor), size in sizes.items()
+                if of == axis and side in measured[size][0][name]
             ]
-            for side in SIDES
+            for side in sides
             for axis in ("blocks", "workers")
         }
-        path = RESULTS / f"bench_index_service_{figure}.svg"
-        svg_lines(path, text, f"times {num_blocks:,} blocks, or times {NUM_WORKERS} workers", text, series)
-    facts = {f"{size[0]} blocks, {size[1]} workers": result for size, result in measured.items()}
-    return table(headers, rows), {
-        name: {side: one._asdict() for side, one in r[0].items()} for name, r in facts.items()
-    }
+        path = RESULTS / f"bench_index_service_{name}.svg"
+        x_label = f"times {num_blocks:,} blocks, or times {NUM_WORKERS} workers at {4 * num_blocks:,}"
+        svg_lines(path, text, x_label, text, {label: points for label, points in series.items() if points})
+    text = "Each cell: peer / kvist / canonical, as far as measured.\n\n" + table(headers, rows)
+    return text, {f"{blocks} blocks, {workers} workers": r[0] for (blocks, workers), r in measured.items()}
+
+
+def large(quick: bool) -> tuple[str, dict[str, Any]]:
+    """Return whole processes' memory at ten million blocks, and a dump of them while all of the table changes."""
+    num_blocks = LARGE_NUM_BLOCKS // (40 if quick else 1)
+    with ExitStack() as stack:
+        fleet = Fleet(stack, NUM_WORKERS)
+        cpu_us = fleet.fill(num_blocks)
+        sizes = {side: fleet.bytes_a_block(side) for side in SIDES}
+        prompts = fleet.publisher.call("whole_prompts", 200)
+        num_wrong = fleet.num_wrong(prompts)
+        quiet = fleet.dump("kvist", prompts=prompts)
+        control_ms = query_times_under_changes(fleet, prompts, quiet.seconds)
+        changing = fleet.dump("kvist", int(quiet.seconds * CHANGES_A_SECOND), quiet.seconds, prompts)
+    rows = [
+        [side, f"{num_blocks:,}", *(f"{size:.1f}" for size in sizes[side]), f"{cpu_us[side]:.1f}"] for side in SIDES
+    ]
+    memory = table(["side", "blocks", "bytes a block", "at the peak", "CPU µs a message of 8"], rows)
+    dumps = table(
+        ["dump", "s", "MB", "extra memory at the peak, MB", "blocks stored meanwhile", "query p50, ms", "longest"],
+        [
+            dump_row("none, while blocks are stored", Dump(0.0, 0, 0, changing.num_changes, control_ms)),
+            dump_row("of a quiet index", quiet),
+            dump_row("while every segment changes", changing),
+        ],
+    )
+    wrong = f"{len(prompts) - num_wrong} of {len(prompts)} answers are the engines' blocks and equal."
+    facts = {"num_blocks": num_blocks, "bytes_a_block_resting_peak": sizes, "num_wrong": num_wrong}
+    facts |= {"quiet_dump": row_facts(quiet), "changing_dump": row_facts(changing)}
+    return f"{memory}\n\n{wrong}\n\n{dumps}", facts
+
+
+def query_times_under_changes(fleet: Fleet, prompts: list[Probe], duration_s: float) -> list[float]:
+    """Return the times of queries while an engine stores as much as during a dump, and there is none."""
+    fleet.publisher.call("make", int(duration_s * CHANGES_A_SECOND))
+    fleet.publisher.begin("paced", "kvist", duration_s)
+    requests, times_ms = [query_of(prompt.token_ids[:128]) for prompt in prompts], []
+    stop_s = time.monotonic() + duration_s
+    while time.monotonic() < stop_s:
+        times_ms += query_times_ms(fleet.indexers["kvist"], requests)
+        time.sleep(0.005)
+    fleet.publisher.result()
+    return times_ms
+
+
+def dump_row(name: str, dump: Dump) -> list[str]:
+    """Return a line about a dump, or about a time without one."""
+    waits = [f"{quantile(dump.waits_ms, 0.5):.3f}", f"{max(dump.waits_ms):.1f}"] if dump.waits_ms else ["", ""]
+    sizes = [f"{dump.size_bytes / 1e6:.0f}", f"{dump.peak_bytes / 1e6:.1f}"] if dump.size_bytes else ["", ""]
+    return [name, f"{dump.seconds:.1f}" if dump.size_bytes else "", *sizes, f"{dump.num_changes:,}", *waits]
+
+
+def row_facts(dump: Dump) -> dict[str, float]:
+    """Return what the JSON line says of a dump."""
+    facts = {"seconds": dump.seconds, "size_bytes": dump.size_bytes, "peak_extra_bytes": dump.peak_bytes}
+    return facts | ({"longest_query_ms": max(dump.waits_ms)} if dump.waits_ms else {})
 
 
 def main() -> None:
@@ -148,7 +200,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes, for a look")
     parser.add_argument("--save", action="store_true", help="write below benchmarks/results")
-    parser.add_argument("--only", nargs="+", choices=("start", "growth"), default=("start", "growth"))
+    sections = ("start", "growth", "large")
+    parser.add_argument("--only", nargs="+", choices=sections, default=sections, help="some sections")
     args = parser.parse_args()
     parts, results = ["# The index service"], {}
     started_s = time.monotonic()
@@ -158,6 +211,9 @@ def main() -> None:
     if "growth" in args.only:
         text, results["growth"] = growth(args.quick, args.save)
         parts.append(f"## Growth\n\n{text}")
+    if "large" in args.only:
+        text, results["large"] = large(args.quick)
+        parts.append(f"## A large index, {NUM_WORKERS} workers\n\n{text}")
     facts = {"is_quick": args.quick, "wall_s": round(time.monotonic() - started_s), **results}
     report("bench_index_service", "\n\n".join(parts), facts, ("ai-dynamo-runtime", "numba", "pyzmq"), args.save)
 
