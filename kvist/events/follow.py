@@ -102,11 +102,13 @@ async def follow(
     clock: Callable[[], float],
     ticker: Ticker,
     replay_gate: AbstractAsyncContextManager[object],
+    snapshot_gate: AbstractAsyncContextManager[object] | None = None,
     num_connects: int = 0,
 ) -> None:
     """Feed the follower and ask its questions until cancelled; `replay_gate` is entered around each question.
 
-    The first `num_connects` connections are no news to the follower. Whoever owns the ticker runs it.
+    Around questions for all that a publisher holds it is `snapshot_gate`, if given, and until the answer is taken. The
+    first `num_connects` connections are no news to the follower. Whoever owns the ticker runs it.
     """
     following = _Following(subscription, follower, clock, ticker, num_connects)
     if isinstance(subscription, Direct):
@@ -116,9 +118,10 @@ async def follow(
             messages = await ticker.receive(subscription, following.is_due)
             await ticker.turns.work_off(following.work_on(messages))
             for question in follower.questions(clock()):
-                async with replay_gate:
+                is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
+                async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                     answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
-                await ticker.turns.work_off(follower.answered(question, answer, clock()))
+                    await ticker.turns.work_off(follower.answered(question, answer, clock()))
     finally:
         if isinstance(subscription, Direct):
             subscription.take_with(None)

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
-from kvist.events.session import Apply, Clear, Holding, Session, SessionLimits, SourceState, Step
+from kvist.events.session import (
+    NO_REPLAY,
+    Apply,
+    Clear,
+    Holding,
+    Restore,
+    Session,
+    SessionLimits,
+    SourceState,
+    Step,
+)
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
+from kvist.events.types import SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
+from kvist.indexer.restoring import Answer, is_heartbeat, read_answer, restore
 from kvist.indexer.statistics import SourceCounters
 from kvist.indexer.target import Index, state_of
 
@@ -77,7 +89,7 @@ class CanonicalFollower:
     def resume(self, progress: CanonicalProgress) -> None:
         """Go on from where another follower was, whose blocks the index has; to be called before anything else."""
         for each in progress.ranks:
-            session = self._sessions[each.rank] = Session(self._limits)
+            session = self._new_session(each.rank)
             session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
             self._note_state(each.rank)
 
@@ -88,12 +100,13 @@ class CanonicalFollower:
             return
         session = self._sessions.get(batch.rank)
         if session is None:
-            session = self._sessions[batch.rank] = Session(self._limits)
+            session = self._new_session(batch.rank)
         if message.topic:  # replies in the older framing have none
             self._topics[batch.rank] = message.topic
-        heartbeat = batch.events[0] if len(batch.events) == 1 else None
-        if isinstance(heartbeat, Heartbeat):
-            steps = self._heartbeat(session, batch, heartbeat, now_s)
+        else:
+            self._topics.setdefault(batch.rank, f"kv/{batch.worker}/{batch.rank}".encode())
+        if is_heartbeat(batch):
+            steps = self._heartbeat(session, batch, now_s)
         else:
             steps = session.received(batch.epoch, batch.sequence, batch, now_s)
         for step in steps:
@@ -134,38 +147,67 @@ class CanonicalFollower:
         return due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer; yields between batches."""
+        """Take the answer; yields between batches, and slices of a snapshot."""
         rank = question.rank
         session = self._sessions.get(rank)
         if session is None:  # an answer to another question had blocks of another size
             return
-        if messages is None:
+        answer = None if messages is None else (yield from self._read(messages, rank))
+        if self._sessions.get(rank) is not session:  # and so had this one
+            return
+        if answer is None:
             steps = session.replayed(None, None, now_s)
         else:
-            batches = []
-            for message in messages:
-                batch = self._decode(message)
-                if batch is not None and batch.rank == rank:
-                    batches.append(batch)
-                yield
-            if self._sessions.get(rank) is not session:  # and so had this one
-                return
-            epoch = batches[0].epoch if batches else session.epoch
-            frames = [(batch.sequence, batch) for batch in batches if batch.epoch == epoch]
-            steps = session.replayed(epoch, frames, now_s)
+            epoch = session.epoch if answer.epoch is None else answer.epoch
+            frames = [(batch.sequence, batch) for batch in answer.batches if batch.epoch == epoch]
+            snapshot_sequence = None if answer.snapshot is None else answer.snapshot.sequence
+            steps = session.replayed(epoch, frames, now_s, snapshot_sequence=snapshot_sequence)
         for step in steps:
-            self._take(rank, step, now_s)
+            if not isinstance(step, Restore):
+                self._take(rank, step, now_s)
+            elif not (yield from self._restore(rank, answer)):
+                for undoing in session.diverged(now_s):
+                    self._take(rank, undoing, now_s)
+                break
             yield
         self._note_state(rank)
+
+    def _read(self, messages: Sequence[Message], rank: int) -> Generator[None, None, Answer | None]:
+        """Return what an answer says about a rank, None for one that cannot be believed; yields between messages."""
+        try:
+            return (yield from read_answer(messages, rank, self._worker, self._decode, self._has_our_block_size))
+        except MalformedMessageError as error:
+            self._count_malformed(error)
+            return None
+
+    def _restore(self, rank: int, answer: Answer | None) -> Generator[None, None, bool]:
+        """Put the snapshot of an answer into the index; return whether the index is what it says."""
+        assert answer is not None
+        assert answer.snapshot is not None
+        is_exact = yield from restore(self._index, WorkerRank(self._worker, rank), answer.snapshot)
+        if is_exact:
+            _logger.info(
+                "rank restored worker=%s rank=%d num_blocks=%d sequence=%d",
+                self._worker,
+                rank,
+                answer.snapshot.holding.num_blocks,
+                answer.snapshot.sequence,
+            )
+        return is_exact
 
     def clear(self) -> None:
         """Forget what every rank of this stream holds."""
         for rank in self._sessions:
             self._index.clear(self._worker, rank)
 
-    def _heartbeat(
-        self, session: Session[Batch], batch: Batch, heartbeat: Heartbeat, now_s: float
-    ) -> list[Step[Batch]]:
+    def _new_session(self, rank: int) -> Session[Batch]:
+        session: Session[Batch] = Session(self._limits, has_snapshots=self._limits is not NO_REPLAY)
+        self._sessions[rank] = session
+        return session
+
+    def _heartbeat(self, session: Session[Batch], batch: Batch, now_s: float) -> list[Step[Batch]]:
+        (heartbeat,) = batch.events
+        assert isinstance(heartbeat, Heartbeat)
         source = WorkerRank(self._worker, batch.rank)
         published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(source)
         is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
@@ -214,14 +256,17 @@ class CanonicalFollower:
         try:
             batch, num_unknown_events = decode_batch(message.payload, self._worker)
         except MalformedMessageError as error:
-            self._counters.num_malformed += 1
-            if self._counters.num_malformed == 1:
-                _logger.warning("%s; it is skipped, and further ones are only counted", error)
+            self._count_malformed(error)
             return None
         self._counters.num_unknown_events += num_unknown_events
         return batch if self._has_our_block_size(batch) else None
 
-    def _has_our_block_size(self, batch: Batch) -> bool:
+    def _count_malformed(self, error: MalformedMessageError) -> None:
+        self._counters.num_malformed += 1
+        if self._counters.num_malformed == 1:
+            _logger.warning("%s; it is skipped, and further ones are only counted", error)
+
+    def _has_our_block_size(self, batch: Batch | SnapshotPart) -> bool:
         if batch.block_size == self._block_size:
             self._counters.failure = None
             return True

@@ -26,6 +26,8 @@ _logger = logging.getLogger(__name__)
 
 MAX_REPLAYS_AT_ONCE = 32
 """Replays under way at any moment: a fleet that restarts is taken in one part after the other."""
+MAX_SNAPSHOTS_AT_ONCE = 8
+"""Of those, for all that a publisher holds: a router that starts has as many answers in memory."""
 SWEEP_INTERVAL_S = 0.2
 
 
@@ -53,6 +55,7 @@ class Indexer:
         self._housekeeping: list[asyncio.Task[None]] = []
         self._ticker = Ticker()
         self._replay_gate = asyncio.Semaphore(MAX_REPLAYS_AT_ONCE)
+        self._snapshot_gate = asyncio.Semaphore(MAX_SNAPSHOTS_AT_ONCE)
         self._released = asyncio.Event()
         if not is_held:
             self._released.set()
@@ -175,6 +178,7 @@ class Indexer:
                     clock=self._clock,
                     ticker=self._ticker,
                     replay_gate=self._replay_gate,
+                    snapshot_gate=self._snapshot_gate,
                     num_connects=source.num_known_connects,
                 )
         except InvalidValueError as error:

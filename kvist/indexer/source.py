@@ -14,7 +14,7 @@ from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
-from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription
+from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription, public_url
 from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
@@ -35,8 +35,10 @@ MAX_PROBE_DOUBLINGS = 6
 
 _MAX_ONE_BY_ONE = 16
 """More messages than this are looked at side by side: 4 µs, and 0.1 a message one by one."""
-_PROBE = Question(ReplayRequest(None, 0))
-"""What makes a peer speak of which nobody knows whether it is an engine or a publisher."""
+_ALL_THAT_FOLLOWS = Question(ReplayRequest(None, (1 << 63) - 1))
+_ALL = Question(ReplayRequest(None, 0))
+"""What makes a peer speak of which nobody knows whether it is an engine or a publisher: first the end, of which an
+engine says nothing, but a publisher how far it is; then, if it is an engine, all it keeps."""
 _SECOND_BYTE = b"\xa6"
 """What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
 
@@ -62,6 +64,7 @@ class Source:
         """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none."""
         self.worker = worker
         self.url = url
+        self._public_url = public_url(url)
         self.endpoint = Endpoint.parse(url)
         self.subscription: Subscription | None = None
         self._num_noted_connects = 0
@@ -72,6 +75,7 @@ class Source:
         self._counters = SourceCounters()
         self._past: SourceStatistics | None = None
         self._follower: CanonicalFollower | EngineFollower | None = None
+        self._probe = _ALL_THAT_FOLLOWS
         self._probe_at_s = 0.0
         self._num_silences = 0
         self._is_new_peer = False
@@ -85,9 +89,8 @@ class Source:
             if self._follower is None:
                 self._skip(turn_idx)
             elif turn_idx > 0:
-                yield from self._follower.received_all(
-                    messages if turn_idx == num_messages else messages[:turn_idx], now_s
-                )
+                ours = messages if turn_idx == num_messages else messages[:turn_idx]
+                yield from self._follower.received_all(ours, now_s)
             if turn_idx == num_messages:
                 return
             messages = messages[turn_idx:]
@@ -96,6 +99,7 @@ class Source:
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
         self._is_new_peer = True
+        self._probe = _ALL_THAT_FOLLOWS
         self._num_silences = 0
         self._probe_at_s = now_s if self._follower is None else now_s + PROBE_S
         if self._follower is not None:
@@ -106,12 +110,12 @@ class Source:
         due = [] if self._follower is None else self._follower.questions(now_s)
         # A new peer that is an engine's, as before, is asked by its follower.
         if self._is_new_peer and now_s >= self._probe_at_s and self.engine is None:
-            due.append(_PROBE)
+            due.append(self._probe)
         return due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, which tells as live messages do whether a stream is canonical."""
-        is_probe = question == _PROBE and self.engine is None
+        is_probe = question in (_ALL_THAT_FOLLOWS, _ALL) and self.engine is None
         if is_probe:
             self._note_probe(messages, now_s)
         if messages and (is_probe or self.engine is not None):
@@ -195,6 +199,9 @@ class Source:
 
     def _note_probe(self, messages: Sequence[Message] | None, now_s: float) -> None:
         """Ask like this again more and more rarely while nobody answers, and no more once somebody did."""
+        if self._probe == _ALL_THAT_FOLLOWS and messages is not None and not messages:
+            self._probe = _ALL  # at once: it is none of ours
+            return
         self._num_silences += 1
         wait_s = PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
         self._probe_at_s = now_s + wait_s if messages is None and self._limits is not NO_REPLAY else math.inf
@@ -203,7 +210,7 @@ class Source:
         """Count messages that came before the first batch."""
         if num_messages and self._counters.num_malformed == 0:
             text = "no batch of an engine's nor a canonical one: it is skipped, and further ones are only counted"
-            _logger.warning("%s worker=%s url=%s", text, self.worker, self.url)
+            _logger.warning("%s worker=%s url=%s", text, self.worker, self._public_url)
         self._counters.num_malformed += num_messages
 
     def _begin(self, message: Message, now_s: float) -> None:
@@ -223,7 +230,7 @@ class Source:
     def _clear(self) -> None:
         """Forget what is held."""
         assert self._follower is not None
-        _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self.url)
+        _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self._public_url)
         self._resyncing.difference_update(WorkerRank(self.worker, rank) for rank in self._follower.states())
         self._follower.clear()
 
@@ -235,9 +242,9 @@ class Source:
         elif follower is not None:
             sessions = (follower.session,)
         counters = self._counters
-        return counters.frozen(self.worker, self.url, self.states(), sessions, num_malformed_frames, now_s).after(
-            self._past
-        )
+        return counters.frozen(
+            self.worker, self._public_url, self.states(), sessions, num_malformed_frames, now_s
+        ).after(self._past)
 
     def _canonical_follower(self) -> CanonicalFollower:
         shared = (self._index, self._resyncing, self._counters)

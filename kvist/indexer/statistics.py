@@ -26,6 +26,7 @@ class SourceStatistics:
     num_events: int
     num_gaps: int
     num_replays: int
+    num_snapshots: int
     num_recovered: int
     num_cleared: int
     num_diverged: int
@@ -102,6 +103,7 @@ class SourceCounters:
             num_events=self.num_events,
             num_gaps=sum(session.num_gaps for session in sessions),
             num_replays=sum(session.num_replays for session in sessions),
+            num_snapshots=sum(session.num_snapshots for session in sessions),
             num_recovered=sum(session.num_recovered for session in sessions),
             num_cleared=sum(session.num_lost for session in sessions),
             num_diverged=sum(session.num_diverged for session in sessions),

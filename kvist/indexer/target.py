@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvist.events import Event, WorkerRank
 from kvist.events.session import SourceState
+
+if TYPE_CHECKING:
+    from kvist.radix import SnapshotChunk
 
 
 class RankDigest(Protocol):
@@ -41,6 +44,9 @@ class Index(Protocol):
 
     def clear(self, worker: str, rank: int | None = None) -> None:
         """Note that a rank, or every rank of a worker, holds nothing any more."""
+
+    def restore(self, chunk: SnapshotChunk) -> None:
+        """Hold what a chunk of a snapshot holds, beside what is held already."""
 
     def remove_worker(self, worker: str) -> None:
         """Forget a worker."""

@@ -129,7 +129,7 @@ async def test_an_engine_without_replay_is_partial_after_a_gap_and_learns_again(
     engine.store(1, tokens_of(1), is_lost=True)
     engine.store(2, tokens_of(2))
     await until(lambda: digest_of(WORKER) == digest_of_roots(2))
-    assert indexer.states(WORKER) == {0: SourceState.PARTIAL}
+    await until(lambda: indexer.states(WORKER) == {0: SourceState.PARTIAL})
     engine.publish({"type": "AllBlocksCleared"})
     engine.store(3, tokens_of(3))
     await until(lambda: digest_of(WORKER) == digest_of_roots(3))

@@ -145,29 +145,6 @@ async def test_a_slow_subscriber_catches_up_by_replay(
         assert sole(indexer).num_recovered > 0
 
 
-async def test_what_the_replay_buffer_no_longer_has_is_partial_until_the_digest_agrees(
-    indexer, make_truth, digest_of, until, memory_url
-):
-    limits = PublisherLimits(coalesce_s=0.0, heartbeat_s=0.05, replay_max_batches=2)
-    with publisher_at(memory_url, limits=limits) as publisher:
-        truth = make_truth(publisher)
-        old = truth.store(3)
-        for _ in range(5):
-            num_batches = publisher.statistics().ranks[0].num_batches
-            truth.store()
-            await until(lambda before=num_batches: publisher.statistics().ranks[0].num_batches > before)
-        indexer.add_source("w1", memory_url)
-        await until(lambda: indexer.states("w1") == {0: SourceState.PARTIAL})
-        assert digest_of("w1")[0] < truth.digest()[0]
-        assert not indexer.is_exact("w1", 0)
-        assert WorkerRank("w1", 0) not in indexer.resyncing  # it lacks blocks, and invents none
-        assert sole(indexer).num_cleared == 1
-        truth.remove(*old)
-        truth.clear()
-        truth.store(2)
-        await until(lambda: indexer.is_exact("w1", 0) and digest_of("w1") == truth.digest())
-
-
 PUBLISHER_PROCESS = """
     import sys
     from kvist.publisher import KvEventPublisher, PublisherLimits

@@ -240,6 +240,8 @@ def test_an_idle_engine_whose_publisher_was_taken_away_is_found_by_asking():
     world.source.reconnected(world.now_s)
     assert world.source.questions(world.now_s) == []
     world.now_s += PROBE_S
+    assert world.source.questions(world.now_s) == [Question(ReplayRequest(None, (1 << 63) - 1))]
+    world.answer([])  # it has nothing from there on, and is no publisher, who would tell how far it is
     assert world.source.questions(world.now_s) == [Question(ReplayRequest(None, 0))]
     world.answer([engines(0, 7), engines(1, 8)])
     assert world.holds(7, 8)
