@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, Publication, open_publication
+from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
 from kvist.replay.format import RecordedSource
 from kvist.replay.pacing import Pace
 from kvist.replay.script import Line, Script
@@ -118,12 +119,13 @@ class _Outlet:
 def open_publications(urls: Sequence[str], sources: Sequence[RecordedSource]) -> dict[RecordedSource, Publication]:
     """Open a publication for each source: one URL each, or a single one that gives each source another address.
 
-    Those are `tcp://` with port 0, and `memory://`, where the source's position is appended. Raises InvalidValueError.
+    Those are `tcp://` with port 0, a broker's without a worker, which is then called as the source is, and `memory://`,
+    where the source's position is appended. Raises InvalidValueError.
     """
     publications: dict[RecordedSource, Publication] = {}
     try:
         for source, url in zip(sources, _urls(urls, sources), strict=True):
-            publications[source] = open_publication(url)
+            publications[source] = open_publication(url, source.name if _leaves_worker_out(url) else None)
     except InvalidValueError:
         close_publications(publications)
         raise
@@ -137,15 +139,22 @@ def close_publications(publications: Mapping[RecordedSource, Publication]) -> No
 
 
 def _urls(urls: Sequence[str], sources: Sequence[RecordedSource]) -> list[str]:
-    if len(urls) == len(sources):
-        return list(urls)
-    if len(urls) == 1 and sources:
-        endpoint = Endpoint.parse(urls[0])
+    """Return a URL for each source."""
+    if len(urls) == len(sources) or not sources:
+        return list(urls[: len(sources)])
+    if len(urls) == 1:
+        (url,) = urls
+        if _leaves_worker_out(url):
+            return [url for _ in sources]
+        endpoint = Endpoint.parse(url)
         if endpoint.scheme == "tcp" and endpoint.address.endswith(":0"):
-            return [urls[0] for _ in sources]
+            return [url for _ in sources]
         if endpoint.scheme == "memory":
-            return [f"{urls[0]}.{idx}" for idx in range(len(sources))]
+            return [f"{url}.{idx}" for idx in range(len(sources))]
     names = ", ".join(source.name for source in sources)
-    raise InvalidValueError(
-        "to", list(urls), f"one URL for each of {len(sources)} sources ({names}), or one with port 0"
-    )
+    shown = [redacted(url) for url in urls]
+    raise InvalidValueError("to", shown, f"one URL for each of {len(sources)} sources ({names}), or one with port 0")
+
+
+def _leaves_worker_out(url: str) -> bool:
+    return is_broker_url(url) and BrokerUrl.parse(url).worker is None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint, open_subscription
+from kvist.events.transports import Endpoint, open_subscription, public_url
 from kvist.replay.format import RecordedSource
 from kvist.replay.numbering import SourceNumbering
 from kvist.replay.writer import RecordingWriter
@@ -28,13 +28,13 @@ class SourceSpec:
 
     @classmethod
     def parse(cls, text: str) -> SourceSpec:
-        """Read `[NAME=]URL`; the name is the URL's address by default. Raises InvalidValueError."""
+        """Read `[NAME=]URL`; the name is what stands behind `://` by default. Raises InvalidValueError."""
         name, separator, url = text.partition("=")
         if not separator or "://" in name:
             name, url = "", text
         endpoint = Endpoint.parse(url)
-        shown_url = without_secrets(url)
-        return cls(name or shown_url.partition("?")[0], endpoint, shown_url)
+        shown_url = public_url(url)
+        return cls(name or shown_url.partition("?")[0].partition("://")[2], endpoint, shown_url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,6 @@ class SourceReport:
     num_duplicates: int
     num_restarts: int
     num_malformed: int
-
-
-def without_secrets(url: str) -> str:
-    """Return a URL without what stands between `://` and `@`."""
-    scheme, separator, rest = url.partition("://")
-    authority, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path}"
 
 
 class Recorder:

@@ -1,0 +1,191 @@
+"""`kvist replay` as a process of its own, and what its flags refuse."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from kvist.cli import main
+from kvist.events import Batch, Heartbeat, Stored, WorkerRank
+from kvist.events.codec import encode_batch
+from kvist.events.digest import blocks_digest
+from kvist.events.transports import Message
+from kvist.indexer import Indexer
+from kvist.radix import RadixIndex
+from kvist.replay import RecordedSource, RecordingReader, RecordingWriter
+
+BLOCKS = list(range(1, 101))
+
+
+def batch(sequence, *events, worker="gpu-0"):
+    payload = encode_batch(Batch(worker, 0, 7, sequence, 4, 1763650000.5, events))
+    return Message(f"kv/{worker}/0".encode(), sequence, payload)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A recording of a publisher that stored a hundred blocks, and of an engine that stored one."""
+    path = tmp_path / "fleet.kvrec"
+    sources = [RecordedSource("ours", "tcp://h:1"), RecordedSource("theirs", "tcp://h:2?engine=sglang", "sglang")]
+    engine = {"type": "BlockStored", "block_hashes": [-9], "parent_block_hash": None, "token_ids": [1, 2, 3, 4]}
+    with RecordingWriter(path, sources) as writer:
+        for sequence, block in enumerate(BLOCKS):
+            parent = BLOCKS[sequence - 1] if sequence else None
+            writer.add(
+                0, batch(sequence, Stored(block.to_bytes(8, "little"), parent)), sequence * 10**7, sequence * 10**7
+            )
+        writer.add(0, batch(100, Heartbeat(100, blocks_digest(BLOCKS, 0))), 10**9, 10**9)
+        payload = msgspec.msgpack.encode([1763650000.5, [{**engine, "block_size": 4, "lora_id": None}], 0])
+        writer.add(1, Message(b"", 0, payload), 10**9, 10**9)
+    return path
+
+
+def kvist(*args) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "import sys; from kvist.cli import main; sys.exit(main())", "replay", *args]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def run(capsys, *args) -> tuple[int, str, str]:
+    code = main(["replay", *map(str, args)])
+    return code, *capsys.readouterr()
+
+
+def read(path):
+    with RecordingReader(path) as reader:
+        return list(reader)
+
+
+async def test_each_source_is_published_where_an_indexer_hears_it_exactly(recorded, until):
+    process = kvist(recorded, "--to", "tcp://127.0.0.1:0", "--as-fast-as-possible", "--delay", "0", "--linger", "60")
+    ready = [process.stdout.readline() for _ in range(2)]
+    ours = re.fullmatch(r"kvist replay: ready at (\S+) source=ours\n", ready[0])[1]
+    theirs = re.fullmatch(r"kvist replay: ready at (\S+&engine=sglang) source=theirs\n", ready[1])[1]
+    index = RadixIndex()
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("a", ours)
+        indexer.add_source("b", theirs)
+        await until(lambda: index.digest(WorkerRank("a", 0)).digest == blocks_digest(BLOCKS, 0))
+        await until(lambda: index.digest(WorkerRank("b", 0)).num_blocks == 1)
+        assert process.stdout.readline() == "kvist replay: all 102 messages are sent\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert re.search(r"102 messages, \d+ bytes sent, [1-9]\d* replay requests answered", output)
+
+
+def test_into_an_index_prints_what_it_holds(recorded, capsys):
+    code, output, _ = run(capsys, recorded, "--into-index", "--map-worker", "theirs=w2")
+    assert code == 0
+    assert f"gpu-0 rank 0: 100 blocks, digest {blocks_digest(BLOCKS, 0):016x}, live" in output
+    assert "w2 rank 0: 1 blocks" in output
+    assert "101 distinct blocks in the index; 0 gaps" in output
+    code, output, _ = run(capsys, recorded, "--into-index", "--json", "--worker", "theirs", "--block-size", "4")
+    assert [(rank["worker"], rank["num_blocks"]) for rank in json.loads(output)["ranks"]] == [("theirs", 1)]
+
+
+def test_statistics_are_printed_with_a_plot_and_as_json(recorded, capsys, tmp_path):
+    plot = tmp_path / "plot.svg"
+    code, output, _ = run(capsys, recorded, "--stats", "--plot", plot)
+    assert code == 0
+    assert "102 messages with 102 events" in output
+    assert "█" in output
+    assert plot.read_text().startswith("<svg")
+    code, output, _ = run(capsys, recorded, "--stats", "--json", "--event", "heartbeat")
+    figures = json.loads(output)
+    assert (code, figures["num_messages"], figures["num_events"]) == (0, 102, 1)
+
+
+def test_json_lines_lead_back_to_the_same_recording(recorded, capsys, tmp_path):
+    lines, back = tmp_path / "lines", tmp_path / "back"
+    assert run(capsys, recorded, "--to-jsonl", lines)[0] == 0
+    assert run(capsys, "--from-jsonl", lines, "--to-file", back)[0] == 0
+    assert read(back) == read(recorded)
+    assert lines.read_bytes().count(b"\n") == 102
+
+
+def test_json_lines_go_to_stdout_in_the_form_of_others(recorded, tmp_path):
+    process = kvist(recorded, "--to-jsonl", "-", "--jsonl-form", "batch", "--worker", "theirs")
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    line = json.loads(output)
+    assert (line["seq"], line["batch"][0], line["batch"][2]) == (0, 1763650000.5, 0)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(output)
+    process = kvist("--from-jsonl", trace, "--engine", "sglang", "--into-index")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert "trace rank 0: 1 blocks" in output
+
+
+def test_a_selection_can_be_cut_out_into_a_recording_of_its_own(recorded, capsys, tmp_path):
+    cut = tmp_path / "cut"
+    assert run(capsys, recorded, "--to-file", cut, "--worker", "gpu-0", "--until", "0.5")[0] == 0
+    assert [record.message for record in read(cut)] == [record.message for record in read(recorded)[:50]]
+    assert run(capsys, recorded, "--to-file", cut)[0] == 2  # what exists is not overwritten
+
+
+def test_a_torn_recording_is_used_and_what_is_torn_is_told(recorded, capsys):
+    data = recorded.read_bytes()
+    recorded.write_bytes(data[:-5])
+    code, output, errors = run(capsys, recorded, "--stats")
+    assert code == 0
+    assert "102 messages" in output
+    assert re.search(rf"{recorded}: \d+ torn bytes at byte \d+", errors)
+
+
+@pytest.mark.parametrize("action", [["--stats"], ["--into-index", "--block-size", "4"], ["--to-jsonl", "-"]])
+def test_a_damaged_recording_is_used_up_to_the_damage_and_ends_with_code_1(recorded, action):
+    with RecordingWriter(recorded, [RecordedSource("more", "")], appends=True) as writer:
+        writer.add(0, batch(0, worker="late"), 0, 0)
+    data = bytearray(recorded.read_bytes())
+    data[-80] ^= 1
+    recorded.write_bytes(data)
+    process = kvist(recorded, *action)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "gpu-0" in output
+    assert "late" not in output
+    assert re.search(rf"error: {recorded}: byte \d+: found a wrong checksum, expected", errors)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "what to do: got None, expected one of --to, --into-index"),
+        (["--stats", "--into-index"], "what to do: got '--into-index --stats'"),
+        (["--stats", "--from-jsonl", "x"], "expected a recording, or --from-jsonl"),
+        (["--stats", "--loop", "2"], "--loop: got 2, expected 1 with --stats"),
+        (["--to", "tcp://127.0.0.1:0", "--loop", "0"], "loop: got 0, expected at least 1 round"),
+        (["--to", "tcp://127.0.0.1:0", "--speed", "0"], "speed: got 0.0, expected a positive number"),
+        (["--to", "tcp://127.0.0.1:0", "--linger", "-1"], "--linger: got -1.0"),
+        (["--to", "tcp://127.0.0.1:5557"], "expected one URL for each of 2 sources (ours, theirs), or one with port 0"),
+        (["--stats", "--since", "noon"], "--since: got 'noon'"),
+        (["--stats", "--map-worker", "a"], "--map-worker: got 'a', expected OLD=NEW"),
+        (["--stats", "--map-worker", "a=b c"], "worker: got 'b c'"),
+        (["--stats", "--plot", "x.png"], "--plot: got 'x.png', expected a name that ends in .svg"),
+    ],
+)
+def test_a_wrong_argument_ends_with_code_2_and_names_it(recorded, capsys, args, message):
+    code, _, errors = run(capsys, recorded, *args)
+    assert code == 2
+    assert message in errors
+
+
+def test_a_file_that_is_not_there_or_no_recording_is_said(capsys, tmp_path):
+    code, _, errors = run(capsys, tmp_path / "none", "--stats")
+    assert (code, "No such file" in errors) == (1, True)
+    (tmp_path / "letter").write_text("dear aunt")
+    code, _, errors = run(capsys, tmp_path / "letter", "--stats")
+    assert (code, "expected a recording, which begins with" in errors) == (1, True)
+
+
+def test_an_empty_file_is_an_empty_recording(capsys, tmp_path):
+    (tmp_path / "empty").write_bytes(b"")
+    code, _, errors = run(capsys, tmp_path / "empty", "--stats")
+    assert (code, "no message in it" in errors) == (0, True)
