@@ -42,6 +42,9 @@ class Follower(Protocol):
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected; what comes next may be another process's."""
 
+    def departed(self) -> None:
+        """Take note that the peer is known to be gone; called again whenever something happens meanwhile."""
+
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now, the same until `answered` or something else happens; called in every round."""
 
@@ -144,12 +147,16 @@ class _Following:
         self._ticker = ticker
         self._turns = ticker.turns
         self._num_connects = num_connects
+        self._has_departed = False
         self._begun: Iterator[None] = iter(())
         self._look_at_s = 0.0
 
     def is_due(self) -> bool:
         """Return whether there is something to do beside messages."""
-        return self._subscription.num_connects > self._num_connects or bool(self._follower.questions(self._clock()))
+        subscription = self._subscription
+        if subscription.num_connects > self._num_connects or subscription.is_peer_gone > self._has_departed:
+            return True
+        return bool(self._follower.questions(self._clock()))
 
     def take(self, messages: Sequence[Message]) -> bool:
         """Take messages where they arrive; return whether nothing is left to do, be it with them or questions.
@@ -186,6 +193,9 @@ class _Following:
             self._follower.reconnected(self._clock())
         if messages:
             yield from self._follower.received_all(messages, self._clock())
+        self._has_departed = self._subscription.is_peer_gone
+        if self._has_departed:  # also after messages: they may be its last
+            self._follower.departed()
 
 
 def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:

@@ -135,6 +135,12 @@ class CanonicalFollower:
     def reconnected(self, now_s: float) -> None:
         """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
 
+    def departed(self) -> None:
+        """Count no rank's blocks until it is heard again."""
+        for rank, session in self._sessions.items():
+            session.departed()
+            self._note_state(rank)
+
     def questions(self, now_s: float) -> list[Question]:
         """Return the questions of all ranks that are due."""
         due = []

@@ -145,6 +145,11 @@ class EngineFollower:
         self._feed.reconnected(now_s)
         self._note_state()
 
+    def departed(self) -> None:
+        """Count no rank's blocks until the engine is heard again."""
+        self._feed.departed()
+        self._note_state()
+
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any; and tidy up, since this is asked all the time."""
         if self._lane is not None:

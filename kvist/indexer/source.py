@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,11 @@ class Source:
         if self._follower is not None:
             self._follower.reconnected(now_s)
 
+    def departed(self) -> None:
+        """Take note that the peer is known to be gone: its blocks count for nothing until it is heard again."""
+        if self._follower is not None:
+            self._follower.departed()
+
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now."""
         due = [] if self._follower is None else self._follower.questions(now_s)
@@ -171,8 +177,10 @@ class Source:
 
     def statistics(self, now_s: float) -> SourceStatistics:
         """Return the counters as they are now."""
-        num_malformed_frames = 0 if self.subscription is None else self.subscription.num_malformed
-        return self._statistics(num_malformed_frames, now_s)
+        if self.subscription is None:
+            return self._statistics(0, now_s)
+        statistics = self._statistics(self.subscription.num_malformed, now_s)
+        return replace(statistics, failure=statistics.failure or self.subscription.problem)
 
     def _turn_idx(self, messages: Sequence[Message], now_s: float) -> int:
         """Return which message is the first that another follower is for; their number if there is none."""

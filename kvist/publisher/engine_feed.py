@@ -116,6 +116,10 @@ class EngineFeed:
         self._num_silences = 0
         self._session.doubt(now_s)
 
+    def departed(self) -> None:
+        """Trust nothing until the engine is heard again."""
+        self._session.departed()
+
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any."""
         due = self._session.question(now_s)

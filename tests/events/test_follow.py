@@ -17,6 +17,7 @@ class FakeSubscription:
     def __init__(self) -> None:
         self.num_connects = 0
         self.num_receives = 0
+        self.is_peer_gone = False
         self.inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.asked: list[ReplayRequest] = []
         self.answer: list[Message] | None = None
@@ -75,6 +76,9 @@ class Recorder:
 
     def reconnected(self, now_s: float) -> None:
         self.log.append("connected")
+
+    def departed(self) -> None:
+        self.log.append("departed")
 
     def questions(self, now_s: float) -> list[Question]:
         self.num_looks += 1
@@ -136,6 +140,19 @@ async def test_a_connection_is_told_without_any_message(followed, until):
     subscription, recorder = followed
     subscription.num_connects = 1
     await until(lambda: recorder.log == ["connected"])
+
+
+async def test_a_departure_is_told_once_and_after_the_last_messages(followed, until):
+    subscription, recorder = followed
+    subscription.is_peer_gone = True
+    await until(lambda: recorder.log == ["departed"])
+    subscription.inbox.put_nowait([message(0)])
+    await until(lambda: recorder.log[1:] == [(0, 7.0), "departed"])
+    subscription.is_peer_gone = False
+    subscription.inbox.put_nowait([message(1)])
+    await until(lambda: recorder.log[3:] == [(1, 7.0)])
+    subscription.is_peer_gone = True
+    await until(lambda: recorder.log[4:] == ["departed"])
 
 
 async def test_a_question_is_asked_and_answered_before_the_next_message(followed, until):
