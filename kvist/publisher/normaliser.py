@@ -94,9 +94,9 @@ class Normaliser:
         self._partial_blocks.clear()
         return (Cleared(),)
 
-    def heartbeat(self) -> Heartbeat:
+    def heartbeat(self, *, is_complete: bool = True) -> Heartbeat:
         """Return how much is held and its digest, for a subscriber to compare with what it has."""
-        return Heartbeat(self._residency.num_blocks, self._residency.digest)
+        return Heartbeat(self._residency.num_blocks, self._residency.digest, is_complete)
 
     def statistics(self) -> NormaliserStatistics:
         """Return the counters as they are now."""

@@ -25,7 +25,7 @@ from kvist.events.windows import UNKNOWN, KnownWindow, Window
 from kvist.publisher.outbox import Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
 from kvist.publisher.snapshot import Answers, Streams
-from kvist.publisher.stream import RankStream, new_epoch, topic_of
+from kvist.publisher.stream import RankState, RankStream, new_epoch, topic_of
 from kvist.publisher.values import PublisherLimits, PublisherStatistics
 
 __all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
@@ -195,6 +195,15 @@ class KvEventPublisher:
         if not self._thread.is_alive():  # and will take no more from the inbox
             between.is_done.cancel()
         return between.is_done
+
+    def resume(self, ranks: Mapping[int, RankState]) -> None:
+        """Go on with what ranks held that another publisher published, before anything of them is reported here."""
+
+        def put_back(_: Streams) -> None:
+            for rank, state in ranks.items():
+                self._stream(rank).resume(state)
+
+        self.between_events(put_back)
 
     def statistics(self) -> PublisherStatistics:
         """Return the counters as they are now; from any thread."""

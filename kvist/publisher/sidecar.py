@@ -1,4 +1,8 @@
-"""The sidecar: follows the stream of an engine that knows nothing of Kvist, and publishes a canonical one."""
+"""The sidecar: follows the stream of an engine that knows nothing of Kvist, and publishes a canonical one.
+
+With a state folder it survives its own end: what it knew is saved now and then, and believed again once the engine's
+replay proves that it is the same process and brings what came since.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,22 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from kvist.events import EngineCleared, EngineStored, WorkerRank
+from kvist.events import EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint, open_publication, open_subscription
 from kvist.events.windows import KnownWindow
-from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
-from kvist.publisher.stream import RankStream, topic_of
+from kvist.publisher.sidecar_feed import SidecarFeed
+from kvist.publisher.state import EngineProgress, SidecarState
+from kvist.publisher.state_store import StateStore
+from kvist.publisher.stream import RankState, RankStream, topic_of
 
 _logger = logging.getLogger(__name__)
 
@@ -25,6 +33,11 @@ LIMITS = PublisherLimits(inbox_capacity=1 << 20)
 """A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank."""
 
 FAILURE_CHECK_INTERVAL_S = 0.5
+
+SAVE_INTERVAL_S = 2.0
+"""How long after a save the next begins, if anything changed …"""
+SAVE_COST_FACTOR = 20
+"""… but at least so many times as long as that save took: 1 s for a million blocks, which are 40 MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +50,8 @@ class SidecarStatistics:
     num_recovered: int
     num_lost: int
     num_restarts: int
+    num_resumed: int
+    num_saves: int
     published: PublisherStatistics
 
 
@@ -57,8 +72,12 @@ class Sidecar:
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
         limits: PublisherLimits = LIMITS,
+        state_dir: Path | None = None,
     ) -> None:
-        """Bind the publication at the URL `to`; raises InvalidValueError when a value is wrong or the port taken."""
+        """Bind the publication at the URL `to`, and read what an earlier sidecar of the worker left in `state_dir`.
+
+        Raises InvalidValueError when a value is wrong, the port taken, or the folder unusable.
+        """
         # Raises now for a value that would otherwise be refused only when the first event comes.
         source = WorkerRank(worker, 0)
         topic_of(source)
@@ -67,12 +86,20 @@ class Sidecar:
         self._window = window
         self._lora_names = lora_names
         self._limits = limits
-        self._publication = open_publication(to, worker)
+        self._block_size = block_size
+        self._num_saves = 0
         self._publisher: KvEventPublisher | None = None
         self._ticker = Ticker()
-        self._feeds = [(endpoint, _Feed(endpoint, self)) for endpoint in engine_endpoints]
-        if block_size is not None:
-            self._start_publisher(block_size)
+        self._feeds = [SidecarFeed(endpoint, self._publisher_for) for endpoint in engine_endpoints]
+        with ExitStack() as exits:
+            self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
+            saved = self._load()
+            self._publication = open_publication(to, worker)
+            self._exits = exits.pop_all()
+        if self._block_size is not None:
+            self._start_publisher(self._block_size)
+        if saved is not None:
+            self._restore(saved)
 
     @property
     def endpoint(self) -> str:
@@ -86,22 +113,24 @@ class Sidecar:
         """
         try:
             async with asyncio.TaskGroup() as tasks:
-                followers = [tasks.create_task(self._ticker.run(), name="kvist-sidecar-ticker")]
-                followers += [
-                    tasks.create_task(self._follow(endpoint, feed), name=f"kvist-sidecar-{endpoint.address}")
-                    for endpoint, feed in self._feeds
+                running = [tasks.create_task(self._ticker.run(), name="kvist-sidecar-ticker")]
+                running += [
+                    tasks.create_task(self._follow(feed), name=f"kvist-sidecar-{feed.endpoint.address}")
+                    for feed in self._feeds
                 ]
+                if self._store is not None:
+                    running.append(tasks.create_task(self._save_now_and_then(self._store), name="kvist-sidecar-state"))
                 # Polled, because the publisher's thread knows nothing of this loop.
                 while self._publisher is None or self._publisher.failure is None:  # noqa: ASYNC110
                     await asyncio.sleep(FAILURE_CHECK_INTERVAL_S)
-                for follower in followers:
-                    follower.cancel()
+                for task in running:
+                    task.cancel()
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
 
     def statistics(self) -> SidecarStatistics:
         """Return the counters as they are now."""
-        feeds = [feed.feed for _, feed in self._feeds]
+        feeds = [feed.feed for feed in self._feeds]
         return SidecarStatistics(
             num_engine_batches=sum(feed.num_batches for feed in feeds),
             num_malformed=sum(feed.num_malformed for feed in feeds),
@@ -109,15 +138,18 @@ class Sidecar:
             num_recovered=sum(feed.session.num_recovered for feed in feeds),
             num_lost=sum(feed.session.num_lost for feed in feeds),
             num_restarts=sum(max(0, feed.session.num_epochs - 1) for feed in feeds),
+            num_resumed=sum(feed.num_resumed for feed in self._feeds),
+            num_saves=self._num_saves,
             published=PublisherStatistics() if self._publisher is None else self._publisher.statistics(),
         )
 
     def close(self) -> None:
         """Publish what was received, then stop; raises what had ended publishing, if any."""
-        if self._publisher is None:
-            self._publication.close()
-        else:
-            self._publisher.close()
+        with self._exits:
+            if self._publisher is None:
+                self._publication.close()
+            else:
+                self._publisher.close()
 
     def __enter__(self) -> Self:
         """Return the sidecar, whose publication is bound."""
@@ -129,7 +161,7 @@ class Sidecar:
         """Close."""
         self.close()
 
-    def publisher_for(self, batch: DecodedEngineBatch) -> KvEventPublisher | None:
+    def _publisher_for(self, batch: DecodedEngineBatch) -> KvEventPublisher | None:
         """Return the publisher, started by the first batch that tells the block size if none was given."""
         if self._publisher is None:
             block_size = next((event.block_size for event in batch.events if isinstance(event, EngineStored)), None)
@@ -139,41 +171,74 @@ class Sidecar:
         return self._publisher
 
     def _start_publisher(self, block_size: int) -> None:
+        self._block_size = block_size
         self._publisher = KvEventPublisher(
             self._publication,
             worker=self._worker,
             block_size=block_size,
             window=self._window,
             lora_names=self._lora_names,
+            num_ranks=0,  # which ranks there are, the engine's events tell
             limits=self._limits,
         )
 
-    async def _follow(self, endpoint: Endpoint, feed: _Feed) -> None:
-        async with open_subscription(endpoint) as subscription:
-            await follow(
-                subscription, feed.feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore()
-            )
+    async def _follow(self, feed: SidecarFeed) -> None:
+        async with open_subscription(feed.endpoint) as subscription:
+            await follow(subscription, feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore())
 
+    @property
+    def _settings(self) -> str:
+        """Return what a saved state depends on beside the block size."""
+        return f"window={self._window} lora_names={sorted((self._lora_names or {}).items())}"
 
-class _Feed:
-    """One endpoint of the engine, fed into the sidecar's publisher."""
+    def _load(self) -> SidecarState | None:
+        """Return what an earlier sidecar saved that was configured like this one."""
+        saved = None if self._store is None else self._store.load()
+        if saved is None:
+            return None
+        if saved.settings != self._settings or self._block_size not in (None, saved.block_size):
+            text = "saved state is of a sidecar configured otherwise, starting empty"
+            _logger.warning("%s saved=%s block_size=%d now=%s", text, saved.settings, saved.block_size, self._settings)
+            return None
+        self._block_size = saved.block_size
+        return saved
 
-    def __init__(self, endpoint: Endpoint, sidecar: Sidecar) -> None:
-        self.feed = EngineFeed(endpoint.engine, endpoint.address, self)
-        self._sidecar = sidecar
-        self._publisher: KvEventPublisher | None = None
-        self._ranks: set[int] = set()
+    def _restore(self, saved: SidecarState) -> None:
+        assert self._publisher is not None
+        streams = {stream.name: stream for stream in saved.streams}
+        for feed in self._feeds:
+            stream = streams.get(feed.name)
+            if stream is not None:
+                ranks = {rank: saved.ranks[rank] for rank in stream.ranks if rank in saved.ranks}
+                feed.restore(self._publisher, stream, ranks, time.monotonic())
 
-    def apply(self, batch: DecodedEngineBatch) -> None:
-        """Report a batch's events to the publisher, once there is one."""
-        self._publisher = self._publisher or self._sidecar.publisher_for(batch)
-        if self._publisher is not None:
-            for event in batch.events:
-                self._ranks.add(event.rank)
-                self._publisher.report(event)
+    async def _save_now_and_then(self, store: StateStore) -> None:
+        saved: list[EngineProgress] = []
+        interval_s = SAVE_INTERVAL_S
+        while True:
+            await asyncio.sleep(interval_s)
+            streams = [stream for feed in self._feeds if (stream := feed.progress()) is not None]
+            if self._publisher is None or not all(feed.is_settled for feed in self._feeds) or streams == saved:
+                continue
+            started_s = time.monotonic()
+            state = await self._copy(self._publisher, streams)
+            try:
+                await asyncio.to_thread(store.save, state)
+            except OSError as error:
+                _logger.error("state cannot be saved: %s path=%s", error, store.path)
+            else:
+                saved = streams
+                self._num_saves += 1
+            interval_s = max(SAVE_INTERVAL_S, SAVE_COST_FACTOR * (time.monotonic() - started_s))
 
-    def clear(self) -> None:
-        """Report that every rank of this endpoint holds nothing that is known."""
-        if self._publisher is not None:
-            for rank in self._ranks:
-                self._publisher.report(EngineCleared(rank))
+    async def _copy(self, publisher: KvEventPublisher, streams: Sequence[EngineProgress]) -> SidecarState:
+        """Return what is held once all that these streams brought, and nothing else, is in the publisher's."""
+        wanted = {rank for stream in streams for rank in stream.ranks}
+        ranks: dict[int, RankState] = {}
+
+        def copy(rank_streams: Mapping[int, RankStream]) -> None:
+            ranks.update({rank: rank_streams[rank].state() for rank in wanted & rank_streams.keys()})
+
+        await asyncio.wrap_future(publisher.between_events(copy))
+        assert self._block_size is not None
+        return SidecarState(self._block_size, self._settings, tuple(streams), ranks)

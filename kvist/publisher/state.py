@@ -28,6 +28,7 @@ from kvist.events.types import NonNegative, Positive, Rank, Tier
 from kvist.events.windows import UnsizedWindow
 from kvist.publisher.filter import FilterState
 from kvist.publisher.residency import Residency, Scope
+from kvist.publisher.stream import RankState
 
 MAGIC = b"kvist-sidecar-state\n"
 VERSION = 1
@@ -46,20 +47,13 @@ class UnreadableStateError(Exception):
 class EngineProgress(msgspec.Struct, array_like=True, frozen=True):
     """One of the engine's streams up to, and without, `next_sequence`: its last messages prove the same process."""
 
-    address: str
+    name: str
+    """The engine's dialect and the stream's address."""
     next_sequence: Positive
     is_complete: bool
     fingerprints: tuple[tuple[NonNegative, NonNegative], ...]
     """Sequence and XXH3-64 of the last messages, the newest included, oldest first."""
     ranks: tuple[Rank, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """What one rank held, and how its window filter judged."""
-
-    filter: FilterState
-    residency: Residency
 
 
 @dataclass(frozen=True, slots=True)

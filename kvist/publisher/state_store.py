@@ -6,6 +6,8 @@ import fcntl
 import logging
 import os
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from kvist.errors import InvalidValueError
 from kvist.files import write_atomically
@@ -50,6 +52,16 @@ class StateStore:
     def close(self) -> None:
         """Let another sidecar have the file."""
         os.close(self._lock)
+
+    def __enter__(self) -> Self:
+        """Return the store, whose file is locked."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close."""
+        self.close()
 
     def _set_aside(self, aside: Path) -> None:
         try:

@@ -11,7 +11,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.engine import EngineCleared, EngineEvent
 from kvist.events.types import Batch, Event, Removed, Stored, WorkerRank
 from kvist.events.windows import KnownWindow
-from kvist.publisher.filter import FilterStatistics, WindowFilter
+from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
 from kvist.publisher.residency import Residency
 
@@ -36,6 +36,14 @@ class StreamStatistics:
     normaliser: NormaliserStatistics
 
 
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank holds, and how its window filter judges: all that another stream needs to go on."""
+
+    filter: FilterState
+    residency: Residency
+
+
 class RankStream:
     """Filters and normalises one rank's engine events and closes them into batches numbered from 0."""
 
@@ -51,13 +59,15 @@ class RankStream:
         self._source = source
         self._block_size = block_size
         self._epoch = epoch
+        self._lora_names = lora_names
         self._filter = WindowFilter(source.rank, window)
-        self._residency = Residency()
-        self._normaliser = Normaliser(block_size, rank=source.rank, lora_names=lora_names, holdings=self._residency)
+        self._hold(Residency())
         self._coalescer = Coalescer()
         self._num_events = 0
         self._num_malformed = 0
         self._next_sequence = 0
+        self.is_complete = True
+        """Whether all that the engine holds was reported here, as far as whoever reports knows."""
 
     def admit(self, event: EngineEvent) -> None:
         """Take one engine event into the batch being built; never raises for what the engine reported.
@@ -72,6 +82,12 @@ class RankStream:
             if self._num_malformed == 1:
                 _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
             self._admit(EngineCleared(self._source.rank))
+
+    def _hold(self, residency: Residency) -> None:
+        self._residency = residency
+        self._normaliser = Normaliser(
+            self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
+        )
 
     def _admit(self, event: EngineEvent) -> None:
         for passed in self._filter.admit(event):
@@ -88,7 +104,22 @@ class RankStream:
 
     def heartbeat(self, timestamp_s: float) -> Batch:
         """Return a heartbeat about all batches closed so far, which must be all that was admitted."""
-        return self._batch(timestamp_s, (self._normaliser.heartbeat(),))
+        return self._batch(timestamp_s, (self._normaliser.heartbeat(is_complete=self.is_complete),))
+
+    def state(self) -> RankState:
+        """Return a copy of what is held, O(blocks), and how events are filtered."""
+        return RankState(self._filter.state, self._residency.copy())
+
+    def resume(self, state: RankState) -> None:
+        """Hold what another stream held, unless anything was reported here already.
+
+        The batch of number 0 is left out: whoever follows has missed it, asks for it, and gets a snapshot.
+        """
+        if self._num_events:
+            return
+        self._filter.resume(state.filter)
+        self._hold(state.residency)
+        self._next_sequence = 1
 
     @property
     def next_sequence(self) -> int:

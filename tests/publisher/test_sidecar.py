@@ -6,6 +6,7 @@ import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from kvist.errors import InvalidValueError
@@ -129,7 +130,9 @@ async def test_a_gap_that_cannot_be_filled_clears_the_rank(start_vllm, port, unt
         for number in (2, 3, 4):
             engine.store(number, tokens_of(number), is_lost=True)
         engine.store(5, tokens_of(5))
-        await until(lambda: observed.holding() == holding_of(4, 5))
+        await until(lambda: observed.holding() == msgspec.structs.replace(holding_of(4, 5), is_complete=False))
+        engine.publish({"type": "AllBlocksCleared"})
+        await until(lambda: observed.holding() == holding_of())
     assert sidecar.statistics().num_lost == 1
 
 
@@ -166,7 +169,7 @@ def test_a_wrong_value_is_refused_before_the_port_is_taken(free_port, options):
 async def test_a_sidecar_whose_publishing_fails_ends_and_says_why(start_vllm, port, monkeypatch):
     monkeypatch.setattr("kvist.publisher.sidecar.FAILURE_CHECK_INTERVAL_S", 0.01)
     monkeypatch.setattr("kvist.events.transports.zmq.ZmqPublication.send", _broken_send)
-    start_vllm(port)
+    start_vllm(port).store(1, tokens_of(1))
     sidecar = sidecar_of(port, block_size=4)
     async with asyncio.timeout(20):
         await sidecar.run()

@@ -11,8 +11,9 @@ from kvist.events import Tier
 from kvist.events.windows import FULL
 from kvist.publisher.filter import FilterState
 from kvist.publisher.residency import Residency, Scope
-from kvist.publisher.state import EngineProgress, RankState, SidecarState, UnreadableStateError, pack, unpack
+from kvist.publisher.state import EngineProgress, SidecarState, UnreadableStateError, pack, unpack
 from kvist.publisher.state_store import StateStore
+from kvist.publisher.stream import RankState
 
 FILTER = FilterState(False, FULL, 1, True, frozenset({(1,), 512, FULL}), True, False)
 STREAM = EngineProgress("tcp://127.0.0.1:5557", 7, True, ((5, 55), (6, 1 << 63)), (0, 3))

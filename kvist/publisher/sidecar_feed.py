@@ -1,0 +1,148 @@
+"""One of the engine's streams, on its way into the sidecar's publisher."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from kvist.events import EngineCleared
+from kvist.events.dialects import DecodedEngineBatch
+from kvist.events.follow import Question
+from kvist.events.session import NO_REPLAY, SourceState
+from kvist.events.transports import Endpoint, Message
+from kvist.publisher.engine_feed import EngineFeed
+from kvist.publisher.publisher import KvEventPublisher
+from kvist.publisher.state import EngineProgress
+from kvist.publisher.stream import RankState, RankStream
+
+_logger = logging.getLogger(__name__)
+
+_NUM_FINGERPRINTS = 256
+"""Messages by which a saved stream is known again; the last one alone decides nearly always."""
+
+
+class SidecarFeed:
+    """Follows one endpoint, and reports to the publisher what it says; what is lost is reported as cleared.
+
+    What an earlier sidecar knew waits in here until the engine's replay proves that it is the same process.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, publisher_for: Callable[[DecodedEngineBatch], KvEventPublisher | None]
+    ) -> None:
+        """Report to what `publisher_for` returns once a batch makes it return one."""
+        self.endpoint = endpoint
+        self.feed = EngineFeed(
+            endpoint.engine, endpoint.address, self, NO_REPLAY if endpoint.replay_address is None else None
+        )
+        self.num_resumed = 0
+        self._publisher_for = publisher_for
+        self._publisher: KvEventPublisher | None = None
+        self._ranks: set[int] = set()
+        self._restored: Mapping[int, RankState] | None = None
+        # What the publisher was told last: whether the ranks are complete, and how many there were.
+        self._told = (True, 0)
+
+    @property
+    def name(self) -> str:
+        """Return what stands for the stream in a saved state."""
+        return f"{self.endpoint.engine} {self.endpoint.address}"
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether nothing waits for the engine's answer."""
+        return self._restored is None and self.feed.session.state is not SourceState.RESYNCING
+
+    def progress(self) -> EngineProgress | None:
+        """Return how far a settled stream was followed, None before its first message."""
+        session = self.feed.session
+        if session.epoch is None or session.expected_sequence == 0:
+            return None
+        known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
+        is_complete = session.state is SourceState.LIVE
+        fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
+        return EngineProgress(
+            self.name, session.expected_sequence, is_complete, fingerprints, tuple(sorted(self._ranks))
+        )
+
+    def restore(
+        self, publisher: KvEventPublisher, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float
+    ) -> None:
+        """Go on from there once that is proven; to be called before anything else."""
+        self._publisher, self._restored = publisher, ranks
+        self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
+        self.feed.reconnected(now_s)  # a live message alone proves nothing: another process may have come as far
+
+    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        """Take live messages; yields between them."""
+        yield from self.feed.received_all(messages, now_s)
+        self._tell()
+
+    def reconnected(self, now_s: float) -> None:
+        """Trust nothing until a replay proves that it is the same process."""
+        self.feed.reconnected(now_s)
+
+    def departed(self) -> None:
+        """Trust nothing until the engine is heard again."""
+        self.feed.departed()
+
+    def questions(self, now_s: float) -> list[Question]:
+        """Return the question that is due, if any."""
+        return self.feed.questions(now_s)
+
+    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+        """Take the answer; yields between batches."""
+        yield from self.feed.answered(question, messages, now_s)
+        if self.feed.session.state is not SourceState.RESYNCING:
+            self._put_back()
+        self._tell()
+
+    def apply(self, batch: DecodedEngineBatch) -> None:
+        """Report a batch's events to the publisher, once there is one (called by the feed)."""
+        self._put_back()
+        self._publisher = self._publisher or self._publisher_for(batch)
+        if self._publisher is None:
+            return
+        is_cleared = False
+        for event in batch.events:
+            self._ranks.add(event.rank)
+            self._publisher.report(event)
+            is_cleared |= isinstance(event, EngineCleared)
+        if is_cleared and len(self._ranks) == 1:
+            self.feed.session.emptied()
+
+    def clear(self) -> None:
+        """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
+        if self._restored is not None:
+            _logger.warning("saved state is not believed: the engine did not prove to be the same source=%s", self.name)
+            self._restored = None
+        if self._publisher is not None:
+            for rank in self._ranks:
+                self._publisher.report(EngineCleared(rank))
+
+    def _put_back(self) -> None:
+        """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
+        if self._restored is None:
+            return
+        restored, self._restored = self._restored, None
+        assert self._publisher is not None
+        self._ranks |= restored.keys()
+        self._publisher.resume(restored)
+        self.num_resumed += 1
+        num_blocks = sum(rank.residency.num_blocks for rank in restored.values())
+        _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
+
+    def _tell(self) -> None:
+        """Have the publisher say whether it lacks blocks."""
+        state = self.feed.session.state
+        told = (state is SourceState.LIVE, len(self._ranks))
+        if self._publisher is not None and state is not SourceState.RESYNCING and told != self._told:
+            self._told = told
+            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), is_complete=told[0]))
+
+
+def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], is_complete: bool) -> None:
+    for rank in ranks:
+        if rank in streams:
+            streams[rank].is_complete = is_complete
