@@ -83,7 +83,7 @@ class EngineFollower:
         if self._lane is None or session.state is SourceState.RESYNCING or session.epoch is None:
             return None
         ranks = self._lane.ranks
-        is_told = not any(rank.residency.has_irregular for rank in ranks.values())
+        is_told = all(rank.residency.is_told_by_names for rank in ranks.values())
         return EngineProgress(
             session.expected_sequence,
             is_told and {session.state, *self.states().values()} == {SourceState.LIVE},

@@ -8,7 +8,10 @@ salt, blocks with several engine hashes, hashes that name several blocks. In the
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
 
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.events.dialects.batch import fold_hash
@@ -119,20 +122,39 @@ class EngineResidency:
         return released
 
     @property
-    def has_irregular(self) -> bool:
-        """Return whether there are blocks that `names` does not tell of."""
-        return self._irregular.num_blocks > 0
+    def is_told_by_names(self) -> bool:
+        """Return whether `names` tells of all blocks; O(irregular ones)."""
+        return not self._shared and len(self._plain_names()) == len(self._irregular.places)
 
     def names(self) -> Iterator[Names]:
-        """Yield the engine hashes of all regular blocks, some at a time."""
-        return self.map.names(self.slot)
+        """Yield the engine hashes of all regular blocks, some at a time, and of those that are not so by chance alone.
+
+        In another index, whose keys are others, they may be regular.
+        """
+        yield from self.map.names(self.slot)
+        plain = self._plain_names()
+        yield Names(np.array([*plain.values()], np.uint64), np.array([*plain], np.uint64))
+
+    def _plain_names(self) -> dict[int, int]:
+        """Return the engine hash of each irregular block without a scope that has one, which names nothing else."""
+        pairs = {pair for tier in Tier for pair in self._irregular.names(tier).items()}
+        num_blocks, num_names = Counter(name for name, _ in pairs), Counter(block_hash for _, block_hash in pairs)
+        return {
+            block_hash: name
+            for name, block_hash in pairs
+            if isinstance(name, int)
+            and num_blocks[name] == num_names[block_hash] == 1
+            and block_hash not in self._irregular.scopes
+            and block_hash not in self._shared
+        }
 
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""
         for position in self.map.put_all(names, self.slot).tolist():
-            engine_hash, block_hash = int(names.engine_hashes[position]), int(names.blocks[position])
+            name, block_hash = int(names.engine_hashes[position]), int(names.blocks[position])
+            self.map.mark(name)
             for tier in self._tiers_of(block_hash):
-                self.hold((engine_hash,), (block_hash,), None, tier)
+                self._irregular.hold((name,), (block_hash,), None, tier)
 
     def clear(self) -> None:
         """Hold nothing."""

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.events import Tier, WorkerRank
+from kvist.indexer.engine_map import Names
 from kvist.indexer.residency import EngineResidency
 from kvist.publisher.residency import NO_SCOPE, Residency, Scope
 from kvist.radix import RadixIndex
@@ -80,3 +81,37 @@ def check(residency: EngineResidency, model: Residency) -> None:
     for block in BLOCKS:
         assert residency.holds(block) == model.holds(block)
         assert residency.scope(block) == model.scope(block)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(steps, max_size=25), st.integers(1, 3))
+def test_what_names_tell_is_held_by_another_index_in_the_same_way(history, seed):
+    index, other = (RadixIndex(seed=number, segment_bits=0) for number in (1, seed))
+    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
+    scope_of: dict[int, Scope] = {}
+    for step, items, tier, detail in history:
+        if step == "hold" and all(scope_of.setdefault(block, detail) == detail for _, block in items):
+            residency.hold([name for name, _ in items], [block for _, block in items], None, tier, detail)
+        elif step == "release":
+            residency.release(items, tier)
+        elif step == "clear":
+            residency.clear()
+    told = {int(n): int(b) for names in residency.names() for n, b in zip(*names, strict=True)}
+    held = {
+        block: {tier for tier in Tier if residency.map.tiers(block, residency.slot) >> tier & 1} for block in BLOCKS
+    }
+    if residency.is_told_by_names:
+        assert set(told.values()) == {block for block, where in held.items() if where}
+    copied = EngineResidency(other, SOURCE, lambda events: other.apply(SOURCE, events))
+    for block in set(told.values()):
+        for tier in held[block]:
+            other.store(SOURCE, tier, None, np.array([block], np.uint64))
+    for name, block in told.items():
+        copied.resume(Names(np.array([name], np.uint64), np.array([block], np.uint64)))
+    for name, block in told.items():
+        assert copied.find(name) == residency.find(name) == block
+        for tier in held[block]:
+            assert copied.release([name], tier).not_found == []
+    assert copied.num_blocks == 0
+    assert len(set(told.values())) == len(told)
+    other.check_invariants()
