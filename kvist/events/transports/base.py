@@ -103,6 +103,7 @@ class Subscription(Protocol):
     async def receive(self) -> Sequence[Message]:
         """Wait for at least one message and return all that are here, oldest first, at most `MAX_DRAIN`.
 
+        None are returned, at once, to tell that `is_peer_gone` has become true.
         They may be a `MessageBlock`, which is valid until the next `receive`. Cancelling loses no message.
         """
 

@@ -51,6 +51,7 @@ class MqttSubscription:
         self._publication_id: int | None = None
         self._num_connects = 0
         self._is_peer_gone = False
+        self._must_tell = False
         self._tasks = asyncio.TaskGroup()
 
     @property
@@ -92,10 +93,11 @@ class MqttSubscription:
         await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
 
     async def receive(self) -> list[Message]:
-        """Wait for at least one message; return at most `MAX_DRAIN`."""
-        while not self._queue:
+        """Wait for at least one message, or the publisher's end; return at most `MAX_DRAIN`."""
+        while not self._queue and not self._must_tell:
             self._arrived.clear()
             await self._arrived.wait()
+        self._must_tell = False
         messages = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_DRAIN))]
         self._num_queued_bytes -= sum(len(message.payload) for message in messages)
         return messages
@@ -176,7 +178,8 @@ class MqttSubscription:
             self._heard(publication_id)
             self._is_peer_gone = False
         elif self._publication_id in (None, publication_id):
-            self._is_peer_gone = True
+            self._is_peer_gone = self._must_tell = True
+            self._arrived.set()
 
     def _heard(self, publication_id: int) -> None:
         if publication_id != self._publication_id:

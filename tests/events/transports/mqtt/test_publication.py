@@ -39,12 +39,14 @@ async def test_a_publisher_announces_its_worker_epoch_block_size_and_ranks(wire)
     assert json.loads(await wire.announced())["state"] == "gone"
 
 
-async def test_a_closed_publication_is_gone_and_the_next_one_is_there_again(wire, until):
+async def test_a_closed_publication_is_gone_and_the_next_one_is_there_again(wire):
     async with wire.subscribe() as subscription:
         first = await wire.publish_to(subscription)
         assert not subscription.is_peer_gone
+        waiting = asyncio.create_task(subscription.receive())
         await asyncio.to_thread(first.close)
-        await until(lambda: subscription.is_peer_gone)
+        assert await waiting == []
+        assert subscription.is_peer_gone
         await wire.publish_to(subscription)
         assert not subscription.is_peer_gone
         assert subscription.num_connects == 2
