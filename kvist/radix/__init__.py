@@ -4,7 +4,8 @@ A radix tree laid out in flat arrays and compiled with Numba. Rows are block has
 that grow one at a time (`tables`); each names who holds the block by the id of an interned set (`_sets`) of slots,
 which stand for ranks (`_slots`), and knows how many blocks come before it and when it was last used (`_cap`). A match
 looks up the prompt's hashes and intersects sets only where their id changes. `compiled` has what is hot, and its
-`layout` how it lies in memory; `index` is the face; `values` is what it answers. No I/O, no clock, one thread.
+`layout` how it lies in memory; `index` is the face; `values` is what it answers. No clock, one thread, and no I/O but
+a snapshot's temporary file (`_snapshot`, `_spill`).
 """
 
 from kvist.radix._snapshot import Snapshot, SnapshotLostError

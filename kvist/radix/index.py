@@ -38,8 +38,9 @@ _HASH_FORMAT: Any = np.dtype(np.uint64).char
 class RadixIndex:
     """Scores every rank of a fleet by the number of leading blocks it holds now, exactly.
 
-    Synchronous, without I/O, for one thread. A call costs time in proportion to the blocks it is given; growth and
-    sweeping happen one segment at a time, so that no call stops its caller for more than a few milliseconds.
+    Synchronous, for one thread, without I/O but for what changes while a snapshot is open. A call costs time in
+    proportion to the blocks it is given; growth and sweeping happen one segment at a time, so that no call stops its
+    caller for more than a few milliseconds.
     Hashes are canonical sequence hashes (`kvist.events.hashing`): each names one block below one parent.
     """
 
