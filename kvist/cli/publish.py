@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -91,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ID=NAME",
         help="an adapter's name, for an engine that sends only its number; again for each adapter",
     )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="where to keep what is known, so that a restart of this command loses nothing (default: nowhere)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         window=_window(args.window),
         lora_names=_lora_names(args.lora_name),
+        state_dir=args.state_dir,
     ) as sidecar:
         asyncio.run(_run_until_signalled(sidecar, args))
     statistics = sidecar.statistics()
@@ -129,7 +137,7 @@ async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> No
     task = loop.create_task(sidecar.run(), name="kvist-publish")
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    block_size = "learnt from the first event" if args.block_size is None else args.block_size
+    block_size = sidecar.block_size or "learnt from the first event"
     print(f"kvist publish: ready at {sidecar.endpoint} worker={args.worker} block_size={block_size}", flush=True)
     try:
         await task

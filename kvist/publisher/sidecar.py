@@ -106,6 +106,11 @@ class Sidecar:
         """The URL a subscriber connects to, with real port numbers."""
         return self._publication.endpoint
 
+    @property
+    def block_size(self) -> int | None:
+        """Return the engine's block size, None while it is neither given, nor saved, nor learnt."""
+        return self._block_size
+
     async def run(self) -> None:
         """Follow every endpoint until cancelled, or until publishing fails, which `close` then raises.
 

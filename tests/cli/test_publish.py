@@ -8,16 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
+from kvist.events.session import SourceState
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
 
 TOKENS = [1, 2, 3, 4]
+
+
+def tokens_of(number: int) -> list[int]:
+    return [number * 4 + idx for idx in range(4)]
 
 
 def kvist(*args: str) -> subprocess.Popen[str]:
@@ -68,6 +74,77 @@ async def test_the_engines_own_configuration_says_where_its_ranks_are(start_vllm
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     assert f"connecting to tcp://127.0.0.1:{port} engine=vllm replay=tcp://127.0.0.1:{port + 1}" in errors
+
+
+class Killed:
+    """`kvist publish` with a state folder, in front of one index: killed and started again at will."""
+
+    def __init__(self, engine_port: int, own_port: int, folder: Path) -> None:
+        self._args = (
+            *("--engine", "vllm", "--endpoint", f"tcp://127.0.0.1:{engine_port}", "--worker", "w"),
+            *("--to", f"tcp://127.0.0.1:{own_port}", "--state-dir", str(folder)),
+        )
+        self._state = folder / "sidecar-w.state"
+
+    def start(self) -> subprocess.Popen[str]:
+        self._process = kvist(*self._args)
+        assert self._process.stdout is not None
+        assert "ready at" in self._process.stdout.readline()
+        return self._process
+
+    def was_saved_since(self, moment_ns: int) -> bool:
+        return self._state.exists() and self._state.stat().st_mtime_ns > moment_ns
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=20)
+
+    def terminate(self) -> str:
+        self._process.terminate()
+        output, errors = self._process.communicate(timeout=20)
+        assert self._process.returncode == 0, errors
+        return output + errors
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_killed_sidecar_goes_on_unless_the_engine_is_another(
+    start_vllm, free_port, until, tmp_path, is_restarted
+):
+    engine_port, own_port = free_port(), free_port()
+    engine = start_vllm(engine_port, num_kept=5)
+    for number in range(20):
+        engine.store(number, tokens_of(number))
+    sidecar = Killed(engine_port, own_port, tmp_path)
+    sidecar.start()
+    index = RadixIndex()
+
+    def holds_exactly(*numbers: int) -> bool:
+        hashes = [int(block_hashes(tokens_of(number), 4)[0]) for number in numbers]
+        digest = sum(block_digest(block_hash, Tier.GPU) for block_hash in hashes) % (1 << 64)
+        return indexer.states("w1") == {0: expected} and index.digest(WorkerRank("w1", 0)).digest == digest
+
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("w1", f"tcp://127.0.0.1:{own_port}")
+        expected = SourceState.PARTIAL  # the engine keeps less than it ever said
+        await until(lambda: holds_exactly(*range(15, 20)))
+        engine.publish({"type": "AllBlocksCleared"})
+        engine.store(20, tokens_of(20))
+        moment_ns, expected = time.time_ns(), SourceState.LIVE
+        await until(lambda: holds_exactly(20) and sidecar.was_saved_since(moment_ns))
+        sidecar.kill()
+        if is_restarted:
+            engine.kill()
+            engine = start_vllm(engine_port, num_kept=1000)
+            for number in range(40):
+                engine.store(number, tokens_of(number))
+        engine.store(50, tokens_of(50))
+        engine.remove(20)
+        sidecar.start()
+        held = [*range(20), *range(21, 40), 50] if is_restarted else [50]
+        await until(lambda: holds_exactly(*held))
+    output = sidecar.terminate()
+    assert ("went on from saved state" in output) is not is_restarted
+    assert ("saved state is not believed" in output) is is_restarted
 
 
 def test_without_a_word_about_the_engine_the_command_says_what_it_needs():
