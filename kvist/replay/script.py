@@ -114,5 +114,6 @@ class Script:
             if self._selection.is_too_early(record, self._first_wall_ns) or not self._selection.has_worker(record):
                 continue
             for message in self._rewriter.rewritten(record, self._round_idx):
-                lines.append(Line(self._round_idx, record._replace(message=message)))
+                is_same = message is record.message
+                lines.append(Line(self._round_idx, record if is_same else record._replace(message=message)))
         return lines, False

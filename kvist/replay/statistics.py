@@ -11,7 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvist.errors import MalformedMessageError
-from kvist.events import Batch, Cleared, EngineRemoved, EngineStored, Event, Heartbeat, Removed, Stored, WorkerRank
+from kvist.events import (
+    Batch,
+    Cleared,
+    EngineRemoved,
+    EngineStored,
+    Event,
+    Heartbeat,
+    Removed,
+    Stored,
+    Tier,
+    WorkerRank,
+)
 from kvist.events.codec import decode_batch, is_canonical
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.windows import Window
@@ -101,7 +112,7 @@ class _Rank:
 
     def __init__(self) -> None:
         self.held = HeldBlocks()
-        self.removed: set[tuple[int, int]] = set()
+        self.removed: tuple[set[int], ...] = tuple(set() for _ in Tier)
         self.statistics = RankStatistics()
         self.epoch: int | None = None
         self.stream: RankStream | None = None
@@ -240,7 +251,7 @@ class StatisticsCollector:
                 self._store(rank, event)
             elif isinstance(event, Removed):
                 change = rank.held.apply(event)
-                rank.removed.update((block, event.tier) for block in change.gone)
+                rank.removed[event.tier].update(change.gone)
                 self._lifetimes.update(max(0, (self._time_ms - note).bit_length() - 1) for note in change.notes)
                 rank.statistics.num_removed_in_vain += change.num_in_vain
                 self._gone(rank, change.gone)
@@ -255,8 +266,9 @@ class StatisticsCollector:
     def _store(self, rank: _Rank, event: Stored) -> None:
         statistics = rank.statistics
         change = rank.held.apply(event, note=self._time_ms)
-        again = [block for block in change.new if (block, event.tier) in rank.removed]
-        rank.removed.difference_update((block, event.tier) for block in again)
+        removed = rank.removed[event.tier]
+        again = removed.intersection(change.new)
+        removed -= again
         statistics.num_stored += len(change.new)
         statistics.num_stored_again += len(again)
         statistics.num_stored_in_vain += change.num_in_vain
