@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import NamedTuple, Self, TypeVar
 
@@ -105,7 +106,9 @@ class KvEventPublisher:
         self._closing = threading.Event()
         self._close_at_s = float("inf")
         self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
-        self._answers = Answers(worker, self._epoch, self._streams, self._replay_buffer, self.between_events)
+        self._answers = Answers(
+            worker, self._epoch, self._streams, self._replay_buffer, partial(self.between_events, is_urgent=True)
+        )
         self._publication.serve_replay(self._answers)
         self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
         self._thread.start()
@@ -184,13 +187,17 @@ class KvEventPublisher:
         if not self._wake.is_set():
             self._wake.set()
 
-    def between_events(self, do: Callable[[Streams], None]) -> Future[None]:
+    def between_events(self, do: Callable[[Streams], None], *, is_urgent: bool = False) -> Future[None]:
         """Have the publisher's thread call `do` once all reported so far is in its streams, and all batches are closed.
 
-        The future is cancelled if that thread ends before. From any thread.
+        If it is urgent, what waits in the inbox comes behind it. The future is cancelled if that thread ends before.
+        From any thread.
         """
         between = _Between(do, Future())
-        self._inbox.append(between)
+        if is_urgent:
+            self._inbox.appendleft(between)
+        else:
+            self._inbox.append(between)
         self._wake.set()
         if not self._thread.is_alive():  # and will take no more from the inbox
             between.is_done.cancel()

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
@@ -297,3 +299,80 @@ def test_the_embedded_hook_runs_with_the_base_install_alone():
         assert not {"torch", "numba"} & set(sys.modules)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=60)
+
+
+FORKED_WORKER = """
+    import os, sys
+    from kvist.publisher import KvEventPublisher
+
+    def publish_from_here(code=0):
+        with KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=4) as publisher:
+            publisher.stored([1], [1, 2, 3, 4])
+        assert publisher.statistics().ranks[0].num_batches == 1
+
+    def use_the_inherited(publisher):
+        publisher.stored([1], [1, 2, 3, 4])  # as ever: it neither raises nor waits
+        assert publisher.statistics().num_lost_events == 1
+        try:
+            publisher.close()
+        except ValueError as error:
+            assert "made in the process that reports" in str(error)
+        else:
+            raise AssertionError("closing said nothing")
+
+    if sys.argv[1] == "made before the fork":
+        publisher = KvEventPublisher("tcp://127.0.0.1:0", worker="w", block_size=4)
+        publisher.stored([9], [1, 2, 3, 4])
+        work = lambda: use_the_inherited(publisher)
+    else:
+        work = publish_from_here
+    if (pid := os.fork()) == 0:
+        work()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    if sys.argv[1] == "made before the fork":
+        publisher.close()
+        statistics = publisher.statistics()
+        assert (statistics.failure, statistics.ranks[0].num_batches) == (None, 1)
+"""
+
+
+@pytest.mark.parametrize("when", ["made before the fork", "made after the fork"])
+def test_a_forked_worker_publishes_with_a_publisher_of_its_own_and_is_told_so_of_another(when):
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(FORKED_WORKER), when]
+    result = subprocess.run(command, check=False, timeout=60, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert ("inherited by a fork" in result.stderr) == (when == "made before the fork")
+
+
+async def test_it_may_be_reported_to_from_an_event_loop(publication):
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, [7])
+        await asyncio.to_thread(publisher.close)
+    assert publication.held() == {(hash_of(7), Tier.GPU)}
+
+
+def test_what_is_to_be_done_between_events_is_done_behind_what_was_reported_or_before_it_if_urgent(publication):
+    seen = {}
+
+    def look(name):
+        return lambda streams: seen.update({name: (streams[0].residency.num_blocks, streams[0].next_sequence)})
+
+    publication.gate.clear()
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, [1])
+        later = publisher.between_events(look("later"))
+        report_root_blocks(publisher, [2])
+        urgent = publisher.between_events(look("urgent"), is_urgent=True)
+        publication.gate.set()
+        for each in (later, urgent, publisher.between_events(look("at the end"))):
+            each.result(20)
+    assert seen.pop("urgent") in [(0, 0), (1, 1)]
+    assert seen == {"later": (1, 1), "at the end": (2, 2)}
+
+
+def test_what_was_to_be_done_is_cancelled_when_publishing_has_ended(publication):
+    publisher = publisher_over(publication)
+    publisher.close()
+    with pytest.raises(CancelledError):
+        publisher.between_events(lambda _: None).result(20)

@@ -4,7 +4,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message, ReplayRequest
-from kvist.publisher.replay_buffer import ReplayBuffer
+from kvist.publisher.replay_buffer import Kept, ReplayBuffer
 
 
 def filled(buffer: ReplayBuffer, num_messages: int, topic: bytes = b"t") -> list[Message]:
@@ -43,6 +43,31 @@ def test_a_busy_topic_does_not_push_out_a_quiet_one():
     quiet = filled(buffer, 2, b"quiet")
     filled(buffer, 100, b"busy")
     assert buffer.replay(ReplayRequest(b"quiet", 0)) == quiet
+
+
+def test_what_is_kept_is_counted_from_a_sequence_on():
+    buffer = ReplayBuffer(4, 10_000)
+    assert buffer.kept(b"t", 0) is None
+    filled(buffer, 10)
+    assert buffer.kept(b"t", 0) == Kept(first_sequence=6, size_bytes=400)
+    assert buffer.kept(b"t", 8) == Kept(first_sequence=6, size_bytes=200)
+    assert buffer.kept(b"t", 10) == Kept(first_sequence=6, size_bytes=0)
+
+
+def test_a_buffer_too_small_for_one_message_still_knows_how_far_it_is():
+    buffer = ReplayBuffer(4, 10)
+    filled(buffer, 3)
+    assert buffer.kept(b"t", 0) == Kept(first_sequence=3, size_bytes=0)
+
+
+def test_the_last_heartbeat_of_each_topic_is_kept():
+    buffer = ReplayBuffer(1, 1)
+    beats = [Message(topic, sequence, b"beat") for sequence in range(2) for topic in (b"a", b"b")]
+    for beat in beats:
+        buffer.note_heartbeat(beat)
+    assert buffer.heartbeats() == beats[2:]
+    assert buffer.heartbeats(b"b") == beats[3:]
+    assert buffer.heartbeats(b"c") == []
 
 
 @pytest.mark.parametrize(("max_batches", "max_bytes"), [(0, 1), (1, 0)])
