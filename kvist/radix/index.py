@@ -187,7 +187,9 @@ class RadixIndex:
         except TypeError:  # not as compiled code takes them
             num_hashes = self._load(hashes)
             holder_ids, depths = compiled.match(self._address, np.frombuffer(self._input_bytes, np.uint64, num_hashes))
-        self.touch(hashes)
+        if self._cap is not None:
+            compiled.touch(self._address, self._load(hashes))
+            self._cap.keep(self.help_out)
         return Match(self._slots.ranks, holder_ids, depths, len(hashes))
 
     def ranks(self) -> list[WorkerRank]:
@@ -290,12 +292,6 @@ class RadixIndex:
     def ranks_by_slot(self) -> list[WorkerRank]:
         """Return the rank of each slot; a list that may grow, but is replaced once a slot stands for another rank."""
         return self._slots.ranks
-
-    def touch(self, hashes: NDArray[np.uint64]) -> None:
-        """Note that blocks are in use, as `match` does; to be called after compiled code matched them."""
-        if self._cap is not None:
-            compiled.touch(self._address, self._load(hashes))
-            self._cap.keep(self.help_out)
 
     def reserve_operations(self, num_operations: int, num_hashes: int) -> None:
         """Have room for as many operations, with as many hashes in all, where `compiled.apply` reads them."""

@@ -1,4 +1,4 @@
-"""Who holds a prompt, as the text that `/query` answers with: matched and written in one call.
+"""Who holds a prompt, as the text that `/query` answers with.
 
 `kvist.indexer.service.answers` says what the text is. Holders are put in the order of their names, so that the streams
 of an instance stand together, and two that tell of the same rank count as one.
@@ -13,10 +13,7 @@ from numba import types
 
 from kvist.indexer.compiled.intrinsics import text_writer, trailing_zeros
 from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.boxing import HASHES
 from kvist.radix.compiled.intrinsics import get32, get64, getu64, put32, putu64
-from kvist.radix.compiled.layout import NUM_OUT, OUTPUT, OUTPUT_DEPTHS
-from kvist.radix.compiled.matching import score
 
 NAME_BYTES, NAME_RANK, NAME_IS_LEFT_OUT = 16, 8, 12
 """What a slot's name is: its instance as u64, its rank and whether it is left out as u32."""
@@ -92,15 +89,15 @@ def _is_before(left, right):
     return get32(left + NAME_RANK) < get32(right + NAME_RANK)
 
 
-@jit("i8(i8,i8,i8)")
-def _list_holders(control, names, holders):
-    """List the rows of a match that are not left out; return how many. A holder: its name's address, and its row."""
-    slots, count = get64(control + OUTPUT), 0
-    for row in range(get64(control + NUM_OUT)):
+@jit("i8(i8,i8,i8,i8,i8)")
+def _list_holders(slots, depths, num_rows, names, holders):
+    """List the rows of a match that are not left out; return how many. A holder: the addresses of name and depths."""
+    count = 0
+    for row in range(num_rows):
         name = names + get32(slots + row * 4) * NAME_BYTES
         if get32(name + NAME_IS_LEFT_OUT) == 0:
             putu64(holders + count * 16, np.uint64(name))
-            putu64(holders + count * 16 + 8, np.uint64(row))
+            putu64(holders + count * 16 + 8, np.uint64(depths + row * _DEPTHS_BYTES))
             count += 1
     return count
 
@@ -110,22 +107,22 @@ def _sort(holders, count):
     """Put holders in the order of their names: Shell's sort, with Ciura's gaps."""
     for gap in _GAPS:
         for index in range(gap, count):
-            name, row = getu64(holders + index * 16), getu64(holders + index * 16 + 8)
+            name, depths = getu64(holders + index * 16), getu64(holders + index * 16 + 8)
             place = index
             while place >= gap and _is_before(np.int64(name), get64(holders + (place - gap) * 16)):
                 putu64(holders + place * 16, getu64(holders + (place - gap) * 16))
                 putu64(holders + place * 16 + 8, getu64(holders + (place - gap) * 16 + 8))
                 place -= gap
             putu64(holders + place * 16, name)
-            putu64(holders + place * 16 + 8, row)
+            putu64(holders + place * 16 + 8, depths)
 
 
-@jit("i8(i8,i8,i8)")
-def _merge(control, holders, count):
-    """Leave one holder for each name, with the most that any of its rows has; return how many."""
-    depths, num_left = get64(control + OUTPUT_DEPTHS), 0
+@jit("i8(i8,i8)")
+def _merge(holders, count):
+    """Leave one holder for each name, with the most that any has in each tier, in the first one's depths; how many."""
+    num_left = 0
     for index in range(count):
-        name, own = get64(holders + index * 16), depths + get64(holders + index * 16 + 8) * _DEPTHS_BYTES
+        name, own = get64(holders + index * 16), get64(holders + index * 16 + 8)
         last = holders + (num_left - 1) * 16
         if num_left > 0 and not _is_before(get64(last), name):
             kept = get64(last + 8)
@@ -207,17 +204,19 @@ def _put_each_instance(at, holders, count, block_size):
     return at
 
 
-@jit(types.int64(types.int64, HASHES, types.int64, types.int64, types.int64, types.int64), is_entry=True)
-def answer(control, hashes, block_size, names, holders, output):
-    """Match hashes and write the answer to the output; return its length.
+_SLOTS, _DEPTHS = types.Array(types.uint32, 1, "C"), types.Array(types.uint32, 2, "C")
+
+
+@jit(types.int64(_SLOTS, _DEPTHS, types.int64, types.int64, types.int64, types.int64), is_entry=True)
+def write_answer(slots, depths, block_size, names, holders, output):
+    """Write the answer that a match's arrays amount to; return its length. The depths may be changed.
 
     `names` has the name of each slot (see `NAME_BYTES`), `holders` room for 16 bytes a slot, the output room for
     `MAX_FIXED_BYTES` and `MAX_RANK_BYTES` a slot.
     """
-    score(control, hashes.ctypes.data, hashes.size)
-    count = _list_holders(control, names, holders)
+    count = _list_holders(slots.ctypes.data, depths.ctypes.data, slots.size, names, holders)
     _sort(holders, count)
-    count = _merge(control, holders, count)
+    count = _merge(holders, count)
     at = _put_scores(_put_begin(output), holders, count, block_size)
     at = _put_end(_put_each_instance(_put_instances(at), holders, count, block_size))
     return at - output

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
-from kvist.indexer.compiled import answers as compiled
+from kvist.indexer.compiled.answers import MAX_FIXED_BYTES, MAX_RANK_BYTES, write_answer
 from kvist.radix import RadixIndex
 
 _NAME = np.dtype([("instance", "u8"), ("rank", "u4"), ("is_left_out", "u4")])
@@ -37,8 +37,8 @@ def instance_of(stream: str) -> int:
 class MatchWriter:
     """Answers queries to one index, whose workers have the names that `stream_name` makes.
 
-    Matching and writing are one call to compiled code: what took 5 µs for one holder, 20 for eight and 150 for 256 in
-    Python takes 1, 2 and 25.
+    Compiled code writes the text: for one holder, eight and 256 that takes 0.8, 1.5 and 21 µs, where Python took 5, 20
+    and 150.
     """
 
     def __init__(self, index: RadixIndex, block_size: int) -> None:
@@ -63,15 +63,9 @@ class MatchWriter:
         return self._answer(hashes)
 
     def _answer(self, hashes: NDArray[np.uint64]) -> bytes:
-        num_bytes = compiled.answer(
-            self._index.address,
-            hashes,
-            self._block_size,
-            self._names_address,
-            self._holders_address,
-            self._text_address,
-        )
-        self._index.touch(hashes)
+        match = self._index.match(hashes)
+        addresses = self._names_address, self._holders_address, self._text_address
+        num_bytes = write_answer(match.holder_ids, match.depths, self._block_size, *addresses)
         return bytes(self._text[:num_bytes])
 
     def _learn(self, ranks: list[WorkerRank]) -> None:
@@ -91,7 +85,7 @@ class MatchWriter:
         names[: self._num_known] = self._names[: self._num_known]
         self._names = names
         self._holders = np.empty(2 * num_slots, np.uint64)
-        text = np.empty(compiled.MAX_FIXED_BYTES + num_slots * compiled.MAX_RANK_BYTES, np.uint8)
+        text = np.empty(MAX_FIXED_BYTES + num_slots * MAX_RANK_BYTES, np.uint8)
         self._text = text.data
         self._names_address, self._holders_address = names.ctypes.data, self._holders.ctypes.data
         self._text_address = text.ctypes.data

@@ -171,8 +171,8 @@ def _follow(control, group, depth, last):
 
 
 @jit("void(i8,i8,i8)")
-def score(control, hashes, num_hashes):
-    """Write, per slot that holds the first block, its cumulative depth in each tier: `NUM_OUT` rows at `OUTPUT`."""
+def _score(control, hashes, num_hashes):
+    """Write, per slot that holds the first block, its cumulative depth in each tier."""
     put64(control + NUM_OUT, 0)
     put32(_group_at(control, 0) + _ID_BEFORE, 0)  # so the first set is a change
     tail, num_full, last = control + _TAIL, num_hashes // _GROUP, -1
@@ -201,5 +201,5 @@ def score(control, hashes, num_hashes):
 @jit(SCORES(types.int64, HASHES), is_entry=True)
 def match(control, hashes):
     """Return, per slot that holds the first block, the slot and its cumulative depth in each tier."""
-    score(control, hashes.ctypes.data, hashes.size)
+    _score(control, hashes.ctypes.data, hashes.size)
     return make_scores(get64(control + NUM_OUT), get64(control + OUTPUT), get64(control + OUTPUT_DEPTHS))
