@@ -273,10 +273,19 @@ class NatsLink:
 
 
 async def _close(client: Client) -> None:
-    """Close what there is of a connection, also of one that never came to be."""
-    with suppress(*FAILURES, AssertionError):
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            await client.close()
+    """Close what there is of a connection, also of one that never came to be, and even when cancelled meanwhile."""
+
+    async def close() -> None:
+        with suppress(*FAILURES, AssertionError):  # nor was it told which server
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await client.close()
+
+    closing = asyncio.create_task(close(), name="kvist-nats-closing")
+    try:
+        await asyncio.shield(closing)
+    except asyncio.CancelledError:
+        await asyncio.wait([closing])
+        raise
 
 
 _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, _Shared]] = WeakKeyDictionary()
