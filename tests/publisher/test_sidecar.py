@@ -136,6 +136,24 @@ async def test_a_gap_that_cannot_be_filled_clears_the_rank(start_vllm, port, unt
     assert sidecar.statistics().num_lost == 1
 
 
+async def test_a_hundred_thousand_blocks_at_once_arrive_without_a_gap(start_vllm, port, until):
+    engine = start_vllm(port, num_kept=None)
+    sidecar = sidecar_of(port, block_size=4)
+    async with running(sidecar):
+        engine.store(0, tokens_of(0))
+        await until(lambda: sidecar.statistics().num_engine_batches == 1)
+
+        def step(first: int) -> dict[str, object]:
+            tokens = [token for number in range(first, first + 8) for token in tokens_of(number)]
+            return engine.stored(0, tokens) | {"block_hashes": list(range(first, first + 8)), "block_size": 4}
+
+        await asyncio.to_thread(lambda: [engine.publish(step(1 + 8 * idx)) for idx in range(12_500)])
+        await until(lambda: sidecar.statistics().num_engine_batches == 12_501)
+    statistics = sidecar.statistics()
+    assert (statistics.num_gaps, statistics.num_lost, statistics.published.num_lost_events) == (0, 0, 0)
+    assert statistics.published.ranks[0].normaliser.num_stored_blocks == 100_001
+
+
 async def test_each_data_parallel_rank_may_have_its_own_endpoint(start_vllm, free_port, until):
     ports = [free_port(), free_port()]
     engines = [start_vllm(port) for port in ports]

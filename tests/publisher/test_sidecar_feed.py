@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvist.events import EngineCleared, EngineRemoved, Tier
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.publisher.sidecar_feed import SidecarFeed
+from kvist.publisher.sidecar_feed import SidecarFeed, join_removals
 from kvist.publisher.state import SidecarState, pack, unpack
 
 QUICK = PublisherLimits(coalesce_s=0)
@@ -210,6 +211,16 @@ def test_an_engine_restarted_meanwhile_is_noticed_although_it_is_further_than_it
     assert second.held() == {block_of(number) for number in (1, 4, 5, 6, 7)}
     assert (second.state, second.feed.num_resumed) == (SourceState.LIVE, 0)
     assert "saved state is not believed" in caplog.text
+
+
+def test_neighbouring_removals_of_one_kind_are_joined_and_nothing_else_changes_place():
+    gone = [EngineRemoved([number]) for number in range(3)]
+    other_group, other_tier = EngineRemoved([5], group=1), EngineRemoved([6], tier=Tier.HOST)
+    cleared = EngineCleared()
+    events = [*gone, other_group, other_tier, gone[0], cleared, gone[1]]
+    joined = [EngineRemoved([0, 1, 2]), other_group, other_tier, gone[0], cleared, gone[1]]
+    assert list(join_removals(events)) == joined
+    assert list(join_removals([])) == []
 
 
 def test_an_incomplete_rank_says_so_and_stays_it_when_it_is_saved(start, publication):
