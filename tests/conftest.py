@@ -82,6 +82,7 @@ class FakeVllm:
         self._with_topics = with_topics
         self._context = zmq.Context()
         self._stream = self._context.socket(zmq.PUB)
+        self._stream.set_hwm(100_000)  # vLLM's default
         self._stream.bind(f"tcp://127.0.0.1:{port}")
         self._is_stopping = threading.Event()
         self._server: threading.Thread | None = None

@@ -137,7 +137,7 @@ async def test_a_gap_that_cannot_be_filled_clears_the_rank(start_vllm, port, unt
 
 
 async def test_a_hundred_thousand_blocks_at_once_arrive_without_a_gap(start_vllm, port, until):
-    engine = start_vllm(port, num_kept=None)
+    engine = start_vllm(port, num_kept=3)
     sidecar = sidecar_of(port, block_size=4)
     async with running(sidecar):
         engine.store(0, tokens_of(0))
