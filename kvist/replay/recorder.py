@@ -74,7 +74,8 @@ class Recorder:
         self._writer = writer
         self._mono_ns = mono_ns
         self._wall_ns = wall_ns
-        self._clock_offset_ns = wall_ns() - mono_ns()
+        self.clock_offset_ns = wall_ns() - mono_ns()
+        """What is added to the monotonic clock for the wall clock."""
         self._specs = specs
         self._numberings = [SourceNumbering() for _ in specs]
         self._num_connects = [0 for _ in specs]
@@ -114,8 +115,8 @@ class Recorder:
         mono_ns = self._mono_ns()
         self._writer.flush_if_due(mono_ns)
         offset_ns = self._wall_ns() - mono_ns
-        if abs(offset_ns - self._clock_offset_ns) > _MAX_DRIFT_NS:
-            self._clock_offset_ns = offset_ns
+        if abs(offset_ns - self.clock_offset_ns) > _MAX_DRIFT_NS:
+            self.clock_offset_ns = offset_ns
 
     async def _record(self, idx: int, spec: SourceSpec) -> None:
         source_idx = self._writer.add_source(RecordedSource(spec.name, spec.shown_url, spec.endpoint.engine))
@@ -125,7 +126,7 @@ class Recorder:
                 messages = await subscription.receive()
                 mono_ns = self._mono_ns()
                 for message in messages:
-                    self._writer.add(source_idx, message, mono_ns, mono_ns + self._clock_offset_ns)
+                    self._writer.add(source_idx, message, mono_ns, mono_ns + self.clock_offset_ns)
                     numbering.seen(message)
                 self._num_connects[idx], self._num_skipped[idx] = subscription.num_connects, subscription.num_malformed
                 await asyncio.sleep(0)  # a busy source is never waited for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,16 @@ def recording(make: Make, tmp_path: Path) -> Callable[..., Path]:
         return make.write(tmp_path / "recorded.kvrec", make.records(*messages), **options)
 
     return write
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, bytes]:
+    """Return what vLLM's and SGLang's own encoders wrote, by dialect and name, as the dialects' tests have it."""
+    found = {}
+    for dialect in ("vllm", "sglang"):
+        tree = ast.parse((Path(__file__).parents[1] / "events" / "dialects" / f"test_{dialect}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and "bytes.fromhex" in ast.unparse(node.value):
+                assert isinstance(node.value, ast.Call)
+                found[f"{dialect} {ast.unparse(node.targets[0])}"] = bytes.fromhex(ast.literal_eval(node.value.args[0]))
+    return found
