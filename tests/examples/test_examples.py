@@ -20,6 +20,13 @@ def test_the_embedded_publisher_is_followed_by_an_index() -> None:
     assert "gpu-0 rank 0 holds 3 of 4 blocks" in run(str(EXAMPLES / "embedded_publisher.py"))
 
 
+def test_an_engine_reports_from_a_fork_a_thread_and_an_event_loop_and_the_documents_show_how() -> None:
+    example = EXAMPLES / "embedded_engine.py"
+    printed = run(str(example)).splitlines()
+    assert printed == [f"{where} 1 block held" for where in ("forked", "thread", "asyncio")]
+    assert f"```python\n{example.read_text()}```" in (EXAMPLES.parent / "docs" / "engines.md").read_text()
+
+
 def test_the_tiny_model_can_be_trained_again(tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "train_tiny_model"), "--out", str(tmp_path), "--minutes", "0.02", "--seed", "0")
     assert "held_out_loss=" in output
