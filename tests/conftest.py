@@ -197,8 +197,8 @@ class MqttBroker:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         mosquitto = shutil.which("mosquitto", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-        self.has_bounds = mosquitto is not None
-        """Whether it drops messages for a client that does not read, above 4 MB; amqtt keeps them all."""
+        self.is_mosquitto = mosquitto is not None
+        """If not, it keeps all messages for a client that does not read, and lets two have one id."""
         if mosquitto is not None:
             self._write("broker.conf", _mosquitto_config(port, folder, password, certificate))
             self._command = [mosquitto, "-c", str(folder / "broker.conf")]

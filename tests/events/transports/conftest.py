@@ -101,6 +101,6 @@ def kit(
     }
     subscription_of = ZmqSubscription if request.param == "zmq" else open_subscription
     kit = Kit(urls[request.param](), subscription_of)
-    kit.loses_for_the_slow = all(broker.has_bounds for broker in brokers)
+    kit.loses_for_the_slow = all(broker.is_mosquitto for broker in brokers)
     yield kit
     kit.close()

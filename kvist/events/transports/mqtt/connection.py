@@ -18,6 +18,7 @@ from kvist.events.transports.broker import BrokerUrl, Host
 
 try:
     import aiomqtt
+    from paho.mqtt import client as mqtt
     from paho.mqtt.reasoncodes import ReasonCode
 except ModuleNotFoundError as error:
     raise MissingExtraError("mqtt", str(error.name)) from error
@@ -62,7 +63,7 @@ class Connection:
                 raise InvalidValueError("endpoint", url.public, "host names that can be looked up") from error
         self.problem: str | None = "not connected yet"
         self._url = url
-        self._client_id = client_id
+        self.client_id = client_id
         self._will = will
         self._tls = url.tls_context()
         if self._tls is not None:
@@ -110,13 +111,13 @@ class Connection:
         self.problem = self._since = self._logged_reason = None
 
     def _client(self, host: Host, queue_type: Callable[[int], asyncio.Queue[aiomqtt.Message]]) -> aiomqtt.Client:
-        return aiomqtt.Client(
+        return _Client(
             host.name,
             host.port,
             username=self._url.user,
             password=self._url.password,
             logger=_client_logger,
-            identifier=self._client_id,
+            identifier=self.client_id,
             will=self._will,
             clean_session=True,
             keepalive=KEEPALIVE_S,
@@ -181,6 +182,29 @@ def _reason(error: aiomqtt.MqttError) -> tuple[str, bool]:
     if isinstance(cause, TimeoutError):
         return f"no answer in {CONNECT_TIMEOUT_S:g} s", False
     return (cause.strerror or str(cause)) if isinstance(cause, OSError) else "connection lost", False
+
+
+class _Client(aiomqtt.Client):
+    """A client that watches its socket at once when it has something to write there.
+
+    aiomqtt 2.5 does so by `call_soon_threadsafe`. That costs a wake-up of the loop for each packet, a third of all; and
+    if the connection is lost meanwhile, the socket's number is watched, though it is closed or another's by then.
+    """
+
+    def _on_socket_register_write(self, client: mqtt.Client, userdata: object, sock: Any) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # it connects, in a thread
+            super()._on_socket_register_write(client, userdata, sock)
+            return
+        loop.add_writer(sock.fileno(), self._write, client)
+
+    def _write(self, client: mqtt.Client) -> None:
+        try:
+            client.loop_write()
+        except OSError as error:
+            if not self._disconnected.done():
+                self._disconnected.set_exception(error)
 
 
 class _TlsSocket(ssl.SSLSocket):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
+import aiomqtt
 import pytest
 
 from kvist.errors import InvalidValueError
@@ -56,6 +57,35 @@ async def test_a_broker_killed_and_restarted_under_load_loses_no_order_and_is_fo
         receiving.cancel()
     first_come = list(dict.fromkeys(sequences))  # what is sent again after a reconnect may have come before
     assert first_come == sorted(first_come)
+
+
+async def test_a_session_that_is_taken_over_is_won_back_and_the_intruder_not_fought(wire, until, send, take_until):
+    if not wire.broker.is_mosquitto:
+        pytest.skip("amqtt lets two clients have one id")
+    async with wire.subscribe() as subscription:
+        publication = await wire.publish_to(subscription)
+        client_id = publication._connection.client_id
+        async with aiomqtt.Client("127.0.0.1", wire.broker.port, identifier=client_id) as intruder:
+            await until(lambda: publication.problem)
+            await until(lambda: publication.problem is None)
+            with pytest.raises(aiomqtt.MqttError):
+                await anext(aiter(intruder.messages))
+        send(publication, 8)
+        assert await take_until(subscription, 8) == [8]
+
+
+async def test_a_broker_killed_under_load_leaves_no_trace_in_the_event_loop(wire, until, send, caplog):
+    async with wire.subscribe() as subscription:
+        publication = await wire.publish_to(subscription)
+        for round_idx in range(5):
+            for sequence in range(200):
+                send(publication, 200 * round_idx + sequence)
+            await subscription.receive()
+            wire.broker.kill()
+            await until(lambda: subscription.problem and publication.problem)
+            wire.broker.start()
+            await until(lambda: subscription.problem is None and publication.problem is None)
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
 
 
 @pytest.mark.parametrize("userinfo", ["", "kvist:wrong@", "who:is@"])
