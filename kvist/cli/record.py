@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     if args.duration is not None and not 0 < args.duration < float("inf"):
         raise InvalidValueError("--duration", args.duration, "a positive number of seconds")
     specs = [SourceSpec.parse(text) for text in args.sources]
-    with RecordingWriter(args.to, appends=args.append, rotate_bytes=_num_bytes(args.rotate_bytes)) as writer:
+    sources, rotate_bytes = [spec.recorded for spec in specs], _num_bytes(args.rotate_bytes)
+    with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         if writer.torn is not None:
             torn = writer.torn
             print(f"kvist record: {torn.path}: {torn.num_bytes} torn bytes cut off at byte {torn.offset}", flush=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import math
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, Self, TypeAlias
@@ -128,10 +129,11 @@ class JsonlReader:
         return records or None
 
     def sources(self) -> list[RecordedSource]:
-        """Return whoever is named in what is left to read, in order of appearance."""
+        """Return whoever is named in what is left to read, or up to a wrong line, in order of appearance."""
         found: dict[RecordedSource, None] = {}
-        while (records := self.read()) is not None:
-            found.update(dict.fromkeys(record.source for record in records))
+        with suppress(RecordingError):
+            while (records := self.read()) is not None:
+                found.update(dict.fromkeys(record.source for record in records))
         return list(found)
 
     @property

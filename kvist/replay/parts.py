@@ -10,9 +10,9 @@ def part_path(path: Path, part: int) -> Path:
     return path if part == 0 else path.with_name(f"{path.name}.{part}")
 
 
-def existing_parts(path: Path) -> list[Path]:
-    """Return the parts that exist, in order, up to the first that does not."""
+def existing_parts(path: Path, first: int = 0) -> list[Path]:
+    """Return the parts that exist from a number on, in order, up to the first that does not."""
     parts: list[Path] = []
-    while (part := part_path(path, len(parts))).exists():
+    while (part := part_path(path, first + len(parts))).exists():
         parts.append(part)
     return parts

@@ -91,7 +91,9 @@ class Player:
                     await outlet.send(message, self._sleep)
 
     async def _send(self, line: Line) -> None:
-        outlet, message = self._outlets[line.record.source], line.record.message
+        outlet, message = self._outlets.get(line.record.source), line.record.message
+        if outlet is None:
+            raise InvalidValueError("source", line.record.source.name, "one that was there when playing began")
         outlet.sent.append(message)
         await outlet.send(message, self._sleep)
         self.num_sent += 1

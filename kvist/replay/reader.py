@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
@@ -39,9 +40,9 @@ class RecordingReader:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the recording; raises OSError when its first file cannot be."""
-        self._first_path = path
-        self._part = 0
+        """Open the recording, or what is left of it from a later file on; raises OSError when that cannot be opened."""
+        self._base_path = path
+        self._first_part = self._part = 0
         self._path = path
         self._file: BinaryIO = path.open("rb")
         self._offset = 0
@@ -73,11 +74,12 @@ class RecordingReader:
         return None
 
     def sources(self) -> list[RecordedSource]:
-        """Return whoever was recorded, in order of appearance, by skipping through what is left to read."""
+        """Return whoever was recorded, in order of appearance, by skipping to the end, or to where it is damaged."""
         found: dict[RecordedSource, None] = {}
-        while self._step(skips_blocks=True) is not None:
-            if self._start is not None:
-                found.update(dict.fromkeys(self._start.sources))
+        with suppress(RecordingError):
+            while self._step(skips_blocks=True) is not None:
+                if self._start is not None:
+                    found.update(dict.fromkeys(self._start.sources))
         return list(found)
 
     @property
@@ -109,7 +111,7 @@ class RecordingReader:
     @property
     def size_bytes(self) -> int:
         """Return the size of all parts that there are now."""
-        return sum(part.stat().st_size for part in existing_parts(self._first_path))
+        return sum(part.stat().st_size for part in existing_parts(self._base_path, self._first_part))
 
     def _step(self, *, skips_blocks: bool) -> list[Record] | None:
         """Take the next frame, or go on to the next file; return the messages read, None when there is neither."""
@@ -175,6 +177,10 @@ class RecordingReader:
 
     def _begin(self, start: Start) -> None:
         before = self._start
+        suffix = f".{start.part}"
+        if before is None and start.part > 0 and self._path.name.endswith(suffix):
+            self._base_path = self._path.with_name(self._path.name.removesuffix(suffix))
+            self._first_part = self._part = start.part
         if start.part != self._part or (before is not None and start.recording_id != before.recording_id):
             raise DamagedFrameError(
                 f"part {start.part} of recording {start.recording_id:016x}",
@@ -186,7 +192,7 @@ class RecordingReader:
 
     def _enter_next_part(self) -> bool:
         """Go on with the next file; False when there is none."""
-        next_path = part_path(self._first_path, self._part + 1)
+        next_path = part_path(self._base_path, self._part + 1)
         if not next_path.exists():
             return False
         # Looked at once more: this part may have got its last frames while the next one was made.

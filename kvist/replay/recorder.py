@@ -26,6 +26,11 @@ class SourceSpec:
     shown_url: str
     """The URL without what is secret in it."""
 
+    @property
+    def recorded(self) -> RecordedSource:
+        """Return what the recording says of it."""
+        return RecordedSource(self.name, self.shown_url, self.endpoint.engine)
+
     @classmethod
     def parse(cls, text: str) -> SourceSpec:
         """Read `[NAME=]URL`; the name is what stands behind `://` by default. Raises InvalidValueError."""
@@ -119,7 +124,7 @@ class Recorder:
             self.clock_offset_ns = offset_ns
 
     async def _record(self, idx: int, spec: SourceSpec) -> None:
-        source_idx = self._writer.add_source(RecordedSource(spec.name, spec.shown_url, spec.endpoint.engine))
+        source_idx = self._writer.add_source(spec.recorded)
         numbering = self._numberings[idx]
         async with open_subscription(spec.endpoint) as subscription:
             while True:

@@ -61,6 +61,7 @@ class RecordingWriter:
         self._first_mono_ns = self._first_wall_ns = 0
         self._must_start = False
         self._has_blocks = False
+        self._is_broken = False
         self.num_messages = 0
         self.num_payload_bytes = 0
         self.num_written_bytes = 0
@@ -81,8 +82,8 @@ class RecordingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; after an OSError without trying to write more."""
-        if isinstance(error, OSError):
+        """Close; if the file could not be written, without trying to write more."""
+        if self._is_broken:
             os.close(self._fd)
         else:
             self.close()
@@ -216,8 +217,10 @@ class RecordingWriter:
 
     def _write(self, data: bytes) -> None:
         left = memoryview(data)
+        self._is_broken = True
         while left:
             left = left[os.write(self._fd, left) :]
+        self._is_broken = False
         self._size_bytes += len(data)
         self.num_written_bytes += len(data)
 

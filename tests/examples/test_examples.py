@@ -27,6 +27,12 @@ def test_an_engine_reports_from_a_fork_a_thread_and_an_event_loop_and_the_docume
     assert f"```python\n{example.read_text()}```" in (EXAMPLES.parent / "docs" / "engines.md").read_text()
 
 
+def test_a_recording_played_twice_gives_the_same_index_twice() -> None:
+    held = [line for line in run(str(EXAMPLES / "record_and_replay.py")).splitlines() if "3 blocks" in line]
+    assert len(held) == 2
+    assert held[0] == held[1]
+
+
 def test_the_tiny_model_can_be_trained_again(tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "train_tiny_model"), "--out", str(tmp_path), "--minutes", "0.02", "--seed", "0")
     assert "held_out_loss=" in output

@@ -226,3 +226,10 @@ def test_when_one_publication_cannot_be_opened_the_others_are_closed():
     with pytest.raises(InvalidValueError, match="a name that no publication uses"):
         open_publications([name, name], [RecordedSource(name, "") for name in "ab"])
     open_publication(name).close()
+
+
+async def test_a_source_that_comes_later_has_nowhere_to_go_and_is_named(make, recording):
+    path = recording(make.batch(0))
+    make.write(path, make.records(make.batch(0), source=RecordedSource("late", "")), appends=True)
+    with pytest.raises(InvalidValueError, match="source: got 'late'"):
+        await played(make, path)

@@ -208,3 +208,26 @@ def test_the_sources_are_told_without_reading_what_they_said(make, tmp_path):
     with RecordingReader(path) as reader:
         assert reader.sources() == [make.source, other]
     assert make.read(path) == records
+
+
+def test_the_sources_before_the_damage_are_told(whole, tmp_path):
+    path = tmp_path / "r"
+    path.write_bytes(whole[0][:-30] + b"x" * 60)
+    with RecordingReader(path) as reader:
+        assert [source.name for source in reader.sources()] == ["pod-1"]
+    path.write_bytes(b"a letter to my aunt")
+    with RecordingReader(path) as reader:
+        assert reader.sources() == []
+
+
+def test_what_is_left_of_a_recording_is_read_from_any_of_its_files_on(make, tmp_path):
+    records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(300)), step_ms=400)
+    make.write(tmp_path / "r", records, rotate_bytes=4096)
+    whole_size = sum(part.stat().st_size for part in tmp_path.iterdir())
+    first_size = (tmp_path / "r").stat().st_size
+    (tmp_path / "r").unlink()
+    with RecordingReader(tmp_path / "r.1") as reader:
+        read = list(reader)
+        assert reader.size_bytes == reader.num_bytes_read == whole_size - first_size
+    assert 0 < len(read) < len(records)
+    assert read == records[-len(read) :]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -143,3 +145,25 @@ def test_what_a_recorder_had_written_when_it_was_killed_is_read_and_appended_to(
     with RecordingWriter(path, [make.source], appends=True) as writer:
         writer.add(0, make.batch(7), 0, 0)
     assert [record.message.sequence for record in make.read(path)] == [*sequences, 7]
+
+
+def test_when_the_disk_is_full_that_is_raised_and_what_was_written_is_read(make, tmp_path, monkeypatch):
+    writer = RecordingWriter(tmp_path / "r", [make.source])
+    writer.add(0, make.batch(0), 0, 0)
+    writer.flush()
+    writer.add(0, make.batch(1), 0, 0)
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"), writer:
+            writer.flush()
+    assert full.call_count == 1
+    assert [record.message.sequence for record in make.read(tmp_path / "r")] == [0]
+
+
+def test_what_was_added_is_written_whatever_else_goes_wrong(make, tmp_path):
+    writer = RecordingWriter(tmp_path / "r", [make.source])
+    writer.add(0, make.batch(0), 0, 0)
+    with pytest.raises(ConnectionError), writer:
+        raise ConnectionError
+    assert len(make.read(tmp_path / "r")) == 1
