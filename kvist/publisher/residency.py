@@ -204,7 +204,7 @@ class Residency:
         An engine hash that named another block in this tier names the new one from here on: the last store wins.
         """
         block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
-        place = 0 if parent is None else _below(parent, place_of.get(parent, 0))
+        depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
         held = Held([], [])
         for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
             old_block_hash = block_of.get(engine_hash)
@@ -216,11 +216,13 @@ class Residency:
                 if old_place & tier_bit:
                     self._num_aliases[block_hash, tier] = self._num_aliases.get((block_hash, tier), 0) + 1
                 else:
+                    place = (parent or 0) << _PARENT_SHIFT | depth << _DEPTH_SHIFT
                     place_of[block_hash] = (old_place or place) | tier_bit
                     held.new_idxs.append(idx)
                     if scope != NO_SCOPE:
                         self._scopes[block_hash] = scope
-            place = _below(block_hash, place)
+            parent = block_hash
+            depth += 1
         self._add_to_digest([block_hashes[idx] for idx in held.new_idxs], tier, sign=1)
         self._add_to_digest(held.displaced, tier, sign=-1)
         return held
@@ -279,8 +281,3 @@ def held_blocks(slices: Iterable[tuple[list[int], list[int]]]) -> Iterator[HeldB
 
 def _depth(place: int) -> int:
     return place >> _DEPTH_SHIFT & _DEPTH_MASK
-
-
-def _below(parent: int, parent_place: int) -> int:
-    """Return the place, in no tier yet, of a block behind another."""
-    return parent << _PARENT_SHIFT | (_depth(parent_place) + 1) << _DEPTH_SHIFT

@@ -170,11 +170,17 @@ class Answers:
 
 
 def _joined(copied: list[tuple[list[int], list[int]]]) -> HeldBlocks:
-    pieces = [HeldBlocks(np.empty(0, np.uint64), np.empty(0, np.uint32), np.empty(0, np.uint8))]
+    num_blocks = sum(len(blocks) for blocks, _ in copied)
+    joined = HeldBlocks(
+        np.empty(num_blocks, np.uint64), np.empty(num_blocks, np.uint32), np.empty(num_blocks, np.uint8)
+    )
+    start = 0
     for piece in held_blocks(copied):
-        pieces.append(piece)
+        end = start + len(piece.hashes)
+        joined.hashes[start:end], joined.depths[start:end], joined.tiers[start:end] = piece
+        start = end
         time.sleep(0)
-    return HeldBlocks(*map(np.concatenate, zip(*pieces, strict=True)))
+    return joined
 
 
 def _is_dear(range_bytes: int, num_blocks: int, start_sequence: int) -> bool:

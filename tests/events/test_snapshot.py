@@ -156,3 +156,9 @@ def test_a_part_that_is_not_as_specified_is_malformed_and_the_error_names_the_fi
 def test_any_bytes_are_a_part_or_malformed(keep, garbage):
     with suppress(MalformedMessageError):
         decode_snapshot_part(GOLDEN[:keep] + garbage, "w")
+
+
+def test_chains_of_any_length_come_by_ascending_depth():
+    depths = np.array([70_000, 3, 65_536, 65_535, 0], np.uint32)
+    held = HeldBlocks(np.arange(5, dtype=np.uint64), depths, np.ones(5, np.uint8))
+    assert [depth for each in put_together(parts_of(held)).slices for depth in each.depths.tolist()] == sorted(depths)
