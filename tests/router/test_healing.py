@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -9,6 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvist.events import Batch, Heartbeat
+from kvist.events.codec import encode_batch
+from kvist.events.transports import Message, open_publication
 from kvist.router import healing
 from kvist.router.healing import ask_full_report
 
@@ -170,3 +174,19 @@ async def test_other_endpoints_of_a_partial_worker_get_the_clients_bytes(worker,
         await lose(engine, front, one.url)
         answer = await front.client.post("/v1/embeddings", json={"model": "m", "input": "a"})
         assert one.completions[0].body == answer.request.content
+
+
+async def test_a_worker_whose_sidecar_lacks_blocks_is_asked_too(worker, router, free_port):
+    url = f"tcp://127.0.0.1:{free_port()}"
+    publication = open_publication(url)
+    heartbeat = encode_batch(Batch("w", 0, 1, 0, 16, 1.0, (Heartbeat(0, 0, is_complete=False),)))
+    async with (
+        worker(models=VLLM) as one,
+        router(one.url, kv_event_sources={one.url: (url,)}, block_size=16) as front,
+    ):
+        async with asyncio.timeout(20):
+            while await state_of(front, one.url) != ["partial"]:
+                publication.send(Message(b"kv/w/0", 0, heartbeat))
+        await front.complete(PROMPT)
+        assert asked(one) == [True]
+    publication.close()
