@@ -10,7 +10,7 @@ from collections.abc import Set as AbstractSet
 from types import TracebackType
 from typing import Self
 
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.follow import Ticker, follow
 from kvist.events.session import SourceState
@@ -181,7 +181,7 @@ class Indexer:
                     snapshot_gate=self._snapshot_gate,
                     num_connects=source.num_known_connects,
                 )
-        except InvalidValueError as error:
+        except (InvalidValueError, MissingExtraError) as error:
             source.fail(str(error))
             _logger.error("source cannot be followed: %s worker=%s", error, source.worker)
 

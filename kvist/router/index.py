@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
@@ -149,7 +149,7 @@ class FleetIndex:
     async def _learn_block_size(self, endpoint: str) -> None:
         try:
             self.adopt_block_size(await learn_block_size(Endpoint.parse(endpoint)))
-        except InvalidValueError as error:
+        except (InvalidValueError, MissingExtraError) as error:
             _logger.error("stream cannot be followed: %s", error)
 
     async def _follow(self) -> None:

@@ -52,6 +52,11 @@ async def engine(url: str) -> AsyncIterator[asyncio.subprocess.Process]:
         await process.wait()
 
 
+def failure(index: FleetIndex) -> str | None:
+    """Return why the worker's stream cannot be received."""
+    return next((source.failure for source in index.sources("pod-1")), None)
+
+
 async def test_a_killed_engines_overlap_is_zero_at_once_and_back_with_the_engine(url, until, monkeypatch):
     monkeypatch.setattr(Session, "tick", lambda *_: None)  # or its silence would be noticed in the end
     held = {WorkerRank("pod-1", 0): (3, 3, 3, 3)}
@@ -71,8 +76,20 @@ async def test_a_broker_that_is_away_is_shown_and_the_index_exact_again_after_it
         index.follow("pod-1", [url])
         await until(lambda: index.match(HASHES))
         broker.kill()
-        await until(lambda: "Connection refused" in (index.sources("pod-1")[0].failure or ""))
+        await until(lambda: "Connection refused" in (failure(index) or ""))
         broker.start()
-        await until(lambda: index.sources("pod-1")[0].failure is None)
+        await until(lambda: failure(index) is None)
         await until(lambda: index.match(HASHES))
         assert index.sources("pod-1")[0].num_restarts == 0
+
+
+async def test_a_stream_whose_client_is_not_installed_costs_its_worker_overlap_and_nothing_else(
+    url, until, monkeypatch
+):
+    for name in [name for name in sys.modules if name.startswith("kvist.events.transports.mqtt")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiomqtt", None)
+    async with FleetIndex(BLOCK_SIZE, time.monotonic) as index:
+        index.follow("pod-1", [url])
+        await until(lambda: "pip install 'kvist[mqtt]'" in (failure(index) or ""))
+        assert index.match(HASHES) == {}

@@ -8,7 +8,12 @@
 A publisher's last will, and the end of a clean one, is an announcement that it is gone.
 """
 
-from kvist.events.transports.mqtt.publication import MqttPublication
-from kvist.events.transports.mqtt.subscription import MqttSubscription
+from kvist.errors import MissingExtraError
+
+try:
+    from kvist.events.transports.mqtt.publication import MqttPublication
+    from kvist.events.transports.mqtt.subscription import MqttSubscription
+except ModuleNotFoundError as error:
+    raise MissingExtraError("mqtt", str(error.name)) from error
 
 __all__ = ["MqttPublication", "MqttSubscription"]

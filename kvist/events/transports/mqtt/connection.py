@@ -12,16 +12,13 @@ from contextlib import asynccontextmanager, suppress
 from itertools import cycle
 from typing import Any, cast
 
-from kvist.errors import InvalidValueError, MissingExtraError
+import aiomqtt
+from paho.mqtt import client as mqtt
+from paho.mqtt.reasoncodes import ReasonCode
+
+from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.broker import BrokerUrl, Host
-
-try:
-    import aiomqtt
-    from paho.mqtt import client as mqtt
-    from paho.mqtt.reasoncodes import ReasonCode
-except ModuleNotFoundError as error:
-    raise MissingExtraError("mqtt", str(error.name)) from error
 
 _logger = logging.getLogger(__name__)
 # What the client says of its connection is said in `Connection.problem`.

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from contextlib import suppress
 
 import aiomqtt
 import pytest
 
-from kvist.errors import InvalidValueError
-from kvist.events.transports import base
+from kvist.errors import InvalidValueError, MissingExtraError
+from kvist.events.transports import Endpoint, base, open_subscription
 from kvist.events.transports.broker import BrokerUrl
 from kvist.events.transports.mqtt import MqttSubscription
 
@@ -144,6 +145,14 @@ async def test_a_broker_that_does_not_answer_is_given_up(free_port, until, monke
     server.close()
     for _, writer in connections:
         writer.close()
+
+
+def test_without_the_extra_it_is_said_which_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.startswith("kvist.events.transports.mqtt")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "aiomqtt", None)
+    with pytest.raises(MissingExtraError, match=r"aiomqtt is not installed: pip install 'kvist\[mqtt\]'"):
+        open_subscription(Endpoint.parse("mqtt://127.0.0.1/m/w"))
 
 
 @pytest.mark.parametrize("query", ["tls_ca=/nowhere.pem", "tls_cert=/nowhere.pem&tls_key=/nowhere.key"])
