@@ -233,3 +233,34 @@ async def test_a_source_that_comes_later_has_nowhere_to_go_and_is_named(make, re
     make.write(path, make.records(make.batch(0), source=RecordedSource("late", "")), appends=True)
     with pytest.raises(InvalidValueError, match="source: got 'late'"):
         await played(make, path)
+
+
+async def test_what_was_cut_off_before_is_lost_to_a_subscriber_and_the_rank_partial(make, recording, until):
+    messages, _ = fleet(make, 1, 50)
+    name = f"memory://replay-{next(_names)}"
+    publication = open_publication(name)
+    script = script_of(recording(*messages), selection=Selection(since=Moment(0.2, False)))
+    player = Player(script, {make.source: publication}, pace=Pace(None))
+    async with Indexer(RadixIndex(), block_size=4) as indexer:
+        indexer.add_source("w", name)
+        await until(lambda: indexer.are_all_connected)
+        await player.play()
+        await until(lambda: indexer.states("w") == {0: "partial"})
+    publication.close()
+
+
+async def test_a_recording_heard_to_its_end_is_old_news_the_second_time(make, recording, until):
+    messages, (expected,) = fleet(make, 1, 50)
+    path, name = recording(*messages), f"memory://replay-{next(_names)}"
+    index, source = RadixIndex(), WorkerRank("w", 0)
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("w", name)
+        for _ in range(2):
+            publication = open_publication(name)
+            await until(lambda: indexer.are_all_connected)
+            await Player(script_of(path), {make.source: publication}, pace=Pace(None)).play()
+            await until(lambda: index.digest(source).digest == expected and indexer.is_exact("w", 0))
+            publication.close()
+        await until(lambda: indexer.statistics()[0].num_duplicates == 50)
+        assert index.digest(source).digest == expected
+        assert indexer.statistics()[0].num_restarts == 0
