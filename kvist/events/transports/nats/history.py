@@ -105,11 +105,10 @@ def _number(url: BrokerUrl, option: str) -> int:
 
 
 class HistoryReader:
-    """Reads messages of one stream, in the stream's order; what comes later is waited for."""
+    """Reads messages of one stream, in the stream's order."""
 
     def __init__(self, client: Client, stream: str, consumer: str, inbox: str, num_pending: int) -> None:
-        self.num_pending = num_pending
-        """Messages the stream has beyond the last one read, as of when that was sent."""
+        self._num_pending = num_pending  # beyond the last one read, as of when that was sent
         self._client = client
         self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
         self._inbox = inbox
@@ -142,11 +141,24 @@ class HistoryReader:
                 await subscription.unsubscribe()
                 await client.jsm().delete_consumer(stream, info.name)
 
-    async def read(self) -> Msg:
-        """Wait for the next message; raises nats.errors.Error, or TimeoutError, when the server stops to answer."""
+    async def wait(self) -> Msg:
+        """Return the next message, once there is one; raises nats.errors.Error, or TimeoutError, as `read` does."""
+        while True:
+            message = await self._read({"expires": PULL_TIMEOUT_S * 10**9})
+            if message is not None:
+                return message
+
+    async def read(self) -> Msg | None:
+        """Return the next message, None at the end.
+
+        Raises nats.errors.Error, or TimeoutError, when the server stops to answer.
+        """
+        return await self._read({"no_wait": True}) if self._num_pending else None
+
+    async def _read(self, patience: dict[str, object]) -> Msg | None:
         while True:
             if self._num_due == 0:
-                request = {"batch": PAGE_MESSAGES, "expires": PULL_TIMEOUT_S * 10**9}
+                request = {"batch": PAGE_MESSAGES, **patience}
                 await self._client.publish(self._next, json.dumps(request).encode(), self._inbox)
                 self._num_due = PAGE_MESSAGES
             async with asyncio.timeout(2 * PULL_TIMEOUT_S):
@@ -154,11 +166,14 @@ class HistoryReader:
             status = (message.headers or {}).get("Status")
             if status is None:
                 self._num_due -= 1
-                self.num_pending = message.metadata.num_pending
+                self._num_pending = message.metadata.num_pending
                 return message
             if status not in ("404", "408"):  # nothing there, or nothing more in time
                 raise nats.errors.Error(f"reading the stream ended: {message.headers}")
+            has_read = self._num_due < PAGE_MESSAGES
             self._num_due = 0
+            if not has_read:
+                return None
 
     async def _received(self, message: Msg) -> None:
         self._arrived.put_nowait(message)
@@ -193,22 +208,22 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
     if newest is None or first is None:
         return None
 
-    def is_wanted(data: bytes) -> bool:
-        unpacked = unpack(topic, data, malformed)
+    def is_wanted(unpacked: tuple[int, Message] | None) -> bool:
         return unpacked is not None and unpacked[0] == newest[0] and unpacked[1].sequence >= start_sequence
 
     low, high = first, last.seq or first
     while low < high:  # the messages that are wanted are the subject's last ones
         middle = (low + high) // 2
         found = await client.jsm().get_msg(stream, seq=middle, subject=subject, next=True)
-        low, high = (low, middle) if is_wanted(found.data or b"") else ((found.seq or middle) + 1, high)
+        is_far_enough = is_wanted(unpack(topic, found.data or b"", malformed))
+        low, high = (low, middle) if is_far_enough else ((found.seq or middle) + 1, high)
     messages: list[Message] = []
     num_bytes = 0
     async with HistoryReader.open(client, stream, subject, low) as reader:
-        while reader.num_pending and num_bytes < MAX_ANSWER_BYTES:
-            data = (await reader.read()).data
-            num_bytes += len(data)
-            if is_wanted(data) and (unpacked := unpack(topic, data, malformed)) is not None:
+        while num_bytes < MAX_ANSWER_BYTES and (message := await reader.read()) is not None:
+            num_bytes += len(message.data)
+            unpacked = unpack(topic, message.data, malformed)
+            if unpacked is not None and is_wanted(unpacked):
                 messages.append(unpacked[1])
     return messages
 

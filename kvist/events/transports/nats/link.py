@@ -36,6 +36,8 @@ _logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5
 """How long a server may take for each step of a connection's start."""
+CLOSE_TIMEOUT_S = 1.0
+"""How long closing may take: after a failed TLS handshake a client waits for what never comes."""
 REFUSED_RETRY_S, MAX_REFUSED_RETRY_S = 30.0, 300.0
 """The wait before a broker that refused the login is asked again: doubled each time."""
 _MAX_DOUBLINGS = 16
@@ -134,6 +136,10 @@ class NatsLink:
             self._connected.clear()
             await self._connected.wait()
         return self.client
+
+    async def lost(self) -> None:
+        """Wait for the end of the connection there is."""
+        await self._lost.wait()
 
     async def publish(self, subject: str, data: bytes, reply: str = "") -> bool:
         """Send, and return whether there was a connection to send it on; waits while the server takes nothing.
@@ -256,9 +262,9 @@ class NatsLink:
     def _note_failure(self, error: Exception, host: str) -> None:
         reason = str(error) or type(error).__name__
         self._is_refused = any(word in reason.lower() for word in ("authorization", "authentication"))
-        problem = f"broker {host} {'refused the login: ' if self._is_refused else ''}{reason}"
+        problem = f"broker {host}{' refused the login' if self._is_refused else ''}: {reason}"
         if problem != self.problem:
-            _logger.warning("%s, it is tried again broker=%s", problem, self._broker)
+            _logger.warning("no connection, it is tried again: %s", problem)
         self.problem = problem
 
     def _note_error(self, error: Exception) -> None:
@@ -277,7 +283,7 @@ async def _close(client: Client) -> None:
 
     async def close() -> None:
         with suppress(*FAILURES, AssertionError):  # nor was it told which server
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await client.close()
 
     closing = asyncio.create_task(close(), name="kvist-nats-closing")

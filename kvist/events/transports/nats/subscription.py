@@ -48,6 +48,8 @@ class NatsSubscription:
         self._publications: deque[int] = deque(maxlen=_MAX_KNOWN_PUBLICATIONS)
         self._topics: dict[str, bytes] = {}
         self._problem: str | None = None
+        self._next_sequence = 1
+        """The first message of the stream that was not read yet, with `deliver=all`."""
 
     @property
     def num_malformed(self) -> int:
@@ -64,7 +66,7 @@ class NatsSubscription:
         self._stack = AsyncExitStack()
         self._link = await self._stack.enter_async_context(shared_link(self._url))
         if "deliver" in self._url.options:
-            reading = asyncio.create_task(self._read_history(), name="kvist-nats-history")
+            reading = asyncio.create_task(self._follow_history(), name="kvist-nats-history")
             self._stack.push_async_callback(_ended, reading)
         else:
             leave = self._link.subscribe(self._url.name(STREAM, "*"), self._received, self._connected)
@@ -147,25 +149,35 @@ class NatsSubscription:
         self._num_bytes += len(message.payload)
         self._arrived.set()
 
-    async def _read_history(self) -> None:
-        """Deliver everything the stream has, and what is added to it; waits where nobody receives."""
-        stream, next_sequence = self._url.options["jetstream"], 1
+    async def _follow_history(self) -> None:
+        """Deliver everything the stream has, and what is added to it, over one connection after another."""
         while True:
             client = await self._link.connected()
+            reading = asyncio.create_task(self._read_history(client), name="kvist-nats-reading")
+            lost = asyncio.create_task(self._link.lost(), name="kvist-nats-lost")
             try:
-                async with HistoryReader.open(client, stream, self._url.name(STREAM, "*"), next_sequence) as reader:
-                    self._connected()
-                    self._problem = None
-                    while True:
-                        message = await reader.read()
-                        while len(self._messages) >= MAX_DRAIN:
-                            self._has_room.clear()
-                            await self._has_room.wait()
-                        self._take(message)
-                        next_sequence = message.metadata.sequence.stream + 1
-            except FAILURES as error:
-                self._problem = f"stream {stream} cannot be read: {error}"
+                await asyncio.wait([reading, lost], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                lost.cancel()
+                await _ended(reading)
             await asyncio.sleep(MAX_RECONNECT_S)
+
+    async def _read_history(self, client: Client) -> None:
+        """Read on from where an earlier connection was; waits where nobody receives."""
+        stream = self._url.options["jetstream"]
+        try:
+            async with HistoryReader.open(client, stream, self._url.name(STREAM, "*"), self._next_sequence) as reader:
+                self._connected()
+                self._problem = None
+                while True:
+                    message = await reader.wait()
+                    while len(self._messages) >= MAX_DRAIN:
+                        self._has_room.clear()
+                        await self._has_room.wait()
+                    self._take(message)
+                    self._next_sequence = message.metadata.sequence.stream + 1
+        except FAILURES as error:
+            self._problem = f"stream {stream} cannot be read: {error}"
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
