@@ -56,16 +56,19 @@ class SentBuffer:
     def replay(self, request: ReplayRequest) -> Iterator[Message]:
         """Yield what is kept of the topic, or of all if empty: of the newest epoch, from the sequence asked for on.
 
-        A request about another epoch is answered from the newest one's beginning.
+        A request about another epoch is answered from the newest one's beginning. Of all ranks asked for, each has at
+        least its last message in the answer, which tells how far it is.
         """
         with self._lock:
             self.num_asked += 1
-            kept, newest = tuple(self._kept), dict(self._newest)
+            kept, newest, last = tuple(self._kept), dict(self._newest), dict(self._last)
         for numbering, epoch, message in kept:
             is_newest = epoch == newest[numbering][0]
             starts_at = request.start_sequence if request.epoch in (None, epoch) else 0
             if is_newest and request.topic in (None, b"", message.topic) and message.sequence >= starts_at:
+                last.pop(message.topic, None)
                 yield message
+        yield from () if request.topic else last.values()
 
     def last_messages(self) -> list[Message]:
         """Return the last message of each canonical rank: sent again, it tells who lost what was before it."""

@@ -28,6 +28,14 @@ def test_a_rank_is_answered_from_the_number_asked_for(make):
     assert buffer.num_asked == 4
 
 
+def test_who_asks_for_what_follows_the_end_learns_how_far_each_rank_is(make):
+    beat = make.heartbeat(2, 0, 0)
+    buffer = filled(make.batch(0), make.batch(1), beat, make.batch(5, rank=1))
+    assert list(buffer.replay(ReplayRequest(None, 2**63 - 1))) == [beat, make.batch(5, rank=1)]
+    assert list(buffer.replay(ReplayRequest(b"kv/w/0", 2**63 - 1))) == []
+    assert list(filled(make.engine_batch(3)).replay(ReplayRequest(None, 2**63 - 1))) == []
+
+
 def test_only_the_newest_epoch_is_answered_and_from_its_beginning_if_another_is_asked_for(make):
     buffer = filled(make.batch(0), make.batch(1), make.batch(0, epoch=8), make.batch(1, epoch=8))
     assert sequences(buffer, b"kv/w/0", 1, epoch=8) == [1]
