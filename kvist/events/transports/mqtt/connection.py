@@ -47,11 +47,11 @@ class RefusedError(aiomqtt.MqttError):
 class Connection:
     """Connects as long as `stay` runs, and says in `problem` what is in the way.
 
-    The client id is one's own for the connection's lifetime: a broker that still holds an old connection ends that, its
-    last will included, before the new one begins.
+    The client id is one's own, and the same each time: a broker that still holds an old connection ends that, its last
+    will included, before the new one begins.
     """
 
-    def __init__(self, url: BrokerUrl, client_id: str, will: aiomqtt.Will | None = None) -> None:
+    def __init__(self, url: BrokerUrl, own_id: int, will: aiomqtt.Will | None = None) -> None:
         """Raises InvalidValueError for a host that cannot be, and for TLS files that cannot be used."""
         for host in url.hosts:
             try:
@@ -60,7 +60,7 @@ class Connection:
                 raise InvalidValueError("endpoint", url.public, "host names that can be looked up") from error
         self.problem: str | None = "not connected yet"
         self._url = url
-        self.client_id = client_id
+        self.client_id = f"kvist{own_id:016x}"  # no longer than what every broker takes
         self._will = will
         self._tls = url.tls_context()
         if self._tls is not None:
@@ -184,8 +184,8 @@ def _reason(error: aiomqtt.MqttError) -> tuple[str, bool]:
 class _Client(aiomqtt.Client):
     """A client that watches its socket at once when it has something to write there.
 
-    aiomqtt 2.5 does so by `call_soon_threadsafe`. That costs a wake-up of the loop for each packet, a third of all; and
-    if the connection is lost meanwhile, the socket's number is watched, though it is closed or another's by then.
+    aiomqtt 2.5 does so by `call_soon_threadsafe`. If the connection is lost meanwhile, the socket's number is watched,
+    though it is closed or another's by then; and a wake-up of the loop for each packet is a tenth of what one costs.
     """
 
     def _on_socket_register_write(self, client: mqtt.Client, userdata: object, sock: Any) -> None:

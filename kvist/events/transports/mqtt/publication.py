@@ -23,6 +23,8 @@ _logger = logging.getLogger(__name__)
 
 WINDOW = 64
 """Messages on their way to the broker that it has not acknowledged; those behind them wait."""
+PAGE_BYTES = 64 << 10
+"""Bytes in a page of an answer: AWS IoT takes no message above 128 KiB."""
 FAREWELL_TIMEOUT_S = 0.5
 
 
@@ -39,7 +41,7 @@ class MqttPublication:
         self._announcement = Announcement(url.worker or "", url.model, "alive", f"{self._id:016x}")
         self._place = url.name(STREAM)
         will = aiomqtt.Will(self._place, self._announcement.gone().encode(), QOS, retain=True)
-        self._connection = Connection(self._url, f"kvist-publisher-{self._id:016x}", will)
+        self._connection = Connection(self._url, self._id, will)
         self._numbers = count()
         # By the order they were taken over in, which is the order they are sent in.
         self._unacknowledged: dict[int, Message] = {}
@@ -62,7 +64,9 @@ class MqttPublication:
 
     def serve_replay(self, source: ReplaySource) -> None:
         """Answer replay requests from `source`, in the publication's own threads."""
-        self._answers = Answers(source)
+        answers = Answers(source)
+        answers.page_bytes = PAGE_BYTES
+        self._answers = answers
         self._loop.call(self._is_served.set)
 
     def send(self, message: Message) -> None:

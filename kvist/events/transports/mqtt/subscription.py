@@ -38,7 +38,7 @@ class MqttSubscription:
         self._url = url.with_worker(None)
         self._place = url.name(STREAM)
         self._answers_place = url.name(ANSWER, "")
-        self._connection = Connection(self._url, f"kvist-subscriber-{random.SystemRandom().getrandbits(64):016x}")
+        self._connection = Connection(self._url, random.SystemRandom().getrandbits(64))
         self._malformed = MalformedCounter(url.public)
         self._queue: deque[Message] = deque()
         self._num_queued_bytes = 0
