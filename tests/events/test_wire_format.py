@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvist.events.codec import decode_batch
+import numpy as np
+
+from kvist.events.codec import decode_batch, decode_snapshot_part
 from kvist.events.digest import blocks_digest
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import HeldBlocks, cut
 from kvist.events.types import Batch, Heartbeat, Removed, Stored, Tier
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")
@@ -26,13 +29,21 @@ def test_the_examples_decode_to_what_the_text_says():
         Removed(second.tobytes()),
         Heartbeat(1, blocks_digest([int(first)], Tier.GPU)),
     )
-    for sequence, (payload, event) in enumerate(zip(examples(), expected, strict=True)):
+    for sequence, (payload, event) in enumerate(zip(examples()[:3], expected, strict=True)):
         batch = Batch("worker-0", 0, 0x000691F29D000000, sequence, 4, 1763650000.5 + (0, 0.5, 1.5)[sequence], (event,))
         assert decode_batch(payload, "document") == (batch, 0)
 
 
+def test_the_snapshot_decodes_to_what_the_text_says():
+    first, second = block_hashes(range(1, 9), 4)
+    (payload,) = examples()[3:]
+    held = HeldBlocks(np.array([first, second]), np.array([0, 1], np.uint32), np.array([1, 3], np.uint8))
+    heartbeat = Batch("worker-0", 0, 0x000691F29D000000, 1, 4, 0.0, (Heartbeat(*held.holding()),))
+    assert [decode_snapshot_part(payload, "document")] == list(cut(heartbeat, held))
+
+
 def test_the_tiers_are_those_of_the_table():
-    table = re.findall(r"^\| (\d) \| (\w+)", DOCUMENT, re.MULTILINE)
+    table = re.findall(r"^\| (\d) \| (\w+)", DOCUMENT.partition("## Names of blocks")[0], re.MULTILINE)
     first_words = {Tier.GPU: "GPU", Tier.HOST: "host", Tier.DISK: "local", Tier.EXTERNAL: "external"}
     assert [(str(tier.value), word) for tier, word in first_words.items()] == table[-4:]
 
