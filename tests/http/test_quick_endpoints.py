@@ -190,6 +190,49 @@ async def test_a_quick_answer_says_whether_the_connection_stays(server, version,
     assert body == b"quick:"
 
 
+@pytest.mark.parametrize(
+    ("version", "extra", "says"),
+    [(b"1.1", b"", b""), (b"1.0", b"connection: keep-alive\r\n", b"connection: keep-alive")],
+)
+async def test_every_answer_says_so_and_not_only_the_first(server, version, extra, says):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    for _ in range(3):
+        writer.write(request(b"/quick", extra=extra, version=version))
+        head, _, _ = (await reader.readuntil(b"quick:")).partition(b"\r\n\r\n")
+        assert head.count(b"\r\n") == 2 + bool(says)
+        assert says in head
+    writer.close()
+
+
+async def test_a_body_that_looks_like_a_repeated_request_is_a_body(server):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    inner = request(b"/quick", body=b"inner")
+    outer = request(b"/quick", body=inner)
+    for first in (inner, b""):
+        writer.write(first + outer[: -len(inner)])
+        if first:
+            await reader.readuntil(b"quick:inner")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        writer.write(inner)
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(6 + len(inner)) == b"quick:" + inner
+    writer.close()
+
+
+async def test_each_repeated_request_moves_the_idle_deadline_on(server):
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    deadlines = []
+    for _ in range(3):
+        writer.write(request(b"/quick"))
+        await reader.readuntil(b"quick:")
+        (connection,) = server._state.connections
+        assert connection._deadline.phase == "idle"
+        deadlines.append(connection._deadline._when)
+    assert deadlines == sorted(set(deadlines))
+    writer.close()
+
+
 async def test_a_large_body_in_small_pieces_arrives_whole(server):
     body = bytes(range(256)) * 4096
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)

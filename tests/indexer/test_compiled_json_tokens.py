@@ -179,6 +179,15 @@ def test_long_arrays_are_read_whatever_stands_between_their_integers(seed: int) 
         assert _split(b'{"token_ids":%s}' % text.encode()) == (json.loads(text), {"token_ids": []})
 
 
+@pytest.mark.parametrize("item", ["01", "00", "1 2", "1,,2", "1, ,2", "-1", "1.5", "123456789", "4294967296", "1]"])
+def test_what_is_not_plain_is_found_wherever_it_lies_in_a_block(item: str) -> None:
+    for num_spaces in range(130):
+        body = b'{"token_ids":[%s%s%s]}' % (b" " * num_spaces, item.encode(), b",12" * 100)
+        expected = {"token_ids": []} if item == "123456789" else None
+        split = _split(body)
+        assert (None if split is None else split[1]) == expected
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_corrupted_long_arrays_never_disagree_with_the_parser(seed: int) -> None:
     rng = random.Random(seed)
