@@ -16,6 +16,7 @@ from kvist.events.types import NonNegative
 from kvist.replay.frames import DamagedFrameError
 
 U64: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # msgpack carries none above
+Engine: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(vllm|sglang)$")]  # whose dialects are known
 _T = TypeVar("_T")
 
 
@@ -24,7 +25,7 @@ class RecordedSource(msgspec.Struct, array_like=True, frozen=True):
 
     name: str
     url: str
-    engine: str = "vllm"
+    engine: Engine = "vllm"
 
 
 class Start(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -24,7 +24,7 @@ from kvist.events.transports import Message
 from kvist.events.transports.base import MAX_MESSAGE_BYTES
 from kvist.events.types import NonNegative
 from kvist.replay.errors import RecordingError
-from kvist.replay.format import Record, RecordedSource
+from kvist.replay.format import Engine, Record, RecordedSource
 
 JsonlForm: TypeAlias = Literal["message", "batch"]
 
@@ -40,7 +40,7 @@ class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
     session: NonNegative = 0
     source: str | None = None
     url: str = ""
-    engine: str = "vllm"
+    engine: Engine = "vllm"
     mono_ns: int | None = None
     wall_ns: int | None = None
     topic: str | None = None
@@ -90,7 +90,7 @@ class JsonlReader:
     Lines without a source are of one named after the file, and timed by their batches' timestamps.
     """
 
-    def __init__(self, path: Path, engine: str = "vllm") -> None:
+    def __init__(self, path: Path, engine: Engine = "vllm") -> None:
         """Open the file; `engine` is whose dialect batches without a source are in."""
         self._path = path
         self._file: BinaryIO = path.open("rb")

@@ -1,0 +1,126 @@
+"""Messages that say anything at all: everything that looks into them counts or passes them on, and raises nothing."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvist.events.transports import Message, ReplayRequest
+from kvist.radix import RadixIndex
+from kvist.replay import Record, RecordedSource, RecordingError, RecordingReader
+from kvist.replay.format import Start, encode
+from kvist.replay.frames import PREAMBLE, FrameKind, pack_frame
+from kvist.replay.indexing import IndexPlayer
+from kvist.replay.plot import svg_plot
+from kvist.replay.report import statistics_json, statistics_text
+from kvist.replay.rewriting import Rewriter
+from kvist.replay.script import Line
+from kvist.replay.sent import SentBuffer
+from kvist.replay.statistics import StatisticsCollector
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+EVENTS = st.lists(
+    st.one_of(
+        ANYTHING,
+        st.tuples(
+            st.sampled_from(["stored", "removed", "cleared", "heartbeat", "BlockStored", "BlockRemoved"]), ANYTHING
+        ),
+        st.fixed_dictionaries(
+            {"type": st.sampled_from(["BlockStored", "BlockRemoved", "AllBlocksCleared", "?"])},
+            optional=dict.fromkeys(("block_hashes", "token_ids", "block_size", "parent_block_hash"), ANYTHING),
+        ),
+        st.fixed_dictionaries(
+            {
+                "type": st.just("BlockStored"),
+                "block_hashes": st.lists(st.integers(-(2**63), 2**64 - 1), max_size=3),
+                "token_ids": st.lists(st.integers(-5, 2**32 + 5), max_size=9),
+                "block_size": st.integers(0, 5),
+                "parent_block_hash": st.none() | st.integers(0, 9),
+            }
+        ),
+        st.tuples(st.just("stored"), st.binary(max_size=24), st.none() | st.integers(0, 2**64 - 1), st.integers(0, 9)),
+    ),
+    max_size=4,
+)
+SMALL = st.sampled_from([0, 1, 2, 2**63, 2**64 - 2])
+PAYLOADS = st.one_of(
+    st.binary(max_size=40),
+    ANYTHING.map(msgspec.msgpack.encode),
+    st.tuples(st.floats(), EVENTS, st.none() | st.integers(-1, 5000)).map(msgspec.msgpack.encode),
+    st.tuples(
+        st.just("kvist1"),
+        st.text(max_size=3),
+        st.integers(0, 5000),
+        SMALL,
+        SMALL,
+        st.integers(0, 5),
+        st.floats(),
+        EVENTS,
+    ).map(msgspec.msgpack.encode),
+)
+SOURCES = st.sampled_from([RecordedSource("a", ""), RecordedSource("b", "", "sglang")])
+RECORDS = st.lists(
+    st.builds(
+        Record,
+        st.integers(0, 2),
+        SOURCES,
+        st.integers(-(2**63), 2**63),
+        st.integers(-(2**63), 2**63),
+        st.builds(Message, st.binary(max_size=6), SMALL, PAYLOADS),
+    ),
+    max_size=12,
+)
+
+
+@given(records=RECORDS)
+@settings(max_examples=150, deadline=None)
+def test_statistics_tell_what_they_can(records):
+    collector = StatisticsCollector()
+    for record in records:
+        collector.add(record)
+    statistics = collector.result()
+    assert statistics.num_messages == len(records)
+    assert statistics_text(statistics)
+    json.dumps(statistics_json(statistics))
+    svg_plot(statistics.spans, "any")
+
+
+@given(records=RECORDS, kinds=st.sets(st.sampled_from(["stored", "removed", "cleared", "heartbeat"])))
+@settings(max_examples=150, deadline=None)
+def test_rewriting_passes_on_what_it_does_not_know(records, kinds):
+    rewriter = Rewriter(kinds=kinds, names={"": "w"})
+    buffer = SentBuffer(200)
+    for record in records:
+        for message in rewriter.rewritten(record):
+            buffer.append(message)
+    list(buffer.replay(ReplayRequest(None, 0)))
+
+
+@given(records=RECORDS)
+@settings(max_examples=100, deadline=None)
+def test_an_index_is_fed_what_can_be_indexed(records):
+    index = RadixIndex()
+    player = IndexPlayer(index, 4)
+    player.apply(Line(0, record) for record in records)
+    assert player.report().to_text()
+    index.check_invariants()
+
+
+def test_an_engine_that_nobody_knows_is_an_error_of_the_recording(tmp_path):
+    start = Start(1, 0, 0, (RecordedSource("a", "", "gpt"),), 0)
+    (tmp_path / "r").write_bytes(PREAMBLE + pack_frame(FrameKind.START, encode(start)))
+    with RecordingReader(tmp_path / "r") as reader, pytest.raises(RecordingError, match=r"byte 8: found .*vllm"):
+        reader.read()
