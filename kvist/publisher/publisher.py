@@ -124,6 +124,11 @@ class KvEventPublisher:
         """What ended publishing, None while all is well; `close` raises it."""
         return self._failure
 
+    @property
+    def num_lost_events(self) -> int:
+        """How many events were lost since the start because the background thread lagged, or had ended."""
+        return self._num_lost_events
+
     def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
         """Report a layer group, before anything is stored."""
         self.report(EngineCreated(window, group, rank))

@@ -43,6 +43,8 @@ class SidecarFeed:
         self._publisher: KvEventPublisher | None = None
         self._ranks: set[int] = set()
         self._restored: Mapping[int, RankState] | None = None
+        # How many events the publisher had lost when the ranks were last known to hold nothing.
+        self._num_lost_before = 0
         # What the publisher was told last: whether the ranks are complete, and how many there were.
         self._told = (True, 0)
 
@@ -56,16 +58,21 @@ class SidecarFeed:
         """Return whether nothing waits for the engine's answer."""
         return self._restored is None and self.feed.session.state is not SourceState.RESYNCING
 
+    @property
+    def is_complete(self) -> bool:
+        """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
+        num_lost = 0 if self._publisher is None else self._publisher.num_lost_events
+        return self.feed.session.state is SourceState.LIVE and num_lost == self._num_lost_before
+
     def progress(self) -> EngineProgress | None:
         """Return how far a settled stream was followed, None before its first message."""
         session = self.feed.session
         if session.epoch is None or session.expected_sequence == 0:
             return None
         known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
-        is_complete = session.state is SourceState.LIVE
         fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
         return EngineProgress(
-            self.name, session.expected_sequence, is_complete, fingerprints, tuple(sorted(self._ranks))
+            self.name, session.expected_sequence, self.is_complete, fingerprints, tuple(sorted(self._ranks))
         )
 
     def restore(
@@ -113,6 +120,7 @@ class SidecarFeed:
             is_cleared |= isinstance(event, EngineCleared)
         if is_cleared and len(self._ranks) == 1:
             self.feed.session.emptied()
+            self._num_lost_before = self._publisher.num_lost_events
 
     def clear(self) -> None:
         """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
@@ -122,6 +130,7 @@ class SidecarFeed:
         if self._publisher is not None:
             for rank in self._ranks:
                 self._publisher.report(EngineCleared(rank))
+            self._num_lost_before = self._publisher.num_lost_events
 
     def _put_back(self) -> None:
         """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
@@ -137,9 +146,9 @@ class SidecarFeed:
 
     def _tell(self) -> None:
         """Have the publisher say whether it lacks blocks."""
-        state = self.feed.session.state
-        told = (state is SourceState.LIVE, len(self._ranks))
-        if self._publisher is not None and state is not SourceState.RESYNCING and told != self._told:
+        told = (self.is_complete, len(self._ranks))
+        is_known = self.feed.session.state is not SourceState.RESYNCING
+        if self._publisher is not None and is_known and told != self._told:
             self._told = told
             self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), is_complete=told[0]))
 

@@ -213,6 +213,36 @@ def test_an_engine_restarted_meanwhile_is_noticed_although_it_is_further_than_it
     assert "saved state is not believed" in caplog.text
 
 
+def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(publication):
+    feed_limits = PublisherLimits(coalesce_s=0, inbox_capacity=4)
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=feed_limits)
+    feed = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher)
+    engine = Engine(1, 1000)
+
+    def receive(*messages: Message) -> None:
+        for _ in feed.received_all(messages, 1.0):
+            pass
+
+    def is_complete() -> bool:
+        seen: list[bool] = []
+        publisher.between_events(lambda streams: seen.append(streams[0].is_complete)).result(20)
+        return seen[0]
+
+    receive(engine.change(1))
+    assert is_complete()
+    publication.gate.clear()
+    receive(*(engine.change(number) for number in range(2, 50)))
+    publication.gate.set()
+    assert not is_complete()
+    assert feed.progress() is not None
+    assert not feed.is_complete
+    publisher.between_events(lambda _: None).result(20)
+    cleared = msgspec.msgpack.encode([5.0, [{"type": "AllBlocksCleared"}], 0])
+    receive(Message(b"", 49, cleared))
+    assert is_complete()
+    publisher.close()
+
+
 def test_neighbouring_removals_of_one_kind_are_joined_and_nothing_else_changes_place():
     gone = [EngineRemoved([number]) for number in range(3)]
     other_group, other_tier = EngineRemoved([5], group=1), EngineRemoved([6], tier=Tier.HOST)
