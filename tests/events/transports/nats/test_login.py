@@ -13,8 +13,11 @@ import nkeys
 import pytest
 
 from kvist.errors import InvalidValueError
+from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.broker import BrokerUrl
 from kvist.events.transports.nats.login import login_options
+
+TOPIC = b"kv/pod-1/0"
 
 
 def new_key(prefix: int) -> nkeys.KeyPair:
@@ -102,3 +105,44 @@ def test_a_seed_that_is_none_is_an_error_that_does_not_show_it(tmp_path):
     with pytest.raises(InvalidValueError, match="seed of an nkey") as error:
         login_options(BrokerUrl.parse(f"nats://h/m/w?creds={path}"))
     assert "SUSECRET" not in str(error.value)
+
+
+def permission(kind: str, *subjects: str) -> str:
+    return f"{kind}: [{', '.join(json.dumps(subject) for subject in subjects)}]"
+
+
+async def test_the_permissions_that_the_documentation_names_suffice(wire, until):
+    place = "org%2Fmodel.pod-1"
+    publisher = (
+        permission(
+            "publish",
+            f"kvist.{place}.*",
+            f"kvist-answer.{place}.*",
+            *(f"$JS.API.STREAM.{do}.KV" for do in ("INFO", "CREATE")),
+        ),
+        permission("subscribe", f"kvist-ask.{place}", "_INBOX.>"),
+    )
+    reads = ("STREAM.INFO.KV", "STREAM.MSG.GET.KV", "CONSUMER.*.KV.>", "CONSUMER.MSG.NEXT.KV.*")
+    subscriber = (
+        permission("publish", f"kvist-ask.{place}", *(f"$JS.API.{read}" for read in reads)),
+        permission("subscribe", f"kvist.{place}.*", f"kvist-answer.{place}.*", "_INBOX.>"),
+    )
+    users = [
+        f"{{ user: {name}, password: p, permissions: {{ {', '.join(permissions)} }} }}"
+        for name, permissions in (("publisher", publisher), ("subscriber", subscriber))
+    ]
+    server = wire.start_server(f"authorization {{ users: [ {', '.join(users)} ] }}", has_jetstream=True)
+    kept = wire.keep([Message(TOPIC, 5, b"kept")])
+    publication = wire.publish(wire.url(server, "publisher:p@", query="?jetstream=KV"))
+    publication.serve_replay(kept)
+    url = wire.url(server, "subscriber:p@", query="?jetstream=KV")
+    async with wire.subscribe(url) as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        wire.send(publication, 1)
+        assert await wire.take(subscription, 1) == [1]
+        assert await subscription.replay(ReplayRequest(TOPIC, 0), 10) == kept.messages
+        publication.close()
+        assert await subscription.replay(ReplayRequest(None, 0), 10) == [Message(TOPIC, 1, b"x")]
+        async with wire.subscribe(f"{url}&deliver=all") as history:
+            assert await wire.take(history, 1) == [1]
+        assert subscription.problem is None
