@@ -43,7 +43,7 @@ MAX_ANSWER_BYTES = 1 << 30
 """An answer longer than this is a peer gone wrong."""
 MAX_OPEN_QUESTIONS = 64
 """Questions answered side by side; further ones get no answer, and are asked again later."""
-QUESTION_TIMEOUT_S = 10.0
+QUESTION_TIMEOUT_S = 30.0
 """An asker that grants nothing for so long is gone."""
 ID_BYTES = 16
 

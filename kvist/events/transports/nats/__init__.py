@@ -9,6 +9,14 @@
 
 from __future__ import annotations
 
+from kvist.errors import MissingExtraError
+
+try:
+    import nats  # noqa: F401
+    import nkeys  # noqa: F401
+except ModuleNotFoundError as error:
+    raise MissingExtraError("nats", str(error.name)) from error
+
 from kvist.events.transports.nats.publication import NatsPublication
 from kvist.events.transports.nats.subscription import NatsSubscription
 

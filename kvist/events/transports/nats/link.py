@@ -20,17 +20,14 @@ from types import TracebackType
 from typing import Self
 from weakref import WeakKeyDictionary
 
-from kvist.errors import InvalidValueError, MissingExtraError
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.broker import PRIVATE_OPTIONS, BrokerUrl
 from kvist.events.transports.nats.login import login_options
-
-try:
-    import nats.errors
-    from nats.aio.client import Client
-    from nats.aio.msg import Msg
-except ModuleNotFoundError as error:
-    raise MissingExtraError("nats", str(error.name)) from error
 
 _logger = logging.getLogger(__name__)
 

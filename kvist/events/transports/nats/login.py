@@ -6,14 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kvist.errors import InvalidValueError, MissingExtraError
-from kvist.events.transports.broker import BrokerUrl
+import nkeys
+from nats.aio.client import RawCredentials
 
-try:
-    import nkeys
-    from nats.aio.client import RawCredentials
-except ModuleNotFoundError as error:
-    raise MissingExtraError("nats", str(error.name)) from error
+from kvist.errors import InvalidValueError
+from kvist.events.transports.broker import BrokerUrl
 
 _CREDENTIALS = re.compile(
     r"-----BEGIN NATS USER JWT-----\s+(\S+)\s+.*-----BEGIN USER NKEY SEED-----\s+(\S+)\s+---", re.DOTALL

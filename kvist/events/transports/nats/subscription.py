@@ -17,6 +17,7 @@ from kvist.events.transports.broker_replay import WINDOW_PAGES, Asking, ask
 from kvist.events.transports.frames import MalformedCounter
 from kvist.events.transports.nats.history import HistoryReader, read_kept
 from kvist.events.transports.nats.link import FAILURES, shared_link
+from kvist.events.types import MAX_RANKS
 
 RECEIVE_CAPACITY = 10_000
 """Messages kept unread before the newest are lost."""
@@ -137,6 +138,8 @@ class NatsSubscription:
         token = received.subject.rpartition(".")[2]
         topic = self._topics.get(token)
         if topic is None:
+            if len(self._topics) == MAX_RANKS:
+                self._topics.clear()  # tokens that no publisher of ours sends
             topic = self._topics[token] = self._url.topic_of(token)
         unpacked = unpack(topic, received.data, self._malformed)
         if unpacked is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -12,6 +14,18 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.nats.link import REFUSED_RETRY_S, NatsLink
 
 TOPIC = b"kv/pod-1/0"
+
+
+@pytest.mark.parametrize("module", ["nats", "nkeys"])
+def test_without_the_client_the_error_says_what_to_install(module):
+    script = f"import sys; sys.modules[{module!r}] = None; from kvist.events.transports import *; "
+    opened = subprocess.run(
+        [sys.executable, "-c", f"{script} open_publication('nats://127.0.0.1:1/m/w')"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"MissingExtraError: {module} is not installed: pip install 'kvist[nats]'" in opened.stderr
 
 
 async def test_a_server_killed_and_restarted_is_found_again_by_both_ends(wire, until):
