@@ -8,7 +8,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import EngineStored
 from kvist.events.codec import decode_batch, is_canonical
 from kvist.events.follow import REPLAY_TIMEOUT_S
-from kvist.events.transports import Endpoint, Message, ReplayRequest, open_subscription
+from kvist.events.transports import Endpoint, Message, base, open_subscription
 from kvist.publisher.engine_feed import DECODERS
 
 
@@ -18,7 +18,10 @@ async def learn_block_size(endpoint: Endpoint) -> int:
     Waits for as long as the stream says nothing of the kind. Raises InvalidValueError when it cannot be followed.
     """
     async with open_subscription(endpoint) as subscription:
-        messages: Sequence[Message] = await subscription.replay(ReplayRequest(None, 0), REPLAY_TIMEOUT_S) or ()
+        messages: Sequence[Message] | None = await subscription.replay(base.WHAT_FOLLOWS, REPLAY_TIMEOUT_S)
+        if messages is not None and not messages:
+            messages = await subscription.replay(base.EVERYTHING, REPLAY_TIMEOUT_S)
+        messages = messages or ()
         while True:
             for message in messages:
                 block_size = _block_size(message.payload, endpoint)

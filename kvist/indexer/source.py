@@ -15,7 +15,7 @@ from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
-from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription, public_url
+from kvist.events.transports import Endpoint, Message, MessageBlock, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
@@ -36,10 +36,8 @@ MAX_PROBE_DOUBLINGS = 6
 
 _MAX_ONE_BY_ONE = 16
 """More messages than this are looked at side by side: 4 µs, and 0.1 a message one by one."""
-_ALL_THAT_FOLLOWS = Question(ReplayRequest(None, (1 << 63) - 1))
-_ALL = Question(ReplayRequest(None, 0))
-"""What makes a peer speak of which nobody knows whether it is an engine or a publisher: first the end, of which an
-engine says nothing, but a publisher how far it is; then, if it is an engine, all it keeps."""
+_WHAT_FOLLOWS, _EVERYTHING = Question(base.WHAT_FOLLOWS), Question(base.EVERYTHING)
+"""What makes a peer speak of which nobody knows whether it is an engine or a publisher, one after the other."""
 _SECOND_BYTE = b"\xa6"
 """What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
 
@@ -76,7 +74,7 @@ class Source:
         self._counters = SourceCounters()
         self._past: SourceStatistics | None = None
         self._follower: CanonicalFollower | EngineFollower | None = None
-        self._probe = _ALL_THAT_FOLLOWS
+        self._probe = _WHAT_FOLLOWS
         self._probe_at_s = 0.0
         self._num_silences = 0
         self._is_new_peer = False
@@ -100,7 +98,7 @@ class Source:
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
         self._is_new_peer = True
-        self._probe = _ALL_THAT_FOLLOWS
+        self._probe = _WHAT_FOLLOWS
         self._num_silences = 0
         self._probe_at_s = now_s if self._follower is None else now_s + PROBE_S
         if self._follower is not None:
@@ -121,7 +119,7 @@ class Source:
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, which tells as live messages do whether a stream is canonical."""
-        is_probe = question in (_ALL_THAT_FOLLOWS, _ALL) and self.engine is None
+        is_probe = question in (_WHAT_FOLLOWS, _EVERYTHING) and self.engine is None
         if is_probe:
             self._note_probe(messages, now_s)
         if messages and (is_probe or self.engine is not None):
@@ -207,8 +205,8 @@ class Source:
 
     def _note_probe(self, messages: Sequence[Message] | None, now_s: float) -> None:
         """Ask like this again more and more rarely while nobody answers, and no more once somebody did."""
-        if self._probe == _ALL_THAT_FOLLOWS and messages is not None and not messages:
-            self._probe = _ALL  # at once: it is none of ours
+        if self._probe == _WHAT_FOLLOWS and messages is not None and not messages:
+            self._probe = _EVERYTHING  # at once: it is none of ours
             return
         self._num_silences += 1
         wait_s = PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)

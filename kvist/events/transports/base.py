@@ -39,6 +39,12 @@ class ReplayRequest(NamedTuple):
     epoch: int | None = None
 
 
+WHAT_FOLLOWS = ReplayRequest(None, (1 << 63) - 1)
+"""Asks for nothing that was sent yet: an engine answers with nothing, a publisher of Kvist's with its heartbeats."""
+EVERYTHING = ReplayRequest(None, 0)
+"""Asks for all that is kept: of who said nothing to that, so that a publisher is spared it."""
+
+
 class ReplaySource(Protocol):
     """Answers a replay request. Called from the publication's own thread, so implementations are thread-safe.
 
