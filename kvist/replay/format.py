@@ -15,7 +15,6 @@ from kvist.events.transports import Message
 from kvist.events.types import NonNegative
 from kvist.replay.frames import DamagedFrameError
 
-U64: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]  # msgpack carries none above
 Engine: TypeAlias = Annotated[str, msgspec.Meta(pattern="^(vllm|sglang)$")]  # whose dialects are known
 _T = TypeVar("_T")
 
@@ -44,7 +43,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     source_idx: NonNegative
     delta_ns: NonNegative
     topic: bytes
-    sequence: U64
+    sequence: NonNegative
     payload: bytes
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvist.errors import MalformedMessageError
 from kvist.events import (
@@ -82,7 +82,7 @@ class SourceStatistics:
     block_sizes: tuple[int, ...] = ()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RecordingStatistics:
     """All of a recording. Histograms are by exact number of holders, and by powers of two of depth and lifetime."""
 
@@ -104,7 +104,7 @@ class RecordingStatistics:
     """Stored chains whose parent was never recorded: they count as beginning at depth 1."""
     lifetimes_s: dict[float, int]
     """How many blocks were removed after at least so long, and less than twice that."""
-    spans: list[Span] = field(default_factory=list)
+    spans: list[Span]
 
 
 class _Rank:
@@ -131,8 +131,10 @@ class _Source:
 
 
 class StatisticsCollector:
-    """Takes a recording's messages in order. What is missing in it is not made up for: blocks whose removal was lost
-    count as live until their rank is cleared or started anew."""
+    """Takes a recording's messages, in order, and tells at any time what was in them.
+
+    What is missing is not made up for: a block whose removal was lost counts as live until its rank is cleared.
+    """
 
     def __init__(self) -> None:
         self._sources: dict[RecordedSource, _Source] = {}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -77,6 +80,21 @@ async def test_each_source_is_published_where_an_indexer_hears_it_exactly(record
         output, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
     assert re.search(r"102 messages, \d+ bytes sent, [1-9]\d* replay requests answered", output)
+
+
+def test_on_a_terminal_it_shows_rate_and_time_left(recorded):
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "kvist", "replay", recorded, "--to", "tcp://127.0.0.1:0", "--delay", "0"]
+    with subprocess.Popen([*command, "--linger", "0"], stdout=subprocess.DEVNULL, stderr=end) as process:
+        os.close(end)
+        shown = b""
+        with contextlib.suppress(OSError):  # how the last reader of a terminal learns of its end
+            while read_bytes := os.read(terminal, 4096):
+                shown += read_bytes
+        assert process.wait(20) == 0
+    os.close(terminal)
+    assert re.search(rb"\d+ messages, \d+/s", shown)
+    assert "━".encode() in shown
 
 
 def test_into_an_index_prints_what_it_holds(recorded, capsys):
