@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
             f"kvist record: {report.name}: {report.num_messages} messages, {report.num_connects} connections, "
             f"{report.num_gaps} gaps ({report.num_missing} messages missing), {report.num_duplicates} duplicates, "
             f"{report.num_restarts} restarts, {report.num_malformed} malformed"
+            + (f"; not heard: {report.problem}" if report.problem else "")
         )
     print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
     return 0

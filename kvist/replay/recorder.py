@@ -6,9 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint, open_subscription, public_url
+from kvist.events.transports import Endpoint, Subscription, open_subscription, public_url
 from kvist.replay.format import RecordedSource
 from kvist.replay.numbering import SourceNumbering
 from kvist.replay.writer import RecordingWriter
@@ -54,6 +55,20 @@ class SourceReport:
     num_duplicates: int
     num_restarts: int
     num_malformed: int
+    problem: str | None
+    """Why nothing could be received just now."""
+
+
+class _Heard(NamedTuple):
+    """What a subscription tells of itself; it can be asked only while it is entered."""
+
+    num_connects: int = 0
+    num_malformed: int = 0
+    problem: str | None = None
+
+    @classmethod
+    def of(cls, subscription: Subscription) -> _Heard:
+        return cls(subscription.num_connects, subscription.num_malformed, subscription.problem)
 
 
 class Recorder:
@@ -83,8 +98,8 @@ class Recorder:
         """What is added to the monotonic clock for the wall clock."""
         self._specs = specs
         self._numberings = [SourceNumbering() for _ in specs]
-        self._num_connects = [0 for _ in specs]
-        self._num_skipped = [0 for _ in specs]
+        self._heard = [_Heard() for _ in specs]
+        self._subscriptions: dict[int, Subscription] = {}
 
     async def run(self) -> None:
         """Record until cancelled; raises OSError when the file cannot be written, InvalidValueError for an endpoint."""
@@ -104,19 +119,20 @@ class Recorder:
             SourceReport(
                 spec.name,
                 sum(numbering.num_messages for numbering in judged.numberings) + judged.num_heartbeats,
-                num_connects,
+                heard.num_connects,
                 judged.num_gaps,
                 judged.num_missing,
                 judged.num_duplicates,
                 judged.num_restarts,
-                judged.num_malformed + num_skipped,
+                judged.num_malformed + heard.num_malformed,
+                heard.problem,
             )
-            for spec, judged, num_connects, num_skipped in zip(
-                self._specs, self._numberings, self._num_connects, self._num_skipped, strict=True
-            )
+            for spec, judged, heard in zip(self._specs, self._numberings, self._heard, strict=True)
         ]
 
     def _tick(self) -> None:
+        for idx, subscription in self._subscriptions.items():
+            self._heard[idx] = _Heard.of(subscription)
         mono_ns = self._mono_ns()
         self._writer.flush_if_due(mono_ns)
         offset_ns = self._wall_ns() - mono_ns
@@ -127,11 +143,14 @@ class Recorder:
         source_idx = self._writer.add_source(spec.recorded)
         numbering = self._numberings[idx]
         async with open_subscription(spec.endpoint) as subscription:
-            while True:
-                messages = await subscription.receive()
-                mono_ns = self._mono_ns()
-                for message in messages:
-                    self._writer.add(source_idx, message, mono_ns, mono_ns + self.clock_offset_ns)
-                    numbering.seen(message)
-                self._num_connects[idx], self._num_skipped[idx] = subscription.num_connects, subscription.num_malformed
-                await asyncio.sleep(0)  # a busy source is never waited for
+            self._subscriptions[idx] = subscription
+            try:
+                while True:
+                    messages = await subscription.receive()
+                    mono_ns = self._mono_ns()
+                    for message in messages:
+                        self._writer.add(source_idx, message, mono_ns, mono_ns + self.clock_offset_ns)
+                        numbering.seen(message)
+                    await asyncio.sleep(0)  # a busy source is never waited for
+            finally:
+                self._heard[idx] = _Heard.of(self._subscriptions.pop(idx))

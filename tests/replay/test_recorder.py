@@ -164,6 +164,17 @@ async def test_streams_are_recorded_from_a_broker_and_played_to_it(
     assert [record.message for record in read(tmp_path / "heard") if record.message != probe] == messages
 
 
+async def test_why_a_broker_is_not_heard_is_told(tmp_path, until, start_nats_server):
+    server = start_nats_server("authorization: {user: kvist, password: right}")
+    url = f"nats://kvist:wrong@127.0.0.1:{server.port}/model/w"
+    async with recording(tmp_path / "r", url) as (recorder, _):
+        await until(lambda: recorder.reports()[0].problem)
+    (report,) = recorder.reports()
+    assert "wrong" not in report.problem
+    assert "wrong" not in (tmp_path / "r").read_bytes().decode(errors="replace")
+    assert (report.num_connects, report.num_messages) == (0, 0)
+
+
 def test_a_name_is_given_or_taken_from_the_url():
     for text, name, shown in (
         ("pod-1=tcp://h:1?engine=sglang", "pod-1", "tcp://h:1?engine=sglang"),
