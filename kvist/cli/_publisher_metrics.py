@@ -30,6 +30,7 @@ class PublisherCollector(Collector):
         yield _counter("batches_dropped", "Batches left to replay.", statistics.num_dropped_batches)
         yield _counter("messages_sent", "Messages handed to the transport.", statistics.num_sent_messages)
         yield _counter("sent_bytes", "Their bytes.", statistics.num_sent_bytes)
+        yield _counter("snapshots", "Snapshots made for subscribers.", statistics.num_snapshots)
         yield GaugeMetricFamily(
             "kvist_publisher_batches_waiting", "Batches the transport has not taken.", statistics.num_waiting_batches
         )

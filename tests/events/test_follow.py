@@ -186,6 +186,36 @@ async def test_the_gate_limits_the_questions_asked_at_once(start_following, unti
     await until(lambda: second.asked and pairs[1][1].log == ["answered 0"])
 
 
+@pytest.mark.parametrize(
+    ("request_", "is_for_all"),
+    [
+        (ReplayRequest(b"t", 0, epoch=5), True),
+        (ReplayRequest(b"t", 1, epoch=5), False),
+        (ReplayRequest(b"t", 0), False),
+    ],
+)
+async def test_a_question_for_all_that_a_publisher_holds_has_a_gate_of_its_own(request_, is_for_all, until):
+    gate, snapshot_gate, ticker = asyncio.Semaphore(1), asyncio.Semaphore(1), Ticker()
+    subscription, recorder = FakeSubscription(), Recorder()
+    recorder.due = [Question(request_)]
+    subscription.inbox.put_nowait([message(0)])
+    following = follow(
+        subscription,
+        recorder,
+        clock=lambda: 7.0,
+        ticker=ticker,
+        replay_gate=gate,
+        snapshot_gate=snapshot_gate,
+    )
+    task = asyncio.create_task(following)
+    await until(lambda: subscription.asked)
+    assert (snapshot_gate.locked(), gate.locked()) == (is_for_all, not is_for_all)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert not snapshot_gate.locked()
+    assert not gate.locked()
+
+
 async def test_cancelling_amid_a_replay_leaves_the_gate_open(start_following, until):
     gate = asyncio.Semaphore(1)
     subscription, recorder = FakeSubscription(), Recorder()

@@ -23,6 +23,7 @@ _SOURCE_COUNTERS = {
     "events": "Events applied",
     "gaps": "Losses seen in a stream",
     "replays": "Answers to questions for what was lost",
+    "snapshots": "Answers that began with a snapshot",
     "recovered": "Messages that a replay brought",
     "cleared": "Times that a stream's blocks were dropped because events were lost",
     "diverged": "Heartbeats that told of other blocks than the index has",

@@ -16,6 +16,7 @@ _COUNTERS = (
     "num_events",
     "num_gaps",
     "num_recovered",
+    "num_snapshots",
     "num_cleared",
     "num_diverged",
     "num_restarts",
