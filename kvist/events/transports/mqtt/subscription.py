@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from types import TracebackType
@@ -51,6 +51,9 @@ class MqttSubscription:
         self._publication_id: int | None = None
         self._num_connects = 0
         self._is_peer_gone = False
+        self._take_directly: Callable[[Sequence[Message]], bool] | None = None
+        self._is_awaited = False
+        # Whoever waits is to return, though there may be no message.
         self._must_tell = False
         self._tasks = asyncio.TaskGroup()
 
@@ -92,11 +95,19 @@ class MqttSubscription:
         is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
         await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
 
+    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
+        """Have messages taken where they arrive, while somebody waits for them."""
+        self._take_directly = take
+
     async def receive(self) -> list[Message]:
         """Wait for at least one message, or the publisher's end; return at most `MAX_DRAIN`."""
         while not self._queue and not self._must_tell:
             self._arrived.clear()
-            await self._arrived.wait()
+            self._is_awaited = True
+            try:
+                await self._arrived.wait()
+            finally:
+                self._is_awaited = False
         self._must_tell = False
         messages = [self._queue.popleft() for _ in range(min(len(self._queue), MAX_DRAIN))]
         self._num_queued_bytes -= sum(len(message.payload) for message in messages)
@@ -188,6 +199,11 @@ class MqttSubscription:
             self._is_peer_gone = False
 
     def _put(self, message: Message) -> None:
+        if self._take_directly is not None and self._is_awaited and not self._arrived.is_set():
+            if not self._take_directly((message,)):
+                self._must_tell = True
+                self._arrived.set()
+            return
         num_bytes = self._num_queued_bytes + len(message.payload)
         if self._queue and (len(self._queue) >= QUEUE_CAPACITY or num_bytes > QUEUE_BYTES):
             self._num_lost += 1
