@@ -38,12 +38,12 @@ def run(args: argparse.Namespace) -> int:
     import asyncio
 
     from kvist.errors import InvalidValueError
-    from kvist.replay.recorder import Recorder, SourceSpec
+    from kvist.replay.recorder import Recorder, parse_sources
     from kvist.replay.writer import RecordingWriter
 
     if args.duration is not None and not 0 < args.duration < float("inf"):
         raise InvalidValueError("--duration", args.duration, "a positive number of seconds")
-    specs = [SourceSpec.parse(text) for text in args.sources]
+    specs = parse_sources(args.sources)
     sources, rotate_bytes = [spec.recorded for spec in specs], _num_bytes(args.rotate_bytes)
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         if writer.torn is not None:

@@ -43,6 +43,16 @@ class SourceSpec:
         return cls(name or shown_url.partition("?")[0].partition("://")[2], endpoint, shown_url)
 
 
+def parse_sources(texts: Sequence[str]) -> list[SourceSpec]:
+    """Return the streams of one recording; raises InvalidValueError for a wrong one, or two of one name."""
+    specs = [SourceSpec.parse(text) for text in texts]
+    names = [spec.name for spec in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidValueError("source", name, "each name once")
+    return specs
+
+
 @dataclass(frozen=True, slots=True)
 class SourceReport:
     """What came of one source."""
@@ -86,11 +96,7 @@ class Recorder:
         mono_ns: Callable[[], int] = time.monotonic_ns,
         wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Record into `writer`, which its owner closes; raises InvalidValueError for two sources of one name."""
-        names = [spec.name for spec in specs]
-        for name in names:
-            if names.count(name) > 1:
-                raise InvalidValueError("source", name, "each name once")
+        """Record into `writer`, which its owner closes."""
         self._writer = writer
         self._mono_ns = mono_ns
         self._wall_ns = wall_ns

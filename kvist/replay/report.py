@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from kvist.events.windows import UnsizedWindow, Window
+from kvist.replay.figures import RankStatistics, RecordingStatistics, SourceStatistics
 from kvist.replay.plot import short_number, terminal_plot
-from kvist.replay.statistics import RankStatistics, RecordingStatistics, SourceStatistics
 
 _MAX_RANKS_SHOWN = 32
 

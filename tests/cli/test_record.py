@@ -106,6 +106,7 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message, tmp_path)
     assert process.returncode == 2
     assert errors.startswith("kvist record: error: ")
     assert message in errors
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_file_that_exists_is_refused_unless_it_is_to_be_appended_to(tmp_path):

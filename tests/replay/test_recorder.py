@@ -21,7 +21,7 @@ from kvist.replay.indexing import IndexPlayer
 from kvist.replay.jsonl import JsonlReader, to_line
 from kvist.replay.pacing import Pace
 from kvist.replay.player import Player, close_publications, open_publications
-from kvist.replay.recorder import Recorder, SourceSpec
+from kvist.replay.recorder import Recorder, SourceSpec, parse_sources
 from kvist.replay.script import Script
 from kvist.replay.statistics import StatisticsCollector
 
@@ -187,9 +187,10 @@ def test_a_name_is_given_or_taken_from_the_url():
     assert SourceSpec.parse("a=tcp://h:1?engine=sglang").endpoint == Endpoint.parse("tcp://h:1?engine=sglang")
 
 
-def test_two_sources_of_one_name_are_refused(tmp_path):
-    with RecordingWriter(tmp_path / "r") as writer, pytest.raises(InvalidValueError, match="each name once"):
-        Recorder([SourceSpec.parse("a=tcp://h:1"), SourceSpec.parse("a=tcp://h:2")], writer)
+def test_two_sources_of_one_name_are_refused():
+    assert [spec.name for spec in parse_sources(["a=tcp://h:1", "tcp://h:1"])] == ["a", "h:1"]
+    with pytest.raises(InvalidValueError, match="source: got 'a', expected each name once"):
+        parse_sources(["a=tcp://h:1", "a=tcp://h:2"])
 
 
 async def test_a_clock_that_is_set_shows_in_what_is_recorded_from_then_on(make, tmp_path, until):
