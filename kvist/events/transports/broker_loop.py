@@ -20,7 +20,7 @@ CAPACITY_BYTES = 16 << 20
 OPEN_WAIT_S = 2.0
 """How long opening a publication waits to hear whether the broker takes it. One that is away is tried again later."""
 
-_STOP_TIMEOUT_S = 1.0
+_STOP_TIMEOUT_S = 3.0
 
 
 class BrokerLoop:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,6 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.broker import PRIVATE_OPTIONS, BrokerUrl
 from kvist.events.transports.nats.login import login_options
@@ -37,9 +37,10 @@ CLOSE_TIMEOUT_S = 1.0
 """How long closing may take: after a failed TLS handshake a client waits for what never comes."""
 REFUSED_RETRY_S, MAX_REFUSED_RETRY_S = 30.0, 300.0
 """The wait before a broker that refused the login is asked again: doubled each time."""
-_MAX_DOUBLINGS = 16
 FLUSH_TIMEOUT_S = 5.0
-"""How long a server may take what is sent before the connection counts as lost."""
+"""How long whoever sends waits for a server that takes nothing, each time."""
+
+_MAX_DOUBLINGS = 16
 
 FAILURES = (OSError, nats.errors.Error, TimeoutError)
 """What a client raises when a connection or a server fails."""
@@ -106,8 +107,7 @@ class NatsLink:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the connection."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        await end(self._task)
 
     def subscribe(
         self, subject: str, received: Callable[[Msg], Awaitable[None]], connected: Callable[[], None]
@@ -168,7 +168,7 @@ class NatsLink:
             try:
                 await self._connect(client, str(host))
                 await self._stay(client)
-            except (*FAILURES, InvalidValueError) as error:
+            except (*FAILURES, ValueError) as error:  # of a file that is none, or from the first line of a stranger
                 self._note_failure(error, str(host))
             finally:
                 self.client = None
@@ -178,7 +178,7 @@ class NatsLink:
             self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 
     async def _connect(self, client: Client, host: str) -> None:
-        reasons: list[Exception] = []
+        reasons: deque[Exception] = deque(maxlen=1)
 
         async def failed(error: Exception) -> None:
             reasons.append(error)
@@ -273,6 +273,16 @@ class NatsLink:
             self.problem = f"broker does not permit it: {error}"
         elif not isinstance(error, FAILURES):
             _logger.error("unexpected error broker=%s", self._broker, exc_info=error)
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel the task and wait for its end.
+
+    Again if need be: nats-py waits with `asyncio.wait_for`, which up to Python 3.11 may swallow a cancellation.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=2 * CLOSE_TIMEOUT_S)
 
 
 async def _close(client: Client) -> None:

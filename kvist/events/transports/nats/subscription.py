@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +16,7 @@ from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpac
 from kvist.events.transports.broker_replay import WINDOW_PAGES, Asking, ask
 from kvist.events.transports.frames import MalformedCounter
 from kvist.events.transports.nats.history import HistoryReader, read_kept
-from kvist.events.transports.nats.link import FAILURES, shared_link
+from kvist.events.transports.nats.link import FAILURES, end, shared_link
 from kvist.events.types import MAX_RANKS
 
 RECEIVE_CAPACITY = 10_000
@@ -68,7 +68,7 @@ class NatsSubscription:
         self._link = await self._stack.enter_async_context(shared_link(self._url))
         if "deliver" in self._url.options:
             reading = asyncio.create_task(self._follow_history(), name="kvist-nats-history")
-            self._stack.push_async_callback(_ended, reading)
+            self._stack.push_async_callback(end, reading)
         else:
             leave = self._link.subscribe(self._url.name(STREAM, "*"), self._received, self._connected)
             self._stack.callback(leave)
@@ -113,14 +113,15 @@ class NatsSubscription:
                 pages.put_nowait(None if message.headers else message.data)  # only the server sends headers
 
         async def send(data: bytes) -> None:
-            # The server answers for a publisher that is not there, so that nobody has to wait for it.
-            await client.publish(question, data, answer if asking.num_pages == 0 else "")
+            with suppress(*FAILURES):  # it may be the last thing a cancelled task does
+                # The server answers for a publisher that is not there, so that nobody has to wait for it.
+                await client.publish(question, data, answer if asking.num_pages == 0 else "")
 
         subscription = await client.subscribe(answer, cb=received)
         try:
             return await ask(asking, send, pages, timeout_s)
         finally:
-            if not client.is_closed:
+            with suppress(*FAILURES):
                 await subscription.unsubscribe()
 
     def _connected(self) -> None:
@@ -162,7 +163,7 @@ class NatsSubscription:
                 await asyncio.wait([reading, lost], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 lost.cancel()
-                await _ended(reading)
+                await end(reading)
             await asyncio.sleep(MAX_RECONNECT_S)
 
     async def _read_history(self, client: Client) -> None:
@@ -181,8 +182,3 @@ class NatsSubscription:
                     self._next_sequence = message.metadata.sequence.stream + 1
         except FAILURES as error:
             self._problem = f"stream {stream} cannot be read: {error}"
-
-
-async def _ended(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait([task])

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
@@ -136,7 +137,7 @@ async def test_what_is_no_message_is_counted_and_skipped(wire, until):
         await client.publish("kvist.org%2Fmodel.pod-1.0", b"short")
         wire.send(publication, 5)
         assert await wire.take(subscription, 1) == [5]
-        assert subscription.num_malformed == 1
+        await until(lambda: subscription.num_malformed == 1)
 
 
 async def test_a_server_that_shuts_down_for_maintenance_is_left_for_another(wire, until):
@@ -164,6 +165,40 @@ async def test_a_connection_is_not_made_in_the_clear_when_tls_is_wanted(wire, un
         async with wire.subscribe(f"nats+tls://user:password@127.0.0.1:{port}/m/w") as subscription:
             await until(lambda: "secure connection" in (subscription.problem or ""))
     assert received == b""
+
+
+@pytest.mark.parametrize("line", [b"HTTP/1.1 400 Bad Request\r\n", b"INFO {\r\n", bytes(1 << 20), b""])
+async def test_a_server_that_is_none_of_natss_is_a_problem(wire, until, line):
+    num_visits = 0
+
+    async def pretend(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_visits
+        num_visits += 1
+        with suppress(ConnectionError):
+            writer.write(line)
+            await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(pretend, "127.0.0.1") as server:
+        port = server.sockets[0].getsockname()[1]
+        async with wire.subscribe(f"nats://127.0.0.1:{port}/m/w") as subscription:
+            await until(lambda: num_visits > 1 and f"broker 127.0.0.1:{port}: " in subscription.problem)
+
+
+async def test_a_question_cancelled_while_the_server_is_away_ends_cancelled(wire, until):
+    server = wire.start_server()
+    wire.publish(wire.url(server)).serve_replay(wire.keep([]))
+    async with wire.subscribe(wire.url(server)) as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        assert await subscription.replay(ReplayRequest(TOPIC, 0), 10) == []
+        server.signal(signal.SIGSTOP)
+        asking = asyncio.create_task(subscription.replay(ReplayRequest(TOPIC, 0), 60))
+        await asyncio.sleep(0)
+        server.kill()
+        await until(lambda: subscription._link.client is None)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
 
 
 async def test_a_wrong_authority_is_told_and_tried_again(wire, certificate, until, tmp_path):
