@@ -355,7 +355,7 @@ class KvEventPublisher:
             self._replay_buffer.note_heartbeat(message)
             self._outbox.put(message)
             self._num_heartbeats += 1
-        self._outbox.flush(self._publication)
+            self._outbox.flush(self._publication)  # each at once: an outbox may be smaller than there are ranks
 
     def _stream(self, rank: int) -> RankStream:
         stream = self._streams.get(rank)
