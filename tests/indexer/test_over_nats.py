@@ -76,6 +76,21 @@ async def test_a_restarted_publisher_and_a_restarted_index_are_exact_again(
             assert [(held.num_blocks, held.digest) for held in map(other.digest, ranks)] == [truth.digest()]
 
 
+async def test_an_index_that_starts_beyond_the_replay_buffer_gets_a_snapshot_in_pages(
+    start_nats_server, indexer, make_truth, digest_of, until
+):
+    server = start_nats_server("max_payload: 4096")  # smaller than a chunk of the snapshot
+    limits = PublisherLimits(coalesce_s=0.001, heartbeat_s=0.05, replay_max_batches=2)
+    with publisher_at(f"nats://127.0.0.1:{server.port}/m", limits) as publisher:
+        truth = make_truth(publisher)
+        for _ in range(20):
+            truth.churn(50)
+            await asyncio.sleep(0.005)  # several batches
+        indexer.add_source("w1", publisher.endpoint)
+        await until(lambda: digest_of("w1") == truth.digest() and indexer.is_exact("w1", 0))
+        assert indexer.statistics()[0].num_snapshots > 0
+
+
 async def test_a_router_that_starts_after_the_publisher_died_reads_the_stream(
     start_nats_server, indexer, make_truth, digest_of, until
 ):
