@@ -142,11 +142,11 @@ class Rewriter:
         if epoch > held_epoch:
             held_epoch, held = epoch, HeldBlocks()
         self._held[key] = held_epoch, held
+        try:
+            events = decode_batch(message.payload, key[0].name).batch.events
+        except MalformedMessageError:
+            return message
         if not envelope.is_heartbeat:
-            try:
-                events = decode_batch(message.payload, key[0].name).batch.events
-            except MalformedMessageError:
-                return message
             for event in events:
                 held.apply(event)
             return message

@@ -201,6 +201,27 @@ def test_a_part_of_another_recording_is_an_error(make, tmp_path):
         list(reader)
 
 
+def test_files_in_another_order_are_an_error(make, tmp_path):
+    records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(300)), step_ms=400)
+    make.write(tmp_path / "a", records, rotate_bytes=4096)
+    (tmp_path / "a.1").rename(tmp_path / "b")
+    (tmp_path / "a.2").rename(tmp_path / "a.1")
+    with RecordingReader(tmp_path / "a") as reader, pytest.raises(RecordingError, match=r"found part 2 of .* part 1"):
+        list(reader)
+
+
+def test_lengths_that_agree_but_were_not_written_are_damage_and_no_torn_end(whole, tmp_path):
+    data, offset = bytearray(whole[0]), frame_starts(whole[0])[-2]
+    for place in (offset + 4, offset + 8):
+        data[place : place + 4] = (1 << 20).to_bytes(4, "little")
+    path = tmp_path / "r"
+    path.write_bytes(data)
+    records, error = read_up_to_damage(path)
+    assert records == whole[1]
+    assert isinstance(error, RecordingError)
+    assert error.offset == offset
+
+
 def test_the_sources_are_told_without_reading_what_they_said(make, tmp_path):
     other = type(make.source)("pod-2", "tcp://h:2", "sglang")
     records = make.records(*(make.batch(i) for i in range(5))) + make.records(make.batch(0), source=other)

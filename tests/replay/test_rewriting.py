@@ -162,3 +162,10 @@ def test_events_of_kinds_that_nobody_knows_go_with_a_filter_only(make):
     assert rewritten(Rewriter(names={"x": "y"}), make, message) == [message]
     (sent,) = rewritten(Rewriter(kinds={"stored", "removed"}), make, message)
     assert decode_batch(sent.payload, "w") == ((batch_of(make.batch(0, make.stored(1)))), 0)
+
+
+def test_a_heartbeat_that_is_none_is_passed_on(make):
+    message = make.batch(0)
+    fields = msgspec.msgpack.decode(message.payload)
+    broken = message._replace(payload=msgspec.msgpack.encode([*fields[:7], [["heartbeat", 5]]]))
+    assert rewritten(Rewriter(kinds={"stored", "heartbeat"}), make, broken) == [broken]
