@@ -1,10 +1,50 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and folders that one process has for itself."""
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from kvist.errors import InvalidValueError
+
+
+class AtomicFile:
+    """A file that has all its pieces when it appears, also after a crash; what was there stays until then.
+
+    Ends with `commit` or `discard`. Methods block and raise OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f"{path.name}.new")
+        self._file = self._temporary.open("wb")
+        self.size_bytes = 0
+
+    def write(self, piece: bytes) -> None:
+        """Add a piece."""
+        self.size_bytes += self._file.write(piece)
+
+    def commit(self) -> None:
+        """Let the file appear."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._temporary.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # or the new name itself may be lost
+        finally:
+            os.close(folder)
+
+    def discard(self) -> None:
+        """Give up what was written, and leave no trace of it."""
+        try:
+            self._file.close()  # which may write what is buffered, and fail as before
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
@@ -13,21 +53,37 @@ def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
     What was there stays until then. Raises OSError; what was begun is removed. Pieces may come slowly: nothing waits
     for them but the caller.
     """
-    temporary = path.with_name(f"{path.name}.new")
-    size_bytes = 0
+    file = AtomicFile(path)
     try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                size_bytes += file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        for piece in pieces:
+            file.write(piece)
+        file.commit()
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        file.discard()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    return file.size_bytes
+
+
+@contextmanager
+def exclusive_folder(field: str, folder: Path) -> Iterator[None]:
+    """Have a folder, made if it is not there, for this process alone until the context ends.
+
+    Raises InvalidValueError, about `field`, if it cannot be written, or naming the process that has it.
+    """
     try:
-        os.fsync(folder)  # or the new name itself may be lost
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InvalidValueError(field, str(folder), f"a folder that can be written ({error})") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode("ascii", "replace") or "unknown"
+            expected = f"a folder that no other process uses, as pid {holder} does"
+            raise InvalidValueError(field, str(folder), expected) from None
+        os.truncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        yield
     finally:
-        os.close(folder)
-    return size_bytes
+        os.close(lock)

@@ -35,11 +35,9 @@ class RestartDetector:
 
     def remembered(self) -> list[tuple[int, int]]:
         """Return sequence and fingerprint of what is remembered, oldest first."""
-        return sorted(
-            (sequence, fingerprint)
-            for sequence, fingerprint in zip(self.sequences.tolist(), self.fingerprints.tolist(), strict=True)
-            if sequence != _NO_SEQUENCE
-        )
+        places = np.flatnonzero(self.sequences != _NO_SEQUENCE)
+        places = places[np.argsort(self.sequences[places])]
+        return list(zip(self.sequences[places].tolist(), self.fingerprints[places].tolist(), strict=True))
 
     def resume(self, remembered: Iterable[tuple[int, int]], last_sequence: int) -> None:
         """Remember what another detector did, whose last message was this one."""

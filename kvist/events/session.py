@@ -31,18 +31,7 @@ from typing import Generic
 
 from kvist.events.steps import Apply, Clear, ClearReason, Holding, Restore, SourceState, Step, T
 
-__all__ = [
-    "NO_REPLAY",
-    "Apply",
-    "Clear",
-    "ClearReason",
-    "Holding",
-    "Restore",
-    "Session",
-    "SessionLimits",
-    "SourceState",
-    "Step",
-]
+__all__ = ["NO_REPLAY", "Apply", "Clear", "Holding", "Restore", "Session", "SessionLimits", "SourceState", "Step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +113,11 @@ class Session(Generic[T]):
     def expected_sequence(self) -> int:
         """Return the sequence of the next message to apply."""
         return self._expected
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the copy has all that the peer held before that message, as far as is known."""
+        return self._is_complete
 
     @property
     def is_in_step(self) -> bool:

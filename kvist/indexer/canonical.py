@@ -78,11 +78,15 @@ class CanonicalFollower:
         }
 
     def progress(self) -> CanonicalProgress | None:
-        """Return how far each rank was followed that can be trusted, None if none can."""
+        """Return how far each rank was followed, None before the first batch.
+
+        True whatever is asked for just now: the index holds what the rank held before the next message to apply. But
+        not while an answer is taken.
+        """
         ranks = tuple(
-            RankProgress(rank, session.epoch or 0, session.expected_sequence, state is SourceState.LIVE)
+            RankProgress(rank, session.epoch, session.expected_sequence, self._is_whole(rank))
             for rank, session in self._sessions.items()
-            if (state := self._state(rank)) is not SourceState.RESYNCING
+            if session.epoch is not None
         )
         return CanonicalProgress(ranks) if ranks else None
 
@@ -220,6 +224,10 @@ class CanonicalFollower:
         copied = published if is_short else Holding(held.num_blocks, held.digest)
         (self._incomplete.discard if heartbeat.is_complete else self._incomplete.add)(batch.rank)
         return session.heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
+
+    def _is_whole(self, rank: int) -> bool:
+        is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
+        return self._sessions[rank].is_complete and not is_short
 
     def _state(self, rank: int) -> SourceState:
         followed = self._sessions[rank].state

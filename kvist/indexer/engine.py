@@ -78,15 +78,21 @@ class EngineFollower:
         return {source.rank: state_of(self._index, source, followed) for source in self._sources()}
 
     def progress(self) -> EngineProgress | None:
-        """Return how far the stream was followed, None if it cannot be trusted or is not kept by compiled code."""
+        """Return how far the stream was followed, None before the first message or if compiled code has no part in it.
+
+        True whatever is in doubt just now: the index holds what the engine's process, as far as it was that one, held
+        before the next message to apply. But not while an answer is taken.
+        """
         session, restarts = self._feed.session, self._feed.restarts
-        if self._lane is None or session.state is SourceState.RESYNCING or session.epoch is None:
+        if self._lane is None or session.epoch is None:
             return None
         ranks = self._lane.ranks
         is_told = all(rank.residency.is_told_by_names for rank in ranks.values())
+        is_short = any(self._index.evicted_from(source) for source in self._sources())
         return EngineProgress(
             session.expected_sequence,
-            is_told and {session.state, *self.states().values()} == {SourceState.LIVE},
+            session.is_complete and is_told and not is_short,
+            session.state is SourceState.RESYNCING,
             tuple(restarts.remembered()),
             tuple(EngineRankProgress.of(number, rank.filter.state) for number, rank in ranks.items()),
         )
@@ -94,6 +100,8 @@ class EngineFollower:
     def resume(self, progress: EngineProgress, now_s: float) -> None:
         """Go on from where another follower was, whose blocks the index gets; to be called before anything else."""
         self._feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
+        if progress.is_in_doubt:
+            self._feed.reconnected(now_s)
         assert self._lane is not None
         for each in progress.ranks:
             self._rank(each.rank)

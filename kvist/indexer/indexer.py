@@ -16,7 +16,6 @@ from kvist.events.follow import Ticker, follow
 from kvist.events.session import SourceState
 from kvist.events.transports import open_subscription
 from kvist.events.types import MAX_RANKS
-from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import Progress
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import SourceStatistics
@@ -51,6 +50,7 @@ class Indexer:
         self._clock = clock
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
+        self._parked: dict[str, list[Source]] = {}
         self._resyncing: set[WorkerRank] = set()
         self._housekeeping: list[asyncio.Task[None]] = []
         self._ticker = Ticker()
@@ -86,15 +86,19 @@ class Indexer:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.
 
         A worker may have several streams, such as one a data-parallel rank, as long as no two report the same rank;
-        `rank` is that of batches that name none. Raises InvalidValueError for a rank that cannot be, a wrong URL, or
-        one that the worker already has.
+        `rank` is that of batches that name none. A stream that is parked goes on from where it was; if others are
+        parked for the worker, they are forgotten, for its ranks may have changed. Raises InvalidValueError for a rank
+        that cannot be, a wrong URL, or one that the worker already has.
         """
         if not 0 <= rank < MAX_RANKS:
             raise InvalidValueError("rank", rank, f"a number from 0 to {MAX_RANKS - 1}")
         sources = self._sources.get(worker, [])
         if any(source.url == url for source, _ in sources):
             raise InvalidValueError("url", url, f"a stream that worker {worker} does not have yet")
-        source = Source(worker, url, self._block_size, self._index, self._resyncing, rank)
+        source = self._unpark(worker, url, rank)
+        if source is None:
+            source = Source(worker, url, self._block_size, self._index, self._resyncing, rank)
+            self.forget_parked(worker)
         task = self._tasks.create_task(self._follow(source), name=f"kvist-source-{worker}")
         self._sources.setdefault(worker, sources).append((source, task))
 
@@ -102,46 +106,57 @@ class Indexer:
         """Stop following a worker and forget its blocks, at once; no-op for a worker without a stream."""
         for _, task in self._sources.pop(worker, ()):
             task.cancel()
-        self._index.remove_worker(worker)
-        self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
+        self._parked.pop(worker, None)
+        self._forget_blocks(worker)
+
+    def park(self, worker: str, url: str, rank: int, progress: Progress) -> Source:
+        """Have a stream, whose blocks the index gets now, wait until it is followed; until then they do not count."""
+        source = Source(worker, url, self._block_size, self._index, self._resyncing, rank)
+        source.resume(progress, self._clock())
+        self._parked.setdefault(worker, []).append(source)
+        return source
+
+    def forget_parked(self, worker: str | None = None) -> None:
+        """Forget streams that wait to be followed, and what they hold: those of one worker, or all."""
+        for name in [*self._parked] if worker is None else [worker]:
+            for source in self._parked.pop(name, ()):
+                source.clear()
+            if name not in self._sources:
+                self._index.remove_worker(name)
+
+    @property
+    def sources(self) -> list[Source]:
+        """Return all that is followed."""
+        return [source for sources in self._sources.values() for source, _ in sources]
+
+    @property
+    def parked(self) -> list[Source]:
+        """Return all that waits to be followed."""
+        return [source for sources in self._parked.values() for source in sources]
 
     @property
     def are_all_connected(self) -> bool:
         """Return whether every stream has a peer."""
-        sources = [source for sources in self._sources.values() for source, _ in sources]
-        return all(source.subscription is not None and source.subscription.num_connects > 0 for source in sources)
+        subscriptions = [source.subscription for source in self.sources]
+        return all(each is not None and each.num_connects > 0 for each in subscriptions)
 
     def note_connects(self) -> None:
         """Take the connections there are for those that blocks yet to be resumed with belong to."""
-        for sources in self._sources.values():
-            for source, _ in sources:
-                source.note_connects()
+        for source in self.sources:
+            source.note_connects()
 
-    def progress(self, worker: str) -> Progress | None:
-        """Return how far a worker's one stream was followed, None if nothing of it can be trusted."""
-        ((source, _),) = self._sources[worker]
-        return source.progress()
-
-    def resume(self, worker: str, progress: Progress) -> None:
-        """Go on with a worker's one stream from where another indexer was, whose blocks the index has."""
+    def resume(self, worker: str, progress: Progress) -> Source:
+        """Go on with a worker's one stream from where another indexer was, whose blocks the index gets now."""
         ((source, _),) = self._sources[worker]
         source.resume(progress, self._clock())
+        return source
 
     def forget(self, worker: str) -> None:
-        """Undo `resume`, and forget the worker's blocks."""
+        """Undo `resume` or `park`, and forget the worker's blocks."""
         for source, _ in self._sources.get(worker, ()):
             source.forget()
-        self._index.remove_worker(worker)
-        self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
-
-    def has_source(self, worker: str) -> bool:
-        """Return whether the worker is followed."""
-        return worker in self._sources
-
-    def engine_of(self, worker: str) -> EngineFollower | None:
-        """Return who follows a worker's one stream if it is an engine's own: it knows what the engine's hashes name."""
-        ((source, _),) = self._sources[worker]
-        return source.engine
+        self._parked.pop(worker, None)
+        self._forget_blocks(worker)
 
     def release(self) -> None:
         """Begin to read the streams."""
@@ -163,7 +178,18 @@ class Indexer:
     def statistics(self) -> list[SourceStatistics]:
         """Return the counters of every source as they are now."""
         now_s = self._clock()
-        return [source.statistics(now_s) for sources in self._sources.values() for source, _ in sources]
+        return [source.statistics(now_s) for source in self.sources]
+
+    def _unpark(self, worker: str, url: str, rank: int) -> Source | None:
+        for source in self._parked.get(worker, ()):
+            if source.goes_on_at(url, rank):
+                self._parked[worker].remove(source)
+                return source
+        return None
+
+    def _forget_blocks(self, worker: str) -> None:
+        self._index.remove_worker(worker)
+        self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
 
     async def _follow(self, source: Source) -> None:
         from kvist.indexer.frames import split  # compiled, as the index is: not for who only imports this

@@ -77,6 +77,8 @@ class EngineProgress(msgspec.Struct, tag="engine", array_like=True, frozen=True)
 
     next_sequence: NonNegative
     is_complete: bool
+    is_in_doubt: bool
+    """Whether it may be another process by now, which only a replay can tell."""
     fingerprints: tuple[tuple[NonNegative, NonNegative], ...]
     """Sequence and XXH3-64 of some of the last messages, oldest first."""
     ranks: tuple[EngineRankProgress, ...]

@@ -63,11 +63,13 @@ class Source:
         """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none."""
         self.worker = worker
         self.url = url
-        self._public_url = public_url(url)
+        self.public_url = public_url(url)
         self.endpoint = Endpoint.parse(url)
         self.subscription: Subscription | None = None
+        self.is_taking_answer = False
+        """Whether an answer is taken bit by bit just now, so that the index is somewhere on the way to it."""
+        self.rank = rank
         self._num_noted_connects = 0
-        self._rank = rank
         self._resyncing = resyncing
         self._block_size = block_size
         self._index = index
@@ -119,6 +121,13 @@ class Source:
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, which tells as live messages do whether a stream is canonical."""
+        self.is_taking_answer = True
+        try:
+            yield from self._answered(question, messages, now_s)
+        finally:
+            self.is_taking_answer = False
+
+    def _answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         is_probe = question in (_WHAT_FOLLOWS, _EVERYTHING) and self.engine is None
         if is_probe:
             self._note_probe(messages, now_s)
@@ -135,7 +144,12 @@ class Source:
 
     def progress(self) -> Progress | None:
         """Return how far the stream was followed, None if nothing of it can be trusted."""
-        return None if self._follower is None else self._follower.progress()
+        return None if self._follower is None or self.is_taking_answer else self._follower.progress()
+
+    @property
+    def positions(self) -> tuple[tuple[int | None, int], ...]:
+        """Return epoch and next sequence of each session: what was learnt since is nothing if they are the same."""
+        return tuple((session.epoch, session.expected_sequence) for session in self._sessions)
 
     def resume(self, progress: Progress, now_s: float) -> None:
         """Go on from where another source was; to be called before anything else."""
@@ -147,6 +161,13 @@ class Source:
             self._follower = self._engine_follower()
             self._follower.resume(progress, now_s)
 
+    def goes_on_at(self, url: str, rank: int) -> bool:
+        """Return whether the source, whatever its URL's login, is that of this stream; take the URL over if so."""
+        if public_url(url) != self.public_url or rank != self.rank:
+            return False
+        self.url, self.endpoint = url, Endpoint.parse(url)
+        return True
+
     def note_connects(self) -> None:
         """Take the connections there are for those that blocks yet to be resumed with belong to."""
         self._num_noted_connects = 0 if self.subscription is None else self.subscription.num_connects
@@ -156,9 +177,22 @@ class Source:
         """Return how many connections are no news: none, unless the stream was resumed."""
         return 0 if self._follower is None else self._num_noted_connects
 
+    @property
+    def has_lost(self) -> bool:
+        """Return whether anything was cleared since the source was added or resumed."""
+        return self._past is not None or any(
+            session.num_lost or session.num_diverged or session.num_epochs > 1 for session in self._sessions
+        )
+
     def forget(self) -> None:
         """Undo `resume`: the blocks turned out not to be there."""
         self._follower = None
+
+    def clear(self) -> None:
+        """Forget what is held, if anything was followed."""
+        if self._follower is not None:
+            self._resyncing.difference_update(WorkerRank(self.worker, rank) for rank in self._follower.states())
+            self._follower.clear()
 
     @property
     def engine(self) -> EngineFollower | None:
@@ -216,13 +250,14 @@ class Source:
         """Count messages that came before the first batch."""
         if num_messages and self._counters.num_malformed == 0:
             text = "no batch of an engine's nor a canonical one: it is skipped, and further ones are only counted"
-            _logger.warning("%s worker=%s url=%s", text, self.worker, self._public_url)
+            _logger.warning("%s worker=%s url=%s", text, self.worker, self.public_url)
         self._counters.num_malformed += num_messages
 
     def _begin(self, message: Message, now_s: float) -> None:
         """Follow what speaks like this message, from nothing."""
         if self._follower is not None:
-            self._clear()
+            _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self.public_url)
+            self.clear()
         self._past = self._statistics(0, now_s)
         self._counters = SourceCounters()
         if self._is_canonical(message):
@@ -233,24 +268,17 @@ class Source:
         self._is_new_peer = False
         self._follower.reconnected(now_s)
 
-    def _clear(self) -> None:
-        """Forget what is held."""
-        assert self._follower is not None
-        _logger.warning("stream changed its form, and is cleared worker=%s url=%s", self.worker, self._public_url)
-        self._resyncing.difference_update(WorkerRank(self.worker, rank) for rank in self._follower.states())
-        self._follower.clear()
-
     def _statistics(self, num_malformed_frames: int, now_s: float) -> SourceStatistics:
-        follower = self._follower
-        sessions: tuple[Session[Any], ...] = ()
-        if isinstance(follower, CanonicalFollower):
-            sessions = tuple(follower.sessions.values())
-        elif follower is not None:
-            sessions = (follower.session,)
         counters = self._counters
         return counters.frozen(
-            self.worker, self._public_url, self.states(), sessions, num_malformed_frames, now_s
+            self.worker, self.public_url, self.states(), self._sessions, num_malformed_frames, now_s
         ).after(self._past)
+
+    @property
+    def _sessions(self) -> tuple[Session[Any], ...]:
+        if isinstance(self._follower, CanonicalFollower):
+            return tuple(self._follower.sessions.values())
+        return () if self._follower is None else (self._follower.session,)
 
     def _canonical_follower(self) -> CanonicalFollower:
         shared = (self._index, self._resyncing, self._counters)
@@ -258,7 +286,7 @@ class Source:
 
     def _engine_follower(self) -> EngineFollower:
         shared = (self._index, self._resyncing, self._counters)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits, self._rank)
+        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits, self.rank)
 
     def _is_canonical(self, message: Message) -> bool:
         try:

@@ -6,7 +6,7 @@
     POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?}
     POST /query_by_hash   the same by the local hashes of its blocks: {block_hashes, model_name}
     GET  /dump            every index, for another service to start from
-    GET  /health          200 while the service serves
+    GET  /health          200 while the service serves; how what was loaded from disk fared, and how saving goes
     GET  /metrics         Prometheus text
 
 Bodies may name a `routing_group`, "default" without one. Registering makes the service dial an endpoint, so that and
@@ -28,8 +28,10 @@ from kvist import __version__
 from kvist.events.hashing import sequence_hashes
 from kvist.http import Answer, QuickEndpoint, Request, Responder
 from kvist.http.access import bears, is_direct_from_loopback
+from kvist.indexer.dumps.dumper import Dumper
+from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.service.bodies import QueryReader, read_hash_query, read_register, read_unregister
-from kvist.indexer.service.dump import Dumper
+from kvist.indexer.service.dump import send_dump
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.metrics import Gauges, RequestCounters
@@ -57,14 +59,22 @@ class Api:
     """Answers every request; `quick_endpoints` and `handle` are what an HttpServer calls."""
 
     def __init__(
-        self, registry: Registry, rules: EndpointRules, counters: RequestCounters, gauges: Gauges, admin_key: str | None
+        self,
+        registry: Registry,
+        rules: EndpointRules,
+        counters: RequestCounters,
+        gauges: Gauges,
+        admin_key: str | None,
+        dumper: Dumper,
+        keeper: StateKeeper | None,
     ) -> None:
         self._registry = registry
         self._rules = rules
         self._counters = counters
         self._gauges = gauges
         self._admin_key = admin_key
-        self._dumper = Dumper()
+        self._dumper = dumper
+        self._keeper = keeper
         self.cold_start_s = 0.0
         """Seconds that the service took to start, known when it has."""
         self._queries = QueryReader()
@@ -153,10 +163,12 @@ class Api:
 
     async def _dump(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
-        await self._dumper.send(self._registry, responder)
+        await send_dump(self._dumper, self._registry, responder)
 
     async def _health(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
-        health = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
+        health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
+        if self._keeper is not None:
+            health["state"] = self._keeper.statistics().described()
         await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(health))
 
     async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002

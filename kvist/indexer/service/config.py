@@ -47,6 +47,11 @@ class IndexConfig:
         tuple[str, ...],
         Meta(description="index services to start from, as http://host:port joined by commas; the first that answers"),
     ] = ()
+    state_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="folder to keep the indexes in, for the next start; of one process alone"),
+    ] = None
+    state_interval_s: Annotated[float, Meta(gt=0, description="time between saves, of what has changed")] = 60.0
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8090
     admin_key: Annotated[

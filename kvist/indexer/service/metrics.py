@@ -14,6 +14,8 @@ from prometheus_client.registry import Collector
 from kvist.events.session import SourceState
 from kvist.http import ServerStatistics
 from kvist.indexer import SourceStatistics
+from kvist.indexer.dumps.keeper import StateKeeper
+from kvist.indexer.dumps.metrics import state_metrics
 from kvist.indexer.service.registry import Member, Registry
 
 _LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
@@ -77,6 +79,7 @@ class Gauges(Collector):
     registry: Registry
     requests: RequestCounters
     server: Callable[[], ServerStatistics]
+    keeper: StateKeeper | None
 
     def page(self) -> bytes:
         """Return the whole page as text."""
@@ -94,6 +97,8 @@ class Gauges(Collector):
         yield from self._server()
         yield from self._indexes()
         yield from self._streams()
+        if self.keeper is not None:
+            yield from state_metrics(self.keeper.statistics())
 
     def _server(self) -> Iterator[Metric]:
         server = self.server()

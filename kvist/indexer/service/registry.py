@@ -14,6 +14,7 @@ from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
 from kvist.indexer.service.answers import MatchWriter, stream_name
 from kvist.indexer.service.errors import ApiError
+from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
@@ -66,9 +67,21 @@ class Member:
     def __post_init__(self) -> None:
         object.__setattr__(self, "writer", MatchWriter(self.index, self.block_size))
 
-    def streams(self) -> list[str]:
-        """Return the index's name for each stream."""
-        return [stream_name(instance_id, rank) for instance_id, ranks in self.instances.items() for rank in ranks]
+    def stream(self, name: str) -> Stream | None:
+        """Return the stream that the index has this name for."""
+        parsed = parse_stream_name(name)
+        return None if parsed is None else self.instances.get(parsed[0], {}).get(parsed[1])
+
+    def endpoint_of(self, source: Source) -> str:
+        """Return the endpoint that a stream was registered with."""
+        stream = self.stream(source.worker)
+        return source.url if stream is None else stream.endpoint
+
+
+def parse_stream_name(name: str) -> tuple[int, int] | None:
+    """Return instance and rank of what `stream_name` made, None for anything else."""
+    instance_id, _, dp_rank = name.partition(":")
+    return (int(instance_id), int(dp_rank)) if instance_id.isdecimal() and dp_rank.isdecimal() else None
 
 
 class Registry:

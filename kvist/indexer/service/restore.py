@@ -18,11 +18,11 @@ from kvist.errors import MalformedMessageError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import Rank
 from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
-from kvist.indexer.service.dump_format import DumpReader
+from kvist.indexer.dumps.format import DumpReader
+from kvist.indexer.dumps.takeover import Takeover
 from kvist.indexer.service.endpoints import EndpointRules
-from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.registry import Namespace, Registry, Stream
-from kvist.indexer.service.takeover import Takeover
+from kvist.indexer.service.registrations import Registrations
+from kvist.indexer.service.registry import Namespace, Registry
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Restorer:
 
     def __init__(self, registry: Registry, rules: EndpointRules, admin_key: str | None) -> None:
         self._registry = registry
-        self._rules = rules
+        self._registrations = Registrations(registry, rules)
         self._headers = [] if admin_key is None else [(b"authorization", b"Bearer " + admin_key.encode())]
 
     async def restore(self, peers: Sequence[str]) -> bool:
@@ -80,25 +80,19 @@ class Restorer:
         except DECODE_ERRORS as error:
             raise MalformedMessageError(f"{peer}/workers", str(error)) from None
         for instance in instances:
+            namespace, number = Namespace(instance.model_name, instance.routing_group), instance.instance_id
             for dp_rank, listener in instance.listeners.items():
-                await self._register(instance, dp_rank, listener)
+                await self._registrations.follow(
+                    namespace, instance.block_size, number, dp_rank, listener.endpoint, listener.url
+                )
         give_up_s = asyncio.get_running_loop().time() + CONNECT_TIMEOUT_S
         while not self._registry.are_all_connected and asyncio.get_running_loop().time() < give_up_s:  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # sockets tell how often they connected, not when
         for member in self._registry:
             member.indexer.note_connects()
 
-    async def _register(self, instance: _Instance, dp_rank: int, listener: _Listener) -> None:
-        namespace = Namespace(instance.model_name, instance.routing_group)
-        try:
-            stream = Stream(listener.endpoint, self._rules.url(listener.url))
-            await self._registry.register(namespace, instance.block_size, instance.instance_id, dp_rank, stream)
-        except ApiError as error:
-            if error.status != HTTPStatus.CONFLICT:
-                _logger.warning("not followed as the peer does: %s instance_id=%d", error, instance.instance_id)
-
     async def _take_over(self, pool: UpstreamPool, peer: str) -> None:
-        reader, takeover = DumpReader(peer), Takeover(self._registry, peer)
+        reader, takeover = DumpReader(peer), Takeover(self._registrations, peer)
         try:
             async with aclosing(self._get(pool, peer, "/dump")) as pieces:
                 async for piece in pieces:
@@ -109,7 +103,7 @@ class Restorer:
         except BaseException:
             takeover.undo()
             raise
-        _logger.info("restored peer=%s streams=%d", peer, len(takeover.streams))
+        _logger.info("restored peer=%s streams=%d", peer, len(takeover.sources))
 
     async def _get(
         self, pool: UpstreamPool, peer: str, path: str, max_bytes: int | None = None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import AsyncExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -18,11 +19,14 @@ import kvist.indexer.canonical_lane
 import kvist.indexer.engine_lane
 import kvist.indexer.frames  # noqa: F401 - all three compiled here, rather than with the first stream
 from kvist.http import HttpLimits, HttpServer
+from kvist.indexer.dumps.dumper import Dumper
+from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.service.api import Api
 from kvist.indexer.service.bodies import DEFAULT_GROUP
 from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.metrics import Gauges, RequestCounters
+from kvist.indexer.service.registrations import Registrations
 from kvist.indexer.service.registry import Namespace, Registry, Stream
 from kvist.indexer.service.restore import Restorer
 
@@ -68,19 +72,26 @@ class IndexService:
     async def _start(self, exits: AsyncExitStack) -> None:
         config = self._config
         rules = EndpointRules(config.allow_endpoints, config.replay)
-        registry = Registry(time.monotonic, max_blocks=config.max_blocks, is_held=bool(config.peers))
+        is_held = bool(config.peers) or config.state_dir is not None
+        registry = Registry(time.monotonic, max_blocks=config.max_blocks, is_held=is_held)
         await exits.enter_async_context(registry)
+        dumper = Dumper()
+        keeper = await self._open_state(exits, registry, dumper)
         for worker in config.parsed_workers():
             assert config.block_size is not None
             namespace = Namespace(config.model_name, DEFAULT_GROUP)
             stream = Stream(worker.endpoint, rules.with_replay(worker.endpoint))
             await registry.register(namespace, config.block_size, worker.instance_id, worker.dp_rank, stream)
-        if config.peers:
-            await Restorer(registry, rules, config.admin_key).restore(config.peers)
-            registry.release()
+        is_restored = bool(config.peers) and await Restorer(registry, rules, config.admin_key).restore(config.peers)
+        if keeper is not None:
+            if not is_restored:
+                registrations = Registrations(registry, rules)
+                await keeper.load(registrations, registrations.follow_all)
+            keeper.begin()
+        registry.release()
         counters = RequestCounters()
-        gauges = Gauges(registry, counters, lambda: server.statistics())
-        self._api = Api(registry, rules, counters, gauges, config.admin_key)
+        gauges = Gauges(registry, counters, lambda: server.statistics(), keeper)
+        self._api = Api(registry, rules, counters, gauges, config.admin_key, dumper, keeper)
         limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
         server = HttpServer(
             self._api.handle,
@@ -90,3 +101,15 @@ class IndexService:
             limits=limits,
         )
         self._server = await exits.enter_async_context(server)
+
+    async def _open_state(self, exits: AsyncExitStack, registry: Registry, dumper: Dumper) -> StateKeeper | None:
+        """Return what keeps the indexes on disk, if anything does; it saves once more when the server has stopped."""
+        config = self._config
+        if config.state_dir is None:
+            return None
+        keeper = StateKeeper(
+            Path(config.state_dir), "index", config.state_interval_s, lambda: registry, dumper, time.monotonic
+        )
+        await exits.enter_async_context(keeper)
+        exits.push_async_callback(keeper.stop)
+        return keeper

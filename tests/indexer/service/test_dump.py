@@ -13,8 +13,9 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Tier, WorkerRank
 from kvist.http import HttpServer
 from kvist.indexer import Indexer, engine_map
-from kvist.indexer.service import dump
-from kvist.indexer.service.dump_format import Blocks, DumpFailed, DumpReader, DumpWriter, NamesFrame, chunk_of, names_of
+from kvist.indexer.dumps.dumper import Dumper
+from kvist.indexer.dumps.format import Blocks, DumpFailed, DumpReader, DumpWriter, NamesFrame, chunk_of, names_of
+from kvist.indexer.service.dump import send_dump
 from kvist.indexer.service.registry import Member, Namespace
 from kvist.radix import RadixIndex, SnapshotLostError, _spill
 
@@ -25,7 +26,7 @@ BLOCKS = np.arange(1, 10_001, dtype=np.uint64)
 def test_a_dump_that_was_given_up_says_why_to_whoever_reads_it():
     writer, reader = DumpWriter(), DumpReader("peer")
     reader.feed(writer.head())
-    with pytest.raises(MalformedMessageError, match="the peer gave up: no room") as caught:
+    with pytest.raises(MalformedMessageError, match="it was given up: no room") as caught:
         reader.feed(writer.frame(DumpFailed("no room")))
     assert caught.value.source == "peer"
     assert not reader.is_complete
@@ -48,12 +49,12 @@ class ChangingMeanwhile:
 @pytest.fixture
 async def served():
     """Return a server whose every request is answered with a dump of an index, which changes meanwhile."""
-    index, dumper = RadixIndex(), dump.Dumper()
+    index, dumper = RadixIndex(), Dumper()
     member = Member(Namespace("m", "default"), BLOCK_SIZE, index, Indexer(index, block_size=BLOCK_SIZE))
 
     async def handle(_, responder):
         index.store(WorkerRank("1:0", 0), Tier.GPU, None, BLOCKS)
-        await dumper.send([member], ChangingMeanwhile(responder, index))
+        await send_dump(dumper, [member], ChangingMeanwhile(responder, index))
 
     async with HttpServer(handle) as server:
         yield server
@@ -104,9 +105,9 @@ async def test_the_reason_is_the_last_that_a_dump_says(monkeypatch):
         async def finish(self): ...
 
     with pytest.raises(SnapshotLostError, match="/absent"):
-        await dump.Dumper().send([member], ChangingMeanwhile(Recorder(), index))
+        await send_dump(Dumper(), [member], ChangingMeanwhile(Recorder(), index))
     reader = DumpReader("peer")
-    with pytest.raises(MalformedMessageError, match="gave up: the snapshot is lost"):
+    with pytest.raises(MalformedMessageError, match="given up: the snapshot is lost"):
         reader.feed(b"".join(written))
     index.check_invariants()
 

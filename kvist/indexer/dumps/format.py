@@ -16,13 +16,13 @@ from xxhash import xxh3_64
 from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.types import NonNegative, Rank
+from kvist.events.types import Rank
 from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import Progress
 from kvist.radix import SnapshotChunk
 
 FORMAT: Final = "kvist-index-dump"
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 _U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
@@ -35,17 +35,24 @@ class DumpHead(msgspec.Struct, tag=FORMAT, array_like=True, frozen=True):
 
 
 class StreamState(msgspec.Struct, array_like=True, frozen=True):
-    """A stream as it was registered and, unless nothing of it can be trusted, how far it was followed."""
+    """A stream and, unless nothing of it can be trusted, how far it was followed. URLs are without logins."""
 
-    instance_id: NonNegative
-    dp_rank: Rank
+    worker: str
+    rank: Rank
+    """Of batches that name none."""
     endpoint: str
+    """The URL as it was given, and `url` as it is followed, with a replay port or without."""
     url: str
+    has_login: bool
+    """Whether the URLs are not all there is to know to follow it."""
     progress: Progress | None
 
 
 class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=True):
-    """What all frames up to the next of these are about; the blocks are those held at this moment of the streams."""
+    """What all frames up to the next of these are about; the blocks are those held at this moment of the streams.
+
+    A router's one index is of no model and no group.
+    """
 
     model_name: str
     group: str
@@ -54,7 +61,7 @@ class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=Tru
 
 
 class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
-    """A `SnapshotChunk`: little-endian u64 and u32 side by side; a rank is the name of its stream and its number."""
+    """A `SnapshotChunk`: little-endian u64 and u32 side by side; a rank is its worker and its number."""
 
     ranks: list[tuple[str, Rank]]
     hashes: bytes
@@ -67,7 +74,7 @@ class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
 class NamesFrame(msgspec.Struct, tag="names", array_like=True, frozen=True):
     """What hashes of a stock engine's own name, for one rank: little-endian u64 side by side, each with its block."""
 
-    stream: str
+    worker: str
     rank: Rank
     engine_hashes: bytes
     blocks: bytes
@@ -113,10 +120,10 @@ class DumpWriter:
         self._num_frames += 1
         return encoded
 
-    def names(self, stream: str, rank: int, names: Names) -> bytes:
+    def names(self, rank: WorkerRank, names: Names) -> bytes:
         """Return the frame of some names."""
         engine_hashes, blocks = (each.astype(_U64, copy=False).tobytes() for each in names)
-        return self.frame(NamesFrame(stream, rank, engine_hashes, blocks))
+        return self.frame(NamesFrame(*rank, engine_hashes, blocks))
 
     def blocks(self, chunk: SnapshotChunk) -> bytes:
         """Return the frame of some blocks."""
@@ -141,7 +148,7 @@ class DumpReader:
     """Turns pieces of any size back into frames; raises MalformedMessageError for what is no dump, or cut short."""
 
     def __init__(self, source: str) -> None:
-        """`source` stands for the peer in errors."""
+        """`source` stands for where the dump is from in errors."""
         self._source = source
         self._buffer = bytearray()
         self._digest = xxh3_64()
@@ -192,7 +199,7 @@ class DumpReader:
         if isinstance(frame, Blocks):
             self._num_blocks += len(frame.hashes) // _U64.itemsize
         if isinstance(frame, DumpFailed):
-            raise self._malformed(f"the peer gave up: {frame.reason}")
+            raise self._malformed(f"it was given up: {frame.reason}")
         if isinstance(frame, DumpEnd):
             expected = DumpEnd(self._num_frames, self._num_blocks, self._digest.intdigest())
             if frame != expected:
@@ -218,9 +225,7 @@ def chunk_of(blocks: Blocks, source: str) -> SnapshotChunk:
         and not (members >> 4 >= len(blocks.ranks)).any()
     ):
         raise MalformedMessageError(source, "dump: the parts of a frame of blocks do not fit each other")
-    return SnapshotChunk(
-        tuple(WorkerRank(stream, rank) for stream, rank in blocks.ranks), hashes, depths, set_idx, offsets, members
-    )
+    return SnapshotChunk(tuple(WorkerRank(*rank) for rank in blocks.ranks), hashes, depths, set_idx, offsets, members)
 
 
 def names_of(frame: NamesFrame, source: str) -> Names:

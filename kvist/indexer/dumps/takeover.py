@@ -1,103 +1,105 @@
-"""Taking a peer's dump into our own indexes, frame by frame, no more of it than our streams can go on with."""
+"""Taking a dump into indexes of our own, frame by frame, no more of it than our streams can go on with."""
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
-from kvist.events.transports import public_url
+from kvist.indexer.dumps.dumper import Namespaced
+from kvist.indexer.dumps.format import Blocks, Frame, NamesFrame, NamespaceHead, StreamState, chunk_of, names_of
+from kvist.indexer.engine import EngineFollower
 from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import EngineProgress
-from kvist.indexer.service.answers import stream_name
-from kvist.indexer.service.dump_format import (
-    Blocks,
-    Frame,
-    NamesFrame,
-    NamespaceHead,
-    StreamState,
-    chunk_of,
-    names_of,
-)
-from kvist.indexer.service.registry import Member, Namespace, Registry
+from kvist.indexer.source import Source
 from kvist.radix import SnapshotChunk
 
-_logger = logging.getLogger(__name__)
+
+class Destination(Protocol):
+    """Where a dump goes."""
+
+    def find(self, head: NamespaceHead) -> Namespaced | None:
+        """Return where a namespace's blocks go, None for nowhere."""
+
+    def resume(self, into: Namespaced, state: StreamState) -> Source | None:
+        """Return who goes on with a stream of a namespace, from its progress on; None for nobody."""
 
 
 @dataclass(slots=True)
 class _Part:
     """The namespace that frames are about: ranks to take over, of stock engines only what has a name."""
 
-    member: Member
+    into: Namespaced
     ranks: set[WorkerRank] = field(default_factory=set)
-    engine_ranks: set[WorkerRank] = field(default_factory=set)
+    engines: dict[WorkerRank, EngineFollower] = field(default_factory=dict)
     frames: defaultdict[WorkerRank, list[Names]] = field(default_factory=lambda: defaultdict(list))
     names: dict[WorkerRank, Names] = field(default_factory=dict)
     """Those of `frames`, ordered by block."""
 
 
 class Takeover:
-    """Takes the frames of one dump; `streams` are those that were resumed, to be forgotten if it is cut short."""
+    """Takes the frames of one dump; `sources` are those that go on with it, to be forgotten if it is cut short."""
 
-    def __init__(self, registry: Registry, peer: str) -> None:
-        self._registry = registry
-        self._peer = peer
+    def __init__(self, destination: Destination, origin: str, *, is_old: bool = False) -> None:
+        """Take what `destination` has a place for; `origin` stands for the dump in errors.
+
+        An old one is of some time ago: only a replay can tell that a stock engine is still the same process.
+        """
+        self._destination = destination
+        self._origin = origin
+        self._is_old = is_old
         self._part: _Part | None = None
-        self.streams: list[tuple[Member, str]] = []
+        self.sources: list[tuple[Namespaced, Source]] = []
 
     def take(self, frame: Frame) -> None:
         """Take the next frame; raises MalformedMessageError."""
         if isinstance(frame, NamespaceHead):
             self._part = self._begin(frame)
         elif self._part is not None and isinstance(frame, NamesFrame):
-            rank = WorkerRank(frame.stream, frame.rank)
-            if rank in self._part.engine_ranks:
-                self._part.frames[rank].append(names_of(frame, self._peer))
+            rank = WorkerRank(frame.worker, frame.rank)
+            if rank in self._part.engines:
+                self._part.frames[rank].append(names_of(frame, self._origin))
         elif self._part is not None and isinstance(frame, Blocks):
-            self._restore(self._part, chunk_of(frame, self._peer))
+            self._restore(self._part, chunk_of(frame, self._origin))
 
     def undo(self) -> None:
         """Forget all that was taken."""
-        for member, stream in self.streams:
-            member.indexer.forget(stream)
+        for into, source in self.sources:
+            into.indexer.forget(source.worker)
 
     def _begin(self, head: NamespaceHead) -> _Part | None:
-        member = self._registry.find(Namespace(head.model_name, head.group))
-        if member is None or member.block_size != head.block_size:
-            _logger.warning("not restored: other block size, or not followed model=%s", head.model_name)
+        into = self._destination.find(head)
+        if into is None:
             return None
-        part = _Part(member)
-        for state in head.streams:
-            if state.progress is not None and _is_followed(member, state):
-                stream = stream_name(state.instance_id, state.dp_rank)
-                member.indexer.resume(stream, state.progress)
-                self.streams.append((member, stream))
-                ranks = {WorkerRank(stream, each.rank) for each in state.progress.ranks}
-                (part.engine_ranks if isinstance(state.progress, EngineProgress) else part.ranks).update(ranks)
+        part = _Part(into)
+        for state in map(self._aged, head.streams):
+            source = None if state.progress is None else self._destination.resume(into, state)
+            if state.progress is not None and source is not None:
+                self.sources.append((into, source))
+                ranks = [WorkerRank(state.worker, each.rank) for each in state.progress.ranks]
+                if source.engine is None:
+                    part.ranks.update(ranks)
+                else:
+                    part.engines.update(dict.fromkeys(ranks, source.engine))
         return part
+
+    def _aged(self, state: StreamState) -> StreamState:
+        if not self._is_old or not isinstance(state.progress, EngineProgress):
+            return state
+        return replace(state, progress=replace(state.progress, is_in_doubt=True))
 
     def _restore(self, part: _Part, chunk: SnapshotChunk) -> None:
         for rank in [*part.frames]:
             part.names[rank] = _ordered(part.frames.pop(rank))
         chunk, named = _select(chunk, part.ranks, part.names)
-        part.member.index.restore(chunk)
+        part.into.index.restore(chunk)
         for rank, names in named.items():
-            engine = part.member.indexer.engine_of(rank.worker)
-            if engine is None:
-                raise MalformedMessageError(self._peer, f"dump: names for {rank}, whose stream is no engine's")
-            engine.resume_names(rank.rank, names)
-
-
-def _is_followed(member: Member, state: StreamState) -> bool:
-    """Return whether the stream is followed here, too, at the same place."""
-    stream = member.instances.get(state.instance_id, {}).get(state.dp_rank)
-    return stream is not None and public_url(stream.endpoint) == state.endpoint
+            part.engines[rank].resume_names(rank.rank, names)
 
 
 def _ordered(frames: list[Names]) -> Names:

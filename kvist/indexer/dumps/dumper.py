@@ -1,0 +1,114 @@
+"""A dump of indexes, each as it is at one moment: at the receiver's pace, in constant memory, while events go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Protocol
+
+from kvist.events import WorkerRank
+from kvist.events.transports import public_url
+from kvist.indexer import Indexer
+from kvist.indexer.dumps.format import DumpFailed, DumpWriter, NamespaceHead, StreamState
+from kvist.indexer.engine_map import Names
+from kvist.indexer.source import Source
+from kvist.radix import RadixIndex, SnapshotLostError
+
+BLOCKS_PER_FRAME = 4096
+SETTLE_S = 5.0
+"""How long is waited for answers that are taken just now: their streams would be left out."""
+_LOOK_S = 0.02
+
+
+class Namespaced(Protocol):
+    """An index, what it is about, and who feeds it."""
+
+    @property
+    def namespace(self) -> tuple[str, str]:
+        """Return the model's name and the routing group."""
+
+    @property
+    def block_size(self) -> int:
+        """Return the tokens in each of its blocks."""
+
+    @property
+    def index(self) -> RadixIndex:
+        """Return the index."""
+
+    @property
+    def indexer(self) -> Indexer:
+        """Return who feeds it."""
+
+    def endpoint_of(self, source: Source) -> str:
+        """Return the URL that was given for a stream that is followed."""
+
+
+class Dumper:
+    """Makes dumps, one at a time: each holds on to a moment of an index, of which what changes is kept twice."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    @property
+    def is_busy(self) -> bool:
+        """Return whether a dump is under way."""
+        return self._turn.locked()
+
+    async def dump(self, indexes: Iterable[Namespaced], write: Callable[[bytes], Awaitable[object]]) -> None:
+        """Hand all that the indexes hold to `write`, once no other dump is under way.
+
+        Raises what `write` raises, and SnapshotLostError when the disk has no room for what changes meanwhile: the
+        last frame then says so.
+        """
+        async with self._turn:
+            writer = DumpWriter()
+            await write(writer.head())
+            for each in [*indexes]:
+                await _settled(each.indexer)
+                with each.index.snapshot(BLOCKS_PER_FRAME) as snapshot:
+                    await write(writer.frame(_head_of(each)))  # of the same moment: nothing ran in between
+                    for rank, names in _names_of(each.indexer):
+                        await write(writer.names(rank, names))
+                        await asyncio.sleep(0)
+                    try:
+                        for chunk in snapshot:
+                            if len(chunk.hashes):
+                                await write(writer.blocks(chunk))
+                            await asyncio.sleep(0)
+                    except SnapshotLostError as error:
+                        await write(writer.frame(DumpFailed(str(error))))
+                        raise
+            await write(writer.end())
+
+
+async def _settled(indexer: Indexer) -> None:
+    """Wait, not for ever, until no answer is taken bit by bit."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(SETTLE_S):
+            while any(source.is_taking_answer for source in indexer.sources):  # noqa: ASYNC110 - too many to tell
+                await asyncio.sleep(_LOOK_S)
+
+
+def _names_of(indexer: Indexer) -> Iterator[tuple[WorkerRank, Names]]:
+    """Yield what engine hashes name now, which may be later than the snapshot.
+
+    A block that is without a name by now was removed since: whoever takes over from here will hear so.
+    """
+    for source in indexer.sources + indexer.parked:
+        for rank, names in source.engine.names() if source.engine is not None else ():
+            yield WorkerRank(source.worker, rank), names
+
+
+def _head_of(each: Namespaced) -> NamespaceHead:
+    indexer = each.indexer
+    followed = [_state_of(source, each.endpoint_of(source)) for source in indexer.sources]
+    parked = [_state_of(source, source.url) for source in indexer.parked]
+    return NamespaceHead(*each.namespace, each.block_size, followed + parked)
+
+
+def _state_of(source: Source, endpoint: str) -> StreamState:
+    has_login = source.url != source.public_url
+    return StreamState(
+        source.worker, source.rank, public_url(endpoint), source.public_url, has_login, source.progress()
+    )

@@ -1,0 +1,304 @@
+"""A folder in which an index outlives its process: saved now and then, loaded at start, and then to be proven.
+
+The file is a dump. It is written beside the old one and takes its place when it is whole and on disk, so that a process
+that is killed leaves one or the other. It is read twice: to see that it is whole, and bit by bit into the index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Set as AbstractSet
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from kvist.errors import MalformedMessageError
+from kvist.events.session import SourceState
+from kvist.files import AtomicFile, exclusive_folder
+from kvist.indexer.dumps.dumper import Dumper, Namespaced
+from kvist.indexer.dumps.format import DumpReader, NamespaceHead
+from kvist.indexer.dumps.takeover import Destination, Takeover
+from kvist.indexer.source import Source
+from kvist.radix import SnapshotLostError
+
+_logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 300.0
+"""How long what was loaded for a stream waits for that stream to be followed again."""
+LAST_SAVE_TIMEOUT_S = 20.0
+"""How long the save of a service that stops may take; beyond it the one before stays."""
+_WATCH_S = 0.25
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateStatistics:
+    """What became of what was loaded, in streams, and how saving goes. None for what has not happened yet."""
+
+    is_loaded: bool
+    num_loaded: int
+    num_proven: int
+    """They go on from where they were; `num_cleared` did not, or it could not be proven."""
+    num_cleared: int
+    num_waiting: int
+    """They are not followed yet; `num_dropped` no longer, or were not for too long."""
+    num_dropped: int
+    num_saves: int
+    num_failures: int
+    failure: str | None
+    """Why the last save failed, if it did."""
+    size_bytes: int | None
+    age_s: float | None
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether nothing of what was loaded is still to be proven."""
+        return self.is_loaded and self.num_proven + self.num_cleared + self.num_dropped == self.num_loaded
+
+    def described(self) -> dict[str, object]:
+        """Return what `/health` says of it."""
+        return {
+            "is_proven": self.is_proven,
+            "streams": {
+                "loaded": self.num_loaded,
+                "proven": self.num_proven,
+                "cleared": self.num_cleared,
+                "waiting": self.num_waiting,
+                "dropped": self.num_dropped,
+            },
+            "saves": self.num_saves,
+            "save_failures": self.num_failures,
+            "last_save_failure": self.failure,
+            "last_save_age_s": None if self.age_s is None else round(self.age_s, 3),
+            "bytes": self.size_bytes,
+        }
+
+
+class StateKeeper:
+    """Keeps indexes in a folder that it has for itself while its context is open; a failing disk stops nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        interval_s: float,
+        indexes: Callable[[], Iterable[Namespaced]],
+        dumper: Dumper,
+        now_s: Callable[[], float],
+    ) -> None:
+        """Keep what `indexes` returns in the file `name`.state, and save it every `interval_s` if it has changed."""
+        self._folder = folder
+        self._path = folder / f"{name}.state"
+        self._interval_s = interval_s
+        self._indexes = indexes
+        self._dumper = dumper
+        self._now_s = now_s
+        self._exits = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unproven: list[Source] = []
+        self._num_loaded = self._num_proven = self._num_cleared = self._num_dropped = 0
+        self._num_saves = self._num_failures = 0
+        self._failure: str | None = None
+        self._size_bytes: int | None = None
+        self._saved_at_s: float | None = None
+        self._saved: object = None
+
+    async def __aenter__(self) -> Self:
+        """Lock the folder; raises InvalidValueError, naming the process that has it, or why it cannot be used."""
+        async with AsyncExitStack() as exits:
+            exits.enter_context(exclusive_folder("state_dir", self._folder))
+            group = await exits.enter_async_context(asyncio.TaskGroup())
+            exits.callback(self._cancel)
+            self._group = group
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Unlock the folder; `stop` comes before, while the indexes are still fed."""
+        await self._exits.__aexit__(None, None, None)
+
+    async def load(
+        self, destination: Destination, follow: Callable[[NamespaceHead], Awaitable[None]] | None = None
+    ) -> None:
+        """Put what was saved into indexes, after `follow` for each of them; before `begin`.
+
+        What is damaged is logged and set aside, and nothing of it loaded.
+        """
+        started_s = self._now_s()
+        try:
+            for head in await asyncio.to_thread(self._read_heads):
+                if follow is not None:
+                    await follow(head)
+            await self._take_over(destination)
+        except FileNotFoundError:
+            _logger.info("no state to start from path=%s", self._path)
+        except (MalformedMessageError, OSError) as error:
+            self._set_aside(error)
+        else:
+            seconds = self._now_s() - started_s
+            _logger.info("state loaded path=%s streams=%d seconds=%.2f", self._path, self._num_loaded, seconds)
+        self._saved = self._positions()
+
+    def begin(self) -> None:
+        """Begin to save, and to watch what was loaded."""
+        self._tasks = [
+            self._group.create_task(self._watch(), name="kvist-state-watch"),
+            self._group.create_task(self._save_regularly(), name="kvist-state-save"),
+        ]
+
+    async def stop(self) -> None:
+        """Save a last time what has changed, within `LAST_SAVE_TIMEOUT_S`; nothing if nothing was loaded yet."""
+        is_loaded = bool(self._tasks)
+        self._cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if is_loaded:
+            try:
+                async with asyncio.timeout(LAST_SAVE_TIMEOUT_S):
+                    await self.save()
+            except TimeoutError:
+                _logger.error("state not saved: no time left path=%s timeout_s=%g", self._path, LAST_SAVE_TIMEOUT_S)
+
+    async def save(self) -> None:
+        """Save if anything has changed; what goes wrong is logged and counted, and what was saved before stays."""
+        positions = self._positions()
+        if positions == self._saved:
+            return
+        try:
+            self._size_bytes = await self._write()
+        except (OSError, SnapshotLostError) as error:
+            self._num_failures += 1
+            self._failure = str(error)
+            _logger.error("state not saved: %s path=%s", error, self._path)
+        else:
+            self._num_saves += 1
+            self._failure = None
+            self._saved_at_s = self._now_s()
+            self._saved = positions
+
+    def statistics(self) -> StateStatistics:
+        """Return the counts as they are now."""
+        parked = [source for each in self._indexes() for source in each.indexer.parked]
+        return StateStatistics(
+            is_loaded=bool(self._tasks),
+            num_loaded=self._num_loaded,
+            num_proven=self._num_proven,
+            num_cleared=self._num_cleared,
+            num_waiting=len(parked),
+            num_dropped=self._num_dropped,
+            num_saves=self._num_saves,
+            num_failures=self._num_failures,
+            failure=self._failure,
+            size_bytes=self._size_bytes,
+            age_s=None if self._saved_at_s is None else self._now_s() - self._saved_at_s,
+        )
+
+    def _read_heads(self) -> list[NamespaceHead]:
+        """Return what the file is about; raises MalformedMessageError or OSError unless all of it is there."""
+        reader = DumpReader(str(self._path))
+        heads = []
+        with self._path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                heads += [frame for frame in reader.feed(piece) if isinstance(frame, NamespaceHead)]
+        reader.close()
+        return heads
+
+    async def _take_over(self, destination: Destination) -> None:
+        reader, takeover = DumpReader(str(self._path)), Takeover(destination, str(self._path), is_old=True)
+        try:
+            with self._path.open("rb") as file:
+                while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                    for frame in reader.feed(piece):
+                        takeover.take(frame)
+                        await asyncio.sleep(0)
+            reader.close()
+        except BaseException:
+            takeover.undo()
+            raise
+        self._unproven = [source for _, source in takeover.sources]
+        self._num_loaded = len(self._unproven)
+
+    def _set_aside(self, error: Exception) -> None:
+        aside = self._path.with_name(f"{self._path.name}.damaged")
+        _logger.error("state cannot be used, starting empty: %s path=%s kept_as=%s", error, self._path, aside)
+        try:
+            self._path.replace(aside)
+        except OSError as reason:
+            _logger.error("state cannot be set aside: %s path=%s", reason, self._path)
+
+    async def _watch(self) -> None:
+        """Note which streams are proven, and forget those that are not followed within `MAX_WAIT_S`."""
+        give_up_s = self._now_s() + MAX_WAIT_S
+        while self._unproven:
+            await asyncio.sleep(_WATCH_S)
+            indexers = [each.indexer for each in self._indexes()]
+            if self._now_s() >= give_up_s:
+                for indexer in indexers:
+                    indexer.forget_parked()
+            parked = {source for indexer in indexers for source in indexer.parked}
+            followed = {source for indexer in indexers for source in indexer.sources}
+            self._unproven = [each for each in self._unproven if each in parked or not self._is_settled(each, followed)]
+        if self._num_loaded:
+            _logger.info(
+                "state settled: streams went on, were cleared, or dropped proven=%d cleared=%d dropped=%d",
+                self._num_proven,
+                self._num_cleared,
+                self._num_dropped,
+            )
+
+    def _is_settled(self, source: Source, followed: AbstractSet[Source]) -> bool:
+        """Return whether a stream that waits no longer is to be watched no longer; if so, count what became of it."""
+        if source not in followed:
+            self._num_dropped += 1
+        elif SourceState.RESYNCING in source.states().values():
+            return False
+        elif source.has_lost:
+            self._num_cleared += 1
+        else:
+            self._num_proven += 1
+        return True
+
+    async def _save_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            await self.save()
+
+    async def _write(self) -> int:
+        file = await asyncio.to_thread(AtomicFile, self._path)
+        pieces: list[bytes] = []
+
+        async def write(piece: bytes) -> None:
+            pieces.append(piece)
+            if sum(map(len, pieces)) >= _PIECE_BYTES:
+                await flush()
+
+        async def flush() -> None:
+            joined = b"".join(pieces)
+            pieces.clear()
+            await asyncio.to_thread(file.write, joined)
+
+        try:
+            await self._dumper.dump(self._indexes(), write)
+            await flush()
+            await asyncio.to_thread(file.commit)
+        except BaseException:
+            file.discard()
+            raise
+        return file.size_bytes
+
+    def _positions(self) -> object:
+        """Return what is another value once a stream came, went, or was followed further."""
+        return [
+            (each.namespace, source.worker, source.url, source.positions)
+            for each in self._indexes()
+            for source in each.indexer.sources + each.indexer.parked
+        ]
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
