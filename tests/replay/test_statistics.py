@@ -48,6 +48,13 @@ def test_blocks_are_followed_from_store_to_removal_and_back(make):
     assert statistics.duration_s == 6.0
 
 
+def test_a_store_after_a_clearing_is_no_store_after_a_removal(make):
+    events = [make.stored(1), make.removed(1), make.stored(1), Cleared(), make.stored(1)]
+    statistics = told(make.records(*(make.batch(n, event) for n, event in enumerate(events))))
+    rank = statistics.ranks[WorkerRank("w", 0)]
+    assert (rank.num_stored, rank.num_stored_again) == (3, 1)
+
+
 def test_sharing_is_told_by_how_many_ranks_hold_a_block(make):
     messages = [make.batch(0, make.stored(1, 2), rank=rank) for rank in range(3)]
     messages += [make.batch(1, make.stored(3, parent=2), rank=0), make.batch(1, make.removed(2), rank=1)]
@@ -144,6 +151,7 @@ def test_a_timeline_of_any_length_has_a_bound():
     assert len(spans) <= MAX_SPANS
     assert sum(span.events_per_s for span in spans) * timeline.span_s == pytest.approx(200_000)
     assert spans[-1].num_live == 99_999
+    assert spans[0].num_live == int(timeline.span_s)  # what was live at its end
 
 
 def test_a_quiet_span_has_the_blocks_of_the_one_before():
