@@ -212,7 +212,8 @@ class Source:
         if self.subscription is None:
             return self._statistics(0, now_s)
         statistics = self._statistics(self.subscription.num_malformed, now_s)
-        return replace(statistics, failure=statistics.failure or self.subscription.problem)
+        failure = statistics.failure or self.subscription.problem
+        return replace(statistics, failure=failure, is_peer_gone=self.subscription.is_peer_gone)
 
     def _turn_idx(self, messages: Sequence[Message], now_s: float) -> int:
         """Return which message is the first that another follower is for; their number if there is none."""

@@ -39,6 +39,7 @@ class SourceStatistics:
     last_event_age_s: float | None
     lag_s: float | None
     failure: str | None
+    is_peer_gone: bool = False
 
     def after(self, earlier: Self | None) -> Self:
         """Return this one with the counts of an earlier one, if any, added."""

@@ -32,8 +32,8 @@ from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.prompts import PromptReader
+from kvist.router.readiness import explain_readiness
 from kvist.router.routing import Routing
-from kvist.router.worker import WorkerState
 
 
 class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
@@ -76,14 +76,15 @@ class AdminApi:
         )
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
-        return _json({"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)})
+        health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
+        state = None if self.index is None else self.index.state_statistics()
+        if state is not None:
+            health["state"] = state.described()
+        return _json(health)
 
     async def _readiness(self, request: Request) -> Response:  # noqa: ARG002
-        states = [worker.state for worker in self.fleet.workers]
-        is_ready = WorkerState.HEALTHY in states
-        counts = {state.value: states.count(state) for state in WorkerState}
-        status = HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE
-        return _json({"ready": is_ready, "workers": counts}, status)
+        page = explain_readiness(self.fleet, self.index)
+        return _json(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _metrics(self, request: Request) -> Response:  # noqa: ARG002
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)

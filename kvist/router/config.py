@@ -52,6 +52,11 @@ class RouterConfig:
         str | None,
         Meta(description="directory of the tokenizer and chat template; without it, only token ids are matched"),
     ] = None
+    state_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="kv: folder to keep what is known of the caches in, for the next start; of one process alone"),
+    ] = None
+    state_interval_s: Annotated[float, Meta(gt=0, description="time between saves, of what has changed")] = 60.0
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
     tls_certificate: Annotated[
@@ -119,6 +124,8 @@ class RouterConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_certificate"
             raise InvalidValueError(missing, None, "a PEM file, as certificate and key go together")
+        if self.state_dir is not None and self.policy != "kv":
+            raise InvalidValueError("state_dir", self.state_dir, f"none, as policy {self.policy} keeps no index")
         if min(self.tier_credits) < 0:
             raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
 

@@ -11,6 +11,7 @@ from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.policy import Candidate, Decision, Load
 from kvist.router.prompts import Ask
+from kvist.router.readiness import condition_of
 from kvist.router.worker import Worker
 
 
@@ -80,8 +81,11 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
 
 
 def _explain_source(source: SourceStatistics) -> dict[str, Any]:
+    condition, reason = condition_of(source)
     return {
         "url": source.url,
+        "condition": condition,
+        "reason": reason,
         "failure": source.failure,
         "batches": source.num_batches,
         "last_event_age_s": source.last_event_age_s,

@@ -34,6 +34,9 @@ class Gauges(Collector):
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)
+            state = self.index.state_statistics()
+            if state is not None:
+                yield from state.metrics()
             statistics = self.index.radix.statistics()
             yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
             yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)

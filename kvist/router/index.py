@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
@@ -21,8 +22,11 @@ from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint
 from kvist.indexer import Indexer, SourceStatistics, learn_block_size
+from kvist.router.state import FleetState
 
 if TYPE_CHECKING:
+    from kvist.indexer.dumps.keeper import StateKeeper
+    from kvist.indexer.dumps.statistics import StateStatistics
     from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +47,14 @@ class RankStatus:
 class FleetIndex:
     """Answers what each rank holds; a silent, slow or broken stream costs its worker overlap and nothing else."""
 
-    def __init__(self, block_size: int | None, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        block_size: int | None,
+        now_s: Callable[[], float],
+        state_dir: str | None = None,
+        state_interval_s: float = 60.0,
+    ) -> None:
+        """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start."""
         self.block_size = block_size
         """Tokens per block of the whole fleet, None until it is configured or adopted."""
         self._now_s = now_s
@@ -54,6 +65,10 @@ class FleetIndex:
         self._has_block_size = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
         self._learners: list[asyncio.Task[None]] = []
+        self._state_dir = state_dir
+        self._state_interval_s = state_interval_s
+        self._kept: list[FleetState] = []
+        self._keeper: StateKeeper | None = None
 
     async def __aenter__(self) -> Self:
         """Compile the index, which takes seconds the first time on a machine, and start following."""
@@ -66,6 +81,7 @@ class FleetIndex:
         from kvist.radix import RadixIndex
 
         self.radix: RadixIndex = RadixIndex()
+        await self._open_state()
         await self._tasks.__aenter__()
         if self.block_size is not None:
             self._has_block_size.set()
@@ -76,11 +92,15 @@ class FleetIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._follower is not None
+        if self._keeper is not None:
+            await self._keeper.stop()
         for task in (self._follower, *self._learners):
             task.cancel()
         # The group must see its own cancellation, and nothing else: it would wrap the body's error.
         is_cancelled = isinstance(error, asyncio.CancelledError)
         await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        if self._keeper is not None:
+            await self._keeper.__aexit__(None, None, None)
 
     def adopt_block_size(self, block_size: int) -> None:
         """Take the block size if none is known yet."""
@@ -118,12 +138,13 @@ class FleetIndex:
 
     def match(self, hashes: NDArray[np.uint64]) -> Overlaps:
         """Return who holds how many leading blocks, but for ranks whose blocks may be gone."""
+        if self._indexer is None:
+            return {}
         match = self.radix.match(hashes)
         # Plain tuples, made by the column: with hundreds of holders half the time of `to_dict`.
         overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
-        if self._indexer is not None:
-            for target in self._indexer.resyncing & overlaps.keys():
-                del overlaps[target]
+        for target in self._indexer.resyncing & overlaps.keys():
+            del overlaps[target]
         return overlaps
 
     def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
@@ -143,8 +164,15 @@ class FleetIndex:
 
     def sources(self, worker: str) -> list[SourceStatistics]:
         """Return the counters of the worker's streams."""
-        every = self._indexer.statistics() if self._indexer is not None else []
-        return [source for source in every if source.worker == worker]
+        return [source for source in self.every_source() if source.worker == worker]
+
+    def every_source(self) -> list[SourceStatistics]:
+        """Return the counters of all streams."""
+        return self._indexer.statistics() if self._indexer is not None else []
+
+    def state_statistics(self) -> StateStatistics | None:
+        """Return how keeping the index on disk goes, None where it is not kept."""
+        return None if self._keeper is None else self._keeper.statistics()
 
     async def _learn_block_size(self, endpoint: str) -> None:
         try:
@@ -156,6 +184,11 @@ class FleetIndex:
         await self._has_block_size.wait()
         assert self.block_size is not None
         async with Indexer(self.radix, block_size=self.block_size, clock=self._now_s) as indexer:
+            if self._keeper is not None:
+                fleet = FleetState(self.block_size, self.radix, indexer)
+                self._kept.append(fleet)
+                await self._keeper.load(fleet)
+                self._keeper.begin()
             self._indexer = indexer
             for worker in self._endpoints:
                 self._add_sources(worker)
@@ -165,3 +198,13 @@ class FleetIndex:
         if self._indexer is not None:
             for endpoint in self._endpoints[worker]:
                 self._indexer.add_source(worker, endpoint)
+            self._indexer.forget_parked(worker)
+
+    async def _open_state(self) -> None:
+        if self._state_dir is not None:
+            from kvist.indexer.dumps.dumper import Dumper
+            from kvist.indexer.dumps.keeper import StateKeeper
+
+            folder = Path(self._state_dir)
+            keeper = StateKeeper(folder, "router", self._state_interval_s, lambda: self._kept, Dumper(), self._now_s)
+            self._keeper = await keeper.__aenter__()

@@ -88,7 +88,8 @@ class RouterService:
         self._metrics = RouterMetrics()
         index = None
         if config.policy == "kv":
-            index = await exits.enter_async_context(FleetIndex(config.block_size, now_s))
+            index = FleetIndex(config.block_size, now_s, config.state_dir, config.state_interval_s)
+            await exits.enter_async_context(index)
         self._index = index
         reader = PromptReader(tokenizer, has_index=index is not None)
         load = LoadTracker(config.recent_half_life_s)

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +20,7 @@ from kvist.events.session import SourceState
 from kvist.files import AtomicFile, exclusive_folder
 from kvist.indexer.dumps.dumper import Dumper, Namespaced
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead
+from kvist.indexer.dumps.statistics import StateStatistics
 from kvist.indexer.dumps.takeover import Destination, Takeover
 from kvist.indexer.source import Source
 from kvist.radix import SnapshotLostError
@@ -33,49 +33,6 @@ LAST_SAVE_TIMEOUT_S = 20.0
 """How long the save of a service that stops may take; beyond it the one before stays."""
 _WATCH_S = 0.25
 _PIECE_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class StateStatistics:
-    """What became of what was loaded, in streams, and how saving goes. None for what has not happened yet."""
-
-    is_loaded: bool
-    num_loaded: int
-    num_proven: int
-    """They go on from where they were; `num_cleared` did not, or it could not be proven."""
-    num_cleared: int
-    num_waiting: int
-    """They are not followed yet; `num_dropped` no longer, or were not for too long."""
-    num_dropped: int
-    num_saves: int
-    num_failures: int
-    failure: str | None
-    """Why the last save failed, if it did."""
-    size_bytes: int | None
-    age_s: float | None
-
-    @property
-    def is_proven(self) -> bool:
-        """Return whether nothing of what was loaded is still to be proven."""
-        return self.is_loaded and self.num_proven + self.num_cleared + self.num_dropped == self.num_loaded
-
-    def described(self) -> dict[str, object]:
-        """Return what `/health` says of it."""
-        return {
-            "is_proven": self.is_proven,
-            "streams": {
-                "loaded": self.num_loaded,
-                "proven": self.num_proven,
-                "cleared": self.num_cleared,
-                "waiting": self.num_waiting,
-                "dropped": self.num_dropped,
-            },
-            "saves": self.num_saves,
-            "save_failures": self.num_failures,
-            "last_save_failure": self.failure,
-            "last_save_age_s": None if self.age_s is None else round(self.age_s, 3),
-            "bytes": self.size_bytes,
-        }
 
 
 class StateKeeper:

@@ -15,7 +15,6 @@ from kvist.events.session import SourceState
 from kvist.http import ServerStatistics
 from kvist.indexer import SourceStatistics
 from kvist.indexer.dumps.keeper import StateKeeper
-from kvist.indexer.dumps.metrics import state_metrics
 from kvist.indexer.service.registry import Member, Registry
 
 _LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
@@ -98,7 +97,7 @@ class Gauges(Collector):
         yield from self._indexes()
         yield from self._streams()
         if self.keeper is not None:
-            yield from state_metrics(self.keeper.statistics())
+            yield from self.keeper.statistics().metrics()
 
     def _server(self) -> Iterator[Metric]:
         server = self.server()
