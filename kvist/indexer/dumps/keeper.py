@@ -212,10 +212,10 @@ class StateKeeper:
         """Return whether a stream that waits no longer is to be watched no longer; if so, count what became of it."""
         if source not in followed:
             self._num_dropped += 1
-        elif SourceState.RESYNCING in source.states().values():
-            return False
         elif source.has_lost:
             self._num_cleared += 1
+        elif SourceState.RESYNCING in source.states().values():
+            return False
         else:
             self._num_proven += 1
         return True
