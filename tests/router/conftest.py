@@ -178,6 +178,10 @@ class RunningRouter:
         lines = (await self.client.get("/metrics")).text.splitlines()
         return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
+    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
+        """Wait until the condition holds."""
+        await eventually(condition)
+
     async def until_state(self, url: str, state: str) -> None:
         async def is_so() -> bool:
             return (await self.workers()).get(url, {"state": "gone"})["state"] == state
