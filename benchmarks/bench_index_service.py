@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results"
 NUM_BLOCKS, NUM_WORKERS, FACTORS = 250_000, 16, (1, 4, 16)
 LARGE_NUM_BLOCKS = 10_000_000
 PEERS_LARGEST_DUMP = 1_000_000
-"""Blocks. With four million the peer's dump took 20 s and 6 GB of memory."""
+"""Blocks. Extrapolated from it, the peer's dump of four million would take about 20 s and 6 GB of memory."""
 CHANGES_A_SECOND = 500
 """Messages of 8 blocks during a dump: each segment of the table has changed within a second."""
 
