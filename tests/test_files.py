@@ -1,10 +1,16 @@
-"""A file is whole or not there."""
+"""A file is whole or not there; a folder is one process's at a time."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from kvist.files import write_atomically
+from kvist.errors import InvalidValueError
+from kvist.files import AtomicFile, exclusive_folder, write_atomically
 
 
 def test_the_pieces_replace_what_was_there(tmp_path):
@@ -38,3 +44,46 @@ def test_the_file_appears_only_when_it_is_whole(tmp_path):
 
     write_atomically(path, pieces())
     assert path.read_bytes() == b"begun"
+
+
+def test_a_file_that_is_given_up_leaves_no_trace(tmp_path):
+    path = tmp_path / "state"
+    write_atomically(path, [b"old"])
+    file = AtomicFile(path)
+    file.write(b"new")
+    file.discard()
+    file.discard()
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_belongs_to_one_at_a_time_and_says_to_whom(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with exclusive_folder("state_dir", folder):
+        with (
+            pytest.raises(InvalidValueError, match=f"no other process uses, as pid {os.getpid()} does") as caught,
+            exclusive_folder("state_dir", folder),
+        ):
+            pass
+        assert (caught.value.field, caught.value.value) == ("state_dir", str(folder))
+    with exclusive_folder("state_dir", folder):
+        pass
+
+
+def test_a_folder_whose_holder_was_killed_is_free(tmp_path):
+    script = (
+        "import os, pathlib, signal, sys; from kvist.files import exclusive_folder\n"
+        "with exclusive_folder('state_dir', pathlib.Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False).returncode == -signal.SIGKILL
+    with exclusive_folder("state_dir", tmp_path):
+        assert (tmp_path / "lock").read_text() == str(os.getpid())
+
+
+def test_a_folder_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(InvalidValueError, match="expected a folder that can be written"),
+        exclusive_folder("state_dir", tmp_path / "file"),
+    ):
+        pass

@@ -7,11 +7,12 @@ import json
 import signal
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvist.cli._processes import Child, ProcessGroup
+from kvist.cli._processes import Child, ProcessGroup, ProcessStartError
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 pytestmark = pytest.mark.xdist_group("whole system")
@@ -111,3 +112,35 @@ async def test_it_ends_in_order_amid_events_and_requests(group: ProcessGroup, ch
     index.process.send_signal(signal.SIGTERM)
     extend(engine, 0, 10)
     assert await index.process.wait() == 0
+
+
+async def test_a_service_that_was_killed_goes_on_from_its_folder(
+    group: ProcessGroup, chain: Callable[..., Any], until: Until, free_port: Callable[[], int], tmp_path: Path
+) -> None:
+    engine = chain(3)
+    limits = PublisherLimits(coalesce_s=0.0, heartbeat_s=0.1)
+    with KvEventPublisher(f"tcp://127.0.0.1:{free_port()}", worker="w", block_size=4, limits=limits) as publisher:
+        publisher.stored([1, 2], PROMPT[:8])
+        arguments = ("--state-dir", str(tmp_path), "--state-interval-s", "0.05")
+        first = await start_index(group, *arguments)
+        for instance_id, endpoint in enumerate((engine.endpoint, publisher.endpoint.partition("?")[0]), 1):
+            post(first, "/register", instance_id=instance_id, endpoint=endpoint, block_size=BLOCK_SIZE)
+        await until(lambda: scores(first) == {"1": {"0": 12}, "2": {"0": 8}})
+        await until(lambda: (state_of(first)["last_save_age_s"] or 0.0) > 0.2)  # there was nothing new to save since
+        first.process.kill()
+        await first.process.wait()
+        engine.remove(3)
+        publisher.removed([2])
+        second = await start_index(group, *arguments)
+        await until(lambda: state_of(second)["is_proven"])
+        assert state_of(second)["streams"]["proven"] == 2
+        await until(lambda: scores(second) == {"1": {"0": 8}, "2": {"0": 4}})
+        with pytest.raises(ProcessStartError, match="ended with exit code 2"):
+            await start_index(group, *arguments)
+
+
+def state_of(index: Child) -> dict[str, Any]:
+    """Return what the service says of its state on disk."""
+    with urllib.request.urlopen(f"{index.url}/health", timeout=20) as answer:
+        state: dict[str, Any] = json.load(answer)["state"]
+    return state
