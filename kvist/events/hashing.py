@@ -27,6 +27,8 @@ TokenIds: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]
 _U32_MAX = 0xFFFF_FFFF
 _U64_MAX = 0xFFFF_FFFF_FFFF_FFFF
 _TOKEN_BYTES = 4
+# Below this many blocks numpy's fixed cost of some 2 µs is the larger one.
+_MIN_CUT_BLOCKS = 16
 _pack_pair = struct.Struct("<QQ").pack
 
 
@@ -46,25 +48,8 @@ def local_block_hashes(
     `is_eagle` block i covers tokens [i*B, i*B + B + 1). Empty `lora_name` and `cache_salt` count as absent.
     Raises InvalidValueError for a token id outside u32 or an mm hash outside u64.
     """
-    if block_size <= 0:
-        raise InvalidValueError("block_size", block_size, "a positive number of tokens")
-    packed = pack_tokens(token_ids)
-    stride = block_size * _TOKEN_BYTES
-    overlap = _TOKEN_BYTES if is_eagle else 0
-    num_blocks = max(0, len(packed) - overlap) // stride
-    if num_blocks == 0:
-        return np.empty(0, dtype=np.uint64)
-    if is_eagle:
-        blocks = [packed[start : start + stride + overlap] for start in range(0, num_blocks * stride, stride)]
-    else:
-        # One C call cuts the buffer into bytes objects: half the time of slicing in a loop.
-        blocks = np.frombuffer(packed, dtype=f"V{stride}", count=num_blocks).tolist()
-    if mm_hashes is not None:
-        for idx, items in enumerate(mm_hashes[:num_blocks]):
-            if items:
-                blocks[idx] += _pack_mm_hashes(items)
-    seed = scope_seed(lora_name, cache_salt)
-    return np.fromiter(map(xxh3_64_intdigest, blocks, repeat(seed)), dtype=np.uint64, count=num_blocks)
+    local = _local_hashes(token_ids, block_size, lora_name, cache_salt, mm_hashes, is_eagle)
+    return np.array(local, dtype=np.uint64)
 
 
 def sequence_hashes(local_hashes: NDArray[np.uint64], parent: int | None = None) -> NDArray[np.uint64]:
@@ -72,13 +57,7 @@ def sequence_hashes(local_hashes: NDArray[np.uint64], parent: int | None = None)
 
     S[i] = XXH3-64(LE64(S[i-1]) + LE64(L[i]), seed 1337); the first block of a prompt has S = L.
     """
-    local = local_hashes.tolist()
-    if parent is None:
-        chain = accumulate(local, _chain)
-        return np.fromiter(chain, dtype=np.uint64, count=len(local))
-    chain = accumulate(local, _chain, initial=parent)
-    next(chain)
-    return np.fromiter(chain, dtype=np.uint64, count=len(local))
+    return np.array(_chained(local_hashes.tolist(), parent), dtype=np.uint64)
 
 
 def block_hashes(
@@ -101,6 +80,23 @@ def block_hashes(
             is_eagle=is_eagle,
         )
     )
+
+
+def chain_hashes(
+    token_ids: TokenIds,
+    block_size: int,
+    parent: int | None,
+    *,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    mm_hashes: Sequence[Sequence[int]] | None = None,
+    is_eagle: bool = False,
+) -> list[int]:
+    """Return the canonical hash of each full block behind `parent`, as integers: short chains need no array.
+
+    The other arguments are those of `local_block_hashes`.
+    """
+    return _chained(_local_hashes(token_ids, block_size, lora_name, cache_salt, mm_hashes, is_eagle), parent)
 
 
 def scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
@@ -126,6 +122,38 @@ def pack_tokens(token_ids: TokenIds) -> bytes:
     except (OverflowError, TypeError) as error:
         wrong = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t <= _U32_MAX), token_ids)
         raise InvalidValueError("token_ids", wrong, "integers from 0 to 2**32 - 1") from error
+
+
+def _local_hashes(
+    token_ids: TokenIds,
+    block_size: int,
+    lora_name: str | None,
+    cache_salt: str | None,
+    mm_hashes: Sequence[Sequence[int]] | None,
+    is_eagle: bool,
+) -> list[int]:
+    if block_size <= 0:
+        raise InvalidValueError("block_size", block_size, "a positive number of tokens")
+    packed = pack_tokens(token_ids)
+    stride = block_size * _TOKEN_BYTES
+    overlap = _TOKEN_BYTES if is_eagle else 0
+    num_blocks = max(0, len(packed) - overlap) // stride
+    if is_eagle or num_blocks < _MIN_CUT_BLOCKS:
+        blocks = [packed[start : start + stride + overlap] for start in range(0, num_blocks * stride, stride)]
+    else:
+        # One C call cuts the buffer into bytes objects: half the time of slicing in a loop.
+        blocks = np.frombuffer(packed, dtype=f"V{stride}", count=num_blocks).tolist()
+    if mm_hashes is not None:
+        for idx, items in enumerate(mm_hashes[:num_blocks]):
+            if items:
+                blocks[idx] += _pack_mm_hashes(items)
+    return list(map(xxh3_64_intdigest, blocks, repeat(scope_seed(lora_name, cache_salt))))
+
+
+def _chained(local_hashes: list[int], parent: int | None) -> list[int]:
+    if parent is None:
+        return list(accumulate(local_hashes, _chain))
+    return list(accumulate(local_hashes, _chain, initial=parent))[1:]
 
 
 def _chain(parent: int, local: int) -> int:

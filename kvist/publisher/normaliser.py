@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EngineHash, EngineRemoved, EngineStored
-from kvist.events.hashing import local_block_hashes, sequence_hashes
+from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Heartbeat, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
 from kvist.publisher.residency import Holdings, Residency, Scope
@@ -172,23 +172,37 @@ class Normaliser:
 
     def _removed(self, event: EngineRemoved) -> tuple[Event, ...]:
         events: list[Event] = []
-        missing = set(event.block_hashes)
+        missing: set[EngineHash] | None = None
         for tier in Tier if event.tier is None else (event.tier,):
             removed, not_found = self._residency.release(event.block_hashes, tier)
-            missing.intersection_update(not_found)
+            missing = set(not_found) if missing is None else missing.intersection(not_found)
             if removed:
                 self._num_removed_blocks += len(removed)
                 events.append(Removed(_pack(removed), tier))
-        for engine_hash in missing:
+        for engine_hash in missing or ():
             if engine_hash in self._partial_blocks:
                 del self._partial_blocks[engine_hash]
             else:
                 self._num_by_status[Status.BLOCK_NOT_FOUND] += 1
         return tuple(events)
 
+    def _is_plain(self, event: EngineStored) -> bool:
+        """Return whether all blocks are full, known by their hashes, and different: nearly always so."""
+        hashes = event.block_hashes
+        different = {*hashes, event.parent_block_hash, None}
+        num_others = 1 if event.parent_block_hash is None else 2
+        num_tokens = len(hashes) * self._block_size + event.is_eagle
+        return (
+            event.block_size == self._block_size
+            and len(different) == len(hashes) + num_others
+            and len(event.token_ids) == num_tokens
+        )
+
     def _leading_full_blocks(self, event: EngineStored) -> list[EngineHash]:
         """Return the hashes up to the first block that is a hole, partial, too long or a repetition."""
         lengths = event.block_lengths
+        if lengths is None and self._is_plain(event):
+            return list(event.block_hashes)  # type: ignore[arg-type]  # none of them is None
         if lengths is None:
             lengths = (event.block_size,) * len(event.block_hashes)
         # Cache groups that skip blocks send the tokens of the whole span: positions are lost.
@@ -237,9 +251,10 @@ class Normaliser:
         num_tokens = num_blocks * self._block_size + event.is_eagle
         token_ids = event.token_ids if len(event.token_ids) == num_tokens else event.token_ids[:num_tokens]
         try:
-            local_hashes = local_block_hashes(
+            return chain_hashes(
                 token_ids,
                 self._block_size,
+                parent,
                 lora_name=scope.lora_name,
                 cache_salt=scope.cache_salt,
                 mm_hashes=event.mm_hashes,
@@ -248,8 +263,6 @@ class Normaliser:
         except InvalidValueError as error:
             _logger.debug("event dropped: %s rank=%d", error, self._rank)
             return None
-        hashes: list[int] = sequence_hashes(local_hashes, parent).tolist()
-        return hashes
 
     def _count_wrong_block_size(self, engine_block_size: int) -> None:
         self._num_by_status[Status.WRONG_BLOCK_SIZE] += 1

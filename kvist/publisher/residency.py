@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +32,10 @@ _DEPTH_MASK, _TIERS_MASK = 0xFFFF_FFFF, 0xF
 _DEPTH_AND_TIERS_MASK = (1 << _PARENT_SHIFT) - 1
 
 _NUM_BLOCKS_A_SLICE = 16_384
+_MIN_AT_ONCE_BLOCKS = 3
+"""Shorter chains cost less block by block than in calls for all of them."""
+_NUM_UNDIGESTED_BLOCKS = 4096
+"""Changes kept until they enter the digest together: 0.05 µs each, where one by one they are 0.4 µs."""
 
 
 class Scope(NamedTuple):
@@ -109,7 +113,9 @@ class Residency:
         self._num_aliases: dict[tuple[int, Tier], int] = {}
         self._scopes: dict[int, Scope] = {}
         self._num_blocks = 0
+        # The digest of what was held when it was last asked for, and what came and went since.
         self._digest = 0
+        self._undigested: dict[tuple[Tier, int], array[int]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -118,7 +124,11 @@ class Residency:
 
     @property
     def digest(self) -> int:
-        """Return the digest (`kvist.events.digest`) of everything held, kept up with each change."""
+        """Return the digest (`kvist.events.digest`) of everything held; changes since the last call are added now."""
+        for (tier, sign), block_hashes in self._undigested.items():
+            self._digest += sign * blocks_digest(np.frombuffer(block_hashes, np.uint64), tier)
+        self._undigested.clear()
+        self._digest &= _U64_MASK
         return self._digest
 
     def copy(self) -> Residency:
@@ -127,7 +137,7 @@ class Residency:
         copy._block_of = {tier: block_of.copy() for tier, block_of in self._block_of.items()}
         copy._place_of = self._place_of.copy()
         copy._num_aliases, copy._scopes = self._num_aliases.copy(), self._scopes.copy()
-        copy._num_blocks, copy._digest = self._num_blocks, self._digest
+        copy._num_blocks, copy._digest = self._num_blocks, self.digest
         return copy
 
     @classmethod
@@ -203,8 +213,11 @@ class Residency:
 
         An engine hash that named another block in this tier names the new one from here on: the last store wins.
         """
+        depth = 0 if parent is None else _depth(self._place_of.get(parent, 0)) + 1
+        if scope == NO_SCOPE and self._is_all_new(engine_hashes, block_hashes, tier):
+            self._hold_all_new(engine_hashes, block_hashes, parent, tier, depth)
+            return Held(list(range(len(block_hashes))), [])
         block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
-        depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
         held = Held([], [])
         for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
             old_block_hash = block_of.get(engine_hash)
@@ -229,12 +242,16 @@ class Residency:
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes out of a tier, in any order."""
-        block_of = self._block_of[tier]
+        block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
+        is_plain = not (self._num_aliases or self._scopes)
         released = Released([], [])
         for engine_hash in engine_hashes:
             block_hash = block_of.pop(engine_hash, None)
             if block_hash is None:
                 released.not_found.append(engine_hash)
+            elif is_plain and place_of[block_hash] & _TIERS_MASK == tier_bit:  # as nearly always: it is gone
+                del place_of[block_hash]
+                released.block_hashes.append(block_hash)
             elif self._drop(block_hash, tier):
                 released.block_hashes.append(block_hash)
         self._add_to_digest(released.block_hashes, tier, sign=-1)
@@ -247,7 +264,34 @@ class Residency:
         self._place_of.clear()
         self._num_aliases.clear()
         self._scopes.clear()
+        self._undigested.clear()
         self._num_blocks = self._digest = 0
+
+    def _is_all_new(self, engine_hashes: Sequence[EngineHash], block_hashes: Sequence[int], tier: Tier) -> bool:
+        """Return whether a chain that is not short has no known block, no engine hash known here, and none twice."""
+        num_blocks = len(block_hashes)
+        return (
+            num_blocks >= _MIN_AT_ONCE_BLOCKS
+            and self._place_of.keys().isdisjoint(block_hashes)
+            and self._block_of[tier].keys().isdisjoint(engine_hashes)
+            and len(set(block_hashes)) == len(set(engine_hashes)) == len(engine_hashes) == num_blocks
+        )
+
+    def _hold_all_new(
+        self,
+        engine_hashes: Sequence[EngineHash],
+        block_hashes: Sequence[int],
+        parent: int | None,
+        tier: Tier,
+        depth: int,
+    ) -> None:
+        """Hold a chain of which nothing was known, as nearly all are, in a few calls for all of it."""
+        rests = range(depth << _DEPTH_SHIFT | 1 << tier, (depth + len(block_hashes)) << _DEPTH_SHIFT, 1 << _DEPTH_SHIFT)
+        parents = chain((parent or 0,), block_hashes)
+        places = [parent << _PARENT_SHIFT | rest for parent, rest in zip(parents, rests, strict=False)]
+        self._place_of.update(zip(block_hashes, places, strict=True))
+        self._block_of[tier].update(zip(engine_hashes, block_hashes, strict=True))
+        self._add_to_digest(block_hashes, tier, sign=1)
 
     def _drop(self, block_hash: int, tier: Tier) -> bool:
         """Give up one engine hash's hold on a block; return whether the block left the tier."""
@@ -267,7 +311,11 @@ class Residency:
     def _add_to_digest(self, block_hashes: Sequence[int], tier: Tier, *, sign: int) -> None:
         if block_hashes:
             self._num_blocks += sign * len(block_hashes)
-            self._digest = (self._digest + sign * blocks_digest(block_hashes, tier)) & _U64_MASK
+            undigested = self._undigested.setdefault((tier, sign), array("Q"))
+            undigested.extend(block_hashes)
+            if len(undigested) >= _NUM_UNDIGESTED_BLOCKS:
+                self._digest += sign * blocks_digest(np.frombuffer(undigested, np.uint64), tier)
+                del self._undigested[tier, sign]
 
 
 def held_blocks(slices: Iterable[tuple[list[int], list[int]]]) -> Iterator[HeldBlocks]:

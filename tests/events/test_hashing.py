@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvist.errors import InvalidValueError
-from kvist.events.hashing import block_hashes, local_block_hashes, sequence_hashes
+from kvist.events.hashing import block_hashes, chain_hashes, local_block_hashes, sequence_hashes
 
 LOCAL_1234 = 14643705804678351452
 LOCAL_5678 = 16777012769546811212
@@ -122,3 +122,9 @@ def test_an_image_hash_outside_u64_is_refused(wrong):
 def test_a_block_size_that_is_not_positive_is_refused(wrong):
     with pytest.raises(InvalidValueError, match="block_size"):
         local_block_hashes([1], wrong)
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=100), st.integers(1, 5), st.none() | st.integers(0, 2**64 - 1))
+def test_a_chain_behind_its_parent_is_hashed_like_its_blocks_and_then_their_sequence(token_ids, block_size, parent):
+    local = local_block_hashes(token_ids, block_size)
+    assert chain_hashes(token_ids, block_size, parent) == sequence_hashes(local, parent).tolist()

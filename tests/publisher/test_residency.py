@@ -22,13 +22,14 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=20))
-def test_what_is_held_is_what_the_engines_hashes_name(history):
+@pytest.mark.parametrize("scope", [NO_SCOPE, Scope("sql", None)])
+def test_what_is_held_is_what_the_engines_hashes_name(scope, history):
     residency = Residency()
     model: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
     for step, pairs, tier in history:
         before = None if tier is None else set(model[tier].values())
         if step == "hold":
-            held = residency.hold([n for n, _ in pairs], [b for _, b in pairs], None, tier, Scope("sql", None))
+            held = residency.hold([n for n, _ in pairs], [b for _, b in pairs], None, tier, scope)
             model[tier].update(pairs)
             now = set(model[tier].values())
             new = {pairs[idx][1] for idx in held.new_idxs}
@@ -42,17 +43,18 @@ def test_what_is_held_is_what_the_engines_hashes_name(history):
         else:
             residency.clear()
             model = {tier: {} for tier in Tier}
-        check(residency, model)
-        check(residency.copy(), model)
+        check(residency, model, scope)
+        check(residency.copy(), model, scope)
         check(
             Residency.of(
                 {tier: {**residency.names(tier)} for tier in Tier}, {**residency.places}, {**residency.scopes}
             ),
             model,
+            scope,
         )
 
 
-def check(residency, model) -> None:
+def check(residency, model, scope) -> None:
     held = {(block_hash, tier) for tier, named in model.items() for block_hash in named.values()}
     assert residency.num_blocks == len(held)
     digest = sum(blocks_digest([block_hash], tier) for block_hash, tier in held) % 2**64
@@ -71,7 +73,7 @@ def check(residency, model) -> None:
     for block_hash in range(100, 104):
         is_held = any(block_hash == held_hash for held_hash, _ in held)
         assert residency.holds(block_hash) == is_held
-        assert residency.scope(block_hash) == (Scope("sql", None) if is_held else NO_SCOPE)
+        assert residency.scope(block_hash) == (scope if is_held else NO_SCOPE)
 
 
 def test_the_parent_of_a_held_block_outlives_the_parent_itself():
@@ -117,3 +119,18 @@ def test_what_is_held_is_told_in_slices(monkeypatch):
 def test_a_chain_whose_names_and_blocks_differ_in_number_is_refused():
     with pytest.raises(ValueError, match="zip"):
         Residency().hold([1], [11, 12], None, Tier.GPU)
+
+
+def test_a_digest_is_the_same_however_seldom_it_is_asked_for(monkeypatch):
+    monkeypatch.setattr("kvist.publisher.residency._NUM_UNDIGESTED_BLOCKS", 7)
+    often, seldom = Residency(), Residency()
+    for start in range(0, 40, 4):
+        hashes = range(start, start + 4)
+        for residency in (often, seldom):
+            residency.hold(hashes, [100 + name for name in hashes], None, Tier(start // 4 % 4))
+            residency.release(hashes[1:3], Tier(start // 4 % 4))
+        assert often.digest == often.copy().digest
+    assert seldom.digest == often.digest
+    seldom.hold([1], [101], None, Tier.GPU)
+    seldom.clear()
+    assert seldom.digest == 0
