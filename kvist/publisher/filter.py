@@ -81,15 +81,11 @@ class WindowFilter:
 
     def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
         """Return what is to be published for this event: nothing, the event, or a clearing of the rank before it."""
-        if isinstance(event, EngineCreated):
-            self._created(event)
-            return ()
+        # The frequent first: not to be of a type takes five times as long as to be of it.
+        if not isinstance(event, EngineStored) and not isinstance(event, EngineRemoved):
+            return self._admit_rare(event)
         if self._is_created_phase:
             self._end_created_phase()
-        if isinstance(event, EngineCleared):
-            self._has_published = self._has_published_unknown = False
-            self._num_passed += 1
-            return (event,)
         self._show(event.group, event.window)
         must_clear = self._learn(event) or self._is_unknown_ambiguous_now()
         passes = self._is_undeclared(event) if event.window is UNKNOWN else self._is_largest(event)
@@ -140,6 +136,16 @@ class WindowFilter:
             num_ambiguous_removals=self._num_ambiguous_removals,
             num_undecidable=self._num_undecidable,
         )
+
+    def _admit_rare(self, event: EngineCreated | EngineCleared) -> tuple[PassedEvent, ...]:
+        if isinstance(event, EngineCreated):
+            self._created(event)
+            return ()
+        if self._is_created_phase:
+            self._end_created_phase()
+        self._has_published = self._has_published_unknown = False
+        self._num_passed += 1
+        return (event,)
 
     def _created(self, event: EngineCreated) -> None:
         if not self._is_created_phase:

@@ -171,7 +171,7 @@ class Coalescer:
 
     def add(self, event: Event) -> None:
         """Put an event behind the others."""
-        if not isinstance(event, Stored | Removed):
+        if not isinstance(event, Stored) and not isinstance(event, Removed):
             self._settle()
             self._events.append(event)
         elif len(event.hashes) <= MAX_BATCH_HASH_BYTES:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from array import array
+from typing import Any, NamedTuple, overload
 
 from kvist.events.engine import EngineEvent, EngineHash
 
@@ -35,6 +36,19 @@ def fold_hash(engine_hash: EngineHash) -> int:
     if isinstance(engine_hash, bytes):
         engine_hash = int.from_bytes(engine_hash[-8:], "big")
     return engine_hash & _U64_MASK
+
+
+@overload
+def fold_hashes(engine_hashes: list[EngineHash]) -> list[EngineHash]: ...
+@overload
+def fold_hashes(engine_hashes: list[EngineHash | None]) -> list[EngineHash | None]: ...
+def fold_hashes(engine_hashes: list[Any]) -> list[Any]:
+    """Return the folded hashes, None for None; of unsigned integers, which engines send, the list itself."""
+    try:
+        array("Q", engine_hashes)  # the fastest look at them all
+    except (TypeError, OverflowError):
+        return [None if engine_hash is None else fold_hash(engine_hash) for engine_hash in engine_hashes]
+    return engine_hashes
 
 
 def mm_hash_of(identifier: str) -> int | None:

@@ -15,7 +15,7 @@ import msgspec
 
 from kvist.errors import MalformedMessageError
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
+from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash, fold_hashes
 from kvist.events.dialects.extra_keys import read_extra_keys
 from kvist.events.engine import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
 from kvist.events.types import NonNegative, Rank, Tier
@@ -24,7 +24,8 @@ from kvist.events.windows import FULL, UNKNOWN, Window
 # An engine's positional form: for each tag, what its fields are called.
 FieldOrder: TypeAlias = Mapping[str, Sequence[str]]
 
-_TIER_OF_MEDIUM = {
+_TIER_OF_MEDIUM: dict[str | None, Tier] = {
+    None: Tier.GPU,
     "GPU": Tier.GPU,
     "CPU": Tier.HOST,
     "CPU_PINNED": Tier.HOST,
@@ -105,15 +106,19 @@ def decode_block_events(payload: bytes, source: str, field_order: FieldOrder) ->
     events: list[EngineEvent] = []
     num_ignored = num_malformed = num_unhashable = 0
     for raw in batch.events:
-        read = _read_event(raw, field_order) if isinstance(raw, msgspec.Raw) else raw
-        event = read if isinstance(read, _Unusable) else _engine_event(read, rank)
-        if event is _Unusable.IGNORED:
-            num_ignored += 1
-        elif event is _Unusable.MALFORMED:
-            num_malformed += 1
-        else:
+        event = _engine_event(_read_event(raw, field_order) if isinstance(raw, msgspec.Raw) else raw, rank)
+        # The frequent first: not to be of a type takes five times as long as to be of it.
+        if isinstance(event, EngineRemoved):
             events.append(event)
-            num_unhashable += event.block_hashes.count(None) if isinstance(event, EngineStored) else 0
+        elif isinstance(event, EngineStored):
+            events.append(event)
+            num_unhashable += event.block_hashes.count(None)
+        elif isinstance(event, EngineCleared):
+            events.append(event)
+        elif event is _Unusable.IGNORED:
+            num_ignored += 1
+        else:
+            num_malformed += 1
     return DecodedEngineBatch(batch.timestamp_s, batch.rank, tuple(events), num_ignored, num_malformed, num_unhashable)
 
 
@@ -145,21 +150,22 @@ def _read_event(raw: msgspec.Raw, field_order: FieldOrder) -> _RawEvent | _Unusa
         return _Unusable.MALFORMED
 
 
-def _engine_event(raw: _RawEvent, rank: int) -> EngineEvent | _Unusable:
-    if isinstance(raw, _AllBlocksCleared):
-        return EngineCleared(rank=rank)
-    tier = _tier(raw.medium, raw.locality)
-    if tier is None:
-        return _Unusable.IGNORED
+def _engine_event(raw: _RawEvent | _Unusable, rank: int) -> EngineRemoved | EngineStored | EngineCleared | _Unusable:
+    if isinstance(raw, _BlockRemoved):
+        tier = _tier(raw.medium, raw.locality)
+        if tier is None:
+            return _Unusable.IGNORED
+        return EngineRemoved(fold_hashes(raw.block_hashes), UNKNOWN, raw.group_idx, rank, tier)
     if isinstance(raw, _BlockStored):
-        return _stored(raw, rank, tier)
-    return EngineRemoved([fold_hash(h) for h in raw.block_hashes], UNKNOWN, raw.group_idx, rank, tier)
+        tier = _tier(raw.medium, raw.locality)
+        return _Unusable.IGNORED if tier is None else _stored(raw, rank, tier)
+    return EngineCleared(rank=rank) if isinstance(raw, _AllBlocksCleared) else raw
 
 
 def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusable:
     if raw.kv_cache_spec_kind in _NEVER_INDEXED_KINDS:
         return _Unusable.IGNORED
-    block_hashes = [None if h is None else fold_hash(h) for h in raw.block_hashes]
+    block_hashes = fold_hashes(raw.block_hashes)
     cache_salt, mm_hashes = raw.cache_salt, None
     if raw.extra_keys and any(raw.extra_keys):
         if len(raw.extra_keys) != len(block_hashes):
@@ -196,7 +202,8 @@ def _tier(medium: str | None, locality: str | None) -> Tier | None:
     """Return the tier of a medium, GPU where none is named, or None for one that is not known."""
     if locality == "REMOTE":
         return Tier.EXTERNAL
-    return Tier.GPU if medium is None else _TIER_OF_MEDIUM.get(medium.upper())
+    tier = _TIER_OF_MEDIUM.get(medium)
+    return _TIER_OF_MEDIUM.get(medium.upper()) if tier is None and medium is not None else tier
 
 
 def _window(kind: str | None, sliding_window: int | None) -> Window:
