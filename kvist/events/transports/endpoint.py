@@ -87,7 +87,7 @@ def _replay_address(url: str, address: str, replay_port: str | None) -> str | No
         return f"{address}.replay"
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or "/" in rest or host.startswith("[") != host.endswith("]"):
-        raise InvalidValueError("endpoint", url, "tcp://host:port, ipc:///path or memory://name")
+        raise InvalidValueError("endpoint", url, "tcp://host:port, ipc:///path, nats://…, mqtt://… or memory://name")
     port_number = _port(url, "port", port)
     if replay_port == "none":
         return None
