@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvist.errors import InvalidValueError
@@ -14,7 +14,7 @@ from kvist.errors import InvalidValueError
 class AtomicFile:
     """A file that has all its pieces when it appears, also after a crash; what was there stays until then.
 
-    Ends with `commit` or `discard`. Methods block and raise OSError.
+    Ends with `commit`, or with `discard` where something failed. All methods block; they raise OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,11 +40,11 @@ class AtomicFile:
             os.close(folder)
 
     def discard(self) -> None:
-        """Give up what was written, and leave no trace of it."""
-        try:
+        """Give up what was written, and leave no trace of it if the disk allows; raises nothing."""
+        with suppress(OSError):
             self._file.close()  # which may write what is buffered, and fail as before
-        finally:
-            self._temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            self._temporary.unlink()
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:

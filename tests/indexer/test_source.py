@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 import msgspec
@@ -289,3 +290,27 @@ def test_the_counts_of_before_stay_when_the_form_changes(world):
     after = world.statistics
     assert (after.num_malformed, after.num_gaps, after.num_cleared) == (2, 1, 1)
     assert after.num_batches == before.num_batches + 1
+
+
+def exhaust(work: Iterator[None]) -> None:
+    for _ in work:
+        pass
+
+
+def test_how_far_a_stream_was_followed_is_told_amid_a_gap_but_not_amid_an_answer():
+    source = Source("w", "tcp://127.0.0.1:5557", BLOCK_SIZE, RadixIndex(seed=1), set())
+
+    def next_sequence() -> int | None:
+        progress = source.progress()
+        return None if progress is None else progress.ranks[0].next_sequence
+
+    assert next_sequence() is None
+    for message in publishers(0, 1), publishers(3, 4):
+        exhaust(source.received_all([message], 100.0))
+    assert (next_sequence(), source.positions) == (1, ((1, 1),))
+    (question,) = source.questions(101.0)
+    taking = source.answered(question, [publishers(1, 2), publishers(2, 3)], 101.0)
+    next(taking)
+    assert (next_sequence(), source.is_taking_answer) == (None, True)
+    exhaust(taking)
+    assert (next_sequence(), source.is_taking_answer) == (4, False)

@@ -344,6 +344,19 @@ async def test_a_failing_disk_is_counted_and_told_and_stops_nothing(
         assert kept.keeper.statistics().failure is None
 
 
+async def test_a_save_that_ends_early_leaves_no_trace(start_kept, url, make_truth, until, tmp_path, monkeypatch):
+    path = await saved(start_kept, url, make_truth, until, tmp_path)
+    before = path.read_bytes()
+    async with start_kept(is_killed=True) as kept:
+        kept.keeper._saved = None
+        with monkeypatch.context() as patch:
+            patch.setattr("kvist.indexer.dumps.dumper._settled", lambda _: asyncio.Event().wait())
+            patch.setattr(keeper_module, "LAST_SAVE_TIMEOUT_S", 0.05)
+            await kept.keeper.stop()
+    assert path.read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["lock", "router.state"]
+
+
 async def test_a_save_lets_others_have_their_turn_and_waits_for_answers_that_are_taken(start_kept, url):
     async with start_kept(("w", url)) as kept:
         kept.index.store(WorkerRank("w", 0), Tier.GPU, None, np.arange(1, 100_001, dtype=np.uint64))
