@@ -19,7 +19,7 @@ from kvist.events.engine import EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Heartbeat, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
-from kvist.publisher.residency import Holdings, Residency, Scope
+from kvist.publisher.residency import NO_SCOPE, Holdings, Residency, Scope
 
 _logger = logging.getLogger(__name__)
 
@@ -241,7 +241,11 @@ class Normaliser:
     def _scope(self, lora_name: str | None, cache_salt: str | None, parent: int | None) -> Scope:
         if parent is not None and (lora_name is None or cache_salt is None):
             inherited = self._residency.scope(parent)
+            if lora_name is None and cache_salt is None:
+                return inherited
             return Scope(lora_name or inherited.lora_name, cache_salt or inherited.cache_salt)
+        if lora_name is None and cache_salt is None:
+            return NO_SCOPE
         return Scope(lora_name, cache_salt)
 
     def _canonical_hashes(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -32,8 +32,6 @@ _DEPTH_MASK, _TIERS_MASK = 0xFFFF_FFFF, 0xF
 _DEPTH_AND_TIERS_MASK = (1 << _PARENT_SHIFT) - 1
 
 _NUM_BLOCKS_A_SLICE = 16_384
-_MIN_AT_ONCE_BLOCKS = 3
-"""Shorter chains cost less block by block than in calls for all of them."""
 _NUM_UNDIGESTED_BLOCKS = 4096
 """Changes kept until they enter the digest together: 0.05 µs each, where one by one they are 0.4 µs."""
 
@@ -115,7 +113,7 @@ class Residency:
         self._num_blocks = 0
         # The digest of what was held when it was last asked for, and what came and went since.
         self._digest = 0
-        self._undigested: dict[tuple[Tier, int], array[int]] = {}
+        self._undigested: dict[tuple[Tier, int], list[int]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -126,7 +124,7 @@ class Residency:
     def digest(self) -> int:
         """Return the digest (`kvist.events.digest`) of everything held; changes since the last call are added now."""
         for (tier, sign), block_hashes in self._undigested.items():
-            self._digest += sign * blocks_digest(np.frombuffer(block_hashes, np.uint64), tier)
+            self._digest += sign * blocks_digest(block_hashes, tier)
         self._undigested.clear()
         self._digest &= _U64_MASK
         return self._digest
@@ -213,32 +211,32 @@ class Residency:
 
         An engine hash that named another block in this tier names the new one from here on: the last store wins.
         """
-        depth = 0 if parent is None else _depth(self._place_of.get(parent, 0)) + 1
-        if scope == NO_SCOPE and self._is_all_new(engine_hashes, block_hashes, tier):
-            self._hold_all_new(engine_hashes, block_hashes, parent, tier, depth)
-            return Held(list(range(len(block_hashes))), [])
         block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
-        held = Held([], [])
+        depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
+        depth_bits, before = depth << _DEPTH_SHIFT, parent or 0
+        is_scoped = scope != NO_SCOPE
+        new_idxs: list[int] = []
+        displaced: list[int] = []
         for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
             old_block_hash = block_of.get(engine_hash)
             if old_block_hash != block_hash:
                 if old_block_hash is not None and self._drop(old_block_hash, tier):
-                    held.displaced.append(old_block_hash)
+                    displaced.append(old_block_hash)
                 block_of[engine_hash] = block_hash
                 old_place = place_of.get(block_hash, 0)
                 if old_place & tier_bit:
                     self._num_aliases[block_hash, tier] = self._num_aliases.get((block_hash, tier), 0) + 1
                 else:
-                    place = (parent or 0) << _PARENT_SHIFT | depth << _DEPTH_SHIFT
-                    place_of[block_hash] = (old_place or place) | tier_bit
-                    held.new_idxs.append(idx)
-                    if scope != NO_SCOPE:
+                    place_of[block_hash] = (old_place or before << _PARENT_SHIFT | depth_bits) | tier_bit
+                    new_idxs.append(idx)
+                    if is_scoped:
                         self._scopes[block_hash] = scope
-            parent = block_hash
-            depth += 1
-        self._add_to_digest([block_hashes[idx] for idx in held.new_idxs], tier, sign=1)
-        self._add_to_digest(held.displaced, tier, sign=-1)
-        return held
+            before = block_hash
+            depth_bits += 1 << _DEPTH_SHIFT
+        is_all_new = len(new_idxs) == len(block_hashes)
+        self._add_to_digest(block_hashes if is_all_new else [block_hashes[idx] for idx in new_idxs], tier, sign=1)
+        self._add_to_digest(displaced, tier, sign=-1)
+        return Held(new_idxs, displaced)
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes out of a tier, in any order."""
@@ -267,32 +265,6 @@ class Residency:
         self._undigested.clear()
         self._num_blocks = self._digest = 0
 
-    def _is_all_new(self, engine_hashes: Sequence[EngineHash], block_hashes: Sequence[int], tier: Tier) -> bool:
-        """Return whether a chain that is not short has no known block, no engine hash known here, and none twice."""
-        num_blocks = len(block_hashes)
-        return (
-            num_blocks >= _MIN_AT_ONCE_BLOCKS
-            and self._place_of.keys().isdisjoint(block_hashes)
-            and self._block_of[tier].keys().isdisjoint(engine_hashes)
-            and len(set(block_hashes)) == len(set(engine_hashes)) == len(engine_hashes) == num_blocks
-        )
-
-    def _hold_all_new(
-        self,
-        engine_hashes: Sequence[EngineHash],
-        block_hashes: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        depth: int,
-    ) -> None:
-        """Hold a chain of which nothing was known, as nearly all are, in a few calls for all of it."""
-        rests = range(depth << _DEPTH_SHIFT | 1 << tier, (depth + len(block_hashes)) << _DEPTH_SHIFT, 1 << _DEPTH_SHIFT)
-        parents = chain((parent or 0,), block_hashes)
-        places = [parent << _PARENT_SHIFT | rest for parent, rest in zip(parents, rests, strict=False)]
-        self._place_of.update(zip(block_hashes, places, strict=True))
-        self._block_of[tier].update(zip(engine_hashes, block_hashes, strict=True))
-        self._add_to_digest(block_hashes, tier, sign=1)
-
     def _drop(self, block_hash: int, tier: Tier) -> bool:
         """Give up one engine hash's hold on a block; return whether the block left the tier."""
         num_aliases = self._num_aliases.pop((block_hash, tier), 0) if self._num_aliases else 0
@@ -311,10 +283,10 @@ class Residency:
     def _add_to_digest(self, block_hashes: Sequence[int], tier: Tier, *, sign: int) -> None:
         if block_hashes:
             self._num_blocks += sign * len(block_hashes)
-            undigested = self._undigested.setdefault((tier, sign), array("Q"))
+            undigested = self._undigested.setdefault((tier, sign), [])
             undigested.extend(block_hashes)
             if len(undigested) >= _NUM_UNDIGESTED_BLOCKS:
-                self._digest += sign * blocks_digest(np.frombuffer(undigested, np.uint64), tier)
+                self._digest += sign * blocks_digest(undigested, tier)
                 del self._undigested[tier, sign]
 
 
