@@ -1,4 +1,4 @@
-"""What does publishing cost an engine: on its own thread, in its process, and on the wire?
+"""What does publishing cost an engine: on its own thread, in its process, on the wire, and in a sidecar?
 
 Bound by the interpreter: a report copies token ids and appends to a deque; the background thread hashes (XXH3, twice a
 block) under the same interpreter lock. Baseline: what vLLM's ZMQ publisher does on the engine's thread, an event struct
@@ -14,22 +14,28 @@ from __future__ import annotations
 import argparse
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from _common import report, table, time_call_us
 
 from kvist.events import FULL, EngineStored
-from kvist.events.transports import Message, ReplaySource
+from kvist.events.transports import Endpoint, Message, ReplaySource
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.publisher import publisher as publisher_module
+from kvist.publisher.sidecar import LIMITS
+from kvist.publisher.sidecar_feed import SidecarFeed
 
 BLOCK_SIZE = 16
+NUM_CACHED_BLOCKS = 20_000
+"""What the simulated vLLM holds before it removes."""
 PARKED = PublisherLimits(inbox_capacity=10**9, coalesce_s=3600.0)
 """The background thread gathers for an hour: what is left is the cost of the call alone."""
 BUSY = PublisherLimits(inbox_capacity=10**9)
+NEVER_OFFERED = PublisherLimits(inbox_capacity=10**9, num_events_a_slice=10**9)
 
 
 class Discarding:
@@ -106,9 +112,41 @@ def background(num_events: int, num_blocks: int, is_filtered: bool) -> tuple[flo
     return cpu_s / (num_events * num_blocks) * 1e6, publisher.statistics().num_sent_bytes / (num_events * num_blocks)
 
 
-def step_times_ms(num_steps: int, num_events: int) -> list[float]:
+def vllm_messages(num_messages: int, num_events: int, num_blocks: int) -> list[Message]:
+    """Return vLLM's messages of root chains: each event removes as many blocks, an event for each, as it stores."""
+    rng = np.random.default_rng(1)
+    messages, held = [], deque[list[int]]()
+    for sequence in range(num_messages):
+        events: list[dict[str, object]] = []
+        for _ in range(num_events):
+            if len(held) * num_blocks >= NUM_CACHED_BLOCKS:
+                events += [{"type": "BlockRemoved", "block_hashes": [one], "medium": "GPU"} for one in held.popleft()]
+            hashes = rng.integers(0, 1 << 63, num_blocks, np.uint64).tolist()
+            tokens = rng.integers(0, 1 << 17, num_blocks * BLOCK_SIZE).tolist()
+            stored = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens, "block_size": BLOCK_SIZE}
+            events.append({"type": "BlockStored", **stored, "medium": "GPU"})
+            held.append(hashes)
+        messages.append(Message(b"", sequence, msgspec.msgpack.encode([1.0, events, 0])))
+    return messages
+
+
+def sidecar(num_messages: int, num_events: int, num_blocks: int) -> tuple[float, int]:
+    """Return CPU microseconds of a sidecar for each block stored, socket and splitting left out, and events lost."""
+    messages = vllm_messages(num_messages, num_events, num_blocks)
+    publisher = KvEventPublisher(Discarding(), worker="bench", block_size=BLOCK_SIZE, num_ranks=0, limits=LIMITS)
+    feed = SidecarFeed(Endpoint.parse("tcp://127.0.0.1:5557"), lambda _: publisher)
+    cpu_s = time.process_time()
+    for start in range(0, num_messages, 16):
+        for _ in feed.received_all(messages[start : start + 16], 1.0):
+            pass
+    publisher.close()
+    cpu_s = time.process_time() - cpu_s
+    return cpu_s / (num_messages * num_events * num_blocks) * 1e6, publisher.num_lost_events
+
+
+def step_times_ms(num_steps: int, num_events: int, limits: PublisherLimits = BUSY) -> list[float]:
     """Return the milliseconds of engine steps: 1 ms of Python, some events of 8 blocks, 2 ms waiting for a device."""
-    publisher = publisher_with(BUSY)
+    publisher = publisher_with(limits)
     steps = []
     for step in range(num_steps):
         started_s = time.perf_counter()
@@ -143,11 +181,19 @@ def main() -> None:
     rows = [[name, f"{us:.2f}", f"{size:.1f}"] for name, (us, size) in shares.items()]
     text.append(table(["in the background", "CPU µs a block", "bytes a block sent"], rows))
 
+    beside = {
+        f"{num_blocks} blocks an event, {num_events} events a message": sidecar(
+            (60_000 if args.quick else 300_000) // (num_events * num_blocks), num_events, num_blocks
+        )
+        for num_blocks, num_events in ((1, 1), (1, 16), (8, 4), (64, 1))
+    }
+    rows = [[name, f"{us:.2f}", f"{1e6 / us:,.0f}", lost] for name, (us, lost) in beside.items()]
+    text.append(table(["a sidecar of vLLM", "CPU µs a block", "blocks/s of one core", "events lost"], rows))
+
     num_steps = 100 if args.quick else 1_500
     steps = {f"{num_events} events": step_times_ms(num_steps, num_events) for num_events in (0, 4, 32)}
-    publisher_module._NUM_EVENTS_A_SLICE = 10**9
     for num_events in (4, 32):
-        steps[f"{num_events} events, the lock not offered"] = step_times_ms(num_steps, num_events)
+        steps[f"{num_events} events, the lock not offered"] = step_times_ms(num_steps, num_events, NEVER_OFFERED)
     quantiles = {
         name: {q: round(times[min(int(q * len(times)), len(times) - 1)], 3) for q in (0.5, 0.99, 1.0)}
         for name, times in steps.items()
@@ -157,6 +203,7 @@ def main() -> None:
     results = {
         "engine_thread_us_per_block": {name: round(us, 4) for name, us in costs.items()},
         "background_us_and_bytes_per_block": {name: [round(v, 3) for v in share] for name, share in shares.items()},
+        "sidecar_us_per_block": {name: round(us, 3) for name, (us, _) in beside.items()},
         "engine_step_ms": {name: {str(q): ms for q, ms in times.items()} for name, times in quantiles.items()},
     }
     report("publisher", "\n\n".join(text), results, ["msgspec", "numpy", "xxhash"], args.save)

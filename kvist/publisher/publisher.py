@@ -34,10 +34,6 @@ __all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
 
-_NUM_EVENTS_A_SLICE = 8
-"""Events hashed before the thread offers the interpreter lock, while it keeps up. An engine in the same process then
-waits for one slice of about 0.2 ms, not for the interpreter's switch interval of 5 ms: with 256 blocks a step, the p99
-of a 3 ms step is 5.7 ms instead of 15.2 ms (benchmarks/results/publisher.md, two busy EPYC cores)."""
 _NUM_EVENTS_A_PASS = 4096
 """Events taken before their batches are sent, so that a flood is not held back until it ends."""
 _RETRY_S = 0.02
@@ -320,6 +316,7 @@ class KvEventPublisher:
     def _publish_pass(self) -> None:
         """Hash and send a bounded part of the inbox, then do what is to be done between two events, if that comes."""
         num_events = min(len(self._inbox), _NUM_EVENTS_A_PASS)
+        num_events_a_slice = self._limits.num_events_a_slice
         between = None
         for event_idx in range(num_events):
             event = self._inbox.popleft()
@@ -327,7 +324,7 @@ class KvEventPublisher:
                 between = event
                 break
             self._stream(event.rank).admit(event)
-            if event_idx % _NUM_EVENTS_A_SLICE == _NUM_EVENTS_A_SLICE - 1 and not self._must_hurry():
+            if event_idx % num_events_a_slice == num_events_a_slice - 1 and not self._must_hurry():
                 time.sleep(0)
         if self._inbox:
             self._wake.set()

@@ -29,8 +29,11 @@ from kvist.publisher.stream import RankState, RankStream, topic_of
 
 _logger = logging.getLogger(__name__)
 
-LIMITS = PublisherLimits(inbox_capacity=1 << 20)
-"""A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank."""
+LIMITS = PublisherLimits(inbox_capacity=1 << 20, num_events_a_slice=4096)
+"""A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank.
+
+Nobody waits for its interpreter lock either: offered every 8 events, it costs 2 of 11 µs a block.
+"""
 
 FAILURE_CHECK_INTERVAL_S = 0.5
 
