@@ -8,16 +8,16 @@ from kvist.errors import MalformedMessageError
 from kvist.events import EngineStored
 from kvist.events.codec import decode_batch, is_canonical
 from kvist.events.follow import REPLAY_TIMEOUT_S
-from kvist.events.transports import Endpoint, Message, base, open_subscription
+from kvist.events.transports import Endpoint, Message, Subscription, base
 from kvist.publisher.engine_feed import DECODERS
 
 
-async def learn_block_size(endpoint: Endpoint) -> int:
+async def learn_block_size(endpoint: Endpoint, subscription: Subscription) -> int:
     """Return the tokens per block that the stream's first message with blocks names, kept for replay or live.
 
     Waits for as long as the stream says nothing of the kind. Raises InvalidValueError when it cannot be followed.
     """
-    async with open_subscription(endpoint) as subscription:
+    async with subscription:
         messages: Sequence[Message] | None = await subscription.replay(base.WHAT_FOLLOWS, REPLAY_TIMEOUT_S)
         if messages is not None and not messages:
             messages = await subscription.replay(base.EVERYTHING, REPLAY_TIMEOUT_S)

@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
-from kvist.events.transports import Endpoint
+from kvist.events.transports import Endpoint, open_subscription, public_url
 from kvist.indexer import Indexer, SourceStatistics, learn_block_size
+from kvist.indexer.statistics import SourceCounters
 from kvist.router.state import FleetState
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class FleetIndex:
         self._has_block_size = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
         self._learners: list[asyncio.Task[None]] = []
+        self._problems: dict[tuple[str, str], Callable[[], str | None]] = {}  # of streams that wait for a block size
         self._state_dir = state_dir
         self._state_interval_s = state_interval_s
         self._kept: list[FleetState] = []
@@ -128,7 +130,7 @@ class FleetIndex:
             self._add_sources(worker)
             if self.block_size is None:
                 self._learners += [
-                    self._tasks.create_task(self._learn_block_size(endpoint), name=f"kvist-block-size {worker}")
+                    self._tasks.create_task(self._learn_block_size(worker, endpoint), name=f"kvist-block-size {worker}")
                     for endpoint in wanted
                 ]
 
@@ -167,17 +169,28 @@ class FleetIndex:
         return [source for source in self.every_source() if source.worker == worker]
 
     def every_source(self) -> list[SourceStatistics]:
-        """Return the counters of all streams."""
-        return self._indexer.statistics() if self._indexer is not None else []
+        """Return the counters of all streams; while no block size is known, what keeps each from telling one."""
+        if self._indexer is not None:
+            return self._indexer.statistics()
+        return [
+            SourceCounters(failure=problem()).frozen(worker, url, {}, (), 0, self._now_s())
+            for (worker, url), problem in self._problems.items()
+            if worker in self._endpoints
+        ]
 
     def state_statistics(self) -> StateStatistics | None:
         """Return how keeping the index on disk goes, None where it is not kept."""
         return None if self._keeper is None else self._keeper.statistics()
 
-    async def _learn_block_size(self, endpoint: str) -> None:
+    async def _learn_block_size(self, worker: str, url: str) -> None:
+        endpoint, stream = Endpoint.parse(url), (worker, public_url(url))
         try:
-            self.adopt_block_size(await learn_block_size(Endpoint.parse(endpoint)))
+            subscription = open_subscription(endpoint)
+            self._problems[stream] = lambda: subscription.problem
+            self.adopt_block_size(await learn_block_size(endpoint, subscription))
         except (InvalidValueError, MissingExtraError) as error:
+            failure = str(error)
+            self._problems[stream] = lambda: failure
             _logger.error("stream cannot be followed: %s", error)
 
     async def _follow(self) -> None:

@@ -87,6 +87,16 @@ async def test_a_broker_that_is_down_is_told_and_requests_are_taken(worker, rout
             assert (await front.complete()).status_code == 200
 
 
+async def test_a_stream_that_fails_before_any_block_size_is_known_is_told(worker, router, free_port) -> None:
+    async with worker() as one:
+        source = f"nats://kv:secret@127.0.0.1:{free_port()}/m/w"
+        async with router(one.url, kv_event_sources={one.url: (source,)}) as front:
+            problem = await until_problem(front, "failed", "127.0.0.1")
+            assert (problem["worker"], problem["url"]) == (one.url, source.replace("kv:secret@", ""))
+            (shown,) = (await front.workers())[one.url]["kv_events"]["sources"]
+            assert (shown["condition"], shown["reason"]) == ("failed", problem["reason"])
+
+
 async def test_a_worker_whose_events_contradict_its_block_size_is_refused_with_both(worker, router, engine) -> None:
     async with worker() as one:
         with engine("one") as cache:
