@@ -5,9 +5,9 @@ percentile, is the least there can be. Message by message it is bound by the slo
 best-tuned baseline is `zmq`, which no broker's hop stands behind.
 
 An engine's loop stores 8 blocks every 160 µs in a process of its own; the index is fed by `Indexer` in this one, and is
-looked at after each step of its work. `memory` knows no processes: there the loop is a thread here, and both share one
-interpreter. "Coalesced" is `KvEventPublisher` as it is, from tokens; "message by message" sends finished batches, one a
-step, through its outbox. Both clocks are the machine's monotonic one.
+looked at after each step of its work. `memory` knows no processes: there the loop is a thread here, both share one
+interpreter, and either's CPU is that of both. "Coalesced" is `KvEventPublisher` as it is, from tokens; "message by
+message" sends finished batches, one a step, through its outbox. Both clocks are the machine's monotonic one.
 
     python benchmarks/bench_transports.py [--quick] [--save] [--only TRANSPORT ...]
 """
@@ -286,7 +286,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true", help="write below benchmarks/results")
     parser.add_argument("--only", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="some transports")
     args = parser.parse_args()
-    rounds = run_rounds(args.only, *((2.0, 1) if args.quick else (10.0, 5)))
+    rounds = run_rounds(args.only, *((2.0, 1) if args.quick else (5.0, 3)))
     lines = [row(mode, name, done) for (mode, name), done in rounds.items()]
     facts = {
         "is_quick": args.quick,
