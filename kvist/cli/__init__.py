@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if extra is None:
             raise
         return _failure(args.command, MissingExtraError(extra, str(error.name)), code=2)
-    except InvalidValueError as error:
+    except (InvalidValueError, MissingExtraError) as error:
         return _failure(args.command, error, code=2)
     except (KvistError, OSError) as error:
         return _failure(args.command, error, code=1)

@@ -134,6 +134,8 @@ def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Lin
                     show_at_s = now_s + SHOW_INTERVAL_S
                     line.show(f"{script.num_recorded} messages", *script.progress)
         except RecordingError as error:
+            if script.num_recorded == 0:
+                raise
             damage = error
     _tell_end(args, script)
     yield

@@ -44,8 +44,13 @@ class SourceSpec:
 
 
 def parse_sources(texts: Sequence[str]) -> list[SourceSpec]:
-    """Return the streams of one recording; raises InvalidValueError for a wrong one, or two of one name."""
+    """Return the streams of one recording; raises InvalidValueError for a wrong one, or two of one name.
+
+    Raises MissingExtraError for a broker whose client is not installed: before there is a file.
+    """
     specs = [SourceSpec.parse(text) for text in texts]
+    for spec in specs:
+        spec.endpoint.check_client()
     names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:

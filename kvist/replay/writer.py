@@ -173,7 +173,7 @@ class RecordingWriter:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except FileExistsError:
-            raise InvalidValueError("recording", str(path), "a new file, or one to be appended to") from None
+            raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)") from None
         self._size_bytes = 0
         self._has_blocks = False
         self._lock(path)

@@ -24,6 +24,18 @@ def read(path):
         return list(reader)
 
 
+@pytest.mark.parametrize(("scheme", "client", "extra"), [("nats", "nats", "nats"), ("mqtt", "aiomqtt", "mqtt")])
+def test_a_missing_client_leaves_no_file(tmp_path, scheme, client, extra):
+    path = tmp_path / "r"
+    code = (
+        f"import sys; sys.modules[{client!r}] = None\n"
+        f"from kvist.cli import main; sys.exit(main(['record', '--from', '{scheme}://h/m/w', '--to', {str(path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, f"pip install 'kvist[{extra}]'" in done.stderr) == (2, True), done.stderr
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_engine_and_a_publisher_are_recorded_until_signalled(start_vllm, free_port, until_true, tmp_path, number):
     path, port = tmp_path / "r", free_port()

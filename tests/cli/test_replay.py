@@ -199,8 +199,8 @@ def test_a_file_that_is_not_there_or_no_recording_is_said(capsys, tmp_path):
     code, _, errors = run(capsys, tmp_path / "none", "--stats")
     assert (code, "No such file" in errors) == (1, True)
     (tmp_path / "letter").write_text("dear aunt")
-    code, _, errors = run(capsys, tmp_path / "letter", "--stats")
-    assert (code, "expected a recording, which begins with" in errors) == (1, True)
+    code, output, errors = run(capsys, tmp_path / "letter", "--stats")
+    assert (code, output, "expected a recording, which begins with" in errors) == (1, "", True)
 
 
 def test_an_empty_file_is_an_empty_recording(capsys, tmp_path):

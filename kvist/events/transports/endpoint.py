@@ -12,6 +12,7 @@ nats://…  mqtt://…   a stream on a broker: see `broker`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
@@ -55,6 +56,11 @@ class Endpoint:
             raise InvalidValueError("endpoint", url, "bind to be 0 or 1")
         replay = _replay_address(url, address, options.get("replay_port"))
         return cls(address, replay, engine, bind == "1")
+
+    def check_client(self) -> None:
+        """Raise MissingExtraError if the client of the endpoint's broker is not installed; it is imported."""
+        if self.broker is not None:
+            import_module(f"kvist.events.transports.{'mqtt' if self.broker.is_mqtt else 'nats'}")
 
     @property
     def scheme(self) -> str:
