@@ -53,6 +53,8 @@ class SessionLimits:
     """A publisher that sends heartbeats and is silent this long is no longer trusted."""
 
 
+MAX_SEQUENCE = (1 << 63) - 1
+"""What has a number beyond it is passed over: no peer gets there, and what follows must fit in 64 bits."""
 NO_REPLAY = SessionLimits(max_asks=1, jitter_s=0.0)
 """For a peer that nobody can ask: what is missing is lost at once."""
 
@@ -132,7 +134,7 @@ class Session(Generic[T]):
 
     def received(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
         """Judge one message of the live stream."""
-        if not self._hears(epoch, now_s):
+        if self._is_beyond(sequence) or not self._hears(epoch, now_s):
             return []
         steps = self._enter(epoch)
         if self._ask_at_s is None and sequence > self._expected:
@@ -157,7 +159,7 @@ class Session(Generic[T]):
         self, epoch: int, next_sequence: int, published: Holding, held: Holding, now_s: float
     ) -> list[Step[T]]:
         """Judge a heartbeat: what the publisher holds before `next_sequence`, against what the copy holds now."""
-        if not self._hears(epoch, now_s):
+        if self._is_beyond(next_sequence) or not self._hears(epoch, now_s):
             return []
         steps = self._enter(epoch)
         self._has_heartbeat = True
@@ -184,7 +186,7 @@ class Session(Generic[T]):
         With a `snapshot_sequence` a snapshot of the state before that message stands in front. An answer reaches up to
         the newest message the peer had sent before, so what it lacks is lost, unless the peer has snapshots.
         """
-        if messages is None:
+        if messages is None or (snapshot_sequence is not None and self._is_beyond(snapshot_sequence)):
             return self._unanswered(now_s)
         self.num_replays += 1
         is_beside_the_point = epoch != self._epoch and self._expected > 0
@@ -194,7 +196,7 @@ class Session(Generic[T]):
             self._settle()
             return self._release(None)
         steps = self._enter(epoch)
-        answer = list(messages)
+        answer = [(sequence, body) for sequence, body in messages if not self._is_beyond(sequence)]
         is_from_start = snapshot_sequence is not None or (answer != [] and answer[0][0] == 0)
         if is_beside_the_point and not is_from_start:
             # The question was about another epoch's numbers: ask this one from its beginning.
@@ -249,6 +251,10 @@ class Session(Generic[T]):
         """Notice silence; call it every second or so."""
         if self._has_heartbeat and now_s - self._heard_at_s > self._limits.silence_s:
             self._is_silent = True
+
+    def _is_beyond(self, sequence: int) -> bool:
+        self.num_stale += (is_beyond := sequence > MAX_SEQUENCE)
+        return is_beyond
 
     def _hears(self, epoch: int, now_s: float) -> bool:
         is_earlier = self._epoch is not None and epoch < self._epoch

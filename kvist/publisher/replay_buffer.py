@@ -87,6 +87,8 @@ class _Topic:
         self.next_sequence = 0
 
     def since(self, sequence: int) -> list[Message]:
+        if sequence >= self.next_sequence:  # also a number from a stranger that `islice` would not take
+            return []
         if not self.messages:
             return []
         return list(islice(self.messages, max(0, sequence - self.messages[0].sequence), None))

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.session import Apply, Clear, Holding, Restore, Session, SessionLimits, SourceState
+from kvist.events.session import (
+    MAX_SEQUENCE,
+    Apply,
+    Clear,
+    Holding,
+    Restore,
+    Session,
+    SessionLimits,
+    SourceState,
+)
 
 PROMPT = SessionLimits(jitter_s=0.0, retry_s=1.0, max_asks=3, max_held_messages=4, epoch_grace_s=3.0, silence_s=10.0)
 SAME = Holding(5, 55)
@@ -294,6 +303,17 @@ def test_a_message_that_clears_the_rank_makes_a_partial_copy_whole():
     assert script.session.state is PARTIAL
     script.session.emptied()
     assert script.session.state is LIVE
+
+
+def test_numbers_that_would_not_fit_anywhere_are_passed_over():
+    session = Script(has_snapshots=True).session
+    last = MAX_SEQUENCE
+    assert session.received(1, last + 1, 0, 100.0) == []
+    assert session.heartbeat(1, 2 * last + 1, SAME, SAME, 100.0) == []
+    assert session.replayed(1, [(0, 7), (2 * last + 1, 8)], 100.0) == [Apply(7)]
+    assert session.replayed(1, [], 100.0, snapshot_sequence=last + 1) == []
+    assert (session.epoch, session.expected_sequence, session.num_stale) == (1, 1, 4)
+    assert session.question(100.0 + 60) is not None  # for a snapshot that is one
 
 
 def test_the_first_question_waits_a_random_moment():

@@ -22,6 +22,14 @@ def test_replay_starts_at_the_sequence_asked_for():
     assert buffer.replay(ReplayRequest(b"t", 6)) == []
 
 
+@pytest.mark.parametrize("start_sequence", [7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
+def test_nothing_is_kept_from_beyond_the_newest_on_however_far(start_sequence):
+    buffer = ReplayBuffer(10, 10_000)
+    filled(buffer, 6)
+    assert buffer.replay(ReplayRequest(b"t", start_sequence)) == []
+    assert buffer.kept(b"t", start_sequence) == Kept(first_sequence=0, size_bytes=0)
+
+
 def test_an_empty_topic_means_all_and_an_unknown_one_nothing():
     buffer = ReplayBuffer(10, 10_000)
     messages = filled(buffer, 3, b"a") + filled(buffer, 2, b"b")

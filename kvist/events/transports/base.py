@@ -131,6 +131,12 @@ class Direct(Protocol):
 
 MAX_MESSAGE_BYTES = 64 << 20
 """The topic and payload a subscriber accepts from a network; more is counted and skipped."""
+MAX_ANSWER_BYTES = 1 << 30
+"""What an answer to a question may take here; a longer one is a peer gone wrong, and no answer."""
+MAX_ANSWER_S = 300.0
+"""How long an answer may take, whatever signs of life there are: it holds up what others ask."""
+MESSAGE_BYTES = 128
+"""What a message of an answer takes here beside topic and payload: an empty one counts, too."""
 PING_INTERVAL_S, PING_TIMEOUT_S = 5.0, 15.0
 """When a subscriber gives up a connection whose other end vanished without a word, and connects anew."""
 MIN_RECONNECT_S, MAX_RECONNECT_S = 0.1, 2.0

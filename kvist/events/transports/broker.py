@@ -221,7 +221,8 @@ def _options(url: str, scheme: str, query: str) -> dict[str, str]:
     allowed = (*_SCHEMES[scheme].options, *(_TLS_OPTIONS if _SCHEMES[scheme].has_tls else ()), "engine")
     for name, value in options.items():
         if name not in allowed:
-            raise _invalid(url, f"only the options {', '.join(allowed)}, not {name}")
+            shown = name.rpartition("@")[2]  # before it is the end of a password with a question mark
+            raise _invalid(url, f"only the options {', '.join(allowed)}, not {shown}")
         if not value:
             raise _invalid(url, f"a value for {name}")
     if not options.keys().isdisjoint(("max_age_s", "max_bytes", "deliver")) and "jetstream" not in options:

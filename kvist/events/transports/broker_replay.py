@@ -27,6 +27,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvist.errors import MalformedMessageError
+from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 
 _logger = logging.getLogger(__name__)
@@ -39,8 +40,6 @@ MAX_PAGE_S = 0.5
 """How long a page is filled: a source that needs seconds gives signs of life meanwhile, which must arrive as such."""
 NUM_THREADS = 4
 """Answers made at the same time: a snapshot may be long in coming, and a range should not wait for it."""
-MAX_ANSWER_BYTES = 1 << 30
-"""An answer longer than this is a peer gone wrong."""
 MAX_OPEN_QUESTIONS = 64
 """Questions answered side by side; further ones get no answer, and are asked again later."""
 QUESTION_TIMEOUT_S = 30.0
@@ -225,7 +224,7 @@ class Asking:
         if page.id != self.id or page.page_idx < self.num_pages or self.is_done:
             return None
         self._num_bytes += len(page.data)
-        if page.page_idx > self.num_pages or self._num_bytes > MAX_ANSWER_BYTES:
+        if page.page_idx > self.num_pages or self._num_bytes > base.MAX_ANSWER_BYTES:
             raise MalformedMessageError("a replay", f"page {page.page_idx} after {self.num_pages}, or too many bytes")
         self.num_pages += 1
         self._left += page.data
@@ -254,6 +253,7 @@ class Asking:
                 break
             topic = bytes(self._left[start + _RECORD.size : topic_end])
             self._messages.append(Message(topic, sequence, bytes(self._left[topic_end:end])))
+            self._num_bytes += base.MESSAGE_BYTES
             start = end
         del self._left[:start]
 
@@ -285,14 +285,15 @@ async def ask(
     """
     await send(asking.question())
     try:
-        while not asking.is_done:
-            async with asyncio.timeout(timeout_s):
-                page = await pages.get()
-            if page is None:
-                return None
-            reply = asking.received(page)
-            if reply is not None:
-                await send(reply)
+        async with asyncio.timeout(base.MAX_ANSWER_S):
+            while not asking.is_done:
+                async with asyncio.timeout(timeout_s):
+                    page = await pages.get()
+                if page is None:
+                    return None
+                reply = asking.received(page)
+                if reply is not None:
+                    await send(reply)
     except TimeoutError:
         return None
     except MalformedMessageError as error:

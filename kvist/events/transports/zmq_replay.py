@@ -6,6 +6,7 @@ import asyncio
 
 import zmq
 
+from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.frames import MalformedCounter, message_of
@@ -13,8 +14,6 @@ from kvist.events.transports.zmq_socket import LoopSocket, connect
 
 MAX_REPLIES_WAITING = 1_000
 """Replies that wait to be read; the publisher waits with those beyond."""
-MAX_REPLAY_BYTES = 1 << 30
-"""Payload accepted in one replay; more is a peer gone wrong."""
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence of the reply that ends a replay."""
 
@@ -36,7 +35,8 @@ class ReplayClient:
             dealer.socket.setsockopt(zmq.RCVHWM, MAX_REPLIES_WAITING)
             connect(dealer.socket, self._address)
             dealer.socket.send_multipart(_frames(request), zmq.NOBLOCK)
-            return await self._collect(dealer, timeout_s)
+            async with asyncio.timeout(base.MAX_ANSWER_S):
+                return await self._collect(dealer, timeout_s)
         except TimeoutError:
             return None
         finally:
@@ -45,7 +45,7 @@ class ReplayClient:
     async def _collect(self, dealer: LoopSocket, timeout_s: float) -> list[Message] | None:
         messages: list[Message] = []
         size_bytes = 0
-        while size_bytes <= MAX_REPLAY_BYTES:
+        while size_bytes <= base.MAX_ANSWER_BYTES:
             async with asyncio.timeout(timeout_s):
                 replies = await dealer.receive()
             for frames in replies:
@@ -54,7 +54,7 @@ class ReplayClient:
                 message = message_of(frames[1:] if len(frames) == 4 else frames, self._malformed)
                 if message is not None:
                     messages.append(message)
-                    size_bytes += len(message.payload)
+                    size_bytes += base.MESSAGE_BYTES + len(message.topic) + len(message.payload)
         return None
 
 

@@ -84,6 +84,8 @@ def test_a_models_plain_slash_is_not_taken_for_a_worker() -> None:
         "nats://user:se/secret@h/m/w",
         "nats://user:secret@h/m",
         "nats://user:secret@h:x/m/w",
+        "nats://token/x?secret@h/m/w",
+        "nats://user:1/b?jetstream=x&secret@h/m",
         "natss://user:secret@h/m/w",
     ],
 )

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from kvist.events.transports import Message, ReplayRequest
+from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.transports.broker_replay import (
     MAX_OPEN_QUESTIONS,
     PAGE_BYTES,
@@ -245,9 +246,33 @@ async def test_another_questions_page_is_ignored() -> None:
 
 
 async def test_too_long_an_answer_is_given_up(monkeypatch) -> None:
-    monkeypatch.setattr("kvist.events.transports.broker_replay.MAX_ANSWER_BYTES", 3 * PAGE_BYTES)
+    monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", 3 * PAGE_BYTES)
     async with Wire(Answers(Source([Message(b"t", 0, bytes(4 * PAGE_BYTES))]))) as wire:
         assert await wire.ask() is None
+
+
+async def test_many_messages_of_no_bytes_are_too_long_an_answer(monkeypatch) -> None:
+    monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", 2 * PAGE_BYTES)
+    num_messages = 3 * PAGE_BYTES // MESSAGE_BYTES
+    async with Wire(Answers(Source([Message(b"", idx, b"") for idx in range(num_messages)]))) as wire:
+        wire.answers.page_bytes = 1024
+        assert await wire.ask() is None
+
+
+async def test_an_answer_that_never_ends_is_given_up(monkeypatch) -> None:
+    monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
+    asking = Asking(REQUEST)
+
+    class Endless(asyncio.Queue[bytes | None]):
+        async def get(self) -> bytes:
+            await asyncio.sleep(0)
+            return _page(asking, asking.num_pages, False, b"")
+
+    async def send(data: bytes) -> None:
+        pass
+
+    async with asyncio.timeout(10):
+        assert await ask(asking, send, Endless(), timeout_s=5) is None
 
 
 async def test_a_cancelled_question_is_no_longer_answered() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -208,3 +209,24 @@ async def test_a_replay_that_nobody_serves_is_given_up_without_waiting(free_port
     async with ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:{free_port()}")) as subscription:
         async with asyncio.timeout(20):
             assert await subscription.replay(ReplayRequest(None, 0), timeout_s=60) is None
+
+
+async def answer_for_ever(router, payload):
+    """Answer the one question that comes with messages on and on, as long as they are taken."""
+    await asyncio.to_thread(router.poll, 10_000)
+    client = router.recv_multipart()[0]
+    while True:
+        with suppress(zmq.Again):
+            router.send_multipart([client, b"", b"t", be64(0), payload], zmq.NOBLOCK)
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(("limit", "value"), [("MAX_ANSWER_BYTES", 2000), ("MAX_ANSWER_S", 0.2)])
+async def test_an_answer_that_never_ends_is_given_up(open_socket, monkeypatch, limit, value):
+    monkeypatch.setattr(f"kvist.events.transports.base.{limit}", value)
+    router = open_socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    async with asyncio.timeout(20), ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:1?replay_port={port}")) as asker:
+        endless = asyncio.create_task(answer_for_ever(router, b""))
+        assert await asker.replay(ReplayRequest(b"", 0), timeout_s=10) is None
+        endless.cancel()

@@ -26,9 +26,8 @@ from nats.js.api import (
 )
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.base import Message, ReplayRequest
+from kvist.events.transports.base import MAX_ANSWER_BYTES, MESSAGE_BYTES, Message, ReplayRequest
 from kvist.events.transports.broker import STREAM, BrokerUrl, escape, unpack
-from kvist.events.transports.broker_replay import MAX_ANSWER_BYTES
 from kvist.events.transports.frames import MalformedCounter
 
 _logger = logging.getLogger(__name__)
@@ -221,7 +220,7 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
     num_bytes = 0
     async with HistoryReader.open(client, stream, subject, low) as reader:
         while num_bytes < MAX_ANSWER_BYTES and (message := await reader.read()) is not None:
-            num_bytes += len(message.data)
+            num_bytes += MESSAGE_BYTES + len(message.data)
             unpacked = unpack(topic, message.data, malformed)
             if unpacked is not None and is_wanted(unpacked):
                 messages.append(unpacked[1])
