@@ -25,6 +25,10 @@ import zmq
 DEADLINE_S = 20.0
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fault-seed", type=int, help="play this history of tests/faults alone, as a failure named it")
+
+
 @pytest.fixture
 def free_port() -> Callable[[], int]:
     """Return a function that names a TCP port nobody uses, nor the one after it."""

@@ -129,9 +129,12 @@ class EngineResidency:
     def names(self) -> Iterator[Names]:
         """Yield the engine hashes of all regular blocks, some at a time, and of those that are not so by chance alone.
 
-        In another index, whose keys are others, they may be regular.
+        In another index, whose keys are others, they may be regular. Blocks that have other names beside are left out.
         """
-        yield from self.map.names(self.slot)
+        shared = np.array([*self._shared], np.uint64)
+        for names in self.map.names(self.slot):
+            is_sole = ~np.isin(names.blocks, shared)
+            yield Names(names.engine_hashes[is_sole], names.blocks[is_sole])
         plain = self._plain_names()
         yield Names(np.array([*plain.values()], np.uint64), np.array([*plain], np.uint64))
 
