@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
+from kvist.cli._signals import finish, on_signal
 from kvist.replay.errors import RecordingError
 from kvist.replay.jsonl import JsonlReader, to_line
 from kvist.replay.pacing import Pace
@@ -156,8 +156,7 @@ async def _play(args: argparse.Namespace, script: Script, player: Player) -> Non
     """Play with a line of progress, until the end or a signal."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(_play_and_linger(args, player), name="kvist-replay")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    on_signal(task.cancel)
     started_s = loop.time()
     with ProgressLine() as line:
         while not task.done():
@@ -165,11 +164,7 @@ async def _play(args: argparse.Namespace, script: Script, player: Player) -> Non
             rate = player.num_sent / max(loop.time() - started_s, SHOW_INTERVAL_S)
             late = f", {player.lag_s:.1f} s late" if player.lag_s > SHOW_INTERVAL_S else ""
             line.show(f"{player.num_sent} messages, {rate:.0f}/s{late}", *script.progress)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
+    await finish(task)
 
 
 async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import signal
 import time
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
+from kvist.cli._signals import on_signal
 from kvist.indexer.service.config import IndexConfig
 
 HELP = "index a fleet's KV events and answer who holds a prefix"
@@ -43,8 +43,7 @@ async def _serve(config: IndexConfig) -> int:
     from kvist.indexer.service.service import IndexService  # compiles, or loads what was compiled before
 
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    on_signal(stopped.set)
     async with IndexService(config, started_s) as service:
         num_streams = len(config.workers)
         ready = f"listening on {service.url} streams={num_streams} start_s={service.cold_start_s:.2f}"

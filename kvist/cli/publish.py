@@ -131,19 +131,14 @@ def run(args: argparse.Namespace) -> int:
 async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> None:
     """Run the sidecar until it fails or a signal asks it to end."""
     import asyncio
-    import signal
 
-    loop = asyncio.get_running_loop()
-    task = loop.create_task(sidecar.run(), name="kvist-publish")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    from kvist.cli._signals import finish, on_signal
+
+    task = asyncio.get_running_loop().create_task(sidecar.run(), name="kvist-publish")
+    on_signal(task.cancel)
     block_size = sidecar.block_size or "learnt from the first event"
     print(f"kvist publish: ready at {sidecar.endpoint} worker={args.worker} block_size={block_size}", flush=True)
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
+    await finish(task)
 
 
 def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:

@@ -65,14 +65,13 @@ def run(args: argparse.Namespace) -> int:
 async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Namespace) -> None:
     """Record until it fails, a signal asks it to end, or its time is up."""
     import asyncio
-    import signal
 
     from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
+    from kvist.cli._signals import finish, on_signal
 
     loop = asyncio.get_running_loop()
     task = loop.create_task(recorder.run(), name="kvist-record")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    on_signal(task.cancel)
     print(f"kvist record: recording {len(args.sources)} sources to {args.to}", flush=True)
     ends_at_s = float("inf") if args.duration is None else loop.time() + args.duration
     with ProgressLine() as line:
@@ -81,11 +80,7 @@ async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Na
             line.show(f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps")
             if loop.time() >= ends_at_s:
                 task.cancel()
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
+    await finish(task)
 
 
 def _totals(writer: RecordingWriter) -> str:

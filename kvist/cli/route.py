@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
+from kvist.cli._signals import on_signal
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
 from kvist.router.config import RouterConfig
@@ -39,8 +39,7 @@ async def _serve(config: RouterConfig) -> int:
     from kvist.router.service import RouterService
 
     stopped = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    on_signal(stopped.set)
     async with RouterService(config) as service:
         num_workers = len(config.worker_urls)
         print(f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}", flush=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -50,11 +49,11 @@ async def _up(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from kvist.cli._processes import ProcessGroup
+    from kvist.cli._signals import on_signal
 
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    on_signal(task.cancel)
     console = Console(stderr=args.json)
     async with ProcessGroup() as group:
         worker_urls, router_url = await _start(args, group, console)

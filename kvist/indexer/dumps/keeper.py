@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -166,19 +166,16 @@ class StateKeeper:
         return heads
 
     async def _take_over(self, destination: Destination) -> None:
-        reader, takeover = DumpReader(str(self._path)), Takeover(destination, str(self._path), is_old=True)
-        try:
-            with self._path.open("rb") as file:
-                while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
-                    for frame in reader.feed(piece):
-                        takeover.take(frame)
-                        await asyncio.sleep(0)
-            reader.close()
-        except BaseException:
-            takeover.undo()
-            raise
+        takeover = Takeover(destination, str(self._path), is_old=True)
+        async with aclosing(self._pieces()) as pieces:
+            await takeover.read(pieces)
         self._unproven = [source for _, source in takeover.sources]
         self._num_loaded = len(self._unproven)
+
+    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+        with self._path.open("rb") as file:
+            while piece := await asyncio.to_thread(file.read, _PIECE_BYTES):
+                yield piece
 
     def _set_aside(self, error: Exception) -> None:
         aside = self._path.with_name(f"{self._path.name}.damaged")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
+from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +14,16 @@ from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.indexer.dumps.dumper import Namespaced
-from kvist.indexer.dumps.format import Blocks, Frame, NamesFrame, NamespaceHead, StreamState, chunk_of, names_of
+from kvist.indexer.dumps.format import (
+    Blocks,
+    DumpReader,
+    Frame,
+    NamesFrame,
+    NamespaceHead,
+    StreamState,
+    chunk_of,
+    names_of,
+)
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import EngineProgress
@@ -66,6 +77,22 @@ class Takeover:
                 self._part.frames[rank].append(names_of(frame, self._origin))
         elif self._part is not None and isinstance(frame, Blocks):
             self._restore(self._part, chunk_of(frame, self._origin))
+
+    async def read(self, pieces: AsyncIterable[bytes]) -> None:
+        """Take a dump to its end, giving way after each frame; if that fails, all that was taken is forgotten.
+
+        Raises MalformedMessageError, and what the pieces raise.
+        """
+        reader = DumpReader(self._origin)
+        try:
+            async for piece in pieces:
+                for frame in reader.feed(piece):
+                    self.take(frame)
+                    await asyncio.sleep(0)
+            reader.close()
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
         """Forget all that was taken."""

@@ -18,7 +18,6 @@ from kvist.errors import MalformedMessageError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.types import Rank
 from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
-from kvist.indexer.dumps.format import DumpReader
 from kvist.indexer.dumps.takeover import Takeover
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.registrations import Registrations
@@ -92,17 +91,9 @@ class Restorer:
             member.indexer.note_connects()
 
     async def _take_over(self, pool: UpstreamPool, peer: str) -> None:
-        reader, takeover = DumpReader(peer), Takeover(self._registrations, peer)
-        try:
-            async with aclosing(self._get(pool, peer, "/dump")) as pieces:
-                async for piece in pieces:
-                    for frame in reader.feed(piece):
-                        takeover.take(frame)
-                        await asyncio.sleep(0)
-            reader.close()
-        except BaseException:
-            takeover.undo()
-            raise
+        takeover = Takeover(self._registrations, peer)
+        async with aclosing(self._get(pool, peer, "/dump")) as pieces:
+            await takeover.read(pieces)
         _logger.info("restored peer=%s streams=%d", peer, len(takeover.sources))
 
     async def _get(
