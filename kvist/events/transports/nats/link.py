@@ -47,9 +47,21 @@ FAILURES = (OSError, nats.errors.Error, TimeoutError)
 
 
 class _Client(Client):
-    """Speaks to no server without TLS when TLS is wanted: nats-py leaves that to what the server says of itself."""
+    """Speaks to no server without TLS when TLS is wanted: nats-py leaves that to what the server says of itself.
+
+    And goes on behind a message whose subject or headers are no text, which anyone may send: nats-py stops reading.
+    """
 
     must_encrypt = False
+    num_unreadable = 0
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
+        try:
+            await super()._process_msg(sid, subject, reply, data, headers)
+        except (UnicodeDecodeError, IndexError):
+            if self.num_unreadable == 0:
+                _logger.warning("unreadable message skipped, further ones are only counted subject=%s", ascii(subject))
+            self.num_unreadable += 1
 
     def _connect_command(self) -> bytes:
         if self.must_encrypt and not self._server_info.get("tls_required"):

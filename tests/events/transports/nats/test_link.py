@@ -140,6 +140,32 @@ async def test_what_is_no_message_is_counted_and_skipped(wire, until):
         await until(lambda: subscription.num_malformed == 1)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"PUB kvist.org%2Fmodel.pod-1.\xff\xfe 3\r\nabc\r\n",
+        b"HPUB kvist.org%2Fmodel.pod-1.0 17 20\r\nNATS/1.0 \xff\xfe\xfd \r\n\r\nabc\r\n",
+        b"HPUB kvist-ask.org%2Fmodel.pod-1 17 20\r\nNATS/1.0 \xff\xfe\xfd \r\n\r\nabc\r\n",
+    ],
+)
+async def test_a_strangers_message_that_is_no_text_is_skipped(wire, until, line, caplog):
+    server = wire.start_server()
+    publication = wire.publish(wire.url(server))
+    publication.serve_replay(wire.keep([Message(TOPIC, 0, b"kept")]))
+    async with wire.subscribe(wire.url(server)) as subscription:
+        await until(lambda: subscription.num_connects == 1)
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        await reader.readline()
+        writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n' + line * 2 + b"PING\r\n")
+        assert await reader.readline() == b"PONG\r\n"
+        writer.close()
+        await until(lambda: caplog.text.count("unreadable message skipped") == 1)
+        wire.send(publication, 0)
+        assert await wire.take(subscription, 1) == [0]
+        assert await subscription.replay(ReplayRequest(TOPIC, 0), 5) == [Message(TOPIC, 0, b"kept")]
+        assert subscription.num_connects == 1
+
+
 async def test_a_server_that_shuts_down_for_maintenance_is_left_for_another(wire, until):
     leaving, other = wire.start_server(), wire.start_server()
     url = f"nats://127.0.0.1:{leaving.port},127.0.0.1:{other.port}/m/w"
