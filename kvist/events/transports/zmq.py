@@ -135,9 +135,12 @@ class _ReplayServer:
         client, start, *rest = request[0], int.from_bytes(request[2], "big"), *request[3:]
         has_topic = len(rest) > 0
         epoch = int.from_bytes(rest[1], "big") if len(rest) == 2 else None
+        ends_at_s = time.monotonic() + base.MAX_ANSWER_S
         for message in self._source.replay(ReplayRequest(rest[0] if has_topic else None, start, epoch)):
             topic = (message.topic,) if has_topic else ()
             self._send((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
+            if time.monotonic() >= ends_at_s:  # others wait, and the client no longer does
+                return
         self._send((client, b"", *((b"",) if has_topic else ()), END, b""))
 
     def _send(self, frames: tuple[bytes, ...]) -> None:

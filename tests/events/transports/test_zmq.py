@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -14,6 +15,14 @@ from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publi
 from kvist.events.transports.zmq import ZmqSubscription
 
 END = b"\xff" * 8
+
+
+class EndlessSource:
+    """A replay source that always has more."""
+
+    def replay(self, _):
+        while True:
+            yield Message(b"t", 0, b"x")
 
 
 def be64(number: int) -> bytes:
@@ -111,6 +120,24 @@ def test_a_client_that_takes_nothing_does_not_keep_the_others_waiting_for_ever(w
     dealer.connect(Endpoint.parse(with_stuck_client.endpoint).replay_address)
     dealer.send_multipart([b"", be64(63)])
     assert dealer.recv_multipart()[1] == be64(63)
+
+
+def test_a_client_that_takes_a_little_at_a_time_does_not_keep_the_others_waiting_for_ever(open_socket, monkeypatch):
+    monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
+    publication = open_publication("tcp://127.0.0.1:0")
+    publication.serve_replay(EndlessSource())
+    slow, other = open_socket(zmq.DEALER), open_socket(zmq.DEALER)
+    for dealer in (slow, other):
+        dealer.connect(Endpoint.parse(publication.endpoint).replay_address)
+    slow.send_multipart([b"", be64(0)])
+    assert slow.recv_multipart()[1] == be64(0)
+    other.send_multipart([b"", be64(1)])
+    give_up_at_s = time.monotonic() + 20
+    while not other.poll(1) and time.monotonic() < give_up_at_s:
+        if slow.poll(1):
+            slow.recv_multipart()
+    assert other.poll(0)
+    publication.close()
 
 
 def test_closing_ends_the_replay_thread(publication):
