@@ -78,6 +78,7 @@ class Engine:
         has_groups: bool = False,
         has_created: bool = True,
         max_blocks: int = 150,
+        has_clears: bool = True,
         num_branches: int = NUM_BRANCHES,
         max_depth: int = MAX_DEPTH,
     ) -> None:
@@ -90,6 +91,7 @@ class Engine:
         self._report = report
         self._has_groups = has_groups
         self._max_blocks = max_blocks
+        self._has_clears = has_clears
         self._num_branches = num_branches
         self._max_depth = max_depth
         # In the order of storing, and without hashing objects at random: the same in every run.
@@ -114,7 +116,7 @@ class Engine:
         choice = self._rng.random()
         if len(self._held) > self._max_blocks:
             self.remove(len(self._held) // 3)
-        elif choice < 0.004:
+        elif choice < 0.004 and self._has_clears:
             self.clear()
         elif choice < 0.12 and self._held:
             self._offload()

@@ -53,6 +53,7 @@ STEPS = {
     "go_on": 3,
     "jam": 2,
     "answer_badly": 6,
+    "answer_well": 3,
     "resend": 3,
     "kill_publisher": 4,
     "stop_publisher": 1,
@@ -258,7 +259,7 @@ class Fleet:
         await asyncio.sleep(rng.choice((0.1, 1.0, 4.0, 15.0)) * rng.random())
 
     def _weather(self, worker: Worker, rng: random.Random) -> None:
-        weather = Weather(bad_answers=worker.link.weather.bad_answers)
+        weather = Weather()
         # An engine's own stream is one connection, which keeps the order and alters nothing.
         is_engines = isinstance(worker, StockWorker)
         names = ("drop", "duplicate") if is_engines else ("drop", "duplicate", "delay", "reorder", "garble")
@@ -302,8 +303,11 @@ class Fleet:
         worker.link.is_jammed = False
 
     def _answer_badly(self, worker: Worker, rng: random.Random) -> None:
-        choices = HONEST_BAD_ANSWERS if isinstance(worker, StockWorker) else BAD_ANSWERS
-        worker.link.weather.bad_answers.extend(rng.choices(choices, k=rng.randint(1, 4)))
+        worker.link.bad_answers = HONEST_BAD_ANSWERS if isinstance(worker, StockWorker) else BAD_ANSWERS
+        worker.link.bad_answer_rate = rng.choice((0.3, 0.7, 1.0))
+
+    def _answer_well(self, worker: Worker, rng: random.Random) -> None:  # noqa: ARG002
+        worker.link.bad_answer_rate = 0.0
 
     def _resend(self, worker: Worker, rng: random.Random) -> None:
         kept = [*worker.link.kept]

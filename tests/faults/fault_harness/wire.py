@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -20,14 +20,13 @@ NOTHING = ()
 
 @dataclass(slots=True)
 class Weather:
-    """How likely each fault is for a message, and what is done to the next answers."""
+    """How likely each fault is for a message."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     delay: float = 0.0
     reorder: float = 0.0
     garble: float = 0.0
-    bad_answers: deque[str] = field(default_factory=deque)
 
 
 class Link:
@@ -43,11 +42,14 @@ class Link:
         self.is_cut = False
         self.is_jammed = False
         self.drops_next = 0
+        self.bad_answer_rate = 0.0
+        self.bad_answers: tuple[str, ...] = ()
         self.tells_departure = False
         self.speaks_engine = False
         self.num_connections = 0
         self.queue_capacity = 10_000
         self.kept: deque[Message] = deque(maxlen=50)
+        self._num_clearings = 0
         self._free_at_s = 0.0
 
     def connect(self) -> None:
@@ -68,9 +70,11 @@ class Link:
             self.connect()
 
     def clear_up(self) -> None:
-        """Have no more faults."""
+        """Have no more faults; what is late by now never comes."""
         self.weather = Weather()
         self.drops_next = 0
+        self.bad_answer_rate = 0.0
+        self._num_clearings += 1
         self.is_jammed = False
         for subscription in self.subscriptions:
             subscription.resume()
@@ -123,7 +127,11 @@ class Link:
             self._free_at_s = max(self._free_at_s + 1e-9, self.loop.time() + self.rng.random() * 0.002)
             self.loop.call_at(self._free_at_s, deliver)
         else:
-            self.loop.call_later(delay_s, deliver)
+            self.loop.call_later(delay_s, self._deliver_late, deliver, self._num_clearings)
+
+    def _deliver_late(self, deliver: Callable[[], None], num_clearings: int) -> None:
+        if num_clearings == self._num_clearings:
+            deliver()
 
     def _deliver(self, message: Message, connection: int | None) -> None:
         if connection in (None, self.num_connections):
@@ -259,7 +267,7 @@ class WireSubscription:
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask; the answer may be lost, cut short, late, or mixed up."""
         link = self._link
-        fault = link.weather.bad_answers.popleft() if link.weather.bad_answers else ""
+        fault = link.rng.choice(link.bad_answers) if link.rng.random() < link.bad_answer_rate else ""
         await asyncio.sleep(link.rng.random() * 0.02)
         publication = link.publication
         if publication is not None and publication.source is None:

@@ -1,0 +1,41 @@
+"""Random lives under faults with real processes, sockets and brokers: killed by kill -9, and soon exact again."""
+
+from __future__ import annotations
+
+import pytest
+from fault_harness.processes import play_live
+
+
+@pytest.fixture
+def broker_of(start_nats_server, start_mqtt_broker):
+    """Return a function that starts what carries a transport's messages, None where nothing does."""
+    return lambda transport: {"nats": start_nats_server, "mqtt": start_mqtt_broker}.get(transport, lambda: None)()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "nats", "mqtt"])
+async def test_killed_processes_leave_the_index_exact(transport, free_port, broker_of, seeds, tally):
+    for seed in seeds or (1,):
+        broker = broker_of(transport)
+        tally.add(
+            await play_live(transport, seed, free_port, broker, num_workers=2, num_steps=8, rate=0.1, num_ranks=2)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("transport", ["tcp", "nats", "mqtt"])
+async def test_a_soak_of_killed_processes(transport, free_port, broker_of, seeds, tally):
+    for seed in seeds or range(100, 120):
+        broker = broker_of(transport)
+        tally.add(
+            await play_live(transport, seed, free_port, broker, num_workers=3, num_steps=20, rate=0.1, num_ranks=2)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+async def test_a_soak_of_a_million_blocks(free_port, seeds, tally):
+    for seed in seeds or (1000,):
+        options = {"rate": 0.02, "max_blocks": 150_000, "fill": 130_000, "events_a_step": 4000}
+        tally.add(await play_live("tcp", seed, free_port, None, num_workers=8, num_steps=30, **options))
+        assert tally.num_blocks >= 1_000_000
