@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 PAGE_BYTES = 128 << 10
 """Bytes of messages in a page, if the broker takes as much."""
 WINDOW_PAGES = 16
-"""Pages on their way to one asker: what its client must be able to hold."""
+"""Pages on their way to one asker: what its client must be able to hold, and the most that one grant brings."""
 MAX_PAGE_S = 0.5
 """How long a page is filled: a source that needs seconds gives signs of life meanwhile, which must arrive as such."""
 NUM_THREADS = 4
@@ -84,7 +84,7 @@ class Answer:
 
     def __init__(self, ask: _Ask, source: ReplaySource, page_bytes: int, now_s: float) -> None:
         self.id = ask.id
-        self.until_page = ask.until_page
+        self.until_page = min(ask.until_page, WINDOW_PAGES)
         self.page_idx = 0
         self.is_done = False
         self.is_queued = False
@@ -170,7 +170,8 @@ class Answers:
     def _grant(self, grant: _Grant) -> None:
         answer = self._open.get(grant.id)
         if answer is not None:
-            answer.until_page = max(answer.until_page, grant.until_page)
+            until_page = min(grant.until_page, answer.page_idx + WINDOW_PAGES)
+            answer.until_page = max(answer.until_page, until_page)
             answer.heard_at_s = self._clock()
             self._queue(answer)
 

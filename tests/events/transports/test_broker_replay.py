@@ -134,6 +134,29 @@ async def test_no_more_pages_are_sent_than_the_asker_allows() -> None:
     await asyncio.wait([serving])
 
 
+async def test_no_grant_brings_more_than_a_window_of_pages() -> None:
+    answers = Answers(Source([Message(b"t", 0, bytes(1 << 20))]))
+    answers.page_bytes = 1024
+
+    async def num_sent() -> int:
+        num_pages = 0
+        while True:
+            due = asyncio.create_task(answers.due())
+            await asyncio.sleep(0)
+            if not due.done():
+                due.cancel()
+                return num_pages
+            due.result().next_page()
+            answers.sent(due.result())
+            num_pages += 1
+
+    no_bound, question_id = 1 << 63, bytes(16)
+    answers.received(msgspec.msgpack.encode(["kvist-ask1", question_id, b"", 0, None, no_bound]))
+    assert await num_sent() == WINDOW_PAGES
+    answers.received(msgspec.msgpack.encode(["kvist-grant1", question_id, no_bound]))
+    assert await num_sent() == WINDOW_PAGES
+
+
 async def test_a_repeated_page_changes_nothing() -> None:
     messages = random_messages(200, 10_000)
     async with Wire(Answers(Source(messages)), lambda _, page: [page, page]) as wire:
