@@ -230,9 +230,9 @@ class Session(Generic[T]):
         self.num_epochs = 1
         self._ask_at_s = asks_at_s
 
-    def emptied(self) -> None:
-        """Take note that the message just applied cleared the rank: from here on nothing is missing."""
-        self._is_complete = True
+    def emptied(self, *, by_loss: bool = False) -> None:
+        """Take note that the step just taken cleared the rank: after a message that did, nothing is missing."""
+        self._is_complete = not by_loss
 
     def departed(self) -> None:
         """Take note that the peer is known to be gone: nothing is trusted until it, or another, is heard."""

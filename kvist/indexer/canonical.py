@@ -22,6 +22,7 @@ from kvist.events.session import (
     SourceState,
     Step,
 )
+from kvist.events.steps import ClearReason
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.types import SnapshotPart
@@ -239,6 +240,8 @@ class CanonicalFollower:
         if isinstance(step, Clear):
             _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, self._worker, rank)
             self._index.clear(self._worker, rank)
+            if step.reason is ClearReason.LOST:
+                self._sessions[rank].emptied(by_loss=True)
             return
         assert isinstance(step, Apply)
         batch = step.body

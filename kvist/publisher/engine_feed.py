@@ -11,6 +11,7 @@ from kvist.events.dialects import DecodedEngineBatch, sglang, vllm
 from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
 from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
+from kvist.events.steps import ClearReason
 from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)
@@ -163,6 +164,8 @@ class EngineFeed:
         if isinstance(step, Clear):
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()
+            if step.reason is ClearReason.LOST:
+                self._session.emptied(by_loss=True)
             return
         assert isinstance(step, Apply), "engines have no snapshots"
         num_malformed_events = self._apply(step.body)

@@ -305,6 +305,16 @@ def test_a_message_that_clears_the_rank_makes_a_partial_copy_whole():
     assert script.session.state is LIVE
 
 
+def test_a_loss_behind_a_message_that_clears_the_rank_leaves_the_copy_partial():
+    script = Script()
+    for word in ("0", "5"):
+        script.play(word)
+    assert script.play("r0-1") == "a1 lost a5"  # all judged at once, before any of it is taken
+    script.session.emptied()  # by message 1
+    script.session.emptied(by_loss=True)
+    assert script.session.state is SourceState.PARTIAL
+
+
 def test_numbers_that_would_not_fit_anywhere_are_passed_over():
     session = Script(has_snapshots=True).session
     last = MAX_SEQUENCE
