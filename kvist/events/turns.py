@@ -72,13 +72,15 @@ class Turns:
 
 
 def _is_finished(pieces: Iterator[None], done: asyncio.Future[None]) -> bool:
-    """Do one piece; return whether that was the end, which is told."""
+    """Do one piece; return whether that was the end, which is told to who still waits for it."""
     try:
         next(pieces)
     except StopIteration:
-        done.set_result(None)
-    except Exception as error:  # noqa: BLE001 - it is raised where it is waited for
-        done.set_exception(error)
+        if not done.done():
+            done.set_result(None)
+    except Exception as error:  # noqa: BLE001 - it is raised where it is waited for, if anybody still waits
+        if not done.done():
+            done.set_exception(error)
     else:
         return False
     return True

@@ -102,3 +102,18 @@ async def test_work_on_the_spot_that_is_over_lets_the_next_wait_unless_it_is_sma
     await turns.work_off(work(log, "a", 2))
     assert log == ["a0", "a1"]
     assert turns.begin(is_small=False) is not None
+
+
+@pytest.mark.usefixtures("no_time")
+async def test_work_that_ends_its_own_waiter_leaves_the_turns_to_others():
+    turns, log = Turns(), []
+
+    def ending() -> Iterator[None]:
+        yield
+        waiter.cancel()
+
+    waiter = asyncio.create_task(turns.work_off(ending()))
+    with pytest.raises(asyncio.CancelledError):
+        await waiter
+    await turns.work_off(work(log, "a", 2))
+    assert log == ["a0", "a1"]

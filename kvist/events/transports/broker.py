@@ -145,7 +145,12 @@ class BrokerUrl:
     @property
     def has_secrets(self) -> bool:
         """Return whether the URL says more than `public` does."""
-        return self.user is not None or any(name in PRIVATE_OPTIONS for name in self.options)
+        return self.user is not None or self.names_files
+
+    @property
+    def names_files(self) -> bool:
+        """Return whether the URL names files of the host that opens it."""
+        return any(name in PRIVATE_OPTIONS for name in self.options)
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Return whom to trust and what to show, None without TLS; raises InvalidValueError for unusable files."""

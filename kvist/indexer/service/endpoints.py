@@ -31,6 +31,9 @@ class EndpointRules:
         if parsed.scheme not in ("tcp", "ipc") and parsed.broker is None:
             expected = "tcp://host:port, ipc:///path or a broker's URL"
             raise ApiError(HTTPStatus.BAD_REQUEST, f"endpoint: got {endpoint!r}, expected {expected}")
+        if parsed.broker is not None and parsed.broker.names_files:
+            got, expected = public_url(endpoint), "a URL without files of this host; --workers may name them"
+            raise ApiError(HTTPStatus.FORBIDDEN, f"endpoint: got {got!r}, expected {expected}")
         if self.allowed_networks and not self._is_allowed(parsed):
             networks = ", ".join(self.allowed_networks)
             got = public_url(endpoint)

@@ -158,6 +158,15 @@ async def test_endpoints_outside_the_allowed_networks_are_not_dialled(start_inde
     assert (await client.post("/register", NEW)).status_code == 201
 
 
+@pytest.mark.parametrize("broker", ["nats://h/m/w?creds=", "nats://h/m/w?nkey=", "nats+tls://h/m/w?tls_ca="])
+async def test_a_registration_names_no_file_of_this_host(start_index, broker):
+    client = await start_index()
+    answer = await client.post("/register", NEW | {"endpoint": f"{broker}/etc/hostname"})
+    assert answer.status_code == 403
+    assert "without files of this host" in answer.text
+    assert "/etc/hostname" not in answer.text
+
+
 async def test_a_brokers_login_is_shown_to_nobody(start_index, free_port, caplog):
     caplog.set_level("INFO")
     client = await start_index(allow_endpoints=("127.0.0.0/8",))
