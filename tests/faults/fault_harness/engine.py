@@ -94,8 +94,9 @@ class Engine:
         self._has_clears = has_clears
         self._num_branches = num_branches
         self._max_depth = max_depth
-        # In the order of storing, and without hashing objects at random: the same in every run.
-        self._held: dict[tuple[Name, Tier], None] = {}
+        # A list beside their places in it: one is picked, stored or dropped in constant time, the same in every run.
+        self._names: list[tuple[Name, Tier]] = []
+        self._held: dict[tuple[Name, Tier], int] = {}
         self._pairs: dict[Pair, int] = {}
         self._num_by_block: dict[int, int] = {}
         if has_groups and has_created:
@@ -156,7 +157,7 @@ class Engine:
 
     def remove(self, num_blocks: int) -> None:
         """Remove some blocks in any order, parents before children too."""
-        victims = self._rng.sample(list(self._held), min(num_blocks, len(self._held)))
+        victims = self._rng.sample(self._names, min(num_blocks, len(self._names)))
         for tier in Tier:
             hashes = [name.engine_hash for name, held_in in victims if held_in is tier]
             if hashes:
@@ -168,6 +169,7 @@ class Engine:
         """Drop everything."""
         self._report(EngineCleared(self.rank))
         self._held.clear()
+        self._names.clear()
         self._pairs.clear()
         self._num_by_block.clear()
 
@@ -194,18 +196,22 @@ class Engine:
         return {"window": SLIDING_WINDOW if group else FULL, "group": group}
 
     def _pick(self) -> Name:
-        return self._rng.choice(list(self._held))[0]
+        return self._rng.choice(self._names)[0]
 
     def _hold(self, name: Name, tier: Tier) -> None:
         self.num_stored += 1
         if (name, tier) not in self._held:
-            self._held[name, tier] = None
+            self._held[name, tier] = len(self._names)
+            self._names.append((name, tier))
             block = canonical(name.path)
             self._pairs[block, tier] = self._pairs.get((block, tier), 0) + 1
             self._num_by_block[block] = self._num_by_block.get(block, 0) + 1
 
     def _drop(self, name: Name, tier: Tier) -> None:
-        del self._held[name, tier]
+        place, last = self._held.pop((name, tier)), self._names.pop()
+        if last != (name, tier):
+            self._names[place] = last
+            self._held[last] = place
         block = canonical(name.path)
         self._num_by_block[block] -= 1
         self._pairs[block, tier] -= 1
