@@ -12,13 +12,16 @@ import time
 
 from fault_harness.engine import BLOCK_SIZE, Engine, digest_of
 from fault_harness.lossy import LossyPublication
-from kvist.events.transports import open_publication
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Publication, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits
+
+BIND_TIMEOUT_S = 20.0
 
 
 def main(url: str, worker: str, seed: int, num_ranks: int, rate: float, max_blocks: int) -> None:
     rng = random.Random(seed)
-    publication = LossyPublication(open_publication(url, worker), rng, rate)
+    publication = LossyPublication(_bound(url, worker), rng, rate)
     limits = PublisherLimits(coalesce_s=0.002, heartbeat_s=0.2, replay_max_batches=rng.choice((3, 50, 10_000)))
     publisher = KvEventPublisher(publication, worker=worker, block_size=BLOCK_SIZE, num_ranks=num_ranks, limits=limits)
     options = {"max_blocks": max_blocks}
@@ -46,6 +49,18 @@ def main(url: str, worker: str, seed: int, num_ranks: int, rate: float, max_bloc
         lost = publisher.statistics().num_lost_events
         told = {"held": held, "faults": publication.faults, "blocks": sum(e.num_stored for e in engines), "lost": lost}
         print(json.dumps(told), flush=True)
+
+
+def _bound(url: str, worker: str) -> Publication:
+    """Return a publication at the URL, whose port an outgoing connection may have for a while after a kill."""
+    give_up_s = time.monotonic() + BIND_TIMEOUT_S
+    while True:
+        try:
+            return open_publication(url, worker)
+        except InvalidValueError:
+            if time.monotonic() > give_up_s:
+                raise
+            time.sleep(0.05)
 
 
 if __name__ == "__main__":
