@@ -1,4 +1,4 @@
-"""What one step hands the model: every sequence's new tokens, and where each group keeps their keys and values."""
+"""What one step hands the model: every sequence's new tokens, and where each layer keeps their keys and values."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class GroupMetadata:
-    """One KV group's view of the step.
+class LayerPages:
+    """One layer's memory, and the pages of it that the step's sequences hold.
 
+    `cache`: `[num_pages, 2, num_kv_heads, block_size, head_dim]`, whose pages may lie apart;
     `block_tables`: int32 `[num_sequences, max_blocks]` by absolute ordinal, negative where absent;
-    `slot_mapping`: int64 `[num_tokens]`, block * block_size + offset, negative where another sequence writes the same.
+    `slot_mapping`: int64 `[num_tokens]`, page * block_size + offset, negative where another sequence writes the same.
     """
 
+    cache: torch.Tensor
     block_tables: torch.Tensor
     slot_mapping: torch.Tensor
 
@@ -25,7 +27,7 @@ class ForwardBatch:
 
     `input_ids`, `positions`: int64 `[num_tokens]`, positions absolute; `seq_lens`: int32 `[num_sequences]`, this step's
     tokens included; `prefill_start_loc`: int32 `[num_prefills + 1]`, counted from the first prefill row;
-    `logit_rows`: int64, the rows whose logits are wanted. `groups` is indexed by group id.
+    `logit_rows`: int64, the rows whose logits are wanted. `layers` has the pages of each layer of the model.
     """
 
     input_ids: torch.Tensor
@@ -34,4 +36,4 @@ class ForwardBatch:
     num_decodes: int
     prefill_start_loc: torch.Tensor
     logit_rows: torch.Tensor
-    groups: tuple[GroupMetadata, ...]
+    layers: tuple[LayerPages, ...]

@@ -17,7 +17,7 @@ from kvist.engine.scheduler import Scheduler
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EventSink
 from kvist.kvcache import KvCacheManager, KvGroup, check_sequence_fits, group_layers, num_blocks_for_memory
-from kvist.kvcache.tensors import allocate_kv_tensors
+from kvist.kvcache.tensors import allocate_pool
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,10 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
     num_blocks = [_num_blocks(config, plan)] * len(plan.groups)
     check_sequence_fits(plan.groups, num_blocks, config.block_size, plan.max_model_len, config.max_num_batched_tokens)
     try:
-        kv_tensors = allocate_kv_tensors(plan.groups, num_blocks, config.block_size, plan.dtype, plan.device)
+        pools = [
+            allocate_pool(group, count, config.block_size, plan.dtype, plan.device)
+            for group, count in zip(plan.groups, num_blocks, strict=True)
+        ]
     except RuntimeError as error:  # torch's word for out of memory, on the CPU as on a GPU
         raise InvalidValueError("num_blocks", num_blocks[0], f"no more than fit into memory ({error})") from error
     kv_cache = KvCacheManager(plan.groups, num_blocks, config.block_size, sink, config.has_prefix_cache)
@@ -64,7 +67,7 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
         ModelLimits(plan.model.vocab_size, plan.max_model_len, plan.model.eos_token_ids),
         kv_cache,
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
-        Runner(model, kv_tensors, config.block_size, len(plan.groups)),
+        Runner(model, plan.groups, pools, config.block_size),
     )
 
 

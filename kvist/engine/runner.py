@@ -8,32 +8,36 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvist.engine.batch import ForwardBatch, GroupMetadata
+from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.request import Request
 from kvist.engine.scheduler import ScheduledRequest
-from kvist.kvcache.manager import ABSENT
+from kvist.kvcache import KvGroup
+from kvist.kvcache.manager import ABSENT, BlockTable
+from kvist.kvcache.tensors import layer_caches
 
 IntArray = npt.NDArray[np.int64]
 
 
 class Runner:
-    """Owns the model and the KV tensors; knows nothing of what comes next.
+    """Owns the model and the KV pools; knows nothing of what comes next.
 
     A step's tensors are made on the host with numpy, a few arrays a step whatever the number of tokens, and copied.
     """
 
-    def __init__(self, model: CausalLM, kv_caches: Sequence[torch.Tensor], block_size: int, num_groups: int) -> None:
+    def __init__(
+        self, model: CausalLM, groups: Sequence[KvGroup], pools: Sequence[torch.Tensor], block_size: int
+    ) -> None:
         self._model = model
-        self._kv_caches = kv_caches
+        self._groups = groups
+        self._caches = layer_caches(groups, pools)
         self._block_size = block_size
-        self._num_groups = num_groups
-        self._device = kv_caches[0].device
+        self._device = pools[0].device
 
     @torch.inference_mode()
     def forward(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Compute the step into the cache; return the logits, float32, of the requests with `is_sampled`, in order."""
-        logits: torch.Tensor = self._model(self.build_batch(scheduled), self._kv_caches)
+        logits: torch.Tensor = self._model(self.build_batch(scheduled))
         return logits
 
     def build_batch(self, scheduled: Sequence[ScheduledRequest]) -> ForwardBatch:
@@ -66,13 +70,23 @@ class Runner:
             num_decodes=num_decodes,
             prefill_start_loc=self._to_device(prefill_start_loc.astype(np.int32)),
             logit_rows=self._to_device(np.array(logit_rows, dtype=np.int64)),
-            groups=tuple(self._group(i, requests, sequence, positions) for i in range(self._num_groups)),
+            layers=self._layers(requests, sequence, positions),
         )
 
-    def _group(
-        self, group_id: int, requests: Sequence[Request], sequence: IntArray, positions: IntArray
-    ) -> GroupMetadata:
-        tables = [request.blocks.tables[group_id] for request in requests if request.blocks is not None]
+    def _layers(self, requests: Sequence[Request], sequence: IntArray, positions: IntArray) -> tuple[LayerPages, ...]:
+        pages: dict[int, LayerPages] = {}
+        for group in self._groups:
+            tables = [request.blocks.tables[group.group_id] for request in requests if request.blocks is not None]
+            padded, slots = self._paging(tables, sequence, positions)
+            block_tables, slot_mapping = self._to_device(padded), self._to_device(slots)
+            for layer_idx in group.layer_indices:
+                pages[layer_idx] = LayerPages(self._caches[layer_idx], block_tables, slot_mapping)
+        return tuple(pages[layer_idx] for layer_idx in range(len(pages)))
+
+    def _paging(
+        self, tables: Sequence[BlockTable], sequence: IntArray, positions: IntArray
+    ) -> tuple[npt.NDArray[np.int32], IntArray]:
+        """Return the sequences' blocks, padded to a rectangle, and each token's slot."""
         padded = np.full((len(tables), max(len(table.block_ids) for table in tables)), ABSENT, dtype=np.int32)
         for row, table in zip(padded, tables, strict=True):
             row[: len(table.block_ids)] = np.frombuffer(table.block_ids, dtype=np.int32)
@@ -81,7 +95,7 @@ class Runner:
             row[table.adopted] = ABSENT
         blocks = writable[sequence, positions // self._block_size].astype(np.int64)
         slots = np.where(blocks == ABSENT, ABSENT, blocks * self._block_size + positions % self._block_size)
-        return GroupMetadata(self._to_device(padded), self._to_device(slots))
+        return padded, slots
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)

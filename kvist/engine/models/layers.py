@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kvist.engine.batch import ForwardBatch, GroupMetadata
+from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import Activation, ModelConfig
 from kvist.engine.models.rope import apply_rotary
 from kvist.kernels import paged_decode, paged_prefill, write_kv
@@ -66,13 +66,13 @@ class PackedLinear(Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer, through the block tables of its group."""
+    """Grouped-query attention of one layer over its pages."""
 
-    def __init__(self, config: ModelConfig, group_id: int, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._scale, self._soft_cap = config.attention_scale, config.attention_soft_cap
-        self._group_id, self._window = group_id, window
+        self._window = window
         size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         parts = {"q_proj": size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = PackedLinear(config.hidden_size, parts, config.has_attention_bias)
@@ -88,28 +88,25 @@ class Attention(nn.Module):
         hidden: torch.Tensor,
         batch: ForwardBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
+        pages: LayerPages,
     ) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `kv_cache` first."""
+        """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `pages` first."""
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_dim)
         query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
         query = apply_rotary(self.q_norm(query), *rotary)
         key = apply_rotary(self.k_norm(key), *rotary)
-        group = batch.groups[self._group_id]
-        write_kv(key, value, kv_cache, group.slot_mapping)
-        attended: torch.Tensor = self.o_proj(self._attend(query, kv_cache, batch, group).flatten(1))
+        write_kv(key, value, pages.cache, pages.slot_mapping)
+        attended: torch.Tensor = self.o_proj(self._attend(query, batch, pages).flatten(1))
         return attended
 
-    def _attend(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch, group: GroupMetadata
-    ) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, batch: ForwardBatch, pages: LayerPages) -> torch.Tensor:
         decodes, prefills = slice(batch.num_decodes), slice(batch.num_decodes, None)
         out = torch.empty_like(query)
         if batch.num_decodes:
             paged_decode(
                 query[decodes],
-                kv_cache,
-                group.block_tables[decodes],
+                pages.cache,
+                pages.block_tables[decodes],
                 batch.seq_lens[decodes],
                 scale=self._scale,
                 window=self._window,
@@ -119,8 +116,8 @@ class Attention(nn.Module):
         if batch.num_decodes < batch.seq_lens.shape[0]:
             paged_prefill(
                 query[prefills],
-                kv_cache,
-                group.block_tables[prefills],
+                pages.cache,
+                pages.block_tables[prefills],
                 batch.prefill_start_loc,
                 batch.seq_lens[prefills],
                 scale=self._scale,
@@ -153,10 +150,10 @@ class GatedMlp(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention, then the MLP; each sees a normed input and is added to the residual, normed first if so configured."""
 
-    def __init__(self, config: ModelConfig, group_id: int, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, window: int | None) -> None:
         super().__init__()
         self.attn_norm = _norm(config)
-        self.self_attn = Attention(config, group_id, window)
+        self.self_attn = Attention(config, window)
         self.attn_out_norm = _norm(config) if config.has_output_norms else nn.Identity()
         self.mlp_norm = _norm(config)
         self.mlp = GatedMlp(config)
@@ -167,10 +164,10 @@ class DecoderLayer(nn.Module):
         hidden: torch.Tensor,
         batch: ForwardBatch,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        kv_cache: torch.Tensor,
+        pages: LayerPages,
     ) -> torch.Tensor:
         """Return the residual stream `[num_tokens, hidden_size]` after this layer."""
-        hidden = hidden + self.attn_out_norm(self.self_attn(self.attn_norm(hidden), batch, rotary, kv_cache))
+        hidden = hidden + self.attn_out_norm(self.self_attn(self.attn_norm(hidden), batch, rotary, pages))
         after: torch.Tensor = hidden + self.mlp_out_norm(self.mlp(self.mlp_norm(hidden)))
         return after
 

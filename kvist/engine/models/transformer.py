@@ -24,7 +24,7 @@ class Decoder(nn.Module):
         group_of = {layer_idx: group for group in groups for layer_idx in group.layer_indices}
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, group_of[i].group_id, _kernel_window(group_of[i])) for i in range(len(config.layers))
+            DecoderLayer(config, _kernel_window(group_of[i])) for i in range(len(config.layers))
         )
         self.norm = RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
         self._ropes = [layer.rope for layer in config.layers]
@@ -32,12 +32,12 @@ class Decoder(nn.Module):
         # Rounded to the weights' dtype first, as the checkpoints were trained.
         self._embedding_scale = torch.tensor(config.embedding_scale).to(self.embed_tokens.weight.dtype).item()
 
-    def forward(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' hidden states `[num_logit_rows, hidden_size]`; fills the step's cache slots."""
         hidden = self.embed_tokens(batch.input_ids) * self._embedding_scale
         rotaries = {rope: table.at(batch.positions) for rope, table in self._tables.items()}
-        for layer, rope, kv_cache in zip(self.layers, self._ropes, kv_caches, strict=True):
-            hidden = layer(hidden, batch, rotaries[rope], kv_cache)
+        for layer, rope, pages in zip(self.layers, self._ropes, batch.layers, strict=True):
+            hidden = layer(hidden, batch, rotaries[rope], pages)
         normed: torch.Tensor = self.norm(hidden[batch.logit_rows])
         return normed
 
@@ -55,9 +55,9 @@ class CausalLM(nn.Module):
         if not config.has_tied_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
 
-    def forward(self, batch: ForwardBatch, kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' logits, float32 `[num_logit_rows, vocab_size]`."""
-        hidden = self.model(batch, kv_caches)
+        hidden = self.model(batch)
         head = self.model.embed_tokens if self.config.has_tied_embeddings else self.lm_head
         logits = functional.linear(hidden, head.weight).float()
         cap = self.config.logit_soft_cap

@@ -19,7 +19,7 @@ from kvist.engine.scheduler import ScheduledRequest
 from kvist.engine.text import TextStream
 from kvist.events import FULL
 from kvist.kvcache import BlockHashChain, KvCacheManager, group_layers
-from kvist.kvcache.tensors import allocate_kv_tensors
+from kvist.kvcache.tensors import allocate_pool
 from kvist.openai.requests import SamplingParams
 
 MODELS = ("llama", "llama-tied-biased-llama3", "qwen3", "qwen3-sliding", "gemma3", "gemma3-capped")
@@ -35,9 +35,9 @@ class Harness:
         num_blocks = [NUM_BLOCKS] * len(groups)
         cpu = torch.device("cpu")
         self.model = load_model(model_dir, config, groups, config.max_position, torch.float32, cpu)
-        self.kv_tensors = allocate_kv_tensors(groups, num_blocks, BLOCK, torch.float32, cpu)
+        pools = [allocate_pool(group, NUM_BLOCKS, BLOCK, torch.float32, cpu) for group in groups]
         self.manager = KvCacheManager(groups, num_blocks, BLOCK)
-        self.runner = Runner(self.model, self.kv_tensors, BLOCK, len(groups))
+        self.runner = Runner(self.model, groups, pools, BLOCK)
 
     def open(self, token_ids: list[int]) -> Request:
         text = TextStream(None, ())
@@ -53,12 +53,12 @@ class Harness:
             assert request.blocks is not None
             assert self.manager.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new)
         batch = self.runner.build_batch(scheduled)
-        for group in batch.groups:
-            written = group.slot_mapping[group.slot_mapping >= 0]
+        for pages in batch.layers:
+            written = pages.slot_mapping[pages.slot_mapping >= 0]
             assert len(written.unique()) == len(written), "a slot is written twice"
         batch = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.input_ids)))
         with torch.inference_mode():
-            logits = self.model(batch, self.kv_tensors)
+            logits = self.model(batch)
         for request, num_new in scheduled:
             request.num_computed_tokens += num_new
         self.manager.settle()
