@@ -22,7 +22,7 @@ from kvist.kvcache import KvCacheManager
 from kvist.openai.requests import SamplingParams
 
 S, F = "sliding_attention", "full_attention"
-MAX_LEN = 512
+MAX_LEN, WINDOW = 512, 8
 BASE: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -43,32 +43,49 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SLIDING_QWEN = {"use_sliding_window": True, "sliding_window": 8, "layer_types": [F, S, F, S]}
-GEMMA = {"sliding_window": 8, "layer_types": [S] * 5 + [F], "query_pre_attn_scalar": 24}
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "sliding_window": WINDOW,
+    "layer_types": [S] * 5 + [F],
+    "query_pre_attn_scalar": 24,
+}
+
+# One entry a family or trait of one. `tests/engine/models` runs each through everything that paged memory can do to it.
+FAMILIES: dict[str, transformers.PretrainedConfig] = {
+    "llama": transformers.LlamaConfig(**BASE, num_hidden_layers=2),
+    "llama-tied-biased-llama3": transformers.LlamaConfig(
+        **BASE,
+        num_hidden_layers=2,
+        rope_parameters=LLAMA3_ROPE,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "qwen3": transformers.Qwen3Config(**BASE, num_hidden_layers=2),
+    "qwen3-sliding": transformers.Qwen3Config(
+        **BASE, num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, layer_types=[F, S, F, S]
+    ),
+    "gemma3": transformers.Gemma3TextConfig(**BASE, **GEMMA),
+    "gemma3-capped": transformers.Gemma3TextConfig(
+        **BASE,
+        **GEMMA,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            S: {"rope_type": "default", "rope_theta": 500.0},
+            F: {"rope_type": "linear", "factor": 4.0, "rope_theta": 20_000.0},
+        },
+    ),
+}
 
 
-def _config(name: str) -> transformers.PretrainedConfig:
-    match name:
-        case "llama":
-            return transformers.LlamaConfig(**BASE, num_hidden_layers=2)
-        case "llama-tied-biased-llama3":
-            facts = {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}
-            return transformers.LlamaConfig(**BASE, num_hidden_layers=2, rope_parameters=LLAMA3_ROPE, **facts)
-        case "qwen3":
-            return transformers.Qwen3Config(**BASE, num_hidden_layers=2)
-        case "qwen3-sliding":
-            return transformers.Qwen3Config(**BASE, num_hidden_layers=4, **SLIDING_QWEN)
-        case "gemma3":
-            return transformers.Gemma3TextConfig(**BASE, num_hidden_layers=6, **GEMMA)
-        case "gemma3-capped":
-            caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
-            ropes = {S: {"rope_type": "default", "rope_theta": 500.0}}
-            ropes[F] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 20_000.0}
-            return transformers.Gemma3TextConfig(**BASE, num_hidden_layers=6, **GEMMA, **caps, rope_parameters=ropes)
-    raise ValueError(name)
-
-
-MODELS = ("llama", "llama-tied-biased-llama3", "qwen3", "qwen3-sliding", "gemma3", "gemma3-capped")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with a `family` argument once for each of them, with `windowed` once for each that slides."""
+    if "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES)
+    if "windowed" in metafunc.fixturenames:
+        slides = [name for name, config in FAMILIES.items() if getattr(config, "sliding_window", None)]
+        metafunc.parametrize("windowed", slides)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -83,8 +100,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     @cache
     def write(name: str) -> Path:
         torch.manual_seed(hash_of(name))
-        config = _config(name)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name])
         with torch.no_grad():
             for parameter in model.parameters():
                 spread = 0.3 if parameter.dim() == 1 else 0.08

@@ -1,0 +1,91 @@
+"""A model over paged memory whose every logit can be looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvist.engine.models.checkpoint_config import load_model_config
+from kvist.engine.models.weights import load_model
+from kvist.engine.request import Request
+from kvist.engine.runner import Runner
+from kvist.engine.scheduler import ScheduledRequest
+from kvist.engine.text import TextStream
+from kvist.kvcache import BlockHashChain, KvCacheManager, group_layers, stale_range
+from kvist.kvcache.tensors import allocate_pool
+from kvist.openai.requests import SamplingParams
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 4, 160, 512
+CPU = torch.device("cpu")
+
+
+class Harness:
+    """A model over paged memory, without scheduler and sampler: every row's logits can be looked at.
+
+    Each step checks that no slot is written twice and that each sequence holds exactly the blocks its window needs.
+    """
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, num_blocks: int = NUM_BLOCKS) -> None:
+        config = load_model_config(model_dir)
+        groups = group_layers(config.layer_kv(), MAX_LEN)
+        self.model = load_model(model_dir, config, groups, MAX_LEN, torch.float32, CPU)
+        pools = [allocate_pool(group, num_blocks, BLOCK_SIZE, dtype, CPU) for group in groups]
+        self.manager = KvCacheManager(groups, [num_blocks] * len(groups), BLOCK_SIZE)
+        self._runner = Runner(self.model, groups, pools, BLOCK_SIZE)
+
+    def open(self, token_ids: list[int]) -> Request:
+        """Start a request with what the prefix cache has of it."""
+        text = TextStream(None, ())
+        request = Request("r", token_ids, SamplingParams(), 1, BlockHashChain(BLOCK_SIZE), text, random.Random(0))
+        hit = self.manager.match(request.chain, token_ids)
+        request.blocks = self.manager.open(hit, request.chain, token_ids, hit.num_tokens)
+        request.num_computed_tokens = hit.num_tokens
+        return request
+
+    def close(self, request: Request) -> None:
+        """Take a request's blocks away: it ended, or was preempted."""
+        assert request.blocks is not None
+        self.manager.close(request.blocks)
+        request.blocks = None
+        request.num_computed_tokens = 0
+
+    def step(self, *chunks: tuple[Request, int]) -> torch.Tensor:
+        """Compute the next so many tokens of each request; return the logits of every row, decodes first."""
+        scheduled = [ScheduledRequest(*chunk) for chunk in chunks]
+        for request, num_new in scheduled:
+            assert request.blocks is not None
+            assert self.manager.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new)
+        batch = self._runner.build_batch(scheduled)
+        for pages in batch.layers:
+            written = pages.slot_mapping[pages.slot_mapping >= 0]
+            assert len(written.unique()) == len(written), "a slot is written twice"
+        batch = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.input_ids)))
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(batch)
+        for request, num_new in scheduled:
+            self._check_held(request, num_new)
+            request.num_computed_tokens += num_new
+        self.manager.settle()
+        return logits
+
+    def decode(self, request: Request, until: int) -> torch.Tensor:
+        """Compute tokens one at a time; return the logits of each."""
+        return torch.cat([self.step((request, 1)) for _ in range(request.num_computed_tokens, until)])
+
+    def _check_held(self, request: Request, num_new: int) -> None:
+        assert request.blocks is not None
+        history, num_tokens = request.num_computed_tokens, request.num_computed_tokens + num_new
+        for pool, table in zip(self.manager.pools, request.blocks.tables, strict=True):
+            first = stale_range(history, pool.group.window, BLOCK_SIZE).end
+            assert len(table.held()) == -(-num_tokens // BLOCK_SIZE) - first
+
+
+@pytest.fixture
+def harness(checkpoint: Callable[[str], Path]) -> Callable[..., Harness]:
+    """Put a random model, by its name, over memory of its own."""
+    return lambda name, **settings: Harness(checkpoint(name), **settings)

@@ -1,0 +1,147 @@
+"""Every family against transformers, in float32, through everything that can happen to a paged cache.
+
+What is expected comes from one uncached pass over the whole sequence: dense attention under a mask.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kvist.engine.core import EngineCore
+
+TOLERANCE = 1e-4
+NUM_PROMPT, NUM_TOKENS = 30, 78  # decodes past six windows of 8 tokens, twelve blocks of 4
+
+
+def make_tokens(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert expected.abs().max() > 0.5, "logits too small to tell anything"
+    torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_prefill_and_decode_past_evictions(family: str, harness, oracle) -> None:
+    tokens = make_tokens(NUM_TOKENS)
+    expected = oracle(family, tokens)
+    model = harness(family)
+    request = model.open(tokens)
+    assert_close(model.step((request, NUM_PROMPT)), expected[:NUM_PROMPT])
+    assert_close(model.decode(request, NUM_TOKENS), expected[NUM_PROMPT:])
+
+
+@pytest.mark.parametrize("chunks", [(1, 2, 13, 5, 29), (25, 25), (4,) * 12])
+def test_chunked_prefill(family: str, chunks: tuple[int, ...], harness, oracle) -> None:
+    tokens = make_tokens(sum(chunks), seed=1)
+    model = harness(family)
+    request = model.open(tokens)
+    assert_close(torch.cat([model.step((request, count)) for count in chunks]), oracle(family, tokens))
+
+
+def test_decodes_and_prefills_in_one_step(family: str, harness, oracle) -> None:
+    prompts = [make_tokens(count, seed=count) for count in (21, 40, 33, 5)]
+    expected = [oracle(family, tokens) for tokens in prompts]
+    model = harness(family)
+    first, second, third, fourth = map(model.open, prompts)
+    model.step((first, 20), (fourth, 4))
+    model.step((second, 10))
+    mixed = model.step((second, 30), (first, 1), (third, 33), (fourth, 1))
+    assert_close(mixed, torch.cat([expected[0][20:], expected[3][4:], expected[1][10:], expected[2]]))
+
+
+def test_sequences_of_different_lengths_decode_together(family: str, harness, oracle) -> None:
+    prompts = [make_tokens(count, seed=count) for count in (60, 44, 29)]
+    expected = [oracle(family, tokens) for tokens in prompts]
+    model = harness(family)
+    requests = [model.open(tokens) for tokens in prompts]
+    model.step(*((request, len(request.token_ids) - 26) for request in requests))
+    for left in range(26, 0, -1):
+        assert_close(model.step(*((each, 1) for each in requests)), torch.stack([row[-left] for row in expected]))
+
+
+def test_a_prefix_reused_while_its_sequence_is_far_past_it(family: str, harness, oracle) -> None:
+    shared, tail = make_tokens(41, seed=2), make_tokens(20, seed=3)
+    model = harness(family)
+    first = model.open(shared + make_tokens(30, seed=4))
+    model.step((first, 41))
+    model.decode(first, 71)
+    second = model.open(shared + tail)
+    assert second.num_computed_tokens == 40
+    expected = oracle(family, shared + tail)
+    assert_close(model.step((second, 9)), expected[40:49])
+    assert_close(model.decode(second, 61), expected[49:])
+
+
+def test_a_prefix_reused_after_its_sequence_ended(family: str, harness, oracle) -> None:
+    stem = make_tokens(50, seed=6)
+    model = harness(family)
+    first = model.open(stem)
+    model.step((first, 50))
+    model.close(first)
+    for num_shared in (50, 33):
+        tokens = stem[:num_shared] + make_tokens(10, seed=num_shared)
+        second = model.open(tokens)
+        reused = second.num_computed_tokens
+        assert reused == num_shared // 4 * 4
+        assert_close(model.step((second, len(tokens) - reused)), oracle(family, tokens)[reused:])
+
+
+def test_equal_prompts_of_one_step_share_their_blocks(family: str, harness, oracle) -> None:
+    tokens = make_tokens(35, seed=5)
+    expected = oracle(family, tokens)
+    model = harness(family)
+    first, second = model.open(tokens), model.open(tokens)
+    assert_close(model.step((first, 30), (second, 30)), torch.cat([expected[:30]] * 2))
+    third = model.open(tokens)
+    assert third.num_computed_tokens == 28
+    got = model.step(*((each, 35 - each.num_computed_tokens) for each in (first, second, third)))
+    assert_close(got, torch.cat([expected[30:], expected[30:], expected[28:]]))
+    assert any(table.adopted for table in second.blocks.tables)
+
+
+@pytest.mark.parametrize("is_cache_kept", [True, False])
+def test_a_preempted_sequence_starts_over(family: str, is_cache_kept: bool, harness, oracle) -> None:
+    tokens = make_tokens(NUM_TOKENS, seed=7)
+    model = harness(family)
+    victim = model.open(tokens)
+    model.step((victim, NUM_PROMPT))
+    model.decode(victim, 60)
+    model.close(victim)
+    if not is_cache_kept:
+        model.manager.flush()
+    again = model.open(tokens)
+    reused = again.num_computed_tokens
+    assert reused == (60 if is_cache_kept else 0)
+    expected = oracle(family, tokens)
+    assert_close(model.step((again, 64 - reused)), expected[reused:64])
+    assert_close(model.decode(again, NUM_TOKENS), expected[64:])
+
+
+def test_a_long_decode_equals_dense_attention(windowed: str, harness, oracle) -> None:
+    tokens = make_tokens(400, seed=8)
+    model = harness(windowed)
+    request = model.open(tokens)
+    model.step((request, 17))
+    assert_close(model.decode(request, 400), oracle(windowed, tokens)[17:])
+
+
+def test_the_engine_under_pressure_generates_what_dense_attention_does(
+    family: str, make_core: Callable[..., EngineCore], greedy, generate, tokens_of, oracle
+) -> None:
+    stem = make_tokens(13)
+    prompts = [stem[:num_shared] + make_tokens(30 - num_shared, seed=num_shared) for num_shared in (0, 9, 13, 4)]
+    core = make_core(family, max_model_len=80, num_blocks=30, max_num_batched_tokens=19, max_num_seqs=4)
+    outputs = generate(core, [(prompt, greedy(48, logprobs=True)) for prompt in prompts])
+    assert core.statistics().scheduler.num_preemptions > 0
+    for i, prompt in enumerate(prompts):
+        got = tokens_of(outputs[str(i)])
+        expected = oracle(family, prompt + got)[len(prompt) - 1 : -1]
+        assert got == expected.argmax(-1).tolist()
+        chosen = [each.sampled.logprob for output in outputs[str(i)] for each in output.logprobs]
+        assert chosen == pytest.approx(expected.log_softmax(-1).max(-1).values.tolist(), abs=TOLERANCE)
