@@ -1,4 +1,4 @@
-"""Which layers read the cache of another: the last ones of Gemma 3n and Gemma 4 keep no keys and values of their own."""
+"""Which layers read the cache of another one: the last of Gemma 3n and Gemma 4 keep no keys and values of their own."""
 
 from __future__ import annotations
 

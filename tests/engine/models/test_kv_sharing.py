@@ -26,5 +26,5 @@ def test_at_least_one_layer_keeps_its_own_cache(num_shared: int) -> None:
 
 
 def test_a_type_without_an_owner_is_named() -> None:
-    with pytest.raises(InvalidValueError, match="num_kv_shared_layers: got 1, .* full_attention"):
+    with pytest.raises(InvalidValueError, match=r"num_kv_shared_layers: got 1, .* full_attention"):
         shared_sources([S, S, S, F], 1)
