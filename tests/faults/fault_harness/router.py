@@ -18,6 +18,7 @@ from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.registrations import Registrations
 from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
 from kvist.indexer.source import Source
+from kvist.indexer.statistics import SourceStatistics
 from kvist.radix import RadixIndex
 
 NAMESPACE = Namespace("model", "default")
@@ -115,7 +116,11 @@ class Router:
 
     def num_lost(self, number: int) -> int:
         """Return how often something of a stream was lost beyond recovery."""
-        return self._source(number).statistics(self._now_s()).num_cleared
+        return self.statistics(number).num_cleared
+
+    def statistics(self, number: int) -> SourceStatistics:
+        """Return the counters of a stream since this router was started."""
+        return self._source(number).statistics(self._now_s())
 
     def lose(self, number: int, rank: int) -> None:
         """Forget a rank's blocks by a fault of our own."""

@@ -89,6 +89,10 @@ class Worker:
             for _ in range(self._rng.randint(0, num_steps)):
                 engine.live()
 
+    def is_followed_to(self, position: tuple[int, int] | None) -> bool:
+        """Return whether a stream that is followed to there was followed to its end."""
+        return position is not None
+
     def speak(self) -> None:
         """Do something that shows on the wire if nothing else would tell of what was lost."""
         self.live(3)
@@ -228,6 +232,9 @@ class StockWorker(Worker):
         super().live(num_steps)
         if self.process is not None:
             self.process.step(self.engines)
+
+    def is_followed_to(self, position: tuple[int, int] | None) -> bool:
+        return position is not None and self.process is not None and position[1] == self.process.next_sequence
 
     def speak(self) -> None:
         """Publish something: what an engine that answers no questions lost last shows with its next message."""
