@@ -1,26 +1,27 @@
-"""How many blocks the memory holds, and how many one sequence can need."""
+"""How the memory is shared among the pools, and how many blocks one sequence can need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from kvist.errors import InvalidValueError
 from kvist.events.windows import FULL
 from kvist.kvcache.groups import KvGroup
 from kvist.kvcache.stale import num_blocks_for
 
-NUM_KV = 2  # a key and a value a token
+BudgetPolicy = Literal["uniform", "bounded"]
 
 
-def block_bytes(group: KvGroup, block_size: int, itemsize_bytes: int) -> int:
-    """Return the bytes of one block over all layers of the group."""
-    layer = group.layer
-    return len(group.layer_indices) * NUM_KV * layer.num_kv_heads * layer.head_dim * block_size * itemsize_bytes
+def block_bytes(group: KvGroup, block_size: int) -> int:
+    """Return the bytes of one block over all layers of the group: of one slot."""
+    return group.token_bytes * block_size
 
 
 def num_blocks_for_memory(groups: Sequence[KvGroup], block_size: int, itemsize_bytes: int, memory_bytes: int) -> int:
     """Return the number of blocks every group gets when each gets the same and all fit into `memory_bytes`."""
-    return memory_bytes // sum(block_bytes(group, block_size, itemsize_bytes) for group in groups)
+    token_bytes = sum(group.token_bytes // group.layer.dtype.itemsize_bytes * itemsize_bytes for group in groups)
+    return memory_bytes // (token_bytes * block_size)
 
 
 def peak_num_blocks(group: KvGroup, block_size: int, max_model_len: int, max_step_tokens: int) -> int:
@@ -33,6 +34,34 @@ def peak_num_blocks(group: KvGroup, block_size: int, max_model_len: int, max_ste
     if group.window is FULL:
         return whole
     return min(whole, num_blocks_for(group.window - 1 + max_step_tokens, block_size) + 1)
+
+
+def split_memory(
+    groups: Sequence[KvGroup],
+    block_size: int,
+    memory_bytes: int,
+    *,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    policy: BudgetPolicy,
+) -> tuple[int, ...]:
+    """Return the number of blocks of each group, which together take at most `memory_bytes`.
+
+    `bounded` gives windowed groups what sequences can hold at once, and the rest to the others. `uniform` gives every
+    group the same, as if none had a window. Raises InvalidValueError with the bytes needed where one sequence of
+    `max_model_len` tokens does not fit.
+    """
+    if policy == "uniform":
+        return _uniform(groups, block_size, memory_bytes, max_model_len, max_num_seqs)
+    peaks = [peak_num_blocks(group, block_size, max_model_len, max_step_tokens) for group in groups]
+    _check_memory(memory_bytes, _product(peaks, [block_bytes(group, block_size) for group in groups]), max_model_len)
+    return _bounded(groups, block_size, memory_bytes, peaks, max_num_seqs)
+
+
+def max_concurrent_sequences(num_blocks: Sequence[int], peak_blocks: Sequence[int], max_num_seqs: int) -> int:
+    """Return how many sequences can hold `peak_blocks`, a number a group, at the same time."""
+    return min(max_num_seqs, *(have // peak for have, peak in zip(num_blocks, peak_blocks, strict=True)))
 
 
 def check_sequence_fits(
@@ -50,3 +79,52 @@ def check_sequence_fits(
                 have,
                 f"at least {need}: one sequence of max_model_len={max_model_len} with blocks of {block_size} tokens",
             )
+
+
+def _uniform(
+    groups: Sequence[KvGroup], block_size: int, memory_bytes: int, max_model_len: int, max_num_seqs: int
+) -> tuple[int, ...]:
+    """Return equal numbers: room for the sequences that fit, two held back, in every group at full length."""
+    bytes_each = sum(block_bytes(group, block_size) for group in groups)
+    one_sequence = num_blocks_for(max_model_len, block_size)
+    _check_memory(memory_bytes, one_sequence * bytes_each, max_model_len)
+    num_sequences = max(1, memory_bytes * block_size // bytes_each // max_model_len - 2)
+    num_tokens = max(min(num_sequences, max_num_seqs) * max_model_len, max_num_seqs * block_size)
+    return (min(num_blocks_for(num_tokens, block_size), memory_bytes // bytes_each),) * len(groups)
+
+
+def _bounded(
+    groups: Sequence[KvGroup], block_size: int, memory_bytes: int, peaks: Sequence[int], max_num_seqs: int
+) -> tuple[int, ...]:
+    """Return numbers that let the pools fill up together.
+
+    A windowed group's unit is one sequence's peak and a window more: the tail that a finished sequence leaves in the
+    cache, without which the full groups' blocks of it could not be reused. Windowed groups get units for as many
+    sequences as the full groups can hold at full length. Since most sequences are shorter, they get units up to
+    `max_num_seqs` while that takes at most half of the memory.
+    """
+    sizes = [block_bytes(group, block_size) for group in groups]
+    units = [
+        0 if group.window is FULL else peak + num_blocks_for(group.window - 1, block_size) + 1
+        for group, peak in zip(groups, peaks, strict=True)
+    ]
+    unit_bytes = _product(units, sizes)
+    full_bytes = sum(peak * size for unit, peak, size in zip(units, peaks, sizes, strict=True) if not unit)
+    peak_bytes = _product(peaks, sizes) - full_bytes
+    balanced = memory_bytes * unit_bytes // (unit_bytes + full_bytes)
+    wanted = max(peak_bytes, balanced, min(max_num_seqs * unit_bytes, memory_bytes // 2))
+    extra = min(wanted, memory_bytes - full_bytes) - peak_bytes
+    counts = [unit and peak + extra * unit // unit_bytes for unit, peak in zip(units, peaks, strict=True)]
+    full_size = sum(size for unit, size in zip(units, sizes, strict=True) if not unit)
+    left = memory_bytes - _product(counts, sizes)
+    return tuple(count or left // full_size for count in counts)
+
+
+def _check_memory(memory_bytes: int, needed_bytes: int, max_model_len: int) -> None:
+    if memory_bytes < needed_bytes:
+        expected = f"at least {needed_bytes}: one sequence of max_model_len={max_model_len}"
+        raise InvalidValueError("memory_bytes", memory_bytes, expected)
+
+
+def _product(counts: Sequence[int], sizes: Sequence[int]) -> int:
+    return sum(count * size for count, size in zip(counts, sizes, strict=True))

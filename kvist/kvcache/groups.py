@@ -1,50 +1,64 @@
-"""Which layers share a block table."""
+"""What a layer stores, and which layers share a block table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import KnownWindow, window_size
-from kvist.kvcache.stale import effective_window
+from kvist.events.windows import KnownWindow
+from kvist.kvcache.dtypes import KvDtype
+
+NUM_KV = 2  # a key and a value a token
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKv:
-    """What one attention layer stores: the layers of a group agree in all of it."""
+    """What one attention layer stores a token, and how long it is wanted: the layers of a group agree in all of it.
+
+    `kv_factor` is 2 for a key and a value, 1 where one vector serves as both.
+    """
 
     window: KnownWindow
     num_kv_heads: int
     head_dim: int
+    dtype: KvDtype = KvDtype.FLOAT32
+    kv_factor: int = NUM_KV
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token in this layer."""
+        return self.kv_factor * self.num_kv_heads * self.head_dim * self.dtype.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKv:
+    """A layer that stores nothing: it reads what layer `source`, an earlier one, has written."""
+
+    source: int
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that store alike and see equally far: they share one block table a sequence and one pool."""
+    """Layers that store alike and see equally far: they share one block table a sequence and one pool.
+
+    A slot of the pool holds one block of every layer in `layer_indices`, in that order.
+    """
 
     group_id: int
     layer: LayerKv
     layer_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raise InvalidValueError for a group without layers: nothing says what it stores or how far it sees."""
+        if not self.layer_indices:
+            raise InvalidValueError(f"layer_indices of group {self.group_id}", (), "at least one layer")
 
     @property
     def window(self) -> KnownWindow:
         """Return how far the group's queries see, themselves included."""
         return self.layer.window
 
-
-def group_layers(layers: Sequence[LayerKv], max_model_len: int) -> tuple[KvGroup, ...]:
-    """Return the groups, widest window first, so that group 0 is the one that prefix routing follows.
-
-    A window that no sequence can outgrow counts as full attention, so that such layers join the full group.
-    """
-    members: dict[LayerKv, list[int]] = {}
-    for layer_idx, layer in enumerate(layers):
-        if isinstance(layer.window, int) and layer.window < 1:
-            raise InvalidValueError(f"layers[{layer_idx}].window", layer.window, "at least 1 token, or FULL")
-        window = effective_window(layer.window, max_model_len)
-        members.setdefault(LayerKv(window, layer.num_kv_heads, layer.head_dim), []).append(layer_idx)
-    if not members:
-        raise InvalidValueError("layers", len(layers), "at least one attention layer")
-    widest_first = sorted(members.items(), key=lambda item: (-window_size(item[0].window), item[1]))
-    return tuple(KvGroup(i, layer, tuple(indices)) for i, (layer, indices) in enumerate(widest_first))
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token in all layers of the group."""
+        return len(self.layer_indices) * self.layer.token_bytes

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from kvist.kvcache.budget import NUM_KV
 from kvist.kvcache.groups import KvGroup
 
 
@@ -18,7 +17,7 @@ def allocate_pool(
     Zeroed: what a kernel reads and then masks must not be NaN.
     """
     layer = group.layer
-    shape = (num_slots, len(group.layer_indices), NUM_KV, layer.num_kv_heads, block_size, layer.head_dim)
+    shape = (num_slots, len(group.layer_indices), layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

@@ -1,0 +1,92 @@
+"""From what each layer stores to groups, and from each layer to its place in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvist.errors import InvalidValueError
+from kvist.events.windows import FULL, window_size
+from kvist.kvcache.groups import NUM_KV, KvGroup, LayerKv, SharedKv
+from kvist.kvcache.stale import effective_window
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's keys and values are: its group, and which of the group's layers wrote them."""
+
+    group_id: int
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """The groups of a model, widest window first, and every layer's place in them, by model layer.
+
+    A layer without a cache of its own has its source's place. Plain full attention is the plan with one group.
+    """
+
+    groups: tuple[KvGroup, ...]
+    places: tuple[LayerPlace, ...]
+
+    def is_windowed(self, layer_indices: Collection[int]) -> bool:
+        """Return whether none of these layers sees everything.
+
+        Raises InvalidValueError for no layers at all and for one that the plan does not know: neither is a window.
+        """
+        if not layer_indices:
+            raise InvalidValueError("layer_indices", tuple(layer_indices), "at least one layer")
+        for layer_idx in layer_indices:
+            if not 0 <= layer_idx < len(self.places):
+                raise InvalidValueError("layer_indices", layer_idx, f"layers below {len(self.places)}")
+        return all(self.groups[self.places[i].group_id].window is not FULL for i in layer_indices)
+
+
+def plan_windows(layers: Sequence[LayerKv | SharedKv], max_model_len: int) -> WindowPlan:
+    """Return the plan: layers with equal LayerKv are a group, and group 0, the widest, is what prefix routing follows.
+
+    A window that no sequence can outgrow counts as full attention, so that such layers join the full group. Raises
+    InvalidValueError that names the layer, its field and the value.
+    """
+    members: dict[LayerKv, list[int]] = {}
+    for layer_idx, layer in enumerate(layers):
+        if isinstance(layer, SharedKv):
+            _check_source(layers, layer_idx, layer.source)
+            continue
+        _check_layer(layer_idx, layer)
+        stored = replace(layer, window=effective_window(layer.window, max_model_len))
+        members.setdefault(stored, []).append(layer_idx)
+    if not members:
+        raise InvalidValueError("layers", len(layers), "at least one layer that stores keys and values")
+    widest_first = sorted(members.items(), key=lambda item: (-window_size(item[0].window), item[1]))
+    groups = tuple(KvGroup(i, layer, tuple(indices)) for i, (layer, indices) in enumerate(widest_first))
+    owners = {
+        layer_idx: LayerPlace(group.group_id, position)
+        for group in groups
+        for position, layer_idx in enumerate(group.layer_indices)
+    }
+    places = (owners[layer.source if isinstance(layer, SharedKv) else i] for i, layer in enumerate(layers))
+    return WindowPlan(groups, tuple(places))
+
+
+def group_layers(layers: Sequence[LayerKv | SharedKv], max_model_len: int) -> tuple[KvGroup, ...]:
+    """Return the groups of `plan_windows`."""
+    return plan_windows(layers, max_model_len).groups
+
+
+def _check_layer(layer_idx: int, layer: LayerKv) -> None:
+    if layer.window is not FULL and (not isinstance(layer.window, int) or layer.window < 1):
+        raise InvalidValueError(f"layers[{layer_idx}].window", layer.window, "at least 1 token, or FULL")
+    for name in ("num_kv_heads", "head_dim"):
+        if getattr(layer, name) < 1:
+            raise InvalidValueError(f"layers[{layer_idx}].{name}", getattr(layer, name), "at least 1")
+    if layer.kv_factor not in (1, NUM_KV):
+        raise InvalidValueError(f"layers[{layer_idx}].kv_factor", layer.kv_factor, f"1 or {NUM_KV}")
+
+
+def _check_source(layers: Sequence[LayerKv | SharedKv], layer_idx: int, source: int) -> None:
+    """Raise InvalidValueError unless the source has written, when this layer reads, a cache of its own."""
+    if not 0 <= source < layer_idx:
+        raise InvalidValueError(f"layers[{layer_idx}].source", source, f"a layer before layer {layer_idx}")
+    if isinstance(layers[source], SharedKv):
+        raise InvalidValueError(f"layers[{layer_idx}].source", source, "a layer that stores keys and values itself")
