@@ -42,7 +42,7 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
     """
     torch.set_num_threads(config.num_threads)
     plan = _plan(config)
-    model = load_model(config.model_dir, plan.model, plan.groups, plan.max_model_len, plan.dtype, plan.device)
+    model = load_model(config.model_dir, plan.model, plan.max_model_len, plan.dtype, plan.device)
     num_blocks = [_num_blocks(config, plan)] * len(plan.groups)
     check_sequence_fits(plan.groups, num_blocks, config.block_size, plan.max_model_len, config.max_num_batched_tokens)
     try:

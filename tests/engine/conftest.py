@@ -49,6 +49,7 @@ GEMMA: dict[str, Any] = {
     "layer_types": [S] * 5 + [F],
     "query_pre_attn_scalar": 24,
 }
+MOE: dict[str, Any] = {"num_experts": 8, "moe_intermediate_size": 32}
 
 # One entry a family or trait of one. `tests/engine/models` runs each through everything that paged memory can do to it.
 FAMILIES: dict[str, transformers.PretrainedConfig] = {
@@ -65,6 +66,19 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
     "qwen3-sliding": transformers.Qwen3Config(
         **BASE, num_hidden_layers=4, use_sliding_window=True, sliding_window=WINDOW, layer_types=[F, S, F, S]
     ),
+    "qwen3-moe": transformers.Qwen3MoeConfig(
+        **BASE, num_hidden_layers=3, **MOE, num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[1]
+    ),
+    "qwen3-moe-sliding": transformers.Qwen3MoeConfig(
+        **BASE,
+        num_hidden_layers=2,
+        **MOE,
+        num_experts_per_tok=2,
+        decoder_sparse_step=2,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    ),
+    "mistral": transformers.MistralConfig(**BASE, num_hidden_layers=2, sliding_window=WINDOW),
     "gemma3": transformers.Gemma3TextConfig(**BASE, **GEMMA),
     "gemma3-capped": transformers.Gemma3TextConfig(
         **BASE,

@@ -10,6 +10,8 @@ from kvist.errors import InvalidValueError
 from kvist.events.windows import KnownWindow
 from kvist.kvcache.groups import LayerKv
 
+MAX_HEAD_DIM = 512  # what the attention kernels take
+
 
 class Activation(Enum):
     """The gate's non-linearity."""
@@ -29,37 +31,102 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary frequencies `theta ** (-2i / head_dim)`, divided by `linear_factor`."""
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): pairs that turn less than `beta_slow` times over the original context are slowed by
+    `factor`, those that turn more than `beta_fast` times are kept, and a ramp lies between.
 
-    theta: float
-    linear_factor: float = 1.0
-    llama3: Llama3Scaling | None = None
+    `is_truncated` rounds the ends of the ramp outwards to whole pairs; cosines and sines are multiplied by `magnitude`.
+    """
+
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    original_max_position: int
+    is_truncated: bool
+    magnitude: float
 
 
 @dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary frequencies `theta ** (-2i / head_dim)`, divided by `linear_factor`.
+
+    Of the `head_dim / 2` pairs only the first `rotated_share` turn.
+    """
+
+    theta: float
+    linear_factor: float = 1.0
+    rotated_share: float = 1.0
+    scaling: Llama3Scaling | YarnScaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """The gate `g * sigmoid(alpha * g) * (u + 1)`, with g at most `limit` and u within it on both sides."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """A mixture of experts: each token goes to the `top_k` of the router's softmax.
+
+    `is_normalised`: the chosen weights are scaled to sum to 1. With `swiglu`, the router and the experts have biases,
+    and checkpoints store the experts' matrices transposed, gate and up outputs in turn.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    is_normalised: bool
+    swiglu: ClampedSwiglu | None = None
+
+    def __post_init__(self) -> None:
+        """Raise InvalidValueError when a token has not enough experts to choose from."""
+        if self.top_k > self.num_experts:
+            raise InvalidValueError("num_experts_per_tok", self.top_k, f"at most the {self.num_experts} experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerConfig:
-    """What differs from layer to layer."""
+    """What differs from layer to layer.
+
+    `kv_source`: the layer whose keys and values this one reads, having none of its own. `is_value_key`: values are
+    what the key projection gives, before its norm. `moe`: experts instead of an MLP, or beside it (Gemma 4).
+    """
 
     window: KnownWindow
     rope: RopeConfig
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kv_source: int | None = None
+    is_value_key: bool = False
+    moe: MoeConfig | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputConfig:
+    """Gemma's per-layer embeddings: each token has `size` numbers for every layer, from a table of `vocab_size`."""
+
+    vocab_size: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder: pre-norm blocks of grouped-query attention and a gated MLP.
+    """A decoder: pre-norm blocks of grouped-query attention and a gated MLP or experts.
 
     `norm_offset` is added to every norm weight (Gemma stores weight - 1); `has_output_norms` norms what attention and
-    MLP give before it joins the residual. `renamed_weights` maps our names of a layer's parts to the checkpoint's.
+    MLP give before it joins the residual; `has_v_norm` norms values, without a weight; `has_sinks` adds a learned logit
+    a head to the attention's softmax, that takes weight from the keys. `renamed_weights` maps our names of parts to the
+    checkpoint's: "" where it has no such level.
     """
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     max_position: int
     norm_eps: float
     activation: Activation
@@ -70,20 +137,26 @@ class ModelConfig:
     has_attention_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    has_v_norm: bool = False
     has_output_norms: bool = False
+    has_sinks: bool = False
     has_tied_embeddings: bool = False
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    per_layer_inputs: PerLayerInputConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     renamed_weights: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError when the numbers cannot be a model."""
-        if self.num_heads % self.num_kv_heads:
-            raise InvalidValueError("num_key_value_heads", self.num_kv_heads, f"a divisor of {self.num_heads} heads")
-        if self.head_dim % 2:
-            raise InvalidValueError("head_dim", self.head_dim, "an even number, for rotary embeddings")
+        """Raise InvalidValueError when the numbers cannot be a model, or not one that the kernels take."""
+        for layer in dict.fromkeys(self.layers):
+            if self.num_heads % layer.num_kv_heads:
+                raise InvalidValueError(
+                    "num_key_value_heads", layer.num_kv_heads, f"a divisor of {self.num_heads} heads"
+                )
+            if layer.head_dim % 2 or layer.head_dim > MAX_HEAD_DIM:
+                raise InvalidValueError("head_dim", layer.head_dim, f"an even number up to {MAX_HEAD_DIM}")
 
     def layer_kv(self) -> list[LayerKv]:
         """Return what each layer stores in the KV cache."""
-        return [LayerKv(layer.window, self.num_kv_heads, self.head_dim) for layer in self.layers]
+        return [LayerKv(layer.window, layer.num_kv_heads, layer.head_dim) for layer in self.layers]

@@ -1,4 +1,4 @@
-"""The decoder layer's vocabulary: norm, packed projections, attention over the paged cache, gated MLP."""
+"""The decoder layer's vocabulary: norms, packed projections, attention over the paged cache, gated MLP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from kvist.engine.batch import ForwardBatch, LayerPages
-from kvist.engine.models.config import Activation, ModelConfig
+from kvist.engine.models.config import Activation, LayerConfig, ModelConfig
 from kvist.engine.models.rope import apply_rotary
 from kvist.kernels import paged_decode, paged_prefill, write_kv
 
@@ -26,6 +26,18 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x normed over its last dimension."""
         return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
+
+
+class BareNorm(nn.Module):
+    """x / rms(x), in float32 and cast back: a norm without a weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self._shape, self._eps = (size,), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x normed over its last dimension."""
+        return functional.rms_norm(x.float(), self._shape, None, self._eps).to(x.dtype)
 
 
 class Linear(nn.Module):
@@ -66,22 +78,23 @@ class PackedLinear(Linear):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention of one layer over its pages."""
+    """Grouped-query attention of one layer over its pages, or over those of the layer it shares with."""
 
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerConfig, window: int | None) -> None:
         super().__init__()
-        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, layer.num_kv_heads, layer.head_dim
         self._scale, self._soft_cap = config.attention_scale, config.attention_soft_cap
         self._window = window
-        size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = {"q_proj": size, "k_proj": kv_size, "v_proj": kv_size}
+        self._has_own_kv = layer.kv_source is None
+        size, kv_size = config.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        parts = {"q_proj": size}
+        if self._has_own_kv:
+            parts |= {"k_proj": kv_size} if layer.is_value_key else {"k_proj": kv_size, "v_proj": kv_size}
+            self.k_norm = _head_norm(config, layer.head_dim)
+            self.v_norm = BareNorm(layer.head_dim, config.norm_eps) if config.has_v_norm else nn.Identity()
         self.qkv_proj = PackedLinear(config.hidden_size, parts, config.has_attention_bias)
+        self.q_norm = _head_norm(config, layer.head_dim)
         self.o_proj = Linear(size, config.hidden_size, config.has_attention_bias)
-        if config.has_qk_norm:
-            self.q_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
-            self.k_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps, config.norm_offset)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
 
     def forward(
         self,
@@ -90,12 +103,13 @@ class Attention(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         pages: LayerPages,
     ) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `pages` first."""
+        """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `pages` first, if it has any."""
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_dim)
-        query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
-        query = apply_rotary(self.q_norm(query), *rotary)
-        key = apply_rotary(self.k_norm(key), *rotary)
-        write_kv(key, value, pages.cache, pages.slot_mapping)
+        query = apply_rotary(self.q_norm(heads[:, : self._num_heads]), *rotary)
+        if self._has_own_kv:
+            keys_values = heads[:, self._num_heads :]
+            key, value = keys_values[:, : self._num_kv_heads], keys_values[:, -self._num_kv_heads :]
+            write_kv(apply_rotary(self.k_norm(key), *rotary), self.v_norm(value), pages.cache, pages.slot_mapping)
         attended: torch.Tensor = self.o_proj(self._attend(query, batch, pages).flatten(1))
         return attended
 
@@ -131,46 +145,29 @@ class Attention(nn.Module):
 class GatedMlp(nn.Module):
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, intermediate_size: int) -> None:
         super().__init__()
-        parts = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = PackedLinear(config.hidden_size, parts, config.has_mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.has_mlp_bias)
+        self.down_proj = Linear(intermediate_size, config.hidden_size, config.has_mlp_bias)
         self._activation = config.activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`."""
         gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
-        is_silu = self._activation is Activation.SILU
-        gate = functional.silu(gate) if is_silu else functional.gelu(gate, approximate="tanh")
-        projected: torch.Tensor = self.down_proj(gate * up)
+        projected: torch.Tensor = self.down_proj(activate(self._activation, gate) * up)
         return projected
 
 
-class DecoderLayer(nn.Module):
-    """Attention, then the MLP; each sees a normed input and is added to the residual, normed first if so configured."""
-
-    def __init__(self, config: ModelConfig, window: int | None) -> None:
-        super().__init__()
-        self.attn_norm = _norm(config)
-        self.self_attn = Attention(config, window)
-        self.attn_out_norm = _norm(config) if config.has_output_norms else nn.Identity()
-        self.mlp_norm = _norm(config)
-        self.mlp = GatedMlp(config)
-        self.mlp_out_norm = _norm(config) if config.has_output_norms else nn.Identity()
-
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: ForwardBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        pages: LayerPages,
-    ) -> torch.Tensor:
-        """Return the residual stream `[num_tokens, hidden_size]` after this layer."""
-        hidden = hidden + self.attn_out_norm(self.self_attn(self.attn_norm(hidden), batch, rotary, pages))
-        after: torch.Tensor = hidden + self.mlp_out_norm(self.mlp(self.mlp_norm(hidden)))
-        return after
+def activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:
+    """Return the non-linearity of each number of x."""
+    return functional.silu(x) if activation is Activation.SILU else functional.gelu(x, approximate="tanh")
 
 
-def _norm(config: ModelConfig) -> RMSNorm:
+def hidden_norm(config: ModelConfig) -> RMSNorm:
+    """Return a norm of the residual stream."""
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+
+
+def _head_norm(config: ModelConfig, head_dim: int) -> nn.Module:
+    return RMSNorm(head_dim, config.norm_eps, config.norm_offset) if config.has_qk_norm else nn.Identity()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -12,9 +13,9 @@ from safetensors import SafetensorError, safe_open
 from kvist.engine.models.checkpoint_config import read_json_object
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.layers import PackedLinear, RMSNorm
+from kvist.engine.models.moe import Experts
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
-from kvist.kvcache.groups import KvGroup
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -24,7 +25,6 @@ _NUM_NAMED = 5  # of the offending weights, in an error
 def load_model(
     model_dir: Path,
     config: ModelConfig,
-    groups: Sequence[KvGroup],
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
@@ -35,8 +35,8 @@ def load_model(
     """
     files = weight_files(model_dir)
     with _default_dtype(dtype), device:
-        model = CausalLM(config, groups, max_model_len)
-    targets = checkpoint_targets(model)
+        model = CausalLM(config, max_model_len)
+    targets = checkpoint_targets(model, _names(files))
     missing = set(targets)
     unknown = []
     for name, tensor in _read(files):
@@ -76,29 +76,54 @@ def weight_files(model_dir: Path) -> list[Path]:
     return files
 
 
-def checkpoint_targets(model: CausalLM) -> dict[str, torch.Tensor]:
-    """Return where each weight of the checkpoint goes: a parameter, or the rows of a packed one."""
+def checkpoint_targets(model: CausalLM, stored: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return where each weight of the checkpoint goes: a parameter, or a part of a packed one.
+
+    `stored` are the checkpoint's names: where there is more than one layout, they say which.
+    """
     targets: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
-        parent, _, own = path.rpartition(".")
-        theirs = model.config.renamed_weights.get(own, own)
+        prefix = _checkpoint_path(path, model.config)
+        if isinstance(module, Experts):
+            targets |= module.targets(prefix, stored)
+            continue
         for name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, PackedLinear):
+                parent = prefix.rpartition(".")[0]
                 for part, rows in module.rows.items():
                     targets[f"{parent}.{part}.{name}"] = parameter.data[rows]
             else:
-                targets[f"{parent}.{theirs}.{name}".lstrip(".")] = parameter.data
+                targets[f"{prefix}.{name}"] = parameter.data
     return targets
+
+
+def _checkpoint_path(path: str, config: ModelConfig) -> str:
+    renamed = (config.renamed_weights.get(part, part) for part in path.split("."))
+    return ".".join(part for part in renamed if part)
+
+
+def _names(files: Sequence[Path]) -> set[str]:
+    names: set[str] = set()
+    for path in files:
+        with _opened(path) as file:
+            names.update(file.keys())
+    return names
 
 
 def _read(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a mapping
-                    yield name, file.get_tensor(name)
-        except SafetensorError as error:
-            raise InvalidValueError("weights", str(path), f"a safetensors file ({error})") from None
+        with _opened(path) as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise InvalidValueError("weights", str(path), f"a safetensors file ({error})") from None
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:

@@ -33,7 +33,7 @@ class Harness:
     def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, num_blocks: int = NUM_BLOCKS) -> None:
         config = load_model_config(model_dir)
         groups = group_layers(config.layer_kv(), MAX_LEN)
-        self.model = load_model(model_dir, config, groups, MAX_LEN, torch.float32, CPU)
+        self.model = load_model(model_dir, config, MAX_LEN, torch.float32, CPU)
         pools = [allocate_pool(group, num_blocks, BLOCK_SIZE, dtype, CPU) for group in groups]
         self.manager = KvCacheManager(groups, [num_blocks] * len(groups), BLOCK_SIZE)
         self._runner = Runner(self.model, groups, pools, BLOCK_SIZE)

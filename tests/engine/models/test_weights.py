@@ -13,15 +13,13 @@ from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
-from kvist.kvcache import group_layers
 
 Tensors = dict[str, torch.Tensor]
 
 
 def load(model_dir: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
     config = load_model_config(model_dir)
-    groups = group_layers(config.layer_kv(), config.max_position)
-    return load_model(model_dir, config, groups, 64, dtype, torch.device("cpu"))
+    return load_model(model_dir, config, 64, dtype, torch.device("cpu"))
 
 
 @pytest.fixture
