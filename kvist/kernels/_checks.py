@@ -5,10 +5,21 @@ Contents of tensors are not looked at: that would synchronise with the device on
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 
 CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 512
+
+
+class AttentionOptions(TypedDict):
+    """What every attention op takes by keyword, and hands on as it is."""
+
+    scale: float
+    page_offsets: torch.Tensor | None
+    window: int | None
+    soft_cap: float | None
 
 
 def check_tensor(
@@ -48,8 +59,7 @@ def check_attention(
     kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    window: int | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
     out: torch.Tensor | None,
 ) -> None:
     """Raise ValueError unless what every attention op takes is in order."""
@@ -63,6 +73,10 @@ def check_attention(
     check_rows("seq_lens", seq_lens)
     check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), (torch.int32,), kv_cache)
     check_rows("block_tables", block_tables)
+    page_offsets, window, soft_cap = options["page_offsets"], options["window"], options["soft_cap"]
+    if page_offsets is not None:
+        check_tensor("page_offsets", page_offsets, tuple(seq_lens.shape), (torch.int32,), kv_cache)
+        check_rows("page_offsets", page_offsets)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1 token, or None for full attention")
     if soft_cap is not None and not soft_cap > 0:

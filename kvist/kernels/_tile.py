@@ -52,7 +52,10 @@ def load_tile(
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
 ):
     # fmt: on
-    """Keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are not read and come as zeros."""
+    """Keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are not read and come as zeros.
+
+    Positions are absolute: `block_table_ptr` points to where page 0 of the sequence stands, or would stand.
+    """
     # int64: a cache of more than 2**31 elements is ordinary, and the product overflows without a word.
     block_idxs = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=is_present, other=0).to(tl.int64)
     offsets = block_idxs * block_stride + (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kvist.kernels._checks import check_attention
+from kvist.kernels._checks import AttentionOptions, check_attention
 from kvist.kernels._dense import attend, gather_pages
 from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, pad_head_dim, tile_shape
 from kvist.kernels._triton import (
@@ -29,7 +29,7 @@ _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warp
 # fmt: off
 @jit
 def _paged_decode_kernel(
-    query_ptr, kv_cache_ptr, block_tables_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    query_ptr, kv_cache_ptr, block_tables_ptr, page_offsets_ptr, seq_lens_ptr, out_ptr, lse_ptr,
     scale, query_stride, block_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
@@ -51,6 +51,11 @@ def _paged_decode_kernel(
     first_key = 0
     if WINDOW is not None:
         first_key = tl.maximum(seq_len - WINDOW, 0)
+    block_table_ptr = block_tables_ptr + seq * table_stride
+    if page_offsets_ptr is not None:
+        page_offset = tl.load(page_offsets_ptr + seq)
+        first_key = tl.maximum(first_key, page_offset * BLOCK_SIZE)
+        block_table_ptr -= page_offset
     first_page = first_key // BLOCK_SIZE
     pages_per_split = tl.cdiv(tl.cdiv(seq_len, BLOCK_SIZE) - first_page, NUM_SPLITS)
     split_page = first_page + split * pages_per_split
@@ -60,7 +65,6 @@ def _paged_decode_kernel(
     row_max = tl.full([HEADS_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([HEADS_PAD], tl.float32)
     weighted = tl.zeros([HEADS_PAD, HEAD_DIM_PAD], tl.float32)
-    block_table_ptr = block_tables_ptr + seq * table_stride
     for tile in range(start, end, TILE):
         keys = tile + tl.arange(0, TILE)
         is_present = keys < end
@@ -123,6 +127,7 @@ def paged_decode(
     seq_lens: torch.Tensor,
     *,
     scale: float,
+    page_offsets: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     num_splits: int | None = None,
@@ -131,21 +136,24 @@ def paged_decode(
     """Each sequence's last token attends to the keys of its window; a sequence of length 0 yields zeros.
 
     `query`: `[batch, num_heads, head_dim]`, the token at position `seq_lens - 1`, already in the cache; `kv_cache` and
-    `block_tables` (int32 `[batch, max_blocks]`) as in `kvist.kernels`; `seq_lens`: int32 `[batch]`, absolute. Key k is
-    visible to query q iff `k <= q` and `q - k < window`. A score s is `scale * q.k`, with a cap `soft_cap * tanh(s /
-    soft_cap)`. `num_splits` (a power of two; None: `decode_num_splits`) changes speed and rounding only. Returns `out`,
-    or a new tensor shaped like `query`. Raises ValueError. Never synchronises with the device.
+    `block_tables` (int32 `[batch, max_blocks]`) as in `kvist.kernels`; `seq_lens`: int32 `[batch]`, absolute;
+    `page_offsets`: int32 `[batch]`, the pages that the front of a table lacks (None: none), at most the first that
+    holds a visible key. Key k is visible to query q iff `k <= q` and `q - k < window`. A score s is `scale * q.k`, with
+    a cap `soft_cap * tanh(s / soft_cap)`. `num_splits` (a power of two; None: `decode_num_splits`) changes speed and
+    rounding only. Returns `out`, or a new tensor shaped like `query`. Raises ValueError. Never synchronises with the
+    device.
     """
-    check_attention(query, kv_cache, block_tables, seq_lens, window, soft_cap, out)
+    options: AttentionOptions = {
+        "scale": scale, "page_offsets": page_offsets, "window": window, "soft_cap": soft_cap
+    }  # fmt: skip
+    check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     batch, num_heads, head_dim = query.shape
     if batch != seq_lens.shape[0]:
         raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; expected one length a query: [{batch}]")
     if num_splits is not None and num_splits not in (1 << power for power in range(MAX_SPLITS.bit_length())):
         raise ValueError(f"num_splits is {num_splits}; expected a power of two from 1 to {MAX_SPLITS}, or None")
     if not is_launched(query):
-        result = paged_decode_reference(
-            query, kv_cache, block_tables, seq_lens, scale=scale, window=window, soft_cap=soft_cap
-        )
+        result = paged_decode_reference(query, kv_cache, block_tables, seq_lens, **options)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -161,9 +169,8 @@ def paged_decode(
     # A single split is the result already; several stay in float32 until they are merged.
     shape = (batch, num_heads, num_splits, head_dim)
     split_out = wide_out.view(shape) if num_splits == 1 else out.new_empty(shape, dtype=torch.float32)
-    split_lse = decode_splits(
-        query, kv_cache, block_tables, seq_lens, split_out, scale=scale, window=window, soft_cap=soft_cap
-    )
+    inputs = (query, kv_cache, block_tables, seq_lens, split_out)
+    split_lse = decode_splits(*inputs, **options)
     if num_splits > 1:
         merge_splits(split_out, split_lse, wide_out)
     return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
@@ -177,8 +184,9 @@ def decode_splits(
     split_out: torch.Tensor,
     *,
     scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    page_offsets: torch.Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """Fill `split_out`, `[batch, num_heads, num_splits, head_dim]`, and return each split's natural lse in float32."""
     batch, num_heads, num_splits, head_dim = split_out.shape
@@ -188,7 +196,7 @@ def decode_splits(
     heads_per_kv = num_heads // num_kv_heads
     with torch.cuda.device_of(query):
         _paged_decode_kernel[(batch, num_kv_heads, num_splits)](
-            query, kv_cache, block_tables, seq_lens, split_out, lse,
+            query, kv_cache, block_tables, page_offsets, seq_lens, split_out, lse,
             scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv,
             HEADS_PAD=max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv)),
@@ -215,6 +223,7 @@ def paged_decode_reference(
     seq_lens: torch.Tensor,
     *,
     scale: float,
+    page_offsets: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -232,7 +241,8 @@ def paged_decode_reference(
     visible = (keys >= first_key[:, None]) & (keys < lengths[:, None])
     # Pages past a row's end only fill the rectangle: any block will do, nothing of it is visible.
     is_filler = pages * block_size >= lengths[:, None]
-    block_idxs = block_tables.gather(1, pages.masked_fill(is_filler, 0)).masked_fill(is_filler, 0)
+    columns = pages if page_offsets is None else pages - page_offsets[:, None]
+    block_idxs = block_tables.gather(1, columns.masked_fill(is_filler, 0)).masked_fill(is_filler, 0)
     key, value = gather_pages(kv_cache, block_idxs)
     value[:, ~visible] = 0.0
     grouped = query.view(batch, num_kv_heads, -1, head_dim).transpose(0, 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from kvist.kernels._checks import check_attention, check_rows, check_tensor
+from kvist.kernels._checks import AttentionOptions, check_attention, check_rows, check_tensor
 from kvist.kernels._dense import attend, gather_pages
 from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, tile_shape
 from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
@@ -43,7 +43,7 @@ def _find_rows(
 # fmt: off
 @jit
 def _paged_prefill_kernel(
-    query_ptr, kv_cache_ptr, block_tables_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
+    query_ptr, kv_cache_ptr, block_tables_ptr, page_offsets_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
     num_tokens, batch, scale, query_stride, block_stride, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -70,12 +70,16 @@ def _paged_prefill_kernel(
     first_key = 0
     if WINDOW is not None:
         first_key = tl.maximum(first_query - WINDOW + 1, 0)
+    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    if page_offsets_ptr is not None:
+        page_offset = tl.load(page_offsets_ptr + seq, mask=seq < batch, other=0)
+        first_key = tl.maximum(first_key, page_offset * BLOCK_SIZE)
+        block_table_ptr -= page_offset
     boundary = first_key + tl.maximum(first_query + 1 - first_key, 0) // TILE * TILE
 
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
-    block_table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     start, end = first_key, boundary
     for phase in tl.static_range(2):  # 0: whole tiles that no row is too early for; 1: the causal boundary.
         for tile in range(start, end, TILE):
@@ -108,6 +112,7 @@ def paged_prefill(
     seq_lens: torch.Tensor,
     *,
     scale: float,
+    page_offsets: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
@@ -118,13 +123,14 @@ def paged_prefill(
     `[batch + 1]`, from 0) are the last tokens of sequence i, whose length after this step is `seq_lens[i]` (int32
     `[batch]`). Rows past `query_start_loc[-1]` are padding. All else as in `paged_decode`.
     """
-    check_attention(query, kv_cache, block_tables, seq_lens, window, soft_cap, out)
+    options: AttentionOptions = {
+        "scale": scale, "page_offsets": page_offsets, "window": window, "soft_cap": soft_cap
+    }  # fmt: skip
+    check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), kv_cache)
     check_rows("query_start_loc", query_start_loc)
     if not is_launched(query):
-        result = paged_prefill_reference(
-            query, kv_cache, block_tables, query_start_loc, seq_lens, scale=scale, window=window, soft_cap=soft_cap
-        )
+        result = paged_prefill_reference(query, kv_cache, block_tables, query_start_loc, seq_lens, **options)
         return result if out is None else out.copy_(result)
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -135,7 +141,7 @@ def paged_prefill(
     tile = tile_shape(head_dim, kv_cache.dtype)
     with torch.cuda.device_of(query):
         _paged_prefill_kernel[(num_tokens // tile.rows + batch + 1, num_heads)](
-            query, kv_cache, block_tables, query_start_loc, seq_lens, wide_out,
+            query, kv_cache, block_tables, page_offsets, query_start_loc, seq_lens, wide_out,
             num_tokens, batch, scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_cache.shape[2], BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
@@ -153,6 +159,7 @@ def paged_prefill_reference(
     seq_lens: torch.Tensor,
     *,
     scale: float,
+    page_offsets: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -160,15 +167,21 @@ def paged_prefill_reference(
     block_size = kv_cache.shape[3]
     out = torch.zeros_like(query)
     starts = query_start_loc.tolist()
-    for table, start, end, seq_len in zip(block_tables, starts[:-1], starts[1:], seq_lens.tolist(), strict=True):
+    offsets = [0] * len(seq_lens) if page_offsets is None else page_offsets.tolist()
+    seqs = zip(block_tables, offsets, starts[:-1], starts[1:], seq_lens.tolist(), strict=True)
+    for table, page_offset, start, end, seq_len in seqs:
+        if start == end:
+            continue
         first_query = seq_len - (end - start)
         first_page = 0 if window is None else max(0, first_query - window + 1) // block_size
-        block_idxs = table[first_page : (seq_len + block_size - 1) // block_size]
+        if first_page < page_offset:
+            raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
+        block_idxs = table[first_page - page_offset : -(-seq_len // block_size) - page_offset]
         key, value = (pages[:, 0] for pages in gather_pages(kv_cache, block_idxs[None]))
         for row in range(start, end, _REFERENCE_ROWS):
             rows = slice(row, min(row + _REFERENCE_ROWS, end))
-            offset = first_query + row - start - first_page * block_size
-            out[rows] = _attend_rows(query[rows], offset, key, value, scale=scale, window=window, soft_cap=soft_cap)
+            first_row = first_query + row - start - first_page * block_size
+            out[rows] = _attend_rows(query[rows], first_row, key, value, scale=scale, window=window, soft_cap=soft_cap)
     return out
 
 

@@ -28,6 +28,7 @@ from kvist.kernels.write_kv import _write_kv_kernel
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 INTEGER_TYPES = {
     "block_tables_ptr": "*i32",
+    "page_offsets_ptr": "*i32",
     "seq_lens_ptr": "*i32",
     "query_start_loc_ptr": "*i32",
     "slot_mapping_ptr": "*i64",

@@ -35,6 +35,7 @@ class Paged:
     kv_cache: torch.Tensor
     block_tables: torch.Tensor
     seq_lens: torch.Tensor
+    page_offsets: torch.Tensor | None
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
 
@@ -47,7 +48,7 @@ def make_paged(device: str) -> Callable[..., Paged]:
     """Write sequences into a shuffled cache, block 0 and the last block among theirs, and poison everything else.
 
     Blocks that hold no key visible from `first_queries[i]` on are evicted: their table entry is negative and their
-    memory is infinite. What no token was written to is NaN.
+    memory is infinite; with `is_local` the table begins behind them. What no token was written to is NaN.
     """
 
     def make(
@@ -55,6 +56,7 @@ def make_paged(device: str) -> Callable[..., Paged]:
         *,
         first_queries: list[int] | None = None,
         window: int | None = None,
+        is_local: bool = False,
         num_kv_heads: int = 1,
         head_dim: int = 16,
         block_size: int = 8,
@@ -69,6 +71,7 @@ def make_paged(device: str) -> Callable[..., Paged]:
             (num_blocks, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype, device=device
         )
         block_tables = torch.full((len(seq_lens), max(num_pages) + 1), -1, dtype=torch.int32)
+        page_offsets = torch.zeros(len(seq_lens), dtype=torch.int32)
         keys, values = [], []
         for seq, (seq_len, pages) in enumerate(zip(seq_lens, num_pages, strict=True)):
             block_tables[seq, :pages] = torch.tensor([free.pop(0) for _ in range(pages)])
@@ -80,10 +83,16 @@ def make_paged(device: str) -> Callable[..., Paged]:
             num_stale = 0 if window is None else max(0, first_query - window + 1) // block_size
             kv_cache[block_tables[seq, :num_stale].long()] = torch.inf
             block_tables[seq, :num_stale] = -1
+            if is_local:
+                page_offsets[seq] = num_stale
+                block_tables[seq] = block_tables[seq].roll(-num_stale)
             keys.append(key)
             values.append(value)
         lengths = torch.tensor(seq_lens, dtype=torch.int32, device=device)
-        return Paged(kv_cache, block_tables.to(device), lengths, keys, values)
+        if is_local:
+            block_tables = block_tables[:, : int((torch.tensor(num_pages) - page_offsets).max())]
+        offsets = page_offsets.to(device) if is_local else None
+        return Paged(kv_cache, block_tables.contiguous().to(device), lengths, offsets, keys, values)
 
     return make
 

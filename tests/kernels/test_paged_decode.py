@@ -21,10 +21,12 @@ SCALE = 0.3
         (1, 17, 16, 8, 1000, None, 2),  # more heads than the smallest tile, a window longer than every sequence
     ],
 )
+@pytest.mark.parametrize("is_local", [False, True])
 def test_each_sequence_attends_like_dense_attention(
     make_paged,
     dense_attention,
     assert_attends,
+    is_local,
     num_kv_heads,
     heads_per_kv,
     head_dim,
@@ -34,13 +36,19 @@ def test_each_sequence_attends_like_dense_attention(
     num_splits,
 ):
     paged = make_paged(
-        [37, 1, 83, 64], window=window, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size
+        [37, 1, 83, 64],
+        window=window,
+        is_local=is_local,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
     )
     query = torch.randn(4, num_kv_heads * heads_per_kv, head_dim)
     out = paged_decode(
         query.to(paged.kv_cache.device),
         *paged.inputs(),
         scale=SCALE,
+        page_offsets=paged.page_offsets,
         window=window,
         soft_cap=soft_cap,
         num_splits=num_splits,
@@ -79,16 +87,20 @@ def test_an_empty_batch_is_empty(device):
     assert paged_decode(query, kv_cache, tables, lengths, scale=1.0).shape == (0, 2, 16)
 
 
-def test_query_199_of_a_window_of_64_reads_keys_136_to_199_and_no_other(device):
-    # 200 tokens on pages of 32: pages 0 to 3 are evicted, page 4 is visible from slot 8 on.
+@pytest.mark.parametrize("page_offset", [0, 3, 4])
+def test_query_199_of_a_window_of_64_reads_keys_136_to_199_and_no_other(device, page_offset):
+    # 200 tokens on pages of 32: pages 0 to 3 are evicted, page 4 is visible from slot 8 on; 199 is slot 7 of page 6,
+    # which is local page 2 of a table that lacks all four.
     kv_cache = torch.full((3, 2, 1, 32, 16), torch.nan, device=device)
     tables = torch.tensor([[-1, -1, -1, -1, 2, 0, 1]], dtype=torch.int32, device=device)
     for position in range(136, 200):
         kv_cache[tables[0, position // 32].long(), :, 0, position % 32] = float(position)
+    tables = tables[:, page_offset:].contiguous()
     query = torch.zeros(1, 1, 16, device=device)
-    lengths = torch.tensor([200], dtype=torch.int32, device=device)
+    lengths, offsets = torch.tensor([[200], [page_offset]], dtype=torch.int32, device=device)
+    options = {"scale": 1.0, "page_offsets": offsets, "window": 64}
     for num_splits in (1, 2, 4):
-        out = paged_decode(query, kv_cache, tables, lengths, scale=1.0, window=64, num_splits=num_splits)
+        out = paged_decode(query, kv_cache, tables, lengths, num_splits=num_splits, **options)
         torch.testing.assert_close(out, torch.full_like(out, (136 + 199) / 2))
 
 
@@ -103,6 +115,14 @@ def test_scores_of_0_ln2_ln3_weigh_values_one_to_two_to_three(device, window, ex
     query = torch.ones(1, 1, 16, device=device)
     out = paged_decode(query, kv_cache, tables, lengths, scale=1.0, window=window, num_splits=num_splits)
     torch.testing.assert_close(out, torch.full_like(out, expected))
+
+
+def test_the_reference_refuses_an_offset_past_the_first_visible_page():
+    tables, lengths = torch.zeros(1, 4, dtype=torch.int32), torch.tensor([25], dtype=torch.int32)
+    offsets = torch.tensor([3], dtype=torch.int32)  # A window of 8 over pages of 8 begins on page 2.
+    query, kv_cache = torch.zeros(1, 1, 16), torch.zeros(2, 2, 1, 8, 16)
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        paged_decode_reference(query, kv_cache, tables, lengths, scale=1.0, page_offsets=offsets, window=8)
 
 
 @pytest.mark.parametrize("table", [[0, -1], [0]])
@@ -140,6 +160,8 @@ def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_
         ("query", torch.zeros(2, 16, 4).mT, "query has strides"),
         ("seq_lens", torch.ones(2, dtype=torch.int64), "seq_lens has dtype torch.int64; expected torch.int32"),
         ("block_tables", torch.zeros(3, 4, dtype=torch.int32), r"block_tables has shape \[3, 4\]; expected \[2, any\]"),
+        ("page_offsets", torch.zeros(3, dtype=torch.int32), r"page_offsets has shape \[3\]; expected \[2\]"),
+        ("page_offsets", torch.zeros(2), "page_offsets has dtype torch.float32; expected torch.int32"),
         ("window", 0, "window is 0; expected at least 1 token, or None"),
         ("soft_cap", 0.0, "soft_cap is 0.0; expected a positive number, or None"),
         ("num_splits", 3, "num_splits is 3; expected a power of two from 1 to 128"),

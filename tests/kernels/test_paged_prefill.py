@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from kvist.kernels import paged_decode, paged_prefill
+from kvist.kernels import paged_decode, paged_prefill, paged_prefill_reference
+from kvist.kernels._triton import is_launched
 
 SCALE = 0.3
 
@@ -20,8 +21,18 @@ def start_locs(query_lens, device):
         (1, 8, 16, 4, 1, None),  # a window of the token itself
     ],
 )
+@pytest.mark.parametrize("is_local", [False, True])
 def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
-    make_paged, dense_attention, assert_attends, num_kv_heads, heads_per_kv, head_dim, block_size, window, soft_cap
+    make_paged,
+    dense_attention,
+    assert_attends,
+    is_local,
+    num_kv_heads,
+    heads_per_kv,
+    head_dim,
+    block_size,
+    window,
+    soft_cap,
 ):
     seq_lens, query_lens = [37, 83, 5, 9], [1, 69, 0, 9]  # a decode row, a chunk, a sequence that waits, a whole prompt
     first_queries = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
@@ -29,6 +40,7 @@ def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
         seq_lens,
         first_queries=first_queries,
         window=window,
+        is_local=is_local,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
@@ -37,7 +49,8 @@ def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
     query = torch.randn(sum(query_lens), num_kv_heads * heads_per_kv, head_dim)
     kv_cache, tables, lengths = paged.inputs()
     options = {"scale": SCALE, "window": window, "soft_cap": soft_cap}
-    out = paged_prefill(query.to(device), kv_cache, tables, start_locs(query_lens, device), lengths, **options)
+    inputs = (query.to(device), kv_cache, tables, start_locs(query_lens, device), lengths)
+    out = paged_prefill(*inputs, page_offsets=paged.page_offsets, **options)
     for rows, rows_out, first, key, value in zip(
         query.split(query_lens), out.split(query_lens), first_queries, paged.keys, paged.values, strict=True
     ):
@@ -78,39 +91,47 @@ def test_no_rows_are_no_work(make_paged):
     )
 
 
-def mean_positions(device, *, first_query, num_rows, window, block_size, first_page):
+@pytest.fixture(params=["absolute", "local"])
+def mean_positions(device, request):
     """Zero queries over values that are their positions: each row yields the mean of the positions it sees.
 
     Pages before `first_page` are evicted, and keys that no row may see are NaN.
     """
-    seq_len = first_query + num_rows
-    num_pages = -(-seq_len // block_size)
-    kv_cache = torch.full((num_pages - first_page, 2, 1, block_size, 16), torch.nan, device=device)
-    tables = torch.arange(num_pages, device=device).int() - first_page
-    for position in range(max(0, first_query - window + 1), seq_len):
-        kv_cache[tables[position // block_size].long(), :, 0, position % block_size] = float(position)
-    query = torch.zeros(num_rows, 1, 16, device=device)
-    lengths = torch.tensor([seq_len], dtype=torch.int32, device=device)
-    starts = start_locs([num_rows], device)
-    out = paged_prefill(query, kv_cache, tables[None], starts, lengths, scale=1.0, window=window)
-    return out[:, 0, 0].tolist()
+
+    def means(*, first_query, num_rows, window, block_size, first_page):
+        seq_len = first_query + num_rows
+        num_pages = -(-seq_len // block_size)
+        kv_cache = torch.full((num_pages - first_page, 2, 1, block_size, 16), torch.nan, device=device)
+        tables = torch.arange(num_pages, device=device).int() - first_page
+        for position in range(max(0, first_query - window + 1), seq_len):
+            kv_cache[tables[position // block_size].long(), :, 0, position % block_size] = float(position)
+        is_local = request.param == "local"
+        tables = tables[first_page * is_local :][None]
+        lengths, offsets = torch.tensor([[seq_len], [first_page]], dtype=torch.int32, device=device)
+        query, starts = torch.zeros(num_rows, 1, 16, device=device), start_locs([num_rows], device)
+        options = {"scale": 1.0, "window": window, "page_offsets": offsets if is_local else None}
+        return paged_prefill(query, kv_cache, tables, starts, lengths, **options)[:, 0, 0].tolist()
+
+    return means
 
 
-def test_two_rows_after_eviction_read_six_keys_each_of_tokens_12_to_19(device):
+def test_two_rows_after_eviction_read_six_keys_each_of_tokens_12_to_19(mean_positions):
     # 18 cached tokens on pages of 4, a window of 6: 3 pages are gone. Row 18 reads 13 to 18, row 19 reads 14 to 19.
-    means = mean_positions(device, first_query=18, num_rows=2, window=6, block_size=4, first_page=3)
+    means = mean_positions(first_query=18, num_rows=2, window=6, block_size=4, first_page=3)
     assert means == pytest.approx([15.5, 16.5])
 
 
-def test_eight_rows_over_a_history_of_twelve_still_find_key_8(device):
+def test_eight_rows_over_a_history_of_twelve_still_find_key_8(mean_positions):
     # Evicting by the length after the step would take 3 pages, and key 8 with them, which row 12 needs.
-    means = mean_positions(device, first_query=12, num_rows=8, window=5, block_size=4, first_page=2)
+    means = mean_positions(first_query=12, num_rows=8, window=5, block_size=4, first_page=2)
     assert means == pytest.approx([position - 2 for position in range(12, 20)])
 
 
-def test_a_block_of_64_rows_at_256_reads_from_key_157_on_page_9(device):
-    means = mean_positions(device, first_query=256, num_rows=64, window=100, block_size=16, first_page=9)
-    assert means == pytest.approx([position - 49.5 for position in range(256, 320)])
+def test_a_block_of_64_rows_at_256_reads_from_key_157_on_page_9(mean_positions):
+    # A table may keep pages that no row sees: pages 5 to 8 with an offset of 5, and page 9 is local page 4.
+    for first_page in (5, 9):
+        means = mean_positions(first_query=256, num_rows=64, window=100, block_size=16, first_page=first_page)
+        assert means == pytest.approx([position - 49.5 for position in range(256, 320)])
 
 
 def test_a_single_row_is_a_decode_step(make_paged):
@@ -122,12 +143,29 @@ def test_a_single_row_is_a_decode_step(make_paged):
     torch.testing.assert_close(extended, paged_decode(query, *paged.inputs(), scale=SCALE, window=21))
 
 
+def test_a_length_capped_to_the_live_tokens_admits_no_key_and_the_reference_refuses_it(device):
+    # 18 cached tokens and two new ones, a window of 6 on pages of 4, 3 pages gone. Told that the length is what is
+    # left, 10, the rows would stand at positions 8 and 9, before every key of the table.
+    kv_cache = torch.zeros(2, 2, 1, 4, 16, device=device)
+    tables, offsets = torch.tensor([[0, 1]], device=device).int(), torch.tensor([3], device=device).int()
+    inputs = (torch.zeros(2, 1, 16, device=device), kv_cache, tables, start_locs([2], device))
+    options = {"scale": 1.0, "page_offsets": offsets, "window": 6}
+    capped = torch.tensor([10], dtype=torch.int32, device=device)
+    with pytest.raises(IndexError, match="page_offsets has 3; expected at most 0, the first page in sight"):
+        paged_prefill_reference(*inputs, capped, **options)
+    if is_launched(kv_cache):  # The kernel cannot raise, but neither does it leave its tables.
+        kv_cache[:, 1] = 1.0
+        assert paged_prefill(*inputs, capped, **options).count_nonzero() == 0
+        torch.testing.assert_close(paged_prefill(*inputs, capped + 10, **options), torch.ones_like(inputs[0]))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("query_start_loc", torch.zeros(2, dtype=torch.int32), r"query_start_loc has shape \[2\]; expected \[3\]"),
         ("query_start_loc", torch.zeros(3), "query_start_loc has dtype torch.float32; expected torch.int32"),
         ("kv_cache", torch.zeros(4, 2, 2, 8, 32), r"query has shape \[7, 4, 16\]; expected \[any, any, 32\]"),
+        ("page_offsets", torch.zeros(3, dtype=torch.int32), r"page_offsets has shape \[3\]; expected \[2\]"),
         ("window", -1, "window is -1; expected at least 1 token, or None"),
     ],
 )
