@@ -9,6 +9,7 @@ from kvist.kvcache.budget import (
     BudgetPolicy,
     block_bytes,
     check_sequence_fits,
+    longest_sequence,
     max_concurrent_sequences,
     num_blocks_for_memory,
     peak_num_blocks,
@@ -17,16 +18,22 @@ from kvist.kvcache.budget import (
 from kvist.kvcache.chain import BlockHashChain
 from kvist.kvcache.dtypes import KvDtype
 from kvist.kvcache.groups import KvGroup, LayerKv, SharedKv
-from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit, SequenceBlocks
+from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
+from kvist.kvcache.pages import PageIndexMode, SlotLayout, scratch_page_index, scratch_place
 from kvist.kvcache.plan import LayerPlace, WindowPlan, group_layers, plan_windows
+from kvist.kvcache.planner import SequenceStep, can_resume, slots_for_batch
 from kvist.kvcache.pool import BlockPool, PoolStatistics
 from kvist.kvcache.prefix import reusable_prefix
+from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy, num_scratch_slots, scratch_range
 from kvist.kvcache.stale import BlockRange, stale_range
+from kvist.kvcache.tables import ABSENT, BlockTable, SequenceBlocks
 
 __all__ = [
+    "ABSENT",
     "BlockHashChain",
     "BlockPool",
     "BlockRange",
+    "BlockTable",
     "BudgetPolicy",
     "KvCacheManager",
     "KvCacheStatistics",
@@ -34,19 +41,31 @@ __all__ = [
     "KvGroup",
     "LayerKv",
     "LayerPlace",
+    "PageIndexMode",
     "PoolStatistics",
     "PrefixHit",
+    "ScratchBlocks",
+    "ScratchPolicy",
     "SequenceBlocks",
+    "SequenceStep",
     "SharedKv",
+    "SlotLayout",
     "WindowPlan",
     "block_bytes",
+    "can_resume",
     "check_sequence_fits",
     "group_layers",
+    "longest_sequence",
     "max_concurrent_sequences",
     "num_blocks_for_memory",
+    "num_scratch_slots",
     "peak_num_blocks",
     "plan_windows",
     "reusable_prefix",
+    "scratch_page_index",
+    "scratch_place",
+    "scratch_range",
+    "slots_for_batch",
     "split_memory",
     "stale_range",
 ]

@@ -64,6 +64,15 @@ def max_concurrent_sequences(num_blocks: Sequence[int], peak_blocks: Sequence[in
     return min(max_num_seqs, *(have // peak for have, peak in zip(num_blocks, peak_blocks, strict=True)))
 
 
+def longest_sequence(
+    groups: Sequence[KvGroup], num_blocks: Sequence[int], block_size: int, max_model_len: int, max_step_tokens: int
+) -> int:
+    """Return the most tokens, at most `max_model_len`, of a sequence that fits every pool."""
+    peaks = [peak_num_blocks(group, block_size, max_model_len, max_step_tokens) for group in groups]
+    held = [have * block_size for have, peak in zip(num_blocks, peaks, strict=True) if have < peak]
+    return min([max_model_len, *held])
+
+
 def check_sequence_fits(
     groups: Sequence[KvGroup], num_blocks: Sequence[int], block_size: int, max_model_len: int, max_step_tokens: int
 ) -> None:

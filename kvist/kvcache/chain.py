@@ -39,11 +39,12 @@ class BlockHashChain:
         self.root = root_digest(lora_name, cache_salt)
         self.digests: list[bytes] = []
 
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Hash the full blocks of `token_ids`, the whole sequence so far, that are not hashed yet."""
+    def extend(self, token_ids: Sequence[int], num_tokens: int | None = None) -> None:
+        """Hash the full blocks of the first `num_tokens` (or all) of the sequence's tokens that are not hashed yet."""
         size = self.block_size
+        end = len(token_ids) if num_tokens is None else num_tokens
         pack = struct.Struct(f"<{size}I").pack
         digest = self.digests[-1] if self.digests else self.root
-        for start in range(len(self.digests) * size, len(token_ids) - size + 1, size):
+        for start in range(len(self.digests) * size, end - size + 1, size):
             digest = hashlib.sha256(digest + pack(*token_ids[start : start + size])).digest()
             self.digests.append(digest)

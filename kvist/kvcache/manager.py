@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from kvist.errors import InvalidValueError
 from kvist.events.engine import EventSink
 from kvist.kvcache.chain import BlockHashChain
 from kvist.kvcache.groups import KvGroup
+from kvist.kvcache.pages import PageIndexMode
+from kvist.kvcache.planner import SequenceStep, StepNeed, need_of_step
 from kvist.kvcache.pool import BlockPool, PoolStatistics
 from kvist.kvcache.prefix import Coverage, reusable_prefix
+from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy
 from kvist.kvcache.stale import num_blocks_for, stale_range
-
-ABSENT = -1  # what kernels read at ordinals whose block is stale or was never needed
-
-
-@dataclass(slots=True)
-class BlockTable:
-    """One group's blocks of a sequence by absolute ordinal, int32; ABSENT below `first_held`.
-
-    The blocks at the ordinals `adopted` are another's with the same content: the coming step must not write to them.
-    """
-
-    block_ids: array[int]
-    first_held: int
-    adopted: list[int] = field(default_factory=list)
-
-    def held(self) -> list[int]:
-        """Return the blocks the sequence holds, oldest first."""
-        return self.block_ids[self.first_held :].tolist()
+from kvist.kvcache.tables import ABSENT, BlockTable, SequenceBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +29,6 @@ class PrefixHit:
     first_held: tuple[int, ...]
 
 
-@dataclass(slots=True)
-class SequenceBlocks:
-    """A running sequence's hold on the memory: a table a group, with slots for `num_tokens` tokens.
-
-    Only the manager changes it.
-    """
-
-    tables: tuple[BlockTable, ...]
-    chain: BlockHashChain
-    num_tokens: int
-
-
 @dataclass(frozen=True, slots=True)
 class KvCacheStatistics:
     """Every pool now, and since the start: tokens of admitted sequences, and those the cache served."""
@@ -62,6 +37,16 @@ class KvCacheStatistics:
     num_queried_tokens: int
     num_hit_tokens: int
 
+    @property
+    def num_blocks(self) -> int:
+        """Return the blocks of all pools together."""
+        return sum(pool.num_blocks for pool in self.pools)
+
+    @property
+    def num_used(self) -> int:
+        """Return the blocks of all pools that sequences hold."""
+        return sum(pool.num_used for pool in self.pools)
+
 
 class KvCacheManager:
     """Gives sequences blocks in all groups or in none, and keeps what they leave behind findable.
@@ -69,6 +54,10 @@ class KvCacheManager:
     A step is a number of `open` and `grow` calls, one a sequence, then the computation, then `settle` or `revoke`. The
     blocks that a step fills can be found as soon as they are given, also by sequences of the same step: in each layer
     the keys of all tokens are written before any are read.
+
+    With a scratch policy, sequences that allow it hold blocks that a step makes stale itself in scratch slots, from
+    `open` or `grow` to `settle`, `revoke` or `close`. Those blocks are never found and never reported. The slots go to
+    the next step's sequences; that is safe because one stream computes all steps in order.
 
     Knows tokens, not tensors or time. Group ids, windows and hashes in the events it reports are those of `groups`.
     """
@@ -80,13 +69,21 @@ class KvCacheManager:
         block_size: int,
         sink: EventSink | None = None,
         has_prefix_cache: bool = True,
+        scratch: ScratchPolicy | None = None,
     ) -> None:
         self.block_size = block_size
         self.pools = tuple(BlockPool(group, count, sink) for group, count in zip(groups, num_blocks, strict=True))
         self._sink = sink
         self._has_prefix_cache = has_prefix_cache
+        self._scratch = scratch
+        self._max_rewind_tokens = 0 if scratch is None else scratch.max_rewind_tokens
+        self._scratch_holders: list[tuple[BlockPool, BlockTable]] = []
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+
+    def supports(self, mode: PageIndexMode) -> bool | None:
+        """Return whether pages can be counted this way: None if that depends on whether a step has scratch slots."""
+        return True if self._scratch is None or mode is PageIndexMode.PER_LAYER else None
 
     def match(self, chain: BlockHashChain, token_ids: Sequence[int]) -> PrefixHit:
         """Return what the cache can serve of a sequence of these tokens, at most all but its last token.
@@ -107,51 +104,78 @@ class KvCacheManager:
         return PrefixHit(num_tokens, len(token_ids), block_ids, first_held)
 
     def open(
-        self, hit: PrefixHit, chain: BlockHashChain, token_ids: Sequence[int], num_tokens: int
+        self,
+        hit: PrefixHit,
+        chain: BlockHashChain,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        is_scratch_allowed: bool = False,
     ) -> SequenceBlocks | None:
         """Return a sequence that holds the hit and slots up to `num_tokens`, or None, with nothing changed.
 
-        None means that some group has too few free blocks now. `hit` and `chain` are those of `match`.
+        None means that some group has too few free blocks now. `hit` and `chain` are those of `match`. Raises
+        InvalidValueError when scratch slots are allowed to the sequence but not by the manager's policy.
         """
-        num_new = num_blocks_for(num_tokens, self.block_size) - hit.num_tokens // self.block_size
-        for pool, block_ids in zip(self.pools, hit.block_ids, strict=True):
-            if sum(map(pool.is_free, block_ids)) + num_new > pool.num_free:
+        if is_scratch_allowed and self._scratch is None:
+            raise InvalidValueError("is_scratch_allowed", True, "False: this engine was started without scratch slots")
+        tables = tuple(
+            BlockTable(array("i", [ABSENT] * first_held + block_ids), first_held)
+            for block_ids, first_held in zip(hit.block_ids, hit.first_held, strict=True)
+        )
+        sequence = SequenceBlocks(tables, chain, hit.num_tokens, hit.num_tokens, is_scratch_allowed)
+        needs = self._needs(sequence, num_tokens)
+        for pool, table, need in zip(self.pools, tables, needs, strict=True):
+            if sum(map(pool.is_free, table.held())) + _num_missing(table, need) > pool.num_free:
                 return None
-        tables = []
-        for pool, block_ids, first_held in zip(self.pools, hit.block_ids, hit.first_held, strict=True):
+        for pool, block_ids in zip(self.pools, hit.block_ids, strict=True):
             pool.acquire(block_ids)
-            tables.append(
-                BlockTable(array("i", [ABSENT] * first_held + block_ids + pool.allocate(num_new)), first_held)
-            )
         self._num_hit_tokens += hit.num_tokens
         self._num_queried_tokens += hit.num_queried_tokens
-        sequence = SequenceBlocks(tuple(tables), chain, hit.num_tokens)
-        self._cache_filled(sequence, token_ids, num_tokens)
+        self._take(sequence, needs, token_ids, num_tokens)
         return sequence
 
     def grow(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> bool:
-        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False no group gave any.
+        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False nothing has changed.
 
-        First the blocks that the coming step cannot see leave the sequence, whatever the result.
+        The blocks that the coming step cannot see leave the sequence, and may serve it again at once.
         """
+        assert num_tokens >= sequence.num_tokens, "grow to fewer tokens than there are"
+        needs = self._needs(sequence, num_tokens)
+        for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
+            leaving = table.block_ids[table.first_held : need.stale.end]
+            if _num_missing(table, need) > pool.num_free + pool.num_last_held(leaving):
+                return False
+        for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
+            _drop_stale(pool, table, need.stale.end)
+        self._take(sequence, needs, token_ids, num_tokens)
+        return True
+
+    def rewind(self, sequence: SequenceBlocks, num_tokens: int) -> None:
+        """Take the sequence's last tokens back after the step that computed them, so that others can follow.
+
+        That is at most what the scratch policy says, and nothing of earlier steps; raises InvalidValueError. For
+        engines that guess tokens and keep those that prove right.
+        """
+        if not sequence.num_final_tokens <= num_tokens <= sequence.num_tokens:
+            expected = f"{sequence.num_final_tokens} to {sequence.num_tokens}"
+            raise InvalidValueError("num_tokens", num_tokens, expected)
         num_blocks = num_blocks_for(num_tokens, self.block_size)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            self._drop_stale(pool, table, sequence.num_tokens)
-        missing = [num_blocks - len(table.block_ids) for table in sequence.tables]
-        if any(count > pool.num_free for pool, count in zip(self.pools, missing, strict=True)):
-            return False
-        for pool, table, count in zip(self.pools, sequence.tables, missing, strict=True):
-            table.block_ids.extend(pool.allocate(max(0, count)))
-        self._cache_filled(sequence, token_ids, num_tokens)
-        return True
+            assert table.scratch is None, "rewind before the step is settled"
+            pool.release(table.block_ids[num_blocks:].tolist())
+            del table.block_ids[num_blocks:]
+        sequence.num_tokens = num_tokens
 
     def settle(self) -> None:
         """Note that every slot given since the last call was filled: the step is done."""
+        self._release_scratch()
         for pool in self.pools:
             pool.settle()
 
     def revoke(self) -> None:
         """Forget the blocks that should have been filled since `settle`: the step failed, its sequences are closed."""
+        self._release_scratch()
         for pool in self.pools:
             pool.revoke()
 
@@ -159,6 +183,7 @@ class KvCacheManager:
         """Give back all blocks of the sequence; its last ones are reused first. The sequence must not be used again."""
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             pool.release(table.held()[::-1])
+            _release_scratch(pool, table)
         sequence.tables = ()
 
     def flush(self) -> None:
@@ -174,37 +199,86 @@ class KvCacheManager:
 
     def statistics(self) -> KvCacheStatistics:
         """Return the counts of every pool and of prefix reuse."""
-        pools = tuple(pool.statistics() for pool in self.pools)
+        num_scratch = {pool.group.group_id: 0 for pool in self.pools}
+        for pool, table in self._scratch_holders:
+            if table.scratch is not None:
+                num_scratch[pool.group.group_id] += len(table.scratch.slot_ids)
+        pools = tuple(pool.statistics(num_scratch[pool.group.group_id]) for pool in self.pools)
         return KvCacheStatistics(pools, self._num_queried_tokens, self._num_hit_tokens)
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
         """Assert that pools and tables agree, `sequences` being all that are open. O(blocks)."""
         counts = [[0] * pool.num_blocks for pool in self.pools]
         for sequence in sequences:
-            for table, count in zip(sequence.tables, counts, strict=True):
+            for pool, table, count in zip(self.pools, sequence.tables, counts, strict=True):
+                assert len(table.block_ids) == num_blocks_for(sequence.num_tokens, self.block_size)
                 assert all(block_id == ABSENT for block_id in table.block_ids[: table.first_held])
                 for block_id in table.held():
                     count[block_id] += 1
+                for slot_id in () if table.scratch is None else table.scratch.slot_ids:
+                    assert not pool.is_cached(slot_id), "a scratch slot can be found"
+                    assert count[slot_id] == 0, "a scratch slot is somebody's block"
+                    count[slot_id] += 1
         for pool, count in zip(self.pools, counts, strict=True):
             pool.check_invariants(count)
 
-    def _cache_filled(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Put the blocks that the coming step fills into the cache."""
-        start, end = sequence.num_tokens // self.block_size, num_tokens // self.block_size
+    def _needs(self, sequence: SequenceBlocks, num_tokens: int) -> list[StepNeed]:
+        step = SequenceStep(sequence.num_tokens, num_tokens)
+        scratch = self._scratch if sequence.is_scratch_allowed else None
+        return [
+            need_of_step(step, pool.group.window, self.block_size, len(pool.group.layer_indices), scratch)
+            for pool in self.pools
+        ]
+
+    def _take(
+        self, sequence: SequenceBlocks, needs: Sequence[StepNeed], token_ids: Sequence[int], num_tokens: int
+    ) -> None:
+        """Give the sequence the slots it needs, which are free, and put the blocks that the step fills into the cache.
+
+        A block that may be rewound into is left out until it is sure to stay: others could have its content then.
+        """
+        for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
+            table.adopted = []
+            if need.num_scratch_slots:
+                assert need.scratch.start == len(table.block_ids), "scratch blocks are the first that a step begins"
+                table.block_ids.extend([ABSENT] * need.scratch.num_blocks)
+                table.scratch = ScratchBlocks(need.scratch, tuple(pool.allocate(need.num_scratch_slots)))
+                self._scratch_holders.append((pool, table))
+            table.block_ids.extend(pool.allocate(need.num_blocks - len(table.block_ids)))
+        num_cached = sequence.num_final_tokens // self.block_size
+        sequence.num_final_tokens = max(sequence.num_tokens, num_tokens - self._max_rewind_tokens)
         sequence.num_tokens = num_tokens
         if not self._has_prefix_cache:
             return
-        sequence.chain.extend(token_ids)
+        num_final = sequence.num_final_tokens // self.block_size
+        sequence.chain.extend(token_ids, sequence.num_final_tokens)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
-            table.adopted = pool.cache(table.block_ids, start, end, sequence.chain, token_ids)
+            table.adopted = pool.cache(table.block_ids, num_cached, num_final, sequence.chain, token_ids)
 
-    def _drop_stale(self, pool: BlockPool, table: BlockTable, history: int) -> None:
-        end = stale_range(history, pool.group.window, self.block_size).end
-        if end <= table.first_held:
-            return
-        pool.release(table.block_ids[table.first_held : end].tolist())
-        table.block_ids[table.first_held : end] = array("i", [ABSENT]) * (end - table.first_held)
-        table.first_held = end
+    def _release_scratch(self) -> None:
+        for pool, table in self._scratch_holders:
+            _release_scratch(pool, table)
+        self._scratch_holders.clear()
 
     def _coverage(self, pool: BlockPool, digests: Sequence[bytes]) -> Coverage:
         return lambda ordinal: self.block_size if digests[ordinal] in pool else 0
+
+
+def _num_missing(table: BlockTable, need: StepNeed) -> int:
+    """Return how many slots the table has to be given for the step."""
+    return need.num_blocks - len(table.block_ids) - need.scratch.num_blocks + need.num_scratch_slots
+
+
+def _drop_stale(pool: BlockPool, table: BlockTable, end: int) -> None:
+    if end <= table.first_held:
+        return
+    leaving = table.block_ids[table.first_held : end]
+    pool.release([block_id for block_id in leaving if block_id != ABSENT])
+    table.block_ids[table.first_held : end] = array("i", [ABSENT]) * len(leaving)
+    table.first_held = end
+
+
+def _release_scratch(pool: BlockPool, table: BlockTable) -> None:
+    if table.scratch is not None:
+        pool.release(table.scratch.slot_ids)
+        table.scratch = None

@@ -11,17 +11,27 @@ from kvist.events.engine import EventSink
 from kvist.events.windows import KnownWindow
 from kvist.kvcache.chain import BlockHashChain, event_hash
 from kvist.kvcache.groups import KvGroup
+from kvist.kvcache.tables import ABSENT
 
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """A pool at one moment: `num_used` blocks are held by sequences, `num_cached` have a digest, held or not."""
+    """A pool at one moment: sequences hold `num_used` blocks, `num_scratch` of them as scratch slots for a step.
+
+    `num_cached` blocks have a digest, held or not.
+    """
 
     group_id: int
     window: KnownWindow
     num_blocks: int
     num_used: int
     num_cached: int
+    num_scratch: int = 0
+
+    @property
+    def num_free(self) -> int:
+        """Return the blocks that no sequence holds, cached or not."""
+        return self.num_blocks - self.num_used
 
 
 class BlockPool:
@@ -49,10 +59,11 @@ class BlockPool:
         """Return how many blocks `allocate` can give, cached ones included."""
         return len(self._free)
 
-    def statistics(self) -> PoolStatistics:
-        """Return the pool's counts."""
+    def statistics(self, num_scratch: int = 0) -> PoolStatistics:
+        """Return the pool's counts, `num_scratch` being the caller's."""
         used = self.num_blocks - len(self._free)
-        return PoolStatistics(self.group.group_id, self.group.window, self.num_blocks, used, len(self._cached))
+        cached = len(self._cached)
+        return PoolStatistics(self.group.group_id, self.group.window, self.num_blocks, used, cached, num_scratch)
 
     def cached_hashes(self) -> set[int]:
         """Return the event hashes of all cached blocks: what a follower of the events holds too. O(cached)."""
@@ -69,6 +80,14 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         """Return whether no sequence holds the block."""
         return self._num_references[block_id] == 0
+
+    def is_cached(self, block_id: int) -> bool:
+        """Return whether the block can be found by a digest."""
+        return self._digests[block_id] is not None
+
+    def num_last_held(self, block_ids: Sequence[int]) -> int:
+        """Return how many of these blocks, some of which may be ABSENT, have one reference: a release frees them."""
+        return sum(block_id != ABSENT and self._num_references[block_id] == 1 for block_id in block_ids)
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each; their old content is forgotten and reported removed.
@@ -105,11 +124,15 @@ class BlockPool:
         """Put the blocks at ordinals [start, end) of a held table into the cache; return the ordinals it had already.
 
         There the table takes the cached block and gives up its own: so a cached block's parents stay cached as long as
-        it does (in a full group), and equal content costs one block.
+        it does (in a full group), and equal content costs one block. ABSENT ordinals are left out.
         """
         adopted = []
         run = start
         for ordinal in range(start, end):
+            if table[ordinal] == ABSENT:
+                self._report_stored(chain, token_ids, run, ordinal)
+                run = ordinal + 1
+                continue
             digest = chain.digests[ordinal]
             cached = self._cached.get(digest)
             if cached is None:

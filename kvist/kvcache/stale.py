@@ -13,6 +13,11 @@ class BlockRange(NamedTuple):
     start: int
     end: int
 
+    @property
+    def num_blocks(self) -> int:
+        """Return how many blocks these are."""
+        return self.end - self.start
+
 
 def stale_range(history: int, window: KnownWindow, block_size: int, sink: int = 0) -> BlockRange:
     """Return the blocks that no query at position `history` or later can read.
