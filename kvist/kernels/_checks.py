@@ -18,6 +18,7 @@ class AttentionOptions(TypedDict):
 
     scale: float
     page_offsets: torch.Tensor | None
+    sinks: torch.Tensor | None
     window: int | None
     soft_cap: float | None
 
@@ -77,6 +78,9 @@ def check_attention(
     if page_offsets is not None:
         check_tensor("page_offsets", page_offsets, tuple(seq_lens.shape), (torch.int32,), kv_cache)
         check_rows("page_offsets", page_offsets)
+    if options["sinks"] is not None:
+        check_tensor("sinks", options["sinks"], (query.shape[1],), (torch.float32,), kv_cache)
+        check_rows("sinks", options["sinks"])
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1 token, or None for full attention")
     if soft_cap is not None and not soft_cap > 0:

@@ -30,14 +30,20 @@ def attend(
     *,
     scale: float,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Softmax attention in float32 over the visible keys; a row that sees none is zero.
 
     `query` is `[..., rows, head_dim]`, `key` and `value` `[..., keys, head_dim]`, `visible` broadcasts to
-    `[..., rows, keys]`. Invisible keys may hold anything, invisible values only finite numbers.
+    `[..., rows, keys]`, `sinks` to `[..., rows, 1]`: one more score, whose value is zero. Invisible keys may hold
+    anything, invisible values only finite numbers.
     """
     scores = (query.float() * scale) @ key.mT
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
-    weights = scores.masked_fill_(~visible, -torch.inf).softmax(dim=-1)
+    scores.masked_fill_(~visible, -torch.inf)
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        weights = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1).softmax(dim=-1)[..., :-1]
     return (weights @ value).masked_fill_(~visible.any(dim=-1, keepdim=True), 0.0)

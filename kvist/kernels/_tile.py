@@ -87,3 +87,15 @@ def attend_tile(
     row_sum = row_sum * decay + tl.sum(weights, 1)
     weighted = tl.dot(weights.to(value.dtype), value, weighted * decay[:, None], input_precision="ieee")
     return new_max, row_sum, weighted
+
+
+@jit
+def softmax_sum(row_max, row_sum, sink):
+    """What divides each row's weighted values: its weights and, where there is one, its sink; 1 for a row of nothing.
+
+    The bound keeps the sum finite: a sink so far above every score leaves nothing of the row either way.
+    """
+    if sink is not None:
+        pivot = tl.where(row_max == float("-inf"), 0.0, row_max)
+        row_sum += tl.exp2(tl.minimum(sink * 1.4426950408889634 - pivot, 120.0))
+    return tl.where(row_sum > 0, row_sum, 1.0)

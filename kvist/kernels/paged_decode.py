@@ -12,7 +12,7 @@ import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention
 from kvist.kernels._dense import attend, gather_pages
-from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, pad_head_dim, tile_shape
+from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, pad_head_dim, softmax_sum, tile_shape
 from kvist.kernels._triton import (
     is_launched,
     jit,
@@ -29,14 +29,17 @@ _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warp
 # fmt: off
 @jit
 def _paged_decode_kernel(
-    query_ptr, kv_cache_ptr, block_tables_ptr, page_offsets_ptr, seq_lens_ptr, out_ptr, lse_ptr,
+    query_ptr, kv_cache_ptr, block_tables_ptr, page_offsets_ptr, seq_lens_ptr, sinks_ptr, out_ptr, lse_ptr,
     scale, query_stride, block_stride, table_stride,
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):
     # fmt: on
-    """Program (sequence, kv head, split) attends to its share of the window's pages; none: 0, lse -inf."""
+    """Program (sequence, kv head, split) attends to its share of the window's pages; none: 0, lse -inf.
+
+    Sinks are for a single split: several would each count them, so the merge does.
+    """
     seq = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -77,7 +80,10 @@ def _paged_decode_kernel(
         )
 
     cells = (seq * NUM_KV_HEADS * HEADS_PER_KV + rows) * NUM_SPLITS + split
-    row_sum = tl.where(row_sum > 0, row_sum, 1.0)  # An empty split: 0 / 1, and an lse of -inf + 0.
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + rows, mask=is_head, other=float("-inf"))
+    row_sum = softmax_sum(row_max, row_sum, sink)  # An empty split: 0 / 1, and an lse of -inf + 0.
     attended = (weighted / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + cells[:, None] * HEAD_DIM + dims[None, :], attended, mask=mask)
     tl.store(lse_ptr + cells, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=is_head)  # ln(2)
@@ -86,7 +92,7 @@ def _paged_decode_kernel(
 # fmt: off
 @jit
 def _merge_splits_kernel(
-    out_ptr, split_out_ptr, split_lse_ptr,
+    out_ptr, split_out_ptr, split_lse_ptr, sinks_ptr, num_heads,
     HEAD_DIM: tl.constexpr, NUM_DIMS: tl.constexpr, NUM_SPLITS: tl.constexpr,
 ):
     # fmt: on
@@ -96,10 +102,13 @@ def _merge_splits_kernel(
     dims = tl.program_id(1) * NUM_DIMS + tl.arange(0, NUM_DIMS)
     lse = tl.load(split_lse_ptr + splits)
     largest = tl.max(lse, 0)
-    weights = tl.exp(lse - tl.where(largest == float("-inf"), 0.0, largest))
+    pivot = tl.where(largest == float("-inf"), 0.0, largest)
+    weights = tl.exp(lse - pivot)
     mask = (dims < HEAD_DIM)[None, :]
     split_out = tl.load(split_out_ptr + splits[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     total = tl.sum(weights, 0)
+    if sinks_ptr is not None:
+        total += tl.exp(tl.minimum(tl.load(sinks_ptr + row % num_heads) - pivot, 80.0))  # Finite, as in softmax_sum.
     merged = tl.sum(weights[:, None] * split_out, 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + row * HEAD_DIM + dims, merged.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -128,6 +137,7 @@ def paged_decode(
     *,
     scale: float,
     page_offsets: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     num_splits: int | None = None,
@@ -139,12 +149,13 @@ def paged_decode(
     `block_tables` (int32 `[batch, max_blocks]`) as in `kvist.kernels`; `seq_lens`: int32 `[batch]`, absolute;
     `page_offsets`: int32 `[batch]`, the pages that the front of a table lacks (None: none), at most the first that
     holds a visible key. Key k is visible to query q iff `k <= q` and `q - k < window`. A score s is `scale * q.k`, with
-    a cap `soft_cap * tanh(s / soft_cap)`. `num_splits` (a power of two; None: `decode_num_splits`) changes speed and
+    a cap `soft_cap * tanh(s / soft_cap)`; `sinks`: float32 `[num_heads]`, learned scores that take their share of each
+    softmax and give nothing (gpt-oss). `num_splits` (a power of two; None: `decode_num_splits`) changes speed and
     rounding only. Returns `out`, or a new tensor shaped like `query`. Raises ValueError. Never synchronises with the
     device.
     """
     options: AttentionOptions = {
-        "scale": scale, "page_offsets": page_offsets, "window": window, "soft_cap": soft_cap
+        "scale": scale, "page_offsets": page_offsets, "sinks": sinks, "window": window, "soft_cap": soft_cap
     }  # fmt: skip
     check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     batch, num_heads, head_dim = query.shape
@@ -169,10 +180,9 @@ def paged_decode(
     # A single split is the result already; several stay in float32 until they are merged.
     shape = (batch, num_heads, num_splits, head_dim)
     split_out = wide_out.view(shape) if num_splits == 1 else out.new_empty(shape, dtype=torch.float32)
-    inputs = (query, kv_cache, block_tables, seq_lens, split_out)
-    split_lse = decode_splits(*inputs, **options)
+    split_lse = decode_splits(query, kv_cache, block_tables, seq_lens, split_out, **options)
     if num_splits > 1:
-        merge_splits(split_out, split_lse, wide_out)
+        merge_splits(split_out, split_lse, wide_out, sinks)
     return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
 
 
@@ -185,10 +195,14 @@ def decode_splits(
     *,
     scale: float,
     page_offsets: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Fill `split_out`, `[batch, num_heads, num_splits, head_dim]`, and return each split's natural lse in float32."""
+    """Fill `split_out`, `[batch, num_heads, num_splits, head_dim]`, and return each split's natural lse in float32.
+
+    A single split has its sinks counted; those of several are left to `merge_splits`.
+    """
     batch, num_heads, num_splits, head_dim = split_out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     lse = torch.empty(split_out.shape[:3], dtype=torch.float32, device=query.device)
@@ -196,7 +210,8 @@ def decode_splits(
     heads_per_kv = num_heads // num_kv_heads
     with torch.cuda.device_of(query):
         _paged_decode_kernel[(batch, num_kv_heads, num_splits)](
-            query, kv_cache, block_tables, page_offsets, seq_lens, split_out, lse,
+            query, kv_cache, block_tables, page_offsets, seq_lens,
+            sinks if num_splits == 1 else None, split_out, lse,
             scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv,
             HEADS_PAD=max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv)),
@@ -207,12 +222,15 @@ def decode_splits(
     return lse
 
 
-def merge_splits(split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor) -> None:
+def merge_splits(
+    split_out: torch.Tensor, split_lse: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+) -> None:
     """Fill `out`, `[batch, num_heads, head_dim]`, with the splits of `decode_splits`, each weighed by its lse."""
     batch, num_heads, num_splits, head_dim = split_out.shape
     with torch.cuda.device_of(out):
         _merge_splits_kernel[(batch * num_heads, -(-head_dim // _MERGED_DIMS))](
-            out, split_out, split_lse, HEAD_DIM=head_dim, NUM_DIMS=_MERGED_DIMS, NUM_SPLITS=num_splits
+            out, split_out, split_lse, sinks, num_heads,
+            HEAD_DIM=head_dim, NUM_DIMS=_MERGED_DIMS, NUM_SPLITS=num_splits,
         )  # fmt: skip
 
 
@@ -224,6 +242,7 @@ def paged_decode_reference(
     *,
     scale: float,
     page_offsets: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -246,5 +265,6 @@ def paged_decode_reference(
     key, value = gather_pages(kv_cache, block_idxs)
     value[:, ~visible] = 0.0
     grouped = query.view(batch, num_kv_heads, -1, head_dim).transpose(0, 1)
-    attended = attend(grouped, key, value, visible[:, None, :], scale=scale, soft_cap=soft_cap)
+    row_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, -1, 1)
+    attended = attend(grouped, key, value, visible[:, None, :], scale=scale, soft_cap=soft_cap, sinks=row_sinks)
     return attended.transpose(0, 1).reshape(batch, num_heads, head_dim).to(query.dtype)

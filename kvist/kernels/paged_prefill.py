@@ -12,7 +12,7 @@ import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_rows, check_tensor
 from kvist.kernels._dense import attend, gather_pages
-from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, tile_shape
+from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, softmax_sum, tile_shape
 from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
 
 # Bounds the score matrix of the reference, and lets it skip the keys that a chunk of rows cannot see. Of 32, 64, 128
@@ -43,7 +43,8 @@ def _find_rows(
 # fmt: off
 @jit
 def _paged_prefill_kernel(
-    query_ptr, kv_cache_ptr, block_tables_ptr, page_offsets_ptr, query_start_loc_ptr, seq_lens_ptr, out_ptr,
+    query_ptr, kv_cache_ptr, block_tables_ptr, page_offsets_ptr, query_start_loc_ptr, seq_lens_ptr,
+    sinks_ptr, out_ptr,
     num_tokens, batch, scale, query_stride, block_stride, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
@@ -99,7 +100,10 @@ def _paged_prefill_kernel(
             )
         start, end = boundary, end_key
 
-    attended = (weighted / tl.where(row_sum > 0, row_sum, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+    sink = None
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head)
+    attended = (weighted / softmax_sum(row_max, row_sum, sink)[:, None]).to(out_ptr.dtype.element_ty)
     out_offsets = rows.to(tl.int64) * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM
     tl.store(out_ptr + out_offsets[:, None] + dims[None, :], attended, mask=mask)
 
@@ -113,6 +117,7 @@ def paged_prefill(
     *,
     scale: float,
     page_offsets: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
     out: torch.Tensor | None = None,
@@ -124,7 +129,7 @@ def paged_prefill(
     `[batch]`). Rows past `query_start_loc[-1]` are padding. All else as in `paged_decode`.
     """
     options: AttentionOptions = {
-        "scale": scale, "page_offsets": page_offsets, "window": window, "soft_cap": soft_cap
+        "scale": scale, "page_offsets": page_offsets, "sinks": sinks, "window": window, "soft_cap": soft_cap
     }  # fmt: skip
     check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), kv_cache)
@@ -141,7 +146,8 @@ def paged_prefill(
     tile = tile_shape(head_dim, kv_cache.dtype)
     with torch.cuda.device_of(query):
         _paged_prefill_kernel[(num_tokens // tile.rows + batch + 1, num_heads)](
-            query, kv_cache, block_tables, page_offsets, query_start_loc, seq_lens, wide_out,
+            query, kv_cache, block_tables, page_offsets, query_start_loc, seq_lens,
+            sinks, wide_out,
             num_tokens, batch, scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_cache.shape[2], BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
@@ -160,6 +166,7 @@ def paged_prefill_reference(
     *,
     scale: float,
     page_offsets: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -181,7 +188,9 @@ def paged_prefill_reference(
         for row in range(start, end, _REFERENCE_ROWS):
             rows = slice(row, min(row + _REFERENCE_ROWS, end))
             first_row = first_query + row - start - first_page * block_size
-            out[rows] = _attend_rows(query[rows], first_row, key, value, scale=scale, window=window, soft_cap=soft_cap)
+            out[rows] = _attend_rows(
+                query[rows], first_row, key, value, scale=scale, sinks=sinks, window=window, soft_cap=soft_cap
+            )
     return out
 
 
@@ -192,6 +201,7 @@ def _attend_rows(
     value: torch.Tensor,
     *,
     scale: float,
+    sinks: torch.Tensor | None,
     window: int | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
@@ -207,7 +217,8 @@ def _attend_rows(
     heads_per_kv = num_heads // num_kv_heads
     grouped = query.transpose(0, 1).reshape(num_kv_heads, heads_per_kv * num_rows, head_dim)
     seen = slice(low, first_query + num_rows)
-    attended = attend(
-        grouped, key[:, seen], value[:, seen], visible.repeat(heads_per_kv, 1), scale=scale, soft_cap=soft_cap
-    )
+    visible = visible.repeat(heads_per_kv, 1)
+    if sinks is not None:
+        sinks = sinks.repeat_interleave(num_rows).view(num_kv_heads, heads_per_kv * num_rows, 1)
+    attended = attend(grouped, key[:, seen], value[:, seen], visible, scale=scale, soft_cap=soft_cap, sinks=sinks)
     return attended.view(num_heads, num_rows, head_dim).transpose(0, 1).to(query.dtype)

@@ -33,7 +33,13 @@ INTEGER_TYPES = {
     "query_start_loc_ptr": "*i32",
     "slot_mapping_ptr": "*i64",
 }
-FLOAT_TYPES = {"lse_ptr": "*fp32", "split_out_ptr": "*fp32", "split_lse_ptr": "*fp32", "scale": "fp32"}
+FLOAT_TYPES = {
+    "sinks_ptr": "*fp32",
+    "lse_ptr": "*fp32",
+    "split_out_ptr": "*fp32",
+    "split_lse_ptr": "*fp32",
+    "scale": "fp32",
+}
 
 ATTENTION = [
     # head_dim, dtype, window, soft cap

@@ -110,6 +110,7 @@ def dense_attention() -> Callable[..., torch.Tensor]:
         scale: float,
         window: int | None = None,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads_per_kv = query.shape[1] // key.shape[1]
         key, value = (tensor.double().repeat_interleave(heads_per_kv, dim=1) for tensor in (key, value))
@@ -118,7 +119,9 @@ def dense_attention() -> Callable[..., torch.Tensor]:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         distance = torch.tensor(positions)[:, None] - torch.arange(len(key))
         is_visible = (distance >= 0) & (distance < (window or len(key)))
-        return torch.einsum("hrk,khd->rhd", scores.masked_fill(~is_visible, -torch.inf).softmax(-1), value)
+        weights = scores.masked_fill(~is_visible, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.double().exp()[:, None, None])
+        return torch.einsum("hrk,khd->rhd", weights / total, value)
 
     return attention
 

@@ -58,6 +58,31 @@ def test_each_sequence_attends_like_dense_attention(
         assert_attends(out[seq : seq + 1], dense_attention(query[seq : seq + 1], [len(key) - 1], key, value, **options))
 
 
+@pytest.mark.parametrize("num_splits", [1, 2, 8])
+def test_sinks_take_their_share_of_each_softmax_once(make_paged, dense_attention, assert_attends, num_splits):
+    paged = make_paged([37, 1, 83], window=21, is_local=True, num_kv_heads=2)
+    device = paged.kv_cache.device
+    query, sinks = torch.randn(3, 6, 16), torch.tensor([0.0, -2.0, 5.0, -torch.inf, 1.5, -60.0])
+    options = {"scale": SCALE, "page_offsets": paged.page_offsets, "window": 21, "num_splits": num_splits}
+    out = paged_decode(query.to(device), *paged.inputs(), sinks=sinks.to(device), **options)
+    for seq, (key, value) in enumerate(zip(paged.keys, paged.values, strict=True)):
+        row = slice(seq, seq + 1)
+        expected = dense_attention(query[row], [len(key) - 1], key, value, scale=SCALE, window=21, sinks=sinks)
+        assert_attends(out[row], expected)
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_a_sink_above_every_score_takes_all_and_one_without_keys_yields_zeros(make_paged, num_splits):
+    paged = make_paged([0, 9])
+    device = paged.kv_cache.device
+    sinks = torch.tensor([1e4, -torch.inf], device=device)
+    options = {"scale": SCALE, "sinks": sinks, "num_splits": num_splits}
+    out = paged_decode(torch.ones(2, 2, 16, device=device), *paged.inputs(), **options)
+    assert out[0].count_nonzero() == 0
+    torch.testing.assert_close(out[1, 0], torch.zeros_like(out[1, 0]), atol=1e-30, rtol=0)
+    assert out[1, 1].count_nonzero() > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype, num_splits):
@@ -162,6 +187,8 @@ def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_
         ("block_tables", torch.zeros(3, 4, dtype=torch.int32), r"block_tables has shape \[3, 4\]; expected \[2, any\]"),
         ("page_offsets", torch.zeros(3, dtype=torch.int32), r"page_offsets has shape \[3\]; expected \[2\]"),
         ("page_offsets", torch.zeros(2), "page_offsets has dtype torch.float32; expected torch.int32"),
+        ("sinks", torch.zeros(2), r"sinks has shape \[2\]; expected \[4\]"),
+        ("sinks", torch.zeros(4).half(), "sinks has dtype torch.float16; expected torch.float32"),
         ("window", 0, "window is 0; expected at least 1 token, or None"),
         ("soft_cap", 0.0, "soft_cap is 0.0; expected a positive number, or None"),
         ("num_splits", 3, "num_splits is 3; expected a power of two from 1 to 128"),

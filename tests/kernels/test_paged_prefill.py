@@ -58,6 +58,19 @@ def test_every_row_of_a_ragged_batch_attends_like_dense_attention(
         assert_attends(rows_out, dense_attention(rows, positions, key, value, **options))
 
 
+@pytest.mark.parametrize("window", [None, 21])
+def test_sinks_take_their_share_of_each_softmax(make_paged, dense_attention, assert_attends, window):
+    paged = make_paged([83], first_queries=[40], window=window, is_local=True, num_kv_heads=2)
+    device = paged.kv_cache.device
+    query, sinks = torch.randn(43, 4, 16), torch.tensor([0.0, 3.0, -torch.inf, -60.0])
+    kv_cache, tables, lengths = paged.inputs()
+    options = {"scale": SCALE, "page_offsets": paged.page_offsets, "sinks": sinks.to(device), "window": window}
+    out = paged_prefill(query.to(device), kv_cache, tables, start_locs([43], device), lengths, **options)
+    key, value = paged.keys[0], paged.values[0]
+    positions = list(range(40, 83))
+    assert_attends(out, dense_attention(query, positions, key, value, scale=SCALE, window=window, sinks=sinks))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype):
     paged = make_paged([150], first_queries=[60], window=50, head_dim=64, block_size=16, dtype=dtype)

@@ -16,9 +16,7 @@ def num_keys_per_split(seq_len, *, block_size, num_splits, window=None):
     tables = torch.zeros(1, -(-seq_len // block_size), dtype=torch.int32)
     split_out = torch.full((1, 1, num_splits, 16), torch.nan)
     lengths = torch.tensor([seq_len], dtype=torch.int32)
-    lse = decode_splits(
-        torch.zeros(1, 1, 16), kv_cache, tables, lengths, split_out, scale=1.0, window=window, soft_cap=None
-    )
+    lse = decode_splits(torch.zeros(1, 1, 16), kv_cache, tables, lengths, split_out, scale=1.0, window=window)
     assert split_out.count_nonzero() == 0
     return lse.exp().round().int().flatten().tolist()
 
