@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -14,6 +15,8 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +25,10 @@ import pytest
 import trustme
 import zmq
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
+
+_PORTS = range(10_000, 32_768)  # from there on, Linux gives them to outgoing connections
+_random = random.SystemRandom()  # tests seed the other one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,21 +36,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
-def free_port() -> Callable[[], int]:
-    """Return a function that names a TCP port nobody uses, nor the one after it."""
+def free_ports() -> Iterator[Callable[[int], int]]:
+    """Return a function that names the first of so many TCP ports in a row which nobody uses.
 
-    def find() -> int:
-        while True:
-            with socket.socket() as first, socket.socket() as second:
-                first.bind(("127.0.0.1", 0))
-                port: int = first.getsockname()[1]
-                try:
-                    second.bind(("127.0.0.1", port + 1))
-                except (OSError, OverflowError):
-                    continue
-                return port
+    They are the test's own until it ends, also while nothing listens there: they are none of those that the system
+    gives to outgoing connections, and every other test, of whatever process, avoids them. What holds a port for that
+    is the UDP port of the same number, which needs nobody to let go of it.
+    """
+    with ExitStack() as until_the_end:
 
-    return find
+        def find(num_ports: int) -> int:
+            while True:
+                first = _random.randrange(_PORTS.start, _PORTS.stop - num_ports)
+                with ExitStack() as while_trying:
+                    try:
+                        for port in range(first, first + num_ports):
+                            _bind(while_trying, socket.SOCK_STREAM, port)
+                            _bind(until_the_end, socket.SOCK_DGRAM, port)
+                    except OSError:
+                        continue
+                return first
+
+        yield find
+
+
+def _bind(exits: ExitStack, kind: socket.SocketKind, port: int) -> None:
+    exits.enter_context(socket.socket(socket.AF_INET, kind)).bind(("127.0.0.1", port))
+
+
+@pytest.fixture
+def free_port(free_ports: Callable[[int], int]) -> Callable[[], int]:
+    """Return a function that names a TCP port nobody uses, nor the one after it, as `free_ports` does."""
+    return partial(free_ports, 2)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ def serve_app(serve: Serve) -> Callable[[Starlette], Awaitable[HttpServer]]:
 
 async def test_a_request_arrives_whole(serve_app: Any) -> None:
     server = await serve_app(app())
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
         response = await client.post("/show/a%20b?x=1&y=%C3%A4", content=b"body")
     assert response.headers["x-mixed"] == "Case"
     assert "connection" not in response.headers
@@ -86,7 +86,7 @@ async def test_a_request_arrives_whole(serve_app: Any) -> None:
 
 async def test_responses_stream_and_the_connection_is_kept(serve_app: Any) -> None:
     server = await serve_app(app())
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
         for _ in range(2):
             assert (await client.get("/stream")).text == "01234"
             assert (await client.get("/empty")).status_code == 204
@@ -98,7 +98,7 @@ async def test_responses_stream_and_the_connection_is_kept(serve_app: Any) -> No
 
 async def test_an_application_that_fails_answers_and_the_failure_is_counted(serve_app: Any) -> None:
     server = await serve_app(app())
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
         assert (await client.get("/fail")).status_code == 500
     assert server.statistics().num_handler_failures == 1
 
@@ -117,7 +117,7 @@ async def test_the_application_sees_the_response_end_as_a_disconnect_and_runs_it
         return response
 
     server = await serve_app(app(Route("/background", answer)))
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}") as client:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
         assert (await client.get("/background")).text == "ok"
     await until(lambda: ran)
 
@@ -149,5 +149,5 @@ async def test_an_application_sending_nonsense_is_a_failure(serve: Serve) -> Non
         await serve_asgi(nonsense, request, responder)
 
     server = await serve(handler)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         assert (await client.get(f"http://127.0.0.1:{server.port}/")).status_code == 500

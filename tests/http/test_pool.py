@@ -247,7 +247,7 @@ async def test_a_malformed_response_is_a_protocol_error(
 async def test_a_worker_that_is_silent_too_long_is_a_timeout(
     make_pool: MakePool, answering: StartWorker, sent: bytes, phase: str
 ) -> None:
-    pool, worker = await make_pool(first_byte_timeout_s=0.05, idle_timeout_s=0.05), await answering(sent)
+    pool, worker = await make_pool(**{f"{phase}_timeout_s": 0.05}), await answering(sent)
     with pytest.raises(UpstreamTimeoutError) as error:
         await ask(pool, worker.url)
     assert (error.value.phase, error.value.timeout_s) == (phase, 0.05)
@@ -327,7 +327,7 @@ async def test_cancelling_an_exchange_closes_its_connection_at_once(
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ended.wait()
     assert pool.statistics().num_active == 0
     assert pool.statistics().num_idle == 0
@@ -348,7 +348,7 @@ async def test_cancelling_while_connecting_leaves_nothing_open(make_pool: MakePo
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ended.wait()
 
 
@@ -359,7 +359,7 @@ async def test_leaving_a_response_unread_closes_its_connection(
     made, _, ended = await seen_by_worker(worker, next_request, STREAM_HEAD)
     async with pool.exchange(made.url, "GET", "/", []) as response:
         assert response.status == 200
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ended.wait()
 
 
@@ -370,7 +370,7 @@ async def test_closing_the_pool_closes_running_exchanges(worker: StartWorker, ne
         await asked.wait()
     with pytest.raises(UpstreamError):
         await asking
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ended.wait()
 
 
@@ -390,7 +390,7 @@ async def test_a_slow_consumer_makes_the_worker_wait(
             num_sent += 1
         writer.write(b"0\r\n\r\n")
 
-    pool, made = await make_pool(idle_timeout_s=0.5), await worker(script)
+    pool, made = await make_pool(), await worker(script)
     async with pool.exchange(made.url, "GET", "/", []) as response:
         connection = next(iter(pool._active))
         await until(lambda: connection._is_reading_paused)

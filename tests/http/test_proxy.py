@@ -160,7 +160,7 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_worker(
     client.send(GET)
     await asked.wait()
     await client.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await ended.wait()
     assert pool.statistics().num_active == 0
 
@@ -189,7 +189,7 @@ async def test_httpx_gets_through_with_every_method(proxy: Any, next_request: Ne
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(method + "body"), answer))
 
     server, _, made = await proxy(script)
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60) as client:
         for _ in range(2):
             response = await client.request(method, f"http://127.0.0.1:{server.port}/x", content=b"body")
             assert response.status_code == 200

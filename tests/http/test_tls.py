@@ -41,7 +41,7 @@ async def test_a_worker_whose_certificate_is_not_trusted_is_a_connect_error(work
 
 
 async def test_a_client_speaks_tls_and_reads_a_refusal(worker: str, trust: ssl.SSLContext) -> None:
-    async with httpx.AsyncClient(verify=trust) as client:
+    async with httpx.AsyncClient(verify=trust, timeout=60) as client:
         assert (await client.get(worker + "/x")).text == "GET /x "
         response: Any = await client.get(worker + "/x", headers={"expect": "nothing"})
         assert response.status_code == 417

@@ -243,7 +243,7 @@ async def test_a_publisher_killed_amid_a_snapshot_and_started_anew_leaves_nothin
 
     def stall(answer: list[Message]) -> list[Message]:
         is_asked.set()
-        may_go_on.wait(20)
+        may_go_on.wait(60)
         return answer[: len(answer) // 2]
 
     with publisher_at(Meddling(memory_url, stall)) as publisher:

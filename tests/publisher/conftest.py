@@ -28,7 +28,7 @@ class RecordingPublication:
         self.source = source
 
     def send(self, message: Message) -> None:
-        self.gate.wait(20)
+        self.gate.wait(60)
         if self.refusal is not None:
             raise self.refusal
         self.messages.append(message)

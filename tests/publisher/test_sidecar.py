@@ -189,7 +189,7 @@ async def test_a_sidecar_whose_publishing_fails_ends_and_says_why(start_vllm, po
     monkeypatch.setattr("kvist.events.transports.zmq.ZmqPublication.send", _broken_send)
     start_vllm(port).store(1, tokens_of(1))
     sidecar = sidecar_of(port, block_size=4)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await sidecar.run()
     with pytest.raises(BrokenPipeError, match="no route"):
         sidecar.close()

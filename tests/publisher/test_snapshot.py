@@ -258,7 +258,7 @@ def test_who_waits_for_a_snapshot_hears_a_sign_of_life(monkeypatch):
     copy_at_once = publisher._between_events
 
     def copy_later(do):
-        may_copy.wait(20)
+        may_copy.wait(60)
         return copy_at_once(do)
 
     publisher.answers._between_events = copy_later

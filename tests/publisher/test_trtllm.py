@@ -235,7 +235,7 @@ async def test_what_the_engine_still_hands_out_is_reported_before_closing_ends(p
 async def test_an_iterator_that_never_ends_does_not_hold_up_closing(publisher, publication, until, monkeypatch):
     monkeypatch.setattr("kvist.publisher.trtllm.CLOSE_TIMEOUT_S", 0.05)
     llm = FakeAsyncLlm(timeout_s=None)
-    async with asyncio.timeout(10), AsyncTrtllmPoller(llm.events, publisher, block_size=4):
+    async with asyncio.timeout(60), AsyncTrtllmPoller(llm.events, publisher, block_size=4):
         llm.hands_out(*RECORDED)
         await until(lambda: publication.held() == held_blocks(1))
     assert Cleared() not in publication.events()

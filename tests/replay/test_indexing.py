@@ -64,7 +64,7 @@ def test_what_a_gap_costs_is_lost_and_said(make, tmp_path):
     rank = ranks[WorkerRank("w", 0)]
     assert (rank.num_blocks, rank.state) == (1, SourceState.PARTIAL)
     assert (report.num_gaps, report.num_cleared) == (1, 1)
-    assert "1 gaps, 1 times cleared" in report.to_text()
+    assert "1 gaps, 0 snapshots, 1 times cleared" in report.to_text()
 
 
 def test_another_block_size_is_refused_with_both_numbers(make, tmp_path):

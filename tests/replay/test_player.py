@@ -133,7 +133,7 @@ async def test_a_recording_is_played_while_it_is_written(make, tmp_path):
             writer.add(0, record.message, record.mono_ns, record.wall_ns)
             await asyncio.sleep(0)
         assert not playing.done()
-    await asyncio.wait_for(playing, 20)
+    await asyncio.wait_for(playing, 60)
     assert [message.sequence for message in publication.sent] == list(range(100))
 
 

@@ -139,8 +139,8 @@ class ScriptedWorker:
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until the condition holds, at most twenty seconds."""
-    async with asyncio.timeout(20):
+    """Wait until the condition holds, at most a minute."""
+    async with asyncio.timeout(60):
         while not await condition():  # noqa: ASYNC110 - what is waited for is behind a socket
             await asyncio.sleep(0.005)
 
@@ -217,7 +217,7 @@ async def running_router(*urls: str, ready: bool = True, **values: Any) -> Async
     config = RouterConfig(worker_urls=urls, port=0, **(fast | values))
     async with (
         RouterService(config) as service,
-        httpx.AsyncClient(base_url=service.url, timeout=10, trust_env=False) as client,
+        httpx.AsyncClient(base_url=service.url, timeout=60, trust_env=False) as client,
     ):
         router = RunningRouter(service, client)
         if ready:

@@ -161,7 +161,7 @@ async def test_the_openai_client_talks_to_the_router(worker, router) -> None:
     from openai import AsyncOpenAI, NotFoundError
 
     async with worker() as one, router(one.url) as front:
-        http_client = httpx.AsyncClient(trust_env=False)
+        http_client = httpx.AsyncClient(trust_env=False, timeout=60)
         async with AsyncOpenAI(base_url=front.service.url + "/v1", api_key="x", http_client=http_client) as client:
             answer = await client.completions.create(model="m", prompt="hello")
             assert answer.choices[0].text == "hi"

@@ -106,7 +106,9 @@ async def test_a_client_that_leaves_before_the_first_byte_gives_its_load_back(wo
 
     async with worker(answer=never) as one, router(one.url) as front:
         with pytest.raises(httpx.ReadTimeout):
-            await front.client.post("/v1/completions", json={"model": "m", "prompt": "x"}, timeout=0.2)
+            await front.client.post(
+                "/v1/completions", json={"model": "m", "prompt": "x"}, timeout=httpx.Timeout(60, read=0.2)
+            )
         await until(lambda: total_load(front) == 0)
 
 

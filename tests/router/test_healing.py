@@ -190,7 +190,7 @@ async def test_a_worker_whose_sidecar_lacks_blocks_is_asked_too(worker, router, 
         worker(models=VLLM) as one,
         router(one.url, kv_event_sources={one.url: (url,)}, block_size=16) as front,
     ):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while await state_of(front, one.url) != ["partial"]:
                 publication.send(Message(b"kv/w/0", 0, heartbeat))
         await front.complete(PROMPT)

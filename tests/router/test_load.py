@@ -96,5 +96,5 @@ async def test_waiting_for_idle_ends_with_the_last_request() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     second.finish()
-    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(waiting, 60)
     await tracker.wait_idle("http://never-seen")

@@ -20,7 +20,10 @@ async def test_clients_are_served_over_https(worker, certificate) -> None:
         files = {"tls_certificate": str(certificate.chain), "tls_key": str(certificate.chain)}
         config = RouterConfig(worker_urls=(one.url,), port=0, policy="random", **files)
         trust = ssl.create_default_context(cafile=certificate.authority)
-        async with RouterService(config) as service, httpx.AsyncClient(verify=trust, trust_env=False) as client:
+        async with (
+            RouterService(config) as service,
+            httpx.AsyncClient(verify=trust, trust_env=False, timeout=60) as client,
+        ):
             assert service.url.startswith("https://")
             assert (await client.get(service.url + "/health")).status_code == 200
 
@@ -77,5 +80,5 @@ async def test_a_service_that_is_cancelled_ends(worker) -> None:
 async def test_the_first_request_finds_every_worker(worker) -> None:
     async with worker() as one:
         config = RouterConfig(worker_urls=(one.url, "http://127.0.0.1:9"), port=0, policy="random")
-        async with RouterService(config) as service, httpx.AsyncClient(trust_env=False) as client:
+        async with RouterService(config) as service, httpx.AsyncClient(trust_env=False, timeout=60) as client:
             assert (await client.get(service.url + "/readiness")).json()["workers"]["healthy"] == 1

@@ -66,7 +66,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 
 def fetch(url: str, body: bytes | None = None) -> bytes:
     """Return the body of an answer."""
-    with urllib.request.urlopen(url, body, timeout=30) as answer:
+    with urllib.request.urlopen(url, body, timeout=60) as answer:
         content: bytes = answer.read()
     return content
 

@@ -57,7 +57,7 @@ def start_index(group: ProcessGroup, *arguments: str) -> Awaitable[Child]:
 def post(index: Child, path: str, **body: Any) -> Any:
     request = urllib.request.Request(f"{index.url}{path}", json.dumps({"model_name": "default"} | body).encode())
     request.add_header("content-type", "application/json")
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return json.load(answer)
 
 
@@ -145,6 +145,6 @@ def read(path: Path) -> bytes:
 
 def state_of(index: Child) -> dict[str, Any]:
     """Return what the service says of its state on disk."""
-    with urllib.request.urlopen(f"{index.url}/health", timeout=20) as answer:
+    with urllib.request.urlopen(f"{index.url}/health", timeout=60) as answer:
         state: dict[str, Any] = json.load(answer)["state"]
     return state

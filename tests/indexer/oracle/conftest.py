@@ -273,7 +273,7 @@ class Service:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
         self._thread.start()
         assert self._is_started.wait(60)
-        self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
 
     async def _serve(self) -> None:
         async with IndexService(IndexConfig(port=0)) as service:

@@ -64,7 +64,7 @@ async def start_index() -> AsyncIterator[Callable[..., Awaitable[Client]]]:
 
         async def start(**config: Any) -> Client:
             service = await exits.enter_async_context(IndexService(IndexConfig(port=0, **config)))
-            http = await exits.enter_async_context(httpx.AsyncClient(base_url=service.url, timeout=20))
+            http = await exits.enter_async_context(httpx.AsyncClient(base_url=service.url, timeout=60))
             return Client(service, http)
 
         yield start
@@ -81,7 +81,7 @@ def eventually() -> Callable[[Callable[[], Awaitable[object]]], Awaitable[None]]
     """Return `until` for conditions that must themselves be awaited."""
 
     async def poll(condition: Callable[[], Awaitable[object]]) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await condition():  # noqa: ASYNC110 - what is waited for is behind a socket
                 await asyncio.sleep(0.005)
 

@@ -63,7 +63,10 @@ async def served():
 async def read(server):
     """Return the blocks of a dump, and the reason why there are no more; an error of the connection is one."""
     reader, frames = DumpReader("peer"), []
-    async with httpx.AsyncClient() as client, client.stream("GET", f"http://127.0.0.1:{server.port}/") as response:
+    async with (
+        httpx.AsyncClient(timeout=60) as client,
+        client.stream("GET", f"http://127.0.0.1:{server.port}/") as response,
+    ):
         try:
             async for piece in response.aiter_bytes():
                 frames += reader.feed(piece)

@@ -25,7 +25,7 @@ def start(tmp_path):
     async def start(**config):
         async with (
             IndexService(IndexConfig(port=0, state_dir=str(tmp_path / "state"), **config)) as service,
-            httpx.AsyncClient(base_url=service.url, timeout=20) as client,
+            httpx.AsyncClient(base_url=service.url, timeout=60) as client,
         ):
             yield client
 

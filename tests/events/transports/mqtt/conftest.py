@@ -57,7 +57,7 @@ class Wire:
 
     async def announced(self) -> bytes:
         """Return what the broker tells a newcomer about the worker."""
-        async with asyncio.timeout(20), self.operator() as client:
+        async with asyncio.timeout(60), self.operator() as client:
             await client.subscribe(self.place, 1)
             message = await anext(aiter(client.messages))
             assert isinstance(message.payload, bytes)
@@ -96,7 +96,7 @@ def take_until() -> Callable[[Subscription, int], Any]:
 
     async def take(subscription: Subscription, sequence: int) -> list[int]:
         sequences: list[int] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while sequence not in sequences:
                 sequences += [message.sequence for message in await subscription.receive()]
         return sequences

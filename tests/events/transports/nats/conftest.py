@@ -49,7 +49,7 @@ class Wire:
 
     def send(self, publication: NatsPublication, *sequences: int, payload: bytes = b"x") -> None:
         for sequence in sequences:
-            give_up_s = time.monotonic() + 20
+            give_up_s = time.monotonic() + 60
             while True:
                 try:
                     publication.send(Message(TOPIC, sequence, payload))
@@ -65,7 +65,7 @@ class Wire:
     async def take(self, subscription: NatsSubscription, num_messages: int) -> list[int]:
         """Return the sequences of the next messages."""
         sequences: list[int] = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(sequences) < num_messages:
                 sequences += [message.sequence for message in await subscription.receive()]
         return sequences

@@ -235,7 +235,7 @@ async def test_an_address_may_be_ipv6(kept):
     kept.messages = [Message(b"t", 0, b"x")]
     publication.serve_replay(kept)
     async with ZmtpSubscription(Endpoint.parse(publication.endpoint)) as subscription:
-        assert await subscription.replay(ReplayRequest(b"", 0), timeout_s=10) == kept.messages
+        assert await subscription.replay(ReplayRequest(b"", 0), timeout_s=60) == kept.messages
         receiving = asyncio.create_task(subscription.receive())
         while not receiving.done():
             publication.send(Message(b"t", 1, b"y"))

@@ -37,7 +37,7 @@ class Peer:
 
     async def accept(self, says: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Wait for a connection and say something there."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             reader, writer = await self.connections.get()
         writer.write(says)
         return reader, writer
@@ -61,7 +61,7 @@ async def peer(monkeypatch):
 
 
 async def receive(subscription) -> list[Message]:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return list(await subscription.receive())
 
 
@@ -440,6 +440,6 @@ async def test_whatever_a_peer_sends_nothing_is_raised_and_the_next_one_is_heard
             _, writer = await peer.accept(rng.choice([says, says, rng.randbytes(500), good[:89] + rng.randbytes(500)]))
             writer.close()
         await peer.accept(say.hello() + say.message(Message(b"the end", 0, b"")))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await taking
         assert subscription.num_malformed > 20
