@@ -163,7 +163,7 @@ async def test_a_head_that_trickles_in_does_not_move_its_deadline(
 
 
 async def test_a_kept_connection_is_closed_when_idle(serve: Serve, connect: Connect, echo: Handler) -> None:
-    client = await connect(await serve(echo, idle_timeout_s=0.05))
+    client = await connect(await serve(echo, idle_timeout_s=0.5))
     client.send(GET)
     assert (await client.answer()).status == 200
     assert await client.read_to_end() == b""
@@ -317,7 +317,7 @@ async def test_a_handler_that_fails_within_its_answer_leaves_it_visibly_incomple
 async def test_a_connection_too_many_is_told_503_and_others_go_on(
     serve: Serve, connect: Connect, echo: Handler
 ) -> None:
-    server = await serve(echo, max_connections=2, linger_timeout_s=0.05)
+    server = await serve(echo, max_connections=2, linger_timeout_s=5)
     first, second, third = [await connect(server) for _ in range(3)]
     third.send(GET)
     answer = await third.answer()

@@ -127,7 +127,7 @@ async def test_a_repeated_request_that_is_too_large_is_refused(served):
 
 
 async def test_an_idle_client_is_closed_behind_repeated_requests_too(served):
-    limits = HttpLimits(idle_timeout_s=0.1)
+    limits = HttpLimits(idle_timeout_s=0.5)
     async with HttpServer(served.slow, quick_endpoints=served.endpoints, limits=limits) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         async with asyncio.timeout(60):

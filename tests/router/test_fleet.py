@@ -14,14 +14,12 @@ def kvist_engine(**fields: Any) -> dict[str, Any]:
     return {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": EVENTS} | fields
 
 
-async def test_a_worker_is_starting_until_it_answers(worker, router) -> None:
-    late = worker()
-    async with late:
-        late.kill()
-        async with router(late.url, ready=False, health_failures=1000) as front:
-            assert (await front.workers())[late.url]["state"] == "starting"
-            assert (await front.client.get("/readiness")).status_code == 503
-            await late.start()
+async def test_a_worker_is_starting_until_it_answers(worker, router, free_port) -> None:
+    late = worker(port=free_port())
+    async with router(late.url, ready=False, health_failures=1000) as front:
+        assert (await front.workers())[late.url]["state"] == "starting"
+        assert (await front.client.get("/readiness")).status_code == 503
+        async with late:
             await front.until_state(late.url, "healthy")
             assert (await front.client.get("/readiness")).status_code == 200
 
@@ -42,10 +40,10 @@ async def test_a_worker_that_answers_too_slowly_fails_its_check(worker, router) 
     async def never(*_: Any) -> None:
         await asyncio.Event().wait()
 
-    async with worker() as slow, router(slow.url, health_timeout_s=0.05, health_failures=1) as front:
+    async with worker() as slow, router(slow.url, health_timeout_s=0.5, health_failures=1) as front:
         slow._reply = never
         await front.until_state(slow.url, "unhealthy")
-        assert "within 0.05 s" in (await front.workers())[slow.url]["last_failure"]
+        assert "within 0.5 s" in (await front.workers())[slow.url]["last_failure"]
 
 
 async def test_announced_events_are_followed_and_a_new_endpoint_replaces_the_old(worker, router) -> None:
