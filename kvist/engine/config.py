@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 from kvist.errors import InvalidValueError
+from kvist.kvcache import BudgetPolicy, KvDtype
 
 DTYPES = ("bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = tuple(dtype.value for dtype in KvDtype)
+KV_BUDGETS: tuple[str, ...] = get_args(BudgetPolicy)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +19,9 @@ class EngineConfig:
     """The engine's settings.
 
     `max_model_len`, `dtype`, `num_blocks` and `kv_memory_mib` default to what model and device suggest; `num_blocks` is
-    per KV group and wins over `kv_memory_mib`. `max_num_waiting` requests may queue before new ones are turned away.
+    per KV group and wins over `kv_memory_mib`, which `kv_budget` splits among the groups. The cache has the `dtype` of
+    the model but for `kv_cache_dtype`. `max_num_waiting` requests may queue before new ones are turned away.
+    `has_cuda_graphs` is about CUDA devices alone.
     """
 
     model_dir: Path
@@ -25,18 +31,26 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_memory_mib: int | None = None
+    kv_budget: BudgetPolicy = "bounded"
+    kv_cache_dtype: str | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 1024
     has_prefix_cache: bool = True
+    has_cuda_graphs: bool = True
     num_threads: int = 1
 
     def __post_init__(self) -> None:
         """Raise InvalidValueError that names the first field out of range."""
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise InvalidValueError("block_size", self.block_size, "a power of two")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InvalidValueError("dtype", self.dtype, f"one of {list(DTYPES)}")
+        for name, choices in (
+            ("dtype", DTYPES),
+            ("kv_cache_dtype", KV_CACHE_DTYPES),
+            ("kv_budget", KV_BUDGETS),
+        ):
+            if getattr(self, name) not in (None, *choices):
+                raise InvalidValueError(name, getattr(self, name), f"one of {list(choices)}")
         for name in ("max_model_len", "num_blocks", "kv_memory_mib"):
             value = getattr(self, name)
             if value is not None and value < 1:

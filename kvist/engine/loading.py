@@ -9,6 +9,7 @@ import torch
 
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
+from kvist.engine.decode_graphs import DecodeGraphs
 from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.weights import load_model
@@ -16,8 +17,16 @@ from kvist.engine.runner import Runner
 from kvist.engine.scheduler import Scheduler
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EventSink
-from kvist.kvcache import KvCacheManager, KvGroup, check_sequence_fits, group_layers, num_blocks_for_memory
-from kvist.kvcache.tensors import allocate_pool
+from kvist.kvcache import (
+    KvCacheManager,
+    KvDtype,
+    WindowPlan,
+    check_sequence_fits,
+    peak_num_blocks,
+    plan_windows,
+    split_memory,
+)
+from kvist.kvcache.tensors import KvTensors
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +36,14 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Facts:
+    """What the checkpoint and the settings come to."""
+
     model: ModelConfig
-    groups: tuple[KvGroup, ...]
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
+    plan: WindowPlan
 
 
 def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCore:
@@ -41,45 +52,55 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
     Raises InvalidValueError for a directory, setting or memory that cannot work. Sets torch's thread count.
     """
     torch.set_num_threads(config.num_threads)
-    plan = _plan(config)
-    model = load_model(config.model_dir, plan.model, plan.max_model_len, plan.dtype, plan.device)
-    num_blocks = [_num_blocks(config, plan)] * len(plan.groups)
-    check_sequence_fits(plan.groups, num_blocks, config.block_size, plan.max_model_len, config.max_num_batched_tokens)
+    facts = _facts(config)
+    model = load_model(config.model_dir, facts.model, facts.max_model_len, facts.dtype, facts.device)
+    groups, size, longest = facts.plan.groups, config.block_size, facts.max_model_len
+    num_blocks = _num_blocks(config, facts)
+    check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
     try:
-        pools = [
-            allocate_pool(group, count, config.block_size, plan.dtype, plan.device)
-            for group, count in zip(plan.groups, num_blocks, strict=True)
-        ]
+        tensors = KvTensors(facts.plan, num_blocks, size, facts.device)
     except RuntimeError as error:  # torch's word for out of memory, on the CPU as on a GPU
-        raise InvalidValueError("num_blocks", num_blocks[0], f"no more than fit into memory ({error})") from error
-    kv_cache = KvCacheManager(plan.groups, num_blocks, config.block_size, sink, config.has_prefix_cache)
+        raise InvalidValueError("num_blocks", num_blocks, f"no more than fit into memory ({error})") from error
+    graphs = None
+    if config.has_cuda_graphs and _is_capturable(facts):
+        widths = [peak_num_blocks(group, size, longest, 1) for group in groups]
+        graphs = DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs)
     logger.info(
-        "engine loaded architecture=%s max_model_len=%d num_groups=%d num_blocks=%d block_size=%d dtype=%s device=%s",
-        plan.model.architecture,
-        plan.max_model_len,
-        len(plan.groups),
-        num_blocks[0],
-        config.block_size,
-        plan.dtype,
-        plan.device,
+        "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d dtype=%s device=%s",
+        facts.model.architecture,
+        longest,
+        "/".join(map(str, num_blocks)),
+        size,
+        facts.dtype,
+        facts.device,
     )
+    kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache)
     return EngineCore(
-        ModelLimits(plan.model.vocab_size, plan.max_model_len, plan.model.eos_token_ids),
+        ModelLimits(facts.model.vocab_size, longest, facts.model.eos_token_ids),
         kv_cache,
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
-        Runner(model, plan.groups, pools, config.block_size),
+        Runner(model, facts.plan, tensors, size, graphs),
     )
 
 
-def _plan(config: EngineConfig) -> _Plan:
+def _facts(config: EngineConfig) -> _Facts:
     model = load_model_config(config.model_dir)
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise InvalidValueError("max_model_len", max_model_len, f"at most the model's {model.max_position}")
     device = _device(config.device)
     name = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    dtype: torch.dtype = getattr(torch, name)
-    return _Plan(model, group_layers(model.layer_kv(), max_model_len), max_model_len, dtype, device)
+    layers = model.layer_kv(KvDtype(config.kv_cache_dtype or name))
+    return _Facts(model, max_model_len, getattr(torch, name), device, plan_windows(layers, max_model_len))
+
+
+def _is_capturable(facts: _Facts) -> bool:
+    """Return whether a step launches the same work whatever its tokens are.
+
+    In other types than bfloat16 torch asks the device how many tokens each expert got (torch 2.13, grouped_mm).
+    """
+    has_experts = any(layer.moe is not None for layer in facts.model.layers)
+    return facts.device.type == "cuda" and (facts.dtype is torch.bfloat16 or not has_experts)
 
 
 def _device(name: str) -> torch.device:
@@ -92,13 +113,24 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _num_blocks(config: EngineConfig, plan: _Plan) -> int:
+def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
+    groups = facts.plan.groups
     if config.num_blocks is not None:
-        return config.num_blocks
+        return (config.num_blocks,) * len(groups)
+    return split_memory(
+        groups,
+        config.block_size,
+        _memory_bytes(config, facts.device),
+        max_model_len=facts.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_num_batched_tokens,
+        policy=config.kv_budget,
+    )
+
+
+def _memory_bytes(config: EngineConfig, device: torch.device) -> int:
     if config.kv_memory_mib is not None:
-        memory_bytes = config.kv_memory_mib * _MIB
-    elif plan.device.type == "cuda":
-        memory_bytes = int(torch.cuda.mem_get_info(plan.device)[0] * GPU_KV_MEMORY_FRACTION)
-    else:
-        memory_bytes = DEFAULT_CPU_KV_MEMORY_MIB * _MIB
-    return num_blocks_for_memory(plan.groups, config.block_size, plan.dtype.itemsize, memory_bytes)
+        return config.kv_memory_mib * _MIB
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * GPU_KV_MEMORY_FRACTION)
+    return DEFAULT_CPU_KV_MEMORY_MIB * _MIB

@@ -6,29 +6,38 @@ from collections.abc import Sequence
 
 import torch
 
-from kvist.kvcache.groups import KvGroup
+from kvist.kvcache.dtypes import KvDtype
+from kvist.kvcache.plan import WindowPlan
+
+TORCH_DTYPES = {
+    KvDtype.FLOAT32: torch.float32,
+    KvDtype.FLOAT16: torch.float16,
+    KvDtype.BFLOAT16: torch.bfloat16,
+    KvDtype.FP8_E4M3: torch.float8_e4m3fn,
+    KvDtype.FP8_E5M2: torch.float8_e5m2,
+}
 
 
-def allocate_pool(
-    group: KvGroup, num_slots: int, block_size: int, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Return a pool `[num_slots, num_layers, 2, num_kv_heads, block_size, head_dim]`, layers as in `layer_indices`.
+class KvTensors:
+    """Every group's pool, and a layer's pages in it under either numbering.
 
-    Zeroed: what a kernel reads and then masks must not be NaN.
+    Zeroed: what a kernel reads and then masks must not be NaN. Raises RuntimeError when the device lacks the memory.
     """
-    layer = group.layer
-    shape = (num_slots, len(group.layer_indices), layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
-    return torch.zeros(shape, dtype=dtype, device=device)
 
+    def __init__(self, plan: WindowPlan, num_slots: Sequence[int], block_size: int, device: torch.device) -> None:
+        self.device = device
+        self.pools: list[torch.Tensor] = []
+        for group, count in zip(plan.groups, num_slots, strict=True):
+            layer, num_layers = group.layer, len(group.layer_indices)
+            shape = (count, num_layers, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
+            self.pools.append(torch.zeros(shape, dtype=TORCH_DTYPES[layer.dtype], device=device))
+        self._places = plan.places
 
-def layer_caches(groups: Sequence[KvGroup], pools: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return each layer's pages `[num_slots, 2, num_kv_heads, block_size, head_dim]`, by layer index: views of pools.
+    def by_slot(self, layer_idx: int) -> torch.Tensor:
+        """Return `[num_slots, kv_factor, num_kv_heads, block_size, head_dim]`: page i is the layer's part of slot i."""
+        place = self._places[layer_idx]
+        return self.pools[place.group_id][:, place.position]
 
-    All layers of a group call a block by the same number, its slot.
-    """
-    by_layer = {
-        layer_idx: pool[:, position]
-        for group, pool in zip(groups, pools, strict=True)
-        for position, layer_idx in enumerate(group.layer_indices)
-    }
-    return [by_layer[layer_idx] for layer_idx in sorted(by_layer)]
+    def by_page(self, layer_idx: int) -> torch.Tensor:
+        """Return the layer's whole pool, `[num_slots * num_layers, ...]`: any page of it can be any layer's."""
+        return self.pools[self._places[layer_idx].group_id].flatten(0, 1)

@@ -15,6 +15,8 @@ from kvist.events import FULL
     [
         ({"block_size": 12}, "block_size: got 12, expected a power of two"),
         ({"dtype": "int8"}, "dtype: got 'int8'"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype: got 'int8', expected one of .*fp8_e5m2"),
+        ({"kv_budget": "fair"}, "kv_budget: got 'fair', expected one of .*bounded"),
         ({"num_blocks": 0}, "num_blocks: got 0"),
         ({"max_num_seqs": 0}, "max_num_seqs: got 0"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens: got 8, expected at least max_num_seqs=64"),
@@ -30,10 +32,20 @@ def test_a_pool_that_cannot_hold_one_sequence_is_refused(make_core) -> None:
         make_core("gemma3", num_blocks=127)
 
 
-def test_memory_is_split_evenly_over_the_groups(make_core) -> None:
-    core = make_core("gemma3", num_blocks=None, kv_memory_mib=3)
-    block_bytes = 6 * 2 * 2 * 16 * 4 * 4
-    assert [pool.num_blocks for pool in core.statistics().kv_cache.pools] == [3 * 2**20 // block_bytes] * 2
+def test_memory_is_split_by_the_policy_and_all_of_it_is_used(make_core) -> None:
+    layer_bytes = 2 * 2 * 16 * 4 * 4
+
+    def num_blocks(**settings: Any) -> list[int]:
+        core = make_core("gemma3", num_blocks=None, max_num_batched_tokens=64, **settings)
+        return [pool.num_blocks for pool in core.statistics().kv_cache.pools]
+
+    full, sliding = num_blocks(kv_memory_mib=3, kv_budget="bounded")
+    assert 0 <= 3 * 2**20 - (full + 5 * sliding) * layer_bytes < layer_bytes
+    assert full > 2 * sliding
+    full, sliding = num_blocks(kv_memory_mib=3, kv_budget="uniform")
+    assert full == sliding
+    full, sliding = num_blocks(kv_memory_mib=3, kv_cache_dtype="float16")
+    assert 0 <= 3 * 2**20 - (full + 5 * sliding) * layer_bytes // 2 < layer_bytes // 2
 
 
 def test_more_memory_than_there_is_is_refused(make_core) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvist.engine.models.gemma3n_config import Gemma3nConfig
 from kvist.errors import InvalidValueError
 from kvist.events.windows import KnownWindow
-from kvist.kvcache.groups import LayerKv
+from kvist.kvcache.dtypes import KvDtype
+from kvist.kvcache.groups import LayerKv, SharedKv
 
 MAX_HEAD_DIM = 512  # what the attention kernels take
 
@@ -92,7 +94,8 @@ class LayerConfig:
     """What differs from layer to layer.
 
     `kv_source`: the layer whose keys and values this one reads, having none of its own. `is_value_key`: values are
-    what the key projection gives, before its norm. `moe`: experts instead of an MLP, or beside it (Gemma 4).
+    what the key projection gives, before its norm. `activation_sparsity`: the share of the MLP's gates set to zero, if
+    they are distributed normally (Gemma 3n). `moe`: experts instead of an MLP, or beside it (Gemma 4).
     """
 
     window: KnownWindow
@@ -102,6 +105,7 @@ class LayerConfig:
     intermediate_size: int
     kv_source: int | None = None
     is_value_key: bool = False
+    activation_sparsity: float = 0.0
     moe: MoeConfig | None = None
 
 
@@ -144,6 +148,7 @@ class ModelConfig:
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
     per_layer_inputs: PerLayerInputConfig | None = None
+    gemma3n: Gemma3nConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     renamed_weights: Mapping[str, str] = field(default_factory=dict)
 
@@ -157,6 +162,11 @@ class ModelConfig:
             if layer.head_dim % 2 or layer.head_dim > MAX_HEAD_DIM:
                 raise InvalidValueError("head_dim", layer.head_dim, f"an even number up to {MAX_HEAD_DIM}")
 
-    def layer_kv(self) -> list[LayerKv]:
-        """Return what each layer stores in the KV cache."""
-        return [LayerKv(layer.window, layer.num_kv_heads, layer.head_dim) for layer in self.layers]
+    def layer_kv(self, dtype: KvDtype) -> list[LayerKv | SharedKv]:
+        """Return what each layer stores in a KV cache of this dtype."""
+        return [
+            LayerKv(layer.window, layer.num_kv_heads, layer.head_dim, dtype)
+            if layer.kv_source is None
+            else SharedKv(layer.kv_source)
+            for layer in self.layers
+        ]

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,8 +17,8 @@ from kvist.engine.request import Request
 from kvist.engine.runner import Runner
 from kvist.engine.scheduler import ScheduledRequest
 from kvist.engine.text import TextStream
-from kvist.kvcache import BlockHashChain, KvCacheManager, group_layers, stale_range
-from kvist.kvcache.tensors import allocate_pool
+from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, ScratchPolicy, plan_windows, stale_range
+from kvist.kvcache.tensors import KvTensors
 from kvist.openai.requests import SamplingParams
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 4, 160, 512
@@ -30,20 +31,30 @@ class Harness:
     Each step checks that no slot is written twice and that each sequence holds exactly the blocks its window needs.
     """
 
-    def __init__(self, model_dir: Path, dtype: torch.dtype = torch.float32, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(
+        self,
+        model_dir: Path,
+        kv_dtype: KvDtype = KvDtype.FLOAT32,
+        num_blocks: int = NUM_BLOCKS,
+        has_scratch: bool = False,
+    ) -> None:
         config = load_model_config(model_dir)
-        groups = group_layers(config.layer_kv(), MAX_LEN)
+        self.plan = plan_windows(config.layer_kv(kv_dtype), MAX_LEN)
         self.model = load_model(model_dir, config, MAX_LEN, torch.float32, CPU)
-        pools = [allocate_pool(group, num_blocks, BLOCK_SIZE, dtype, CPU) for group in groups]
-        self.manager = KvCacheManager(groups, [num_blocks] * len(groups), BLOCK_SIZE)
-        self._runner = Runner(self.model, groups, pools, BLOCK_SIZE)
+        counts = [num_blocks] * len(self.plan.groups)
+        self.tensors = KvTensors(self.plan, counts, BLOCK_SIZE, CPU)
+        self.manager = KvCacheManager(self.plan.groups, counts, BLOCK_SIZE, scratch=ScratchPolicy())
+        self.runner = Runner(self.model, self.plan, self.tensors, BLOCK_SIZE)
+        self._has_scratch = has_scratch
 
     def open(self, token_ids: list[int]) -> Request:
         """Start a request with what the prefix cache has of it."""
         text = TextStream(None, ())
         request = Request("r", token_ids, SamplingParams(), 1, BlockHashChain(BLOCK_SIZE), text, random.Random(0))
         hit = self.manager.match(request.chain, token_ids)
-        request.blocks = self.manager.open(hit, request.chain, token_ids, hit.num_tokens)
+        request.blocks = self.manager.open(
+            hit, request.chain, token_ids, hit.num_tokens, is_scratch_allowed=self._has_scratch
+        )
         request.num_computed_tokens = hit.num_tokens
         return request
 
@@ -60,13 +71,12 @@ class Harness:
         for request, num_new in scheduled:
             assert request.blocks is not None
             assert self.manager.grow(request.blocks, request.token_ids, request.num_computed_tokens + num_new)
-        batch = self._runner.build_batch(scheduled)
-        for pages in batch.layers:
-            written = pages.slot_mapping[pages.slot_mapping >= 0]
-            assert len(written.unique()) == len(written), "a slot is written twice"
-        batch = dataclasses.replace(batch, logit_rows=torch.arange(len(batch.input_ids)))
-        with torch.inference_mode():
-            logits: torch.Tensor = self.model(batch)
+        batch = self.runner.build_batch(scheduled)
+        for pages in batch.groups:
+            for written in pages.slot_mapping:
+                assert len(np.unique(written[written >= 0])) == np.sum(written >= 0), "a slot is written twice"
+        batch = dataclasses.replace(batch, logit_rows=np.arange(len(batch.input_ids)))
+        logits = self.runner.compute(batch)
         for request, num_new in scheduled:
             self._check_held(request, num_new)
             request.num_computed_tokens += num_new
@@ -82,7 +92,8 @@ class Harness:
         history, num_tokens = request.num_computed_tokens, request.num_computed_tokens + num_new
         for pool, table in zip(self.manager.pools, request.blocks.tables, strict=True):
             first = stale_range(history, pool.group.window, BLOCK_SIZE).end
-            assert len(table.held()) == -(-num_tokens // BLOCK_SIZE) - first
+            num_scratch = 0 if table.scratch is None else table.scratch.block_range.num_blocks
+            assert len(table.held()) + num_scratch == -(-num_tokens // BLOCK_SIZE) - first
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""Without a CUDA device nothing is captured: the work simply runs again, on the buffers that a graph would read."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvist.engine.decode_graphs import DecodeGraphs
+from kvist.engine.runner import Runner
+from kvist.kvcache import peak_num_blocks
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+def test_padded_steps_on_static_buffers_give_the_logits_of_eager_ones(name: str, harness) -> None:
+    eager, padded = harness(name), harness(name)
+    captured: list[int] = []
+
+    def capture(compute):
+        captured.append(len(compute()))
+        return compute
+
+    widths = [peak_num_blocks(group, 4, 512, 1) for group in padded.plan.groups]
+    with torch.inference_mode():
+        graphs = DecodeGraphs(padded.model, padded.plan, padded.tensors, widths, 11, capture)
+    assert captured == [11, 8, 4, 2, 1]
+    padded.runner = Runner(padded.model, padded.plan, padded.tensors, 4, graphs)
+
+    rng = random.Random(1)
+    for num_seqs in (5, 3, 1):
+        prompts = [[rng.randrange(3, 512) for _ in range(rng.randrange(30, 60))] for _ in range(num_seqs)]
+        pairs = []
+        for model in (eager, padded):
+            requests = [model.open(prompt) for prompt in prompts]
+            model.step(*((request, len(request.token_ids) - 25) for request in requests))
+            pairs.append((model, requests))
+        for _ in range(25):
+            expected, got = (model.step(*((each, 1) for each in requests)) for model, requests in pairs)
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+        for model, requests in pairs:
+            for request in requests:
+                model.close(request)
