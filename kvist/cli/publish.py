@@ -25,6 +25,30 @@ HELP = "publish an engine's KV events as canonical batches"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
+    _add_engine(parser)
+    parser.add_argument(
+        "--to",
+        default="tcp://127.0.0.1:5567",
+        metavar="URL",
+        help="where to publish (default %(default)s; port 0 takes a free one)",
+    )
+    parser.add_argument(
+        "--worker",
+        default=socket.gethostname(),
+        metavar="NAME",
+        help="the worker's name in the batches (default: host)",
+    )
+    _add_facts(parser)
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        metavar="DIR",
+        help="where to keep what is known, so that a restart of this command loses nothing (default: nowhere)",
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that say where the engine's streams are."""
     parser.add_argument(
         "--kv-events-config",
         metavar="JSON",
@@ -62,18 +86,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the engine's replay endpoint, with a single --endpoint (default: the port after the endpoint's)",
     )
     parser.add_argument("--bind", action="store_true", help="bind the endpoint, for an engine that connects to it")
-    parser.add_argument(
-        "--to",
-        default="tcp://127.0.0.1:5567",
-        metavar="URL",
-        help="where to publish (default %(default)s; port 0 takes a free one)",
-    )
-    parser.add_argument(
-        "--worker",
-        default=socket.gethostname(),
-        metavar="NAME",
-        help="the worker's name in the batches (default: host)",
-    )
+
+
+def _add_facts(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags that say of the engine what its events do not."""
     parser.add_argument(
         "--block-size",
         type=int,
@@ -91,12 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="ID=NAME",
         help="an adapter's name, for an engine that sends only its number; again for each adapter",
-    )
-    parser.add_argument(
-        "--state-dir",
-        type=Path,
-        metavar="DIR",
-        help="where to keep what is known, so that a restart of this command loses nothing (default: nowhere)",
     )
 
 

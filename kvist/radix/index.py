@@ -61,12 +61,7 @@ class RadixIndex:
         `seed` fixes the odd number that hashes are multiplied with; by default it is secret, so that nobody who chooses
         prompts can choose where their blocks land.
         """
-        if not 0 <= segment_bits <= 20:
-            raise InvalidValueError("segment_bits", segment_bits, "0 to 20")
-        if max_blocks is not None and max_blocks < 1:
-            raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
-        if initial_blocks < 0:
-            raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
+        _check_sizes(max_blocks, initial_blocks, segment_bits)
         self._heap = Heap()
         self._address = self._heap.allocate(layout.CONTROL_BYTES)
         self._control = control = self._heap.view(self._address).cast("q")
@@ -379,3 +374,12 @@ def _unreadable(events: Iterable[Event]) -> InvalidValueError:
         if isinstance(event, Stored | Removed) and len(event.hashes) % 8:
             return InvalidValueError("hashes", event.hashes, "a multiple of 8 bytes")
     return InvalidValueError("events", events, "events, with fields of the types they are declared with")
+
+
+def _check_sizes(max_blocks: int | None, initial_blocks: int, segment_bits: int) -> None:
+    if not 0 <= segment_bits <= 20:
+        raise InvalidValueError("segment_bits", segment_bits, "0 to 20")
+    if max_blocks is not None and max_blocks < 1:
+        raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
+    if initial_blocks < 0:
+        raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")

@@ -103,16 +103,7 @@ class SegmentTable:
         self._nothing = heap.allocate(layout.BUCKET_BYTES + size_bytes)
         words = heap.view(self._nothing)[layout.BUCKET_BYTES :][:size_bytes]
         homes, directory = words[: self.num_segments * 8], words[self.num_segments * 8 :]
-        for field, value in (
-            (layout.SELF, address),
-            (layout.MULTIPLIER, signed(secrets.randbits(64) | 1 if multiplier is None else multiplier)),
-            (layout.SEGMENT_BITS, bits),
-            (layout.SEGMENTS, self._nothing + layout.BUCKET_BYTES + self.num_segments * 8),
-            (layout.HOMES, self._nothing + layout.BUCKET_BYTES),
-            (layout.SIDE_BYTES, density.side_bytes),
-            (layout.FULLEST_128THS, density.fullest_128ths),
-        ):
-            control[field >> 3] = value
+        self._describe(control, bits, secrets.randbits(64) | 1 if multiplier is None else multiplier)
         self.directory = np.frombuffer(directory, _DIRECTORY)
         self.directory["address"] = self._nothing
         # The same memory by field, at a tenth of the time: `_words[3 * index]` is an address, `_halves[6 * index + 2]`
@@ -120,6 +111,20 @@ class SegmentTable:
         self._words, self._halves = directory.cast("q"), directory.cast("I")
         self._homes = np.frombuffer(homes, np.uint64)
         self._homes[:] = self._home_of_nothing = self._nothing >> 12 << 28
+
+    def _describe(self, control: memoryview, bits: int, multiplier: int) -> None:
+        """Fill in what compiled code reads of the table."""
+        homes = self._nothing + layout.BUCKET_BYTES
+        for field, value in (
+            (layout.SELF, self._address),
+            (layout.MULTIPLIER, signed(multiplier)),
+            (layout.SEGMENT_BITS, bits),
+            (layout.SEGMENTS, homes + self.num_segments * 8),
+            (layout.HOMES, homes),
+            (layout.SIDE_BYTES, self._density.side_bytes),
+            (layout.FULLEST_128THS, self._density.fullest_128ths),
+        ):
+            control[field >> 3] = value
 
     def reserve(self, num_rows: int) -> None:
         """Make room for so many rows in a table that is empty."""

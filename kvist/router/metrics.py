@@ -6,6 +6,7 @@ What happens to requests is counted as it happens; what is true now (load, state
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -32,44 +33,35 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
         self._series: dict[str, _WorkerSeries] = {}
-        self._requests = Counter(
+        self._requests = counter(
             "kvist_router_requests",
             "Requests sent to workers; status 0: the worker failed, 499: the client left",
             ["worker", "status", "policy"],
-            registry=self.registry,
         )
-        self._refusals = Counter(
-            "kvist_router_refusals", "Requests the router answered itself", ["status"], registry=self.registry
-        )
-        self._retries = Counter(
-            "kvist_router_retries", "Requests sent on to another worker", ["worker"], registry=self.registry
-        )
-        self._full_reports = Counter(
+        self._refusals = counter("kvist_router_refusals", "Requests the router answered itself", ["status"])
+        self._retries = counter("kvist_router_retries", "Requests sent on to another worker", ["worker"])
+        self._full_reports = counter(
             "kvist_router_full_reports",
             "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
             ["worker", "report"],
-            registry=self.registry,
         )
-        self._prompt_tokens = Counter(
-            "kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"], registry=self.registry
+        self._prompt_tokens = counter("kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"])
+        self._overlap_tokens = counter(
+            "kvist_router_overlap_tokens", "Prompt tokens predicted to be cached", ["worker"]
         )
-        self._overlap_tokens = Counter(
-            "kvist_router_overlap_tokens", "Prompt tokens predicted to be cached", ["worker"], registry=self.registry
-        )
-        self._overlap_error = Histogram(
+        self._overlap_error = histogram(
             "kvist_router_overlap_error_tokens",
             "How far the predicted cached tokens of a request were over or under those its worker reported",
             ["worker", "sign"],
             buckets=_ERROR_BUCKETS_TOKENS,
-            registry=self.registry,
         )
-        self._ttft = Histogram(
+        self._ttft = histogram(
             "kvist_router_time_to_first_byte_seconds",
             "From a request's arrival to the first byte of its answer's body",
             ["worker"],
             buckets=_TTFT_BUCKETS_S,
-            registry=self.registry,
         )
 
     def ended(self, decision: Decision, status: int) -> None:
