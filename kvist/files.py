@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from kvist.errors import InvalidValueError
 
@@ -14,24 +15,25 @@ from kvist.errors import InvalidValueError
 class AtomicFile:
     """A file that has all its pieces when it appears, also after a crash; what was there stays until then.
 
-    Ends with `commit`, or with `discard` where something failed. All methods block; they raise OSError.
+    Ends with `commit`, or with `discard` where something failed. All methods block; they raise OSError. One file at a
+    time: what is begun has a name beside that of the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._temporary = path.with_name(f"{path.name}.new")
-        self._file = self._temporary.open("wb")
+        self._file: BinaryIO | None = None
         self.size_bytes = 0
 
     def write(self, piece: bytes) -> None:
         """Add a piece."""
-        self.size_bytes += self._file.write(piece)
+        self.size_bytes += self._opened().write(piece)
 
     def commit(self) -> None:
         """Let the file appear."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with self._opened() as file:
+            file.flush()
+            os.fsync(file.fileno())
         self._temporary.replace(self._path)
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -41,10 +43,17 @@ class AtomicFile:
 
     def discard(self) -> None:
         """Give up what was written, and leave no trace of it if the disk allows; raises nothing."""
+        if self._file is None:
+            return
         with suppress(OSError):
             self._file.close()  # which may write what is buffered, and fail as before
         with suppress(OSError):
             self._temporary.unlink()
+
+    def _opened(self) -> BinaryIO:
+        if self._file is None:
+            self._file = self._temporary.open("wb")
+        return self._file
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:

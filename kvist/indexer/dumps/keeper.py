@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -63,6 +63,7 @@ class StateKeeper:
         self._size_bytes: int | None = None
         self._saved_at_s: float | None = None
         self._saved: object = None
+        self._saving = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         """Lock the folder; raises InvalidValueError, naming the process that has it, or why it cannot be used."""
@@ -123,20 +124,21 @@ class StateKeeper:
 
     async def save(self) -> None:
         """Save if anything has changed; what goes wrong is logged and counted, and what was saved before stays."""
-        positions = self._positions()
-        if positions == self._saved:
-            return
-        try:
-            self._size_bytes = await self._write()
-        except (OSError, SnapshotLostError) as error:
-            self._num_failures += 1
-            self._failure = str(error)
-            _logger.error("state not saved: %s path=%s", error, self._path)
-        else:
-            self._num_saves += 1
-            self._failure = None
-            self._saved_at_s = self._now_s()
-            self._saved = positions
+        async with self._saving:
+            positions = self._positions()
+            if positions == self._saved:
+                return
+            try:
+                self._size_bytes = await self._write()
+            except (OSError, SnapshotLostError) as error:
+                self._num_failures += 1
+                self._failure = str(error)
+                _logger.error("state not saved: %s path=%s", error, self._path)
+            else:
+                self._num_saves += 1
+                self._failure = None
+                self._saved_at_s = self._now_s()
+                self._saved = positions
 
     def statistics(self) -> StateStatistics:
         """Return the counts as they are now."""
@@ -223,7 +225,7 @@ class StateKeeper:
             await self.save()
 
     async def _write(self) -> int:
-        file = await asyncio.to_thread(AtomicFile, self._path)
+        file = AtomicFile(self._path)
         pieces: list[bytes] = []
 
         async def write(piece: bytes) -> None:
@@ -234,12 +236,12 @@ class StateKeeper:
         async def flush() -> None:
             joined = b"".join(pieces)
             pieces.clear()
-            await asyncio.to_thread(file.write, joined)
+            await _in_thread(file.write, joined)
 
         try:
             await self._dumper.dump(self._indexes(), write)
             await flush()
-            await asyncio.to_thread(file.commit)
+            await _in_thread(file.commit)
         except BaseException:
             file.discard()
             raise
@@ -256,3 +258,14 @@ class StateKeeper:
     def _cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+
+async def _in_thread(work: Callable[..., None], *arguments: object) -> None:
+    """Do blocking work in a thread, to its end also if cancelled: or it would go on beside what comes next."""
+    working = asyncio.create_task(asyncio.to_thread(work, *arguments), name="kvist-state-write")
+    try:
+        await asyncio.shield(working)
+    except asyncio.CancelledError:
+        with suppress(OSError):
+            await working
+        raise

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import sys
+import threading
 from asyncio.subprocess import PIPE
 from itertools import count
 
@@ -355,6 +356,34 @@ async def test_a_save_that_ends_early_leaves_no_trace(start_kept, url, make_trut
             await kept.keeper.stop()
     assert path.read_bytes() == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["lock", "router.state"]
+
+
+async def test_a_save_cancelled_while_it_writes_is_over_before_anything_else_is_saved(
+    start_kept, url, make_truth, until, tmp_path, monkeypatch
+):
+    path = await saved(start_kept, url, make_truth, until, tmp_path)
+    commit, is_committing, may_commit = AtomicFile.commit, threading.Event(), threading.Event()
+
+    def commit_late(file):
+        is_committing.set()
+        assert may_commit.wait(60)
+        commit(file)
+
+    async with start_kept(is_killed=True) as kept:
+        kept.keeper._saved = None
+        with monkeypatch.context() as patch:
+            patch.setattr(AtomicFile, "commit", commit_late)
+            saving = asyncio.create_task(kept.keeper.save())
+            await until(is_committing.is_set)
+            saving.cancel()
+            following = asyncio.create_task(kept.keeper.save())
+            await asyncio.wait([saving, following], timeout=0.02)
+            assert not saving.done()
+            may_commit.set()
+            await asyncio.wait([saving, following])
+        assert saving.cancelled()
+        assert (kept.keeper.statistics().num_saves, kept.keeper.statistics().num_failures) == (1, 0)
+    assert sorted(each.name for each in path.parent.iterdir()) == ["lock", "router.state"]
 
 
 async def test_a_save_lets_others_have_their_turn_and_waits_for_answers_that_are_taken(start_kept, url):
