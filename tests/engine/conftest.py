@@ -90,6 +90,72 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
             F: {"rope_type": "linear", "factor": 4.0, "rope_theta": 20_000.0},
         },
     ),
+    "gemma4-moe": transformers.Gemma4TextConfig(
+        **(BASE | {"num_key_value_heads": 4}),
+        **MOE,
+        num_hidden_layers=6,
+        sliding_window=WINDOW,
+        layer_types=[S] * 5 + [F],
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        enable_moe_block=True,
+        top_k_experts=3,
+        hidden_size_per_layer_input=0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma4-shared": transformers.Gemma4TextConfig(
+        **BASE,
+        num_hidden_layers=7,
+        sliding_window=WINDOW,
+        layer_types=[S, F, S, F, S, S, F],
+        global_head_dim=32,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=512,
+    ),
+    "gpt-oss": transformers.GptOssConfig(
+        **BASE,
+        num_hidden_layers=4,
+        sliding_window=WINDOW,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        swiglu_limit=0.5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1_000.0,
+            "factor": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "gemma3n": transformers.Gemma3nTextConfig(
+        **BASE,
+        num_hidden_layers=6,
+        sliding_window=WINDOW,
+        layer_types=[S, S, F, S, S, F],
+        num_kv_shared_layers=3,
+        vocab_size_per_layer_input=400,
+        hidden_size_per_layer_input=16,
+        laurel_rank=8,
+        activation_sparsity_pattern=[0.95, 0.8, 0.0, 0.0, 0.0, 0.0],
+    ),
+    "gemma3n-three-streams": transformers.Gemma3nTextConfig(
+        **BASE | {"intermediate_size": [128, 96, 64, 96, 128]},
+        num_hidden_layers=5,
+        sliding_window=WINDOW,
+        layer_types=[F, S, S, F, S],
+        num_kv_shared_layers=2,
+        vocab_size_per_layer_input=512,
+        hidden_size_per_layer_input=24,
+        laurel_rank=8,
+        altup_num_inputs=3,
+        altup_active_idx=1,
+        altup_correct_scale=False,
+        final_logit_softcapping=2.0,
+        activation_sparsity_pattern=[0.0, 0.5, 0.9, 0.0, 0.6],
+    ),
 }
 
 
@@ -116,9 +182,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         torch.manual_seed(hash_of(name))
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES[name])
         with torch.no_grad():
-            for parameter in model.parameters():
-                spread = 0.3 if parameter.dim() == 1 else 0.08
-                parameter.add_(torch.randn_like(parameter) * spread)
+            stored = model.state_dict()
+            buffers = [buffer for key, buffer in model.named_buffers() if key in stored]
+            for weight in (*model.parameters(), *buffers):
+                spread = 0.3 if weight.dim() == 1 else 0.08
+                weight.add_(torch.randn_like(weight) * spread)
         path = tmp_path_factory.mktemp(name)
         model.save_pretrained(path)
         return path

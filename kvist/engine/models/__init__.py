@@ -1,5 +1,6 @@
-"""Decoder models: one transformer for all families, described by a `ModelConfig`.
+"""Decoder models, each described by a `ModelConfig`: `checkpoint_config` has the list of supported architectures.
 
-`checkpoint_config` reads Hugging Face's config.json into it, `transformer` is the model, made of `layers` and `rope`,
-and `weights` fills it from safetensors. What sets a family apart is data, not code.
+`families` reads Hugging Face's config.json of each family into it, `weights` fills the model from safetensors.
+`transformer` is the model: a `decoder` made of `layers`, `moe` and `rope`. What sets most families apart is data, not
+code; a family whose layers are more than the rest's has its decoder in a module of its name.
 """

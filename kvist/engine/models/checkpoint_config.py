@@ -10,6 +10,9 @@ from typing import Any
 from kvist.engine.models.checkpoint_fields import ConfigFields, GenerationFields, Raw, checked
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.families.gemma3 import gemma3
+from kvist.engine.models.families.gemma3n import gemma3n
+from kvist.engine.models.families.gemma4 import gemma4
+from kvist.engine.models.families.gpt_oss import gpt_oss
 from kvist.engine.models.families.llama import llama
 from kvist.engine.models.families.mistral import mistral
 from kvist.engine.models.families.qwen3 import qwen3, qwen3_moe
@@ -17,6 +20,9 @@ from kvist.errors import InvalidValueError
 
 _FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Gemma3ForCausalLM": gemma3,
+    "Gemma3nForCausalLM": gemma3n,
+    "Gemma4ForCausalLM": gemma4,
+    "GptOssForCausalLM": gpt_oss,
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
     "Qwen3ForCausalLM": qwen3,

@@ -24,6 +24,9 @@ SANDWICH_NORM = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 
+# The parts of these modules of ours are directly in a checkpoint's model and layers.
+PER_LAYER_INPUTS = {"per_layer_inputs": "", "per_layer_gate": ""}
+
 Raw: TypeAlias = dict[str, Any]
 PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 PositiveNumber: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
@@ -49,7 +52,7 @@ class ConfigFields(GenerationFields, LayerFields, total=False):
     architectures: list[str]
     vocab_size: PositiveInt
     hidden_size: PositiveInt
-    intermediate_size: PositiveInt
+    intermediate_size: PositiveInt | list[PositiveInt]
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
     max_position_embeddings: PositiveInt
@@ -114,11 +117,11 @@ class RopeFields(TypedDict, total=False):
     mscale_all_dim: float
 
 
-def checked(raw: Mapping[str, Any], fields: type[GenerationFields | LayerFields | RopeFields]) -> Raw:
+def checked(raw: Mapping[str, Any], fields: type[Mapping[str, object]]) -> Raw:
     """Return the object without its nulls, each of `fields` of its type; raises InvalidValueError that names one."""
     given = {name: value for name, value in raw.items() if value is not None}
     try:
-        return given | msgspec.convert(given, fields)
+        return given | dict(msgspec.convert(given, fields))
     except msgspec.ValidationError as error:
         reason, _, path = str(error).partition(" - at `$.")
         expected = reason.removeprefix("Expected ").partition(", got")[0]
@@ -144,12 +147,15 @@ def common(raw: Raw) -> Raw:
 
 
 def layer_sizes(raw: Raw) -> Raw:
-    """Return the arguments of `LayerConfig` that are sizes, where all layers have the same."""
-    return {
-        "num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        "head_dim": head_dim(raw),
-        "intermediate_size": raw["intermediate_size"],
-    }
+    """Return the arguments of `LayerConfig` that are sizes; raises InvalidValueError for layers that differ."""
+    if isinstance(raw["intermediate_size"], list):
+        raise InvalidValueError("intermediate_size", raw["intermediate_size"], "one number for all layers")
+    return head_sizes(raw) | {"intermediate_size": raw["intermediate_size"]}
+
+
+def head_sizes(raw: Raw) -> Raw:
+    """Return the arguments of `LayerConfig` that are sizes of attention, where all layers have the same."""
+    return {"num_kv_heads": raw.get("num_key_value_heads") or raw["num_attention_heads"], "head_dim": head_dim(raw)}
 
 
 def head_dim(raw: Raw) -> int:

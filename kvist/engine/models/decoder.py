@@ -67,12 +67,20 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' hidden states `[num_logit_rows, hidden_size]`; fills the step's cache slots."""
-        hidden = self.embed_tokens(batch.input_ids) * self._embedding_scale
-        rotaries = {key: table.at(batch.positions) for key, table in self._tables.items()}
-        for layer, rope, pages in zip(self.layers, self._ropes, batch.layers, strict=True):
-            hidden = layer(hidden, batch, rotaries[rope], pages)
+        hidden = self.run_layers(self.embed_tokens(batch.input_ids) * self._embedding_scale, batch)
         normed: torch.Tensor = self.norm(hidden[batch.logit_rows])
         return normed
+
+    def run_layers(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Return the residual stream after the last layer."""
+        for layer, rotary, pages in zip(self.layers, self.rotaries(batch), batch.layers, strict=True):
+            hidden = layer(hidden, batch, rotary, pages)
+        return hidden
+
+    def rotaries(self, batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each layer's cosines and sines at the step's positions."""
+        by_rope = {key: table.at(batch.positions) for key, table in self._tables.items()}
+        return [by_rope[key] for key in self._ropes]
 
 
 def kernel_window(layer: LayerConfig, max_model_len: int) -> int | None:

@@ -95,6 +95,8 @@ class Attention(nn.Module):
         self.qkv_proj = PackedLinear(config.hidden_size, parts, config.has_attention_bias)
         self.q_norm = _head_norm(config, layer.head_dim)
         self.o_proj = Linear(size, config.hidden_size, config.has_attention_bias)
+        sinks = torch.empty(config.num_heads, dtype=torch.float32)
+        self.sinks = nn.Parameter(sinks, requires_grad=False) if config.has_sinks else None
 
     def forward(
         self,
@@ -126,6 +128,7 @@ class Attention(nn.Module):
                 scale=self._scale,
                 window=self._window,
                 soft_cap=self._soft_cap,
+                sinks=self.sinks,
                 out=out[decodes],
             )
         if batch.num_decodes < batch.seq_lens.shape[0]:
@@ -139,6 +142,7 @@ class Attention(nn.Module):
                 scale=self._scale,
                 window=self._window,
                 soft_cap=self._soft_cap,
+                sinks=self.sinks,
                 out=out[prefills],
             )
         return out

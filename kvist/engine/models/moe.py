@@ -29,7 +29,7 @@ class Experts(nn.Module):
             self.down_proj_bias = _parameter(moe.num_experts, config.hidden_size)
 
     def forward(self, hidden: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return `[num_tokens, hidden_size]`; `expert_ids` and `weights` are `[num_tokens, top_k]`."""
+        """Return `[num_tokens, hidden_size]`; `expert_ids` and `weights`, in float32, are `[num_tokens, top_k]`."""
         num_tokens, top_k = expert_ids.shape
         experts, order = expert_ids.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, torch.arange(self._num_experts, device=hidden.device), right=True)
@@ -38,8 +38,8 @@ class Experts(nn.Module):
         grouped = self._project("down_proj", grouped, experts, ends.int())
         by_token = torch.empty_like(grouped)
         by_token[order] = grouped
-        weighed = by_token.view(num_tokens, top_k, -1) * weights.to(hidden.dtype).unsqueeze(-1)
-        return weighed.sum(dim=1)
+        weighed = by_token.view(num_tokens, top_k, -1) * weights.unsqueeze(-1)  # in float32, as the weights are
+        return weighed.sum(dim=1).to(hidden.dtype)
 
     def targets(self, prefix: str, stored: Collection[str]) -> dict[str, torch.Tensor]:
         """Return where the checkpoint's weights go: it may have the experts stacked, or each under its number."""

@@ -9,7 +9,12 @@ from torch.nn import functional
 from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.decoder import Decoder
+from kvist.engine.models.gemma3n import Gemma3nDecoder
+from kvist.engine.models.gemma4 import Gemma4Decoder
 from kvist.engine.models.layers import Linear
+
+# Of the families whose layers are more than `decoder`'s.
+_DECODERS: dict[str, type[Decoder]] = {"Gemma3nForCausalLM": Gemma3nDecoder, "Gemma4ForCausalLM": Gemma4Decoder}
 
 
 class CausalLM(nn.Module):
@@ -21,7 +26,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, max_model_len)
+        self.model = _DECODERS.get(config.architecture, Decoder)(config, max_model_len)
         if not config.has_tied_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size)
 

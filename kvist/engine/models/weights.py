@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvist.errors import InvalidValueError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SHARABLE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
 _NUM_NAMED = 5  # of the offending weights, in an error
 
 
@@ -127,8 +129,11 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Return whether some exporters store this although the configuration implies it."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.has_tied_embeddings)
+    """Return whether some exporters store this although the configuration implies it or leaves it without a use."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.has_tied_embeddings):
+        return True
+    in_layer = _SHARABLE.fullmatch(name)
+    return in_layer is not None and config.layers[int(in_layer[1])].kv_source is not None
 
 
 def _some(names: Sequence[str] | set[str]) -> str:

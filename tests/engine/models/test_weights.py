@@ -60,6 +60,38 @@ def test_norms_stay_in_float32_with_their_offset_and_the_rest_is_cast(checkpoint
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
+def test_experts_load_alike_stacked_and_one_by_one(checkpoint: Callable[[str], Path], rewritten) -> None:
+    """Checkpoints of Qwen have a tensor an expert, those of Gemma one for all; either family may come either way."""
+
+    def stack(tensors: Tensors) -> None:
+        experts = "model.layers.0.mlp.experts"
+        parts = {
+            name: torch.stack([tensors.pop(f"{experts}.{i}.{name}_proj.weight") for i in range(8)])
+            for name in ("gate", "up", "down")
+        }
+        tensors[f"{experts}.gate_up_proj"] = torch.cat((parts["gate"], parts["up"]), dim=1)
+        tensors[f"{experts}.down_proj"] = parts["down"]
+
+    one_by_one, stacked = load(checkpoint("qwen3-moe")).state_dict(), load(rewritten("qwen3-moe", stack)).state_dict()
+    assert all(torch.equal(one_by_one[name], stacked[name]) for name in one_by_one)
+
+
+def test_a_missing_expert_is_named(rewritten) -> None:
+    name = "model.layers.2.mlp.experts.5.up_proj.weight"
+    with pytest.raises(InvalidValueError, match=rf"none for {name}"):
+        load(rewritten("qwen3-moe", lambda t: t.pop(name)))
+
+
+def test_keys_and_values_of_a_layer_that_shares_are_not_loaded(rewritten) -> None:
+    """Some exporters store what such a layer would have, had it a cache of its own."""
+    names = ("k_proj", "v_proj", "k_norm", "v_norm")
+    unused = {f"model.layers.6.self_attn.{name}.weight": torch.ones(1) for name in names}
+    load(rewritten("gemma4-shared", lambda t: t.update(unused)))
+    owner = {name.replace("layers.6", "layers.3"): weight for name, weight in unused.items()}
+    with pytest.raises(InvalidValueError, match=r"model\.layers\.3\.self_attn"):
+        load(rewritten("gemma4-shared", lambda t: t.update(owner)))
+
+
 def test_a_redundant_tied_head_is_accepted(rewritten) -> None:
     path = rewritten("gemma3", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     load(path)
