@@ -1,4 +1,4 @@
-"""Random lives of many sequences against an oracle that remembers what every slot of every block contains."""
+"""Random lives of many sequences against an oracle that remembers what every place of every page contains."""
 
 from __future__ import annotations
 
@@ -9,12 +9,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvist.events import FULL, Window
-from kvist.kvcache import BlockHashChain, KvCacheManager, KvGroup, LayerKv, SequenceBlocks, stale_range
+from kvist.kvcache import (
+    BlockHashChain,
+    BlockTable,
+    KvCacheManager,
+    KvGroup,
+    LayerKv,
+    PageIndexMode,
+    ScratchPolicy,
+    SequenceBlocks,
+    SlotLayout,
+    stale_range,
+)
 
 B = 4
 WINDOWS: tuple[Window, ...] = (FULL, 9, 3)
+NUM_LAYERS = (1, 3, 2)
 NUM_BLOCKS = (14, 11, 9)
-PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, 24), st.integers(0, 6))
+PROMPTS = st.tuples(st.integers(0, 2), st.integers(1, 24), st.integers(0, 6), st.booleans())
 
 
 class Sink:
@@ -41,6 +53,7 @@ class Sink:
 
 @dataclass(eq=False)
 class Life:
+    prompt: list[int]
     tokens: list[int]
     chain: BlockHashChain
     blocks: SequenceBlocks
@@ -48,64 +61,144 @@ class Life:
 
 
 class KvCacheMachine(RuleBasedStateMachine):
+    policy: ScratchPolicy | None = None
+
     def __init__(self) -> None:
         super().__init__()
-        groups = [KvGroup(i, LayerKv(window, 1, 8), (i,)) for i, window in enumerate(WINDOWS)]
+        groups = [
+            KvGroup(i, LayerKv(window, 1, 8), tuple(range(10 * i, 10 * i + num_layers)))
+            for i, (window, num_layers) in enumerate(zip(WINDOWS, NUM_LAYERS, strict=True))
+        ]
         self.sink = Sink()
-        self.manager = KvCacheManager(groups, NUM_BLOCKS, B, self.sink)
-        self.content: list[dict[tuple[int, int], tuple[int, ...]]] = [{} for _ in groups]
+        self.manager = KvCacheManager(groups, NUM_BLOCKS, B, self.sink, scratch=self.policy)
+        self.layouts = [SlotLayout(*sizes) for sizes in zip(NUM_BLOCKS, NUM_LAYERS, strict=True)]
+        self.content: list[dict[tuple[int, int], object]] = [{} for _ in groups]
+        self.prefix_ids: dict[tuple[int, int], int] = {}
+        self.promised: dict[bytes, list[int]] = {}
         self.lives: list[Life] = []
 
-    @rule(data=st.data(), prompts=st.lists(PROMPTS, max_size=3), chunk=st.integers(1, 12), is_failing=st.booleans())
-    def step(self, data: st.DataObject, prompts: list[tuple[int, int, int]], chunk: int, is_failing: bool) -> None:
-        """Grow some sequences, admit others, then compute all of it, or fail."""
+    @rule(
+        data=st.data(),
+        prompts=st.lists(PROMPTS, max_size=3),
+        chunk=st.integers(1, 18),
+        num_guesses=st.integers(0, 4),
+        is_failing=st.booleans(),
+    )
+    def step(
+        self,
+        data: st.DataObject,
+        prompts: list[tuple[int, int, int, bool]],
+        chunk: int,
+        num_guesses: int,
+        is_failing: bool,
+    ) -> None:
+        """Grow some sequences, admit others, then compute all of it, or fail; then take some guesses back."""
         growing = data.draw(st.lists(st.sampled_from(self.lives), unique=True)) if self.lives else []
-        batch = [(life, end) for life in growing if (end := self.grow(life, chunk)) is not None]
-        batch += [
-            (life, end) for prompt in prompts if (life := self.admit(prompt, chunk)) for end in [life.blocks.num_tokens]
-        ]
+        batch = [life for life in growing if self.grow(life, chunk, num_guesses)]
+        batch += [life for prompt in prompts if (life := self.admit(prompt, chunk))]
         if is_failing and batch:
-            for life, _ in batch:
+            for life in batch:
                 self.lives.remove(life)
                 self.manager.close(life.blocks)
             self.manager.revoke()
             return
-        for life, end in batch:
-            self.write(life, end)
-        for life, end in batch:
-            self.assert_window_readable(life, end)
-            life.computed = end
+        self.compute(batch)
         self.manager.settle()
+        for life in batch:
+            life.computed = life.blocks.num_tokens
+            if data.draw(st.booleans()):
+                self.rewind(life, data.draw(st.integers(life.blocks.num_final_tokens, life.blocks.num_tokens)))
 
-    def grow(self, life: Life, count: int) -> int | None:
+    def grow(self, life: Life, chunk: int, num_guesses: int) -> bool:
         if life.computed == len(life.tokens):
-            life.tokens.append(len(life.tokens) % 2)
-        end = min(len(life.tokens), life.computed + count)
-        return end if self.manager.grow(life.blocks, life.tokens, end) else None
+            life.tokens += [len(life.tokens) % 2 + i for i in range(1 + num_guesses)]
+        before = self.state_of(life)
+        if self.manager.grow(life.blocks, life.tokens, min(len(life.tokens), life.computed + chunk)):
+            return True
+        assert before == self.state_of(life)
+        return False
 
-    def admit(self, prompt: tuple[int, int, int], chunk: int) -> Life | None:
-        stem, length, tail = prompt
+    def state_of(self, life: Life) -> object:
+        """Return what a call that fails must leave alone."""
+        tables = [(bytes(table.block_ids), table.first_held, table.scratch) for table in life.blocks.tables]
+        return tables, life.blocks.num_tokens, self.manager.statistics()
+
+    def admit(self, prompt: tuple[int, int, int, bool], chunk: int) -> Life | None:
+        stem, length, tail, is_scratch_allowed = prompt
         tokens = [1000 * stem + i for i in range(length)] + [50 + i for i in range(tail)]
         chain = BlockHashChain(B)
         hit = self.manager.match(chain, tokens)
         assert hit.num_tokens == self.longest_prefix(chain, len(tokens))
-        free = [pool.num_free for pool in self.manager.pools]
-        blocks = self.manager.open(hit, chain, tokens, min(len(tokens), hit.num_tokens + chunk))
+        before = self.manager.statistics()
+        end = min(len(tokens), hit.num_tokens + chunk)
+        is_scratch_allowed = is_scratch_allowed and self.policy is not None
+        blocks = self.manager.open(hit, chain, tokens, end, is_scratch_allowed=is_scratch_allowed)
         if blocks is None:
-            assert free == [pool.num_free for pool in self.manager.pools]
+            assert before == self.manager.statistics()
             return None
-        life = Life(tokens, chain, blocks, hit.num_tokens)
+        life = Life(tokens.copy(), tokens, chain, blocks, hit.num_tokens)
         self.lives.append(life)
         return life
 
-    def write(self, life: Life, end: int) -> None:
-        """Store in each slot the whole prefix its key depends on, but never into another's block."""
-        for table, content in zip(life.blocks.tables, self.content, strict=True):
-            for position in range(life.computed, end):
-                slot = (table.block_ids[position // B], position % B)
-                assert slot[0] >= 0
-                if position // B not in table.adopted:
-                    content[slot] = tuple(life.tokens[: position + 1])
+    def compute(self, batch: list[Life]) -> None:
+        """Let one layer after the other write all its keys and read those that its queries may see."""
+        for life in batch:
+            self.note_promises(life)
+        for group_id, num_layers in enumerate(NUM_LAYERS):
+            for layer in range(num_layers):
+                written: set[tuple[int, int]] = set()
+                for life in batch:
+                    self.write(life, group_id, layer, written)
+                for life in batch:
+                    self.read(life, group_id, layer)
+
+    def note_promises(self, life: Life) -> None:
+        """Remember what a block with each digest of this sequence must hold."""
+        chain = BlockHashChain(B)
+        chain.extend(life.tokens)
+        for ordinal, digest in enumerate(chain.digests):
+            if digest not in self.promised:
+                positions = range(ordinal * B, (ordinal + 1) * B)
+                self.promised[digest] = [self.prefix_id(life, position) for position in positions]
+
+    def write(self, life: Life, group_id: int, layer: int, written: set[tuple[int, int]]) -> None:
+        """Store in each place the layer and the whole prefix its key depends on, but never into another's block."""
+        table = life.blocks.tables[group_id]
+        for position in range(life.computed, life.blocks.num_tokens):
+            if position // B in table.adopted:
+                continue
+            place = self.place(table, group_id, layer, position)
+            assert place not in written, "two keys of a layer meet"
+            written.add(place)
+            self.content[group_id][place] = (layer, self.prefix_id(life, position))
+
+    def read(self, life: Life, group_id: int, layer: int) -> None:
+        """Assert that every key the step's queries may read is the one of this very layer and prefix."""
+        window = WINDOWS[group_id]
+        first = max(0, life.computed + 1 - window) if isinstance(window, int) else 0
+        for position in range(first, life.blocks.num_tokens):
+            place = self.place(life.blocks.tables[group_id], group_id, layer, position)
+            assert self.content[group_id][place] == (layer, self.prefix_id(life, position))
+
+    def place(self, table: BlockTable, group_id: int, layer: int, position: int) -> tuple[int, int]:
+        ordinal = position // B
+        slot_id = table.block_ids[ordinal]
+        page = self.layouts[group_id].page(ordinal, slot_id, layer, scratch=table.scratch, mode=PageIndexMode.PER_LAYER)
+        assert page >= 0
+        return page, position % B
+
+    def prefix_id(self, life: Life, position: int) -> int:
+        """Return a number for the tokens up to `position`; equal only for equal tokens."""
+        prefix = 0
+        for token_id in life.tokens[: position + 1]:
+            prefix = self.prefix_ids.setdefault((prefix, token_id), len(self.prefix_ids) + 1)
+        return prefix
+
+    def rewind(self, life: Life, num_tokens: int) -> None:
+        """Take back what was computed past `num_tokens`; of a prompt it is computed again, guesses are others then."""
+        self.manager.rewind(life.blocks, num_tokens)
+        life.computed = num_tokens
+        del life.tokens[max(num_tokens, len(life.prompt)) :]
 
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
@@ -128,19 +221,21 @@ class KvCacheMachine(RuleBasedStateMachine):
                 return num_blocks * B
         raise AssertionError("length 0 needs nothing")
 
-    def assert_window_readable(self, life: Life, end: int) -> None:
-        """Assert that every key the step's queries may read is the one of this very prefix."""
-        for table, content, window in zip(life.blocks.tables, self.content, WINDOWS, strict=True):
-            first = max(0, life.computed + 1 - window) if isinstance(window, int) else 0
-            for position in range(first, end):
-                slot = (table.block_ids[position // B], position % B)
-                assert content[slot] == tuple(life.tokens[: position + 1])
-
     @invariant()
     def memory_is_consistent(self) -> None:
         self.manager.check_invariants(life.blocks for life in self.lives)
-        for pool in self.manager.pools:
+        for pool, statistics in zip(self.manager.pools, self.manager.statistics().pools, strict=True):
             assert self.sink.held[pool.group.group_id] == pool.cached_hashes()
+            assert statistics.num_scratch == 0
+
+    @invariant()
+    def every_block_that_can_be_found_holds_what_its_digest_says(self) -> None:
+        for pool, layout, content in zip(self.manager.pools, self.layouts, self.content, strict=True):
+            for digest, promised in self.promised.items():
+                for block_id in pool.find_all([digest] if digest in pool else []):
+                    for layer in range(layout.scale):
+                        page = layout.page(0, block_id, layer, mode=PageIndexMode.PER_LAYER)
+                        assert [content[page, i] for i in range(B)] == [(layer, prefix_id) for prefix_id in promised]
 
     def teardown(self) -> None:
         for life in self.lives:
@@ -148,5 +243,16 @@ class KvCacheMachine(RuleBasedStateMachine):
         assert all(pool.num_free == pool.num_blocks for pool in self.manager.pools)
 
 
+class ScratchMachine(KvCacheMachine):
+    policy = ScratchPolicy()
+
+
+class RewindMachine(KvCacheMachine):
+    policy = ScratchPolicy(max_rewind_tokens=3)
+
+
 TestKvCacheMachine = KvCacheMachine.TestCase
-TestKvCacheMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestScratchMachine = ScratchMachine.TestCase
+TestRewindMachine = RewindMachine.TestCase
+LENGTH = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestKvCacheMachine.settings = TestScratchMachine.settings = TestRewindMachine.settings = LENGTH
