@@ -11,7 +11,6 @@ from kvist.kvcache.budget import (
     check_sequence_fits,
     longest_sequence,
     max_concurrent_sequences,
-    num_blocks_for_memory,
     peak_num_blocks,
     split_memory,
 )
@@ -20,7 +19,7 @@ from kvist.kvcache.dtypes import KvDtype
 from kvist.kvcache.groups import KvGroup, LayerKv, SharedKv
 from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
 from kvist.kvcache.pages import PageIndexMode, SlotLayout, scratch_page_index, scratch_place
-from kvist.kvcache.plan import LayerPlace, WindowPlan, group_layers, plan_windows
+from kvist.kvcache.plan import LayerPlace, WindowPlan, plan_windows
 from kvist.kvcache.planner import SequenceStep, can_resume, slots_for_batch
 from kvist.kvcache.pool import BlockPool, PoolStatistics
 from kvist.kvcache.prefix import reusable_prefix
@@ -54,10 +53,8 @@ __all__ = [
     "block_bytes",
     "can_resume",
     "check_sequence_fits",
-    "group_layers",
     "longest_sequence",
     "max_concurrent_sequences",
-    "num_blocks_for_memory",
     "num_scratch_slots",
     "peak_num_blocks",
     "plan_windows",

@@ -18,12 +18,6 @@ def block_bytes(group: KvGroup, block_size: int) -> int:
     return group.token_bytes * block_size
 
 
-def num_blocks_for_memory(groups: Sequence[KvGroup], block_size: int, itemsize_bytes: int, memory_bytes: int) -> int:
-    """Return the number of blocks every group gets when each gets the same and all fit into `memory_bytes`."""
-    token_bytes = sum(group.token_bytes // group.layer.dtype.itemsize_bytes * itemsize_bytes for group in groups)
-    return memory_bytes // (token_bytes * block_size)
-
-
 def peak_num_blocks(group: KvGroup, block_size: int, max_model_len: int, max_step_tokens: int) -> int:
     """Return the most blocks one sequence ever holds in the group.
 

@@ -21,7 +21,7 @@ class LayerKv:
     window: KnownWindow
     num_kv_heads: int
     head_dim: int
-    dtype: KvDtype = KvDtype.FLOAT32
+    dtype: KvDtype
     kv_factor: int = NUM_KV
 
     @property

@@ -81,6 +81,11 @@ class KvCacheManager:
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
 
+    @property
+    def has_scratch(self) -> bool:
+        """Return whether sequences may be opened with scratch slots."""
+        return self._scratch is not None
+
     def supports(self, mode: PageIndexMode) -> bool | None:
         """Return whether pages can be counted this way: None if that depends on whether a step has scratch slots."""
         return True if self._scratch is None or mode is PageIndexMode.PER_LAYER else None

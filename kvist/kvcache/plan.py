@@ -69,11 +69,6 @@ def plan_windows(layers: Sequence[LayerKv | SharedKv], max_model_len: int) -> Wi
     return WindowPlan(groups, tuple(places))
 
 
-def group_layers(layers: Sequence[LayerKv | SharedKv], max_model_len: int) -> tuple[KvGroup, ...]:
-    """Return the groups of `plan_windows`."""
-    return plan_windows(layers, max_model_len).groups
-
-
 def _check_layer(layer_idx: int, layer: LayerKv) -> None:
     if layer.window is not FULL and (not isinstance(layer.window, int) or layer.window < 1):
         raise InvalidValueError(f"layers[{layer_idx}].window", layer.window, "at least 1 token, or FULL")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvist.events import FULL, Window
-from kvist.kvcache import BlockHashChain, KvCacheManager, KvGroup, LayerKv
+from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, KvGroup, LayerKv
 
 
 class EventFollower:
@@ -72,7 +72,7 @@ def make_groups() -> Callable[..., tuple[KvGroup, ...]]:
     """Build one single-layer group a window, in the given order."""
 
     def make(*windows: Window) -> tuple[KvGroup, ...]:
-        return tuple(KvGroup(i, LayerKv(window, 1, 8), (i,)) for i, window in enumerate(windows))
+        return tuple(KvGroup(i, LayerKv(window, 1, 8, KvDtype.FLOAT32), (i,)) for i, window in enumerate(windows))
 
     return make
 

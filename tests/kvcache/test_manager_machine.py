@@ -13,6 +13,7 @@ from kvist.kvcache import (
     BlockHashChain,
     BlockTable,
     KvCacheManager,
+    KvDtype,
     KvGroup,
     LayerKv,
     PageIndexMode,
@@ -66,7 +67,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         groups = [
-            KvGroup(i, LayerKv(window, 1, 8), tuple(range(10 * i, 10 * i + num_layers)))
+            KvGroup(i, LayerKv(window, 1, 8, KvDtype.FLOAT32), tuple(range(10 * i, 10 * i + num_layers)))
             for i, (window, num_layers) in enumerate(zip(WINDOWS, NUM_LAYERS, strict=True))
         ]
         self.sink = Sink()

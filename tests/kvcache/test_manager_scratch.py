@@ -14,6 +14,7 @@ from kvist.kvcache import (
     BlockHashChain,
     BlockTable,
     KvCacheManager,
+    KvDtype,
     KvGroup,
     LayerKv,
     PageIndexMode,
@@ -33,7 +34,7 @@ def make_manager() -> Callable[..., KvCacheManager]:
     ) -> KvCacheManager:
         layers = range(num_layers)
         groups = [
-            KvGroup(i, LayerKv(window, 1, 8), tuple(len(layers) * i + layer for layer in layers))
+            KvGroup(i, LayerKv(window, 1, 8, KvDtype.FLOAT32), tuple(len(layers) * i + layer for layer in layers))
             for i, window in enumerate(windows)
         ]
         return KvCacheManager(groups, [num_blocks] * len(groups), block_size, **({"scratch": SCRATCH} | options))

@@ -6,8 +6,9 @@ from kvist.errors import InvalidValueError
 from kvist.events import FULL, UNKNOWN
 from kvist.kvcache import KvDtype, KvGroup, LayerKv, SharedKv, plan_windows
 
-NARROW = LayerKv(512, 1, 64, KvDtype.BFLOAT16)
-WHOLE = LayerKv(FULL, 1, 64, KvDtype.BFLOAT16)
+DTYPE = KvDtype.BFLOAT16
+NARROW = LayerKv(512, 1, 64, DTYPE)
+WHOLE = LayerKv(FULL, 1, 64, DTYPE)
 
 
 def test_equal_layers_share_a_group_and_the_widest_comes_first() -> None:
@@ -32,10 +33,10 @@ def test_a_window_as_long_as_the_model_joins_the_full_group() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        LayerKv(FULL, 2, 64, KvDtype.BFLOAT16),
-        LayerKv(FULL, 1, 128, KvDtype.BFLOAT16),
+        LayerKv(FULL, 2, 64, DTYPE),
+        LayerKv(FULL, 1, 128, DTYPE),
         LayerKv(FULL, 1, 64, KvDtype.FP8_E5M2),
-        LayerKv(FULL, 1, 64, KvDtype.BFLOAT16, kv_factor=1),
+        LayerKv(FULL, 1, 64, DTYPE, kv_factor=1),
         NARROW,
     ],
 )
@@ -72,12 +73,12 @@ def test_a_source_that_shares_itself_is_refused() -> None:
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (LayerKv(0, 1, 64), r"layers\[1\]\.window: got 0"),
-        (LayerKv(-5, 1, 64), r"layers\[1\]\.window: got -5"),
-        (LayerKv(UNKNOWN, 1, 64), r"layers\[1\]\.window: got .*UNKNOWN"),  # type: ignore[arg-type]
-        (LayerKv(8, 0, 64), r"layers\[1\]\.num_kv_heads: got 0"),
-        (LayerKv(8, 1, 0), r"layers\[1\]\.head_dim: got 0"),
-        (LayerKv(8, 1, 64, kv_factor=3), r"layers\[1\]\.kv_factor: got 3"),
+        (LayerKv(0, 1, 64, DTYPE), r"layers\[1\]\.window: got 0"),
+        (LayerKv(-5, 1, 64, DTYPE), r"layers\[1\]\.window: got -5"),
+        (LayerKv(UNKNOWN, 1, 64, DTYPE), r"layers\[1\]\.window: got .*UNKNOWN"),  # type: ignore[arg-type]
+        (LayerKv(8, 0, 64, DTYPE), r"layers\[1\]\.num_kv_heads: got 0"),
+        (LayerKv(8, 1, 0, DTYPE), r"layers\[1\]\.head_dim: got 0"),
+        (LayerKv(8, 1, 64, DTYPE, kv_factor=3), r"layers\[1\]\.kv_factor: got 3"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused_by_field_and_value(layer: LayerKv, message: str) -> None:
