@@ -43,10 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--dtype", help="bfloat16, float16 or float32 (default: float32 on the CPU, else bfloat16)")
     parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV block (default: %(default)s)")
-    memory = parser.add_mutually_exclusive_group()
-    memory.add_argument("--num-blocks", type=int, help="KV blocks of each window group")
-    memory.add_argument("--kv-memory-mib", type=int, help="KV memory of all groups (default: 256; on a GPU, most)")
+    _add_memory_arguments(parser)
     parser.add_argument(
         "--max-num-seqs", type=int, default=64, help="sequences computed at once (default: %(default)s)"
     )
@@ -56,8 +53,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-num-waiting", type=int, default=1024, help="sequences that may queue (default: %(default)s)"
     )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel of a decode step")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
+
+
+def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV block (default: %(default)s)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--num-blocks", type=int, help="KV blocks of each window group")
+    memory.add_argument("--kv-memory-mib", type=int, help="KV memory of all groups (default: 256; on a GPU, most)")
+    parser.add_argument(
+        "--kv-budget",
+        default="bounded",
+        metavar="POLICY",
+        help="'bounded' gives sliding windows what sequences can hold, 'uniform' every group as many blocks (default: "
+        "%(default)s)",
+    )
+    parser.add_argument(
+        "--kv-cache-dtype", metavar="DTYPE", help="fp8_e5m2, fp8_e4m3 or one of --dtype (default: --dtype)"
+    )
+    parser.add_argument(
+        "--swa-scratch",
+        action="store_true",
+        help="blocks of a prompt that slide out of their window within a step share memory; less of it can be reused",
+    )
+    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,10 +94,14 @@ def run(args: argparse.Namespace) -> int:
         block_size=args.block_size,
         num_blocks=args.num_blocks,
         kv_memory_mib=args.kv_memory_mib,
+        kv_budget=args.kv_budget,
+        kv_cache_dtype=args.kv_cache_dtype,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_waiting=args.max_num_waiting,
         has_prefix_cache=not args.no_prefix_cache,
+        has_swa_scratch=args.swa_scratch,
+        has_cuda_graphs=not args.no_cuda_graphs,
         num_threads=args.threads,
     )
     with _listen(args.host, args.port) as listener:

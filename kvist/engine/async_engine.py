@@ -46,6 +46,7 @@ class SequenceInput(NamedTuple):
     params: SamplingParams
     detokenizer: Detokenizer | None = None
     cache_salt: str | None = None
+    swa_scratch: bool | None = None
 
 
 class Generation:
@@ -150,7 +151,7 @@ class AsyncEngine:
         """
         self.check_room(len(inputs))
         for each in inputs:
-            self._core.check_prompt(each.prompt_token_ids, each.params)
+            self._core.check(each.prompt_token_ids, each.params, each.swa_scratch)
         request_ids = [str(next(self._ids)) for _ in inputs]
         generation = Generation(request_ids, self._abort)
         for request_id, each in zip(request_ids, inputs, strict=True):

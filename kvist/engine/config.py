@@ -20,8 +20,9 @@ class EngineConfig:
 
     `max_model_len`, `dtype`, `num_blocks` and `kv_memory_mib` default to what model and device suggest; `num_blocks` is
     per KV group and wins over `kv_memory_mib`, which `kv_budget` splits among the groups. The cache has the `dtype` of
-    the model but for `kv_cache_dtype`. `max_num_waiting` requests may queue before new ones are turned away.
-    `has_cuda_graphs` is about CUDA devices alone.
+    the model but for `kv_cache_dtype`. With `has_swa_scratch`, blocks of a prompt that slide out of their window within
+    a step share scratch slots: less memory for long prompts, and less of them to reuse. `has_cuda_graphs` is about CUDA
+    devices alone. `max_num_waiting` requests may queue before new ones are turned away.
     """
 
     model_dir: Path
@@ -37,6 +38,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int = 1024
     has_prefix_cache: bool = True
+    has_swa_scratch: bool = False
     has_cuda_graphs: bool = True
     num_threads: int = 1
 

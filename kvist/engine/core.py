@@ -67,7 +67,7 @@ class EngineCore:
         """Return whether `step` has something to do."""
         return self._scheduler.has_work
 
-    def check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, swa_scratch: bool | None = None) -> int:
         """Return how many tokens the request may generate; raises InvalidValueError for one that cannot be served.
 
         Without a limit of its own a request may fill the context. Reads only what never changes: any thread may call.
@@ -81,6 +81,8 @@ class EngineCore:
         largest = max(prompt_token_ids)
         if largest >= self.limits.vocab_size:
             raise InvalidValueError("prompt", largest, f"token ids below {self.limits.vocab_size}")
+        if swa_scratch and not self.kv_cache.has_scratch:
+            raise InvalidValueError("swa_scratch", True, "false: this engine was started without scratch slots")
         return longest - num_prompt if params.token_limit is None else params.token_limit
 
     def add_request(
@@ -90,17 +92,23 @@ class EngineCore:
         params: SamplingParams,
         detokenizer: Detokenizer | None = None,
         cache_salt: str | None = None,
+        swa_scratch: bool | None = None,
     ) -> None:
-        """Queue one sequence, `params.n` being the caller's to unfold; raises InvalidValueError as `check_prompt`."""
+        """Queue one sequence, `params.n` being the caller's to unfold; raises InvalidValueError as `check`.
+
+        `swa_scratch` False keeps its blocks out of scratch slots, so that all of its prompt can be reused; None means
+        True in an engine with scratch slots, and False in others.
+        """
         request = Request(
             request_id,
             prompt_token_ids,
             params,
-            max_tokens=self.check_prompt(prompt_token_ids, params),
+            max_tokens=self.check(prompt_token_ids, params, swa_scratch),
             chain=BlockHashChain(self.kv_cache.block_size, cache_salt=cache_salt),
             text=TextStream(detokenizer, params.stop_strings, params.include_stop_str_in_output),
             random=random.Random(params.seed),
             end_token_ids=self._end_token_ids(params),
+            is_scratch_allowed=self.kv_cache.has_scratch and swa_scratch is not False,
         )
         assert request_id not in self._requests, "request ids are unique"
         self._requests[request_id] = request

@@ -20,6 +20,7 @@ from kvist.events.engine import EventSink
 from kvist.kvcache import (
     KvCacheManager,
     KvDtype,
+    ScratchPolicy,
     WindowPlan,
     check_sequence_fits,
     peak_num_blocks,
@@ -74,7 +75,8 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
         facts.dtype,
         facts.device,
     )
-    kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache)
+    scratch = ScratchPolicy() if config.has_swa_scratch else None
+    kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache, scratch)
     return EngineCore(
         ModelLimits(facts.model.vocab_size, longest, facts.model.eos_token_ids),
         kv_cache,

@@ -51,7 +51,7 @@ def group_pages(
     written = writable[:, sequence, positions // block_size - page_offsets[sequence]].astype(np.int64)
     slot_mapping = np.where(written == ABSENT, ABSENT, written * block_size + positions % block_size)
     mode = PageIndexMode.PER_LAYER if has_scratch else PageIndexMode.SHARED
-    return GroupPages(mode, pages, page_offsets, slot_mapping)
+    return GroupPages(mode, pages, page_offsets, np.ascontiguousarray(slot_mapping))  # numpy may put tokens first
 
 
 def _pages_of_layers(

@@ -63,7 +63,8 @@ class Request:
 
     `token_ids` is the prompt, then the output. The first `num_computed_tokens` of them are in `blocks`; the last token
     has never been computed when it was just sampled. `num_cached_tokens` is what the prefix cache served at first
-    admission; after a preemption the request starts over, keeping its tokens and its random state.
+    admission; after a preemption the request starts over, keeping its tokens and its random state. With
+    `is_scratch_allowed`, blocks that one of its steps makes stale itself go to scratch slots.
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class Request:
     text: TextStream
     random: random.Random
     end_token_ids: frozenset[int] = frozenset()
+    is_scratch_allowed: bool = False
     token_ids: list[int] = field(init=False)
     blocks: SequenceBlocks | None = None
     num_computed_tokens: int = 0

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.engine.request import Request
-from kvist.kvcache import KvCacheManager
+from kvist.kvcache import KvCacheManager, PrefixHit, can_resume
+from kvist.kvcache.stale import num_blocks_for
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,15 @@ class Scheduler:
             request = self._waiting[0]
             hit = self._kv_cache.match(request.chain, request.token_ids)
             num_new = min(len(request.token_ids) - hit.num_tokens, budget)
-            request.blocks = self._kv_cache.open(hit, request.chain, request.token_ids, hit.num_tokens + num_new)
+            if request.num_cached_tokens is not None and not self._has_room_to_resume(hit, num_new):
+                break
+            request.blocks = self._kv_cache.open(
+                hit,
+                request.chain,
+                request.token_ids,
+                hit.num_tokens + num_new,
+                is_scratch_allowed=request.is_scratch_allowed,
+            )
             if request.blocks is None:
                 break
             request.num_computed_tokens = hit.num_tokens
@@ -121,6 +130,17 @@ class Scheduler:
             admitted.append(ScheduledRequest(request, num_new))
             budget -= num_new
         return admitted
+
+    def _has_room_to_resume(self, hit: PrefixHit, num_new: int) -> bool:
+        """Return whether a preempted request leaves the others room to grow; alone, it may have all there is."""
+        if not self._running:
+            return True
+        num_blocks = num_blocks_for(hit.num_tokens + num_new, self._kv_cache.block_size)
+        pools = self._kv_cache.statistics().pools
+        return all(
+            can_resume(pool.num_used, num_blocks - first_held, pool.num_blocks)
+            for pool, first_held in zip(pools, hit.first_held, strict=True)
+        )
 
     def _grow(self, request: Request, num_new: int) -> bool:
         """Give the request room for its new tokens, at the cost of younger ones; False when it had to go itself."""

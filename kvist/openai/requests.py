@@ -28,7 +28,10 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /v1/chat/completions` asks; the template fields are named as in vLLM."""
+    """What `POST /v1/chat/completions` asks; the template fields are named as in vLLM.
+
+    `swa_scratch` is Kvist's: False keeps a prompt's blocks out of scratch slots, for a prompt that is to be reused.
+    """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
     model: str | None = None
@@ -38,17 +41,22 @@ class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     cache_salt: str | None = None
+    swa_scratch: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What `POST /v1/completions` asks; `prompt` is text or token ids, one or a batch (see `prompts`)."""
+    """What `POST /v1/completions` asks; `prompt` is text or token ids, one or a batch (see `prompts`).
+
+    `swa_scratch` as in chat.
+    """
 
     prompt: str | Annotated[list[str | TokenId | list[TokenId]], msgspec.Meta(min_length=1)]
     model: str | None = None
     add_special_tokens: bool = True
     cache_salt: str | None = None
+    swa_scratch: bool | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 

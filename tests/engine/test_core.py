@@ -35,6 +35,15 @@ VARIANTS = {
     "chunks of seven": {"max_num_batched_tokens": 7, "max_num_seqs": 5},
     "tiny pools": {"max_model_len": 96, "num_blocks": 26, "max_num_batched_tokens": 48, "max_num_seqs": 8},
     "blocks of 16": ROOMY | {"block_size": 16},
+    "scratch slots": ROOMY | {"has_swa_scratch": True, "has_prefix_cache": True},
+    "scratch slots in chunks": {"max_num_batched_tokens": 23, "max_num_seqs": 5, "has_swa_scratch": True},
+    "scratch slots in tiny pools": {
+        "max_model_len": 96,
+        "num_blocks": 26,
+        "max_num_batched_tokens": 48,
+        "max_num_seqs": 8,
+        "has_swa_scratch": True,
+    },
 }
 
 
@@ -62,7 +71,7 @@ def test_how_requests_are_scheduled_never_changes_their_tokens(
     assert [tokens_of(outputs[str(i)]) for i in range(6)] == expected_tokens[name, seed]
     again = generate(core, requests)
     assert [tokens_of(again[str(i)]) for i in range(6)] == expected_tokens[name, seed]
-    if variant == "tiny pools":
+    if "tiny pools" in variant:
         assert core.statistics().scheduler.num_preemptions > 0
 
 
@@ -95,6 +104,51 @@ def test_a_system_prompt_stays_cached_although_a_decode_slid_past_it(name: str, 
     generate(core, [([*system, 5, 6, 7], greedy(2 * window))])
     outputs = generate(core, [([*system, 8, 9, 10], greedy(4))])
     assert outputs["0"][-1].num_cached_tokens >= len(system) - 2 * block_size
+
+
+def test_scratch_slots_hold_what_a_prefill_makes_stale_and_are_free_after_it(
+    make_core, generate, greedy, tokens_of, monkeypatch
+) -> None:
+    prompt = make_prompt(256)
+    plain = generate(make_core("gemma3"), [(prompt, greedy(5))])["0"]
+    core = make_core("gemma3", has_swa_scratch=True)
+    forward, in_use = core._runner.forward, []
+
+    def watched(scheduled):
+        in_use.append([(pool.num_used, pool.num_scratch) for pool in core.statistics().kv_cache.pools])
+        return forward(scheduled)
+
+    monkeypatch.setattr(core._runner, "forward", watched)
+    outputs = generate(core, [(prompt, greedy(5))])["0"]
+    assert tokens_of(outputs) == tokens_of(plain)
+    # 62 of the 64 sliding blocks are stale at the end of the step; a slot of 5 layers holds 5 of them.
+    assert in_use[0] == [(64, 0), (2 + 13, 13)]
+    assert all(num_scratch == 0 for step in in_use[1:] for _, num_scratch in step)
+    longer = generate(core, [([*prompt, 7], greedy(5))])["0"]
+    assert longer[-1].num_cached_tokens == 256, "the last window is no scratch: what follows the prompt finds it"
+    shorter = generate(core, [(prompt[:200], greedy(5))])["0"]
+    assert shorter[-1].num_cached_tokens == 0
+
+
+def test_a_request_can_keep_out_of_scratch_slots_so_that_all_of_it_is_reused(make_core, greedy) -> None:
+    core = make_core("gemma3", has_swa_scratch=True)
+    cached = []
+    for request_id, swa_scratch in (("a", True), ("b", False)):
+        prompt = make_prompt(60, seed=ord(request_id))
+        core.add_request(request_id, prompt, greedy(1), swa_scratch=swa_scratch)
+        core.step()
+        core.add_request("again", [*prompt[:40], 7], greedy(1))
+        (output,) = core.step()
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 40]
+
+
+def test_scratch_slots_that_the_engine_lacks_are_refused(make_core, greedy) -> None:
+    core = make_core("gemma3")
+    with pytest.raises(InvalidValueError, match="swa_scratch: got True, expected false: this engine was started"):
+        core.add_request("r", [3], greedy(1), swa_scratch=True)
+    core.add_request("r", [3], greedy(1), swa_scratch=False)
+    assert core.step()
 
 
 def test_different_salts_share_nothing(make_core, greedy) -> None:

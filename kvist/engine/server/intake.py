@@ -38,6 +38,7 @@ class Job:
     prompts: tuple[list[int], ...]
     params: SamplingParams
     cache_salt: str | None
+    swa_scratch: bool | None
     is_stream: bool
     has_stream_usage: bool
 
@@ -49,7 +50,9 @@ class Job:
     def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:
         """Return one input a choice; with a seed, each choice of a prompt gets its own."""
         return [
-            SequenceInput(prompt, self._choice_params(choice), tokenizer.detokenizer(), self.cache_salt)
+            SequenceInput(
+                prompt, self._choice_params(choice), tokenizer.detokenizer(), self.cache_salt, self.swa_scratch
+            )
             for prompt in self.prompts
             for choice in range(self.params.n)
         ]
@@ -136,7 +139,7 @@ def _job(
     request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, prompts: tuple[list[int], ...]
 ) -> Job:
     has_usage = request.stream_options is not None and request.stream_options.include_usage
-    return Job(prompts, params, request.cache_salt, bool(request.stream), has_usage)
+    return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage)
 
 
 async def _off_loop(tokenize: Callable[[], _T], num_bytes: int) -> _T:

@@ -30,14 +30,16 @@ class EngineCollector(Collector):
         yield _counter("admitted_tokens", "Tokens of admitted sequences.", kv_cache.num_queried_tokens)
         yield _counter("cached_tokens", "Those of them that the prefix cache served.", kv_cache.num_hit_tokens)
         used = _blocks("used", "KV blocks that sequences hold.")
+        scratch = _blocks("scratch", "Those of them that hold, for a step, blocks which slide out of the window in it.")
         free = _blocks("free", "KV blocks that no sequence holds, cached or not.")
         cached = _blocks("cached", "KV blocks in the prefix cache, held or not.")
         for pool in kv_cache.pools:
             labels = [str(pool.group_id), "full" if pool.window is FULL else str(pool.window)]
             used.add_metric(labels, pool.num_used)
-            free.add_metric(labels, pool.num_blocks - pool.num_used)
+            scratch.add_metric(labels, pool.num_scratch)
+            free.add_metric(labels, pool.num_free)
             cached.add_metric(labels, pool.num_cached)
-        yield from (used, free, cached)
+        yield from (used, scratch, free, cached)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -153,6 +153,8 @@ def test_the_openai_client_understands_it(served) -> None:
         (TEXT, {"prompt": [[5]] * 20_000, "n": 128}, 503, "at most 40"),
         (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix: got 'y'"),
         (TEXT, {"prompt": "x", "best_of": 3}, 400, "best_of: got 3"),
+        (TEXT, {"prompt": "x", "swa_scratch": True}, 400, "swa_scratch: got True, expected false"),
+        (CHAT, {"messages": QUESTION, "swa_scratch": "yes"}, 400, "swa_scratch"),
         (CHAT, {"messages": QUESTION, "logit_bias": {"7": 100}}, 400, "logit_bias"),
         (
             CHAT,
