@@ -29,23 +29,40 @@ _FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
     "Qwen3MoeForCausalLM": qwen3_moe,
 }
 
+# Models that take images or sound too: of these, what reads and writes text.
+_TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+}
+
 
 def load_model_config(model_dir: Path) -> ModelConfig:
-    """Return the model's configuration; raises InvalidValueError that names the field and what is supported."""
+    """Return the configuration of a model, or of its text part; raises InvalidValueError that names the field."""
     raw = checked(read_json_object(model_dir / "config.json"), ConfigFields)
-    architecture = str((raw.get("architectures") or [None])[0])
-    family = _FAMILIES.get(architecture)
-    if family is None:
-        raise InvalidValueError("architectures", raw.get("architectures"), f"one of {sorted(_FAMILIES)}")
+    named = str((raw.get("architectures") or [None])[0])
+    architecture, is_text_part = _TEXT_PARTS.get(named, named), named in _TEXT_PARTS
+    if architecture not in _FAMILIES:
+        supported = sorted({*_FAMILIES, *_TEXT_PARTS})
+        raise InvalidValueError("architectures", raw.get("architectures"), f"one of {supported}")
     if "quantization_config" in raw:
         method = raw["quantization_config"].get("quant_method")
         raise InvalidValueError("quantization_config", method, "none: weights are floating-point numbers")
     generation = model_dir / "generation_config.json"
     extra = checked(read_json_object(generation), GenerationFields) if generation.is_file() else {}
+    if is_text_part:
+        raw = _text_part(raw)
+    found = {"architecture": architecture, "is_text_part": is_text_part, "eos_token_ids": _eos(raw) | _eos(extra)}
     try:
-        return family(raw | {"architecture": architecture, "eos_token_ids": _eos(raw) | _eos(extra)})
+        return _FAMILIES[architecture](raw | found)
     except KeyError as missing:
         raise InvalidValueError(f"config.json: {missing.args[0]}", None, "a value") from None
+
+
+def _text_part(raw: Raw) -> Raw:
+    """Return the fields of the text part; what the whole model says of its vocabulary's ends holds for it."""
+    whole = {field: raw[field] for field in ("eos_token_id", "tie_word_embeddings") if field in raw}
+    return checked(raw.get("text_config", {}), ConfigFields) | whole
 
 
 def _eos(raw: Raw) -> frozenset[int]:

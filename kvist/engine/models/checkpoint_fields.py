@@ -77,6 +77,7 @@ class ConfigFields(GenerationFields, LayerFields, total=False):
     use_sliding_window: bool
     use_bidirectional_attention: bool | str
     quantization_config: dict[str, Any]
+    text_config: dict[str, Any]
     num_experts: PositiveInt
     num_local_experts: PositiveInt
     num_experts_per_tok: PositiveInt
@@ -133,6 +134,7 @@ def common(raw: Raw) -> Raw:
     """Return the arguments of `ModelConfig` that every family spells alike."""
     return {
         "architecture": raw["architecture"],
+        "is_text_part": raw["is_text_part"],
         "vocab_size": raw["vocab_size"],
         "hidden_size": raw["hidden_size"],
         "num_heads": raw["num_attention_heads"],

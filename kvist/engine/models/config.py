@@ -124,10 +124,11 @@ class ModelConfig:
     `norm_offset` is added to every norm weight (Gemma stores weight - 1); `has_output_norms` norms what attention and
     MLP give before it joins the residual; `has_v_norm` norms values, without a weight; `has_sinks` adds a learned logit
     a head to the attention's softmax, that takes weight from the keys. `renamed_weights` maps our names of parts to the
-    checkpoint's: "" where it has no such level.
+    checkpoint's: "" where it has no such level. `is_text_part`: the checkpoint has more, to see or hear with: left out.
     """
 
     architecture: str
+    is_text_part: bool = False
     vocab_size: int
     hidden_size: int
     num_heads: int

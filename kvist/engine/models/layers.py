@@ -109,7 +109,7 @@ class Attention(nn.Module):
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_dim)
         query = apply_rotary(self.q_norm(heads[:, : self._num_heads]), *rotary)
         if self._has_own_kv:
-            keys_values = heads[:, self._num_heads :]
+            keys_values = heads[:, self._num_heads :]  # Without a value projection both halves are the keys.
             key, value = keys_values[:, : self._num_kv_heads], keys_values[:, -self._num_kv_heads :]
             write_kv(apply_rotary(self.k_norm(key), *rotary), self.v_norm(value), pages.cache, pages.slot_mapping)
         attended: torch.Tensor = self.o_proj(self._attend(query, batch, pages).flatten(1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from kvist.errors import InvalidValueError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model.", "lm_head.": "lm_head."}
 _SHARABLE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.(?:weight|bias)")
 _NUM_NAMED = 5  # of the offending weights, in an error
 
@@ -38,10 +39,10 @@ def load_model(
     files = weight_files(model_dir)
     with _default_dtype(dtype), device:
         model = CausalLM(config, max_model_len)
-    targets = checkpoint_targets(model, _names(files))
+    targets = checkpoint_targets(model, _names(files, config))
     missing = set(targets)
     unknown = []
-    for name, tensor in _read(files):
+    for name, tensor in _read(files, config):
         target = targets.get(name)
         if target is None:
             unknown.append(name)
@@ -104,19 +105,32 @@ def _checkpoint_path(path: str, config: ModelConfig) -> str:
     return ".".join(part for part in renamed if part)
 
 
-def _names(files: Sequence[Path]) -> set[str]:
+def _names(files: Sequence[Path], config: ModelConfig) -> set[str]:
     names: set[str] = set()
     for path in files:
         with _opened(path) as file:
-            names.update(file.keys())
+            names.update(_text_names(file.keys(), config))
     return names
 
 
-def _read(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(files: Sequence[Path], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     for path in files:
         with _opened(path) as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
+            for name, stored in _text_names(file.keys(), config).items():
+                yield name, file.get_tensor(stored)
+
+
+def _text_names(stored: Iterable[str], config: ModelConfig) -> dict[str, str]:
+    """Return the stored names by those of a model of text alone; weights that have nothing to do with text are out."""
+    if not config.is_text_part:
+        return {name: name for name in stored}
+    prefixes = _TEXT_PREFIXES.items()
+    return {
+        ours + name.removeprefix(theirs): name
+        for name in stored
+        for theirs, ours in prefixes
+        if name.startswith(theirs)
+    }
 
 
 @contextmanager

@@ -16,11 +16,23 @@ from kvist.engine.models.checkpoint_fields import (
 from kvist.engine.models.config import LayerConfig, ModelConfig
 from kvist.errors import InvalidValueError
 
+# What the text part of a released model leaves out.
+_DEFAULTS: Raw = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
 
 def gemma3(raw: Raw) -> ModelConfig:
     """Return the configuration of a `Gemma3ForCausalLM`; raises InvalidValueError for one that looks ahead."""
     if raw.get("use_bidirectional_attention"):
         raise InvalidValueError("use_bidirectional_attention", True, "false: this is a decoder")
+    raw = _DEFAULTS | raw
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     types = raw.get("layer_types") or every_nth_full(raw, pattern)
     by_type, sizes, length = raw.get("rope_parameters") or {}, layer_sizes(raw), raw["max_position_embeddings"]
