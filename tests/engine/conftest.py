@@ -160,12 +160,14 @@ FAMILIES: dict[str, transformers.PretrainedConfig] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test with a `family` argument once for each of them, with `windowed` once for each that slides."""
-    if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", FAMILIES)
-    if "windowed" in metafunc.fixturenames:
+    """Run a test that takes a `family` for each; if it takes `has_scratch`, for those that slide once more with it."""
+    if "has_scratch" in metafunc.fixturenames:
+        cases = [pytest.param(name, False, id=name) for name in FAMILIES]
         slides = [name for name, config in FAMILIES.items() if getattr(config, "sliding_window", None)]
-        metafunc.parametrize("windowed", slides)
+        cases += [pytest.param(name, True, id=f"{name}-scratch") for name in slides]
+        metafunc.parametrize(("family", "has_scratch"), cases)
+    elif "family" in metafunc.fixturenames:
+        metafunc.parametrize("family", FAMILIES)
 
 
 @pytest.fixture(scope="session", autouse=True)

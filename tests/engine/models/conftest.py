@@ -17,7 +17,8 @@ from kvist.engine.request import Request
 from kvist.engine.runner import Runner
 from kvist.engine.scheduler import ScheduledRequest
 from kvist.engine.text import TextStream
-from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, ScratchPolicy, plan_windows, stale_range
+from kvist.events import FULL
+from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, ScratchPolicy, plan_windows
 from kvist.kvcache.tensors import KvTensors
 from kvist.openai.requests import SamplingParams
 
@@ -91,7 +92,8 @@ class Harness:
         assert request.blocks is not None
         history, num_tokens = request.num_computed_tokens, request.num_computed_tokens + num_new
         for pool, table in zip(self.manager.pools, request.blocks.tables, strict=True):
-            first = stale_range(history, pool.group.window, BLOCK_SIZE).end
+            window = pool.group.window
+            first = 0 if window is FULL else max(0, history + 1 - window) // BLOCK_SIZE
             num_scratch = 0 if table.scratch is None else table.scratch.block_range.num_blocks
             assert len(table.held()) + num_scratch == -(-num_tokens // BLOCK_SIZE) - first
 
