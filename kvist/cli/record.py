@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 HELP = "record event streams to a file"
 
+_MAX_SHOWN = 8
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
@@ -55,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         print(
             f"kvist record: {report.name}: {report.num_messages} messages, {report.num_connects} connections, "
             f"{report.num_gaps} gaps ({report.num_missing} messages missing), {report.num_duplicates} duplicates, "
-            f"{report.num_restarts} restarts, {report.num_malformed} malformed"
+            f"{report.num_restarts} restarts, {report.num_malformed} malformed; "
+            f"{report.num_snapshots} snapshots and {report.num_recovered} messages asked for and recorded"
+            + (f"; partial: {_shown(report.partial)}" if report.partial else "")
             + (f"; not heard: {report.problem}" if report.problem else "")
         )
     print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
@@ -88,6 +92,11 @@ def _totals(writer: RecordingWriter) -> str:
         f"{writer.num_messages} messages, {writer.num_payload_bytes} bytes of payload, "
         f"{writer.num_written_bytes} bytes written"
     )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
 
 
 def _num_bytes(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""What a message says beside its events, read without reading those: whose it is, and what place it takes in order."""
+"""What a message says beside its events or blocks, read without those: whose it is, and its place in the order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvist.events.codec import DECODE_ERRORS, is_canonical
+from kvist.events.codec import DECODE_ERRORS, is_canonical, is_snapshot_part
 from kvist.events.types import NonEmpty, NonNegative, Positive, Rank
 
 _HEARTBEAT_START = b"\xa9heartbeat"
@@ -29,6 +29,25 @@ class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=Tr
         return len(self.events) == 1 and bytes(self.events[0])[1:11] == _HEARTBEAT_START
 
 
+class SnapshotEnvelope(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
+    """A part of a snapshot without its blocks: what a rank held before the batch `sequence`."""
+
+    worker: NonEmpty
+    rank: Rank
+    epoch: NonNegative
+    sequence: NonNegative
+    block_size: Positive
+    part_idx: NonNegative
+    num_parts: Positive
+    num_blocks: NonNegative
+    digest: NonNegative
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether no part follows: a recording that was cut off has none that is."""
+        return self.part_idx == self.num_parts - 1
+
+
 class EngineEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An engine's own batch around its events."""
 
@@ -37,15 +56,18 @@ class EngineEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     rank: Rank | None = None
 
 
-Envelope: TypeAlias = CanonicalEnvelope | EngineEnvelope
+Envelope: TypeAlias = CanonicalEnvelope | SnapshotEnvelope | EngineEnvelope
 
 _canonical_decoder = msgspec.msgpack.Decoder(CanonicalEnvelope)
+_snapshot_decoder = msgspec.msgpack.Decoder(SnapshotEnvelope)
 _engine_decoder = msgspec.msgpack.Decoder(EngineEnvelope)
 
 
 def read_envelope(payload: bytes) -> Envelope | None:
-    """Return a batch's envelope, None when the payload is no batch."""
+    """Return the envelope of a batch, or of a part of a snapshot; None when the payload is neither."""
     try:
-        return (_canonical_decoder if is_canonical(payload) else _engine_decoder).decode(payload)
+        if is_canonical(payload):
+            return _canonical_decoder.decode(payload)
+        return (_snapshot_decoder if is_snapshot_part(payload) else _engine_decoder).decode(payload)
     except DECODE_ERRORS:
         return None

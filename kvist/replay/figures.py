@@ -13,6 +13,8 @@ from kvist.replay.timeline import Span
 class RankStatistics:
     """One rank. Blocks count once a tier; in vain are a store of what is held and a removal of what is not."""
 
+    num_restored: int = 0
+    """Told by snapshots: what was held when the recording began, or behind a gap, and was not known."""
     num_stored: int = 0
     num_stored_again: int = 0
     """Stored after they had been removed: what a larger cache would have kept."""
@@ -49,11 +51,13 @@ class SourceStatistics:
     num_missing: int = 0
     num_duplicates: int = 0
     num_restarts: int = 0
+    num_snapshots: int = 0
+    """How often the publisher was asked what a rank holds, and told."""
     num_malformed: int = 0
     num_malformed_events: int = 0
     num_ignored_events: int = 0
     is_from_start: bool = True
-    """Whether each of its numberings was recorded from its beginning."""
+    """Whether each of its numberings was recorded from its beginning, or with what was held before."""
     block_sizes: tuple[int, ...] = ()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
-from kvist.events import Cleared, Event, Removed, Stored, Tier
+from kvist.events import Cleared, Event, Removed, Stored, Tier, snapshot
 from kvist.events.digest import blocks_digest
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
@@ -52,6 +53,19 @@ class HeldBlocks:
             held.clear()
         self.digest = 0
         return Change([], gone, notes, 0)
+
+    def restore(self, slices: Iterable[snapshot.HeldBlocks], note: int = 0) -> Change:
+        """Hold what a snapshot says, and nothing else; `note` is for the blocks that are new."""
+        before, self.tiers = self.tiers, tuple({} for _ in Tier)
+        self.digest = 0
+        for held in slices:
+            self.digest = self.digest + held.holding().digest & _MASK
+            for tier in Tier:
+                hashes = held.hashes[held.tiers >> tier & 1 == 1].tolist()
+                self.tiers[tier].update((block, before[tier].get(block, note)) for block in hashes)
+        new = [block for was, now in zip(before, self.tiers, strict=True) for block in now if block not in was]
+        gone = [block for was, now in zip(before, self.tiers, strict=True) for block in was if block not in now]
+        return Change(new, gone, [], 0)
 
     def _store(self, event: Stored, note: int) -> Change:
         held, blocks = self.tiers[event.tier], hashes_of(event)

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, Self, TypeAlias
 
 import msgspec
 
-from kvist.events.codec import DECODE_ERRORS
+from kvist.events.codec import DECODE_ERRORS, is_snapshot_part
 from kvist.events.transports import Message
 from kvist.events.transports.base import MAX_MESSAGE_BYTES
 from kvist.events.types import NonNegative
@@ -31,7 +31,7 @@ JsonlForm: TypeAlias = Literal["message", "batch"]
 _CHUNK_BYTES = 1 << 20
 _MAX_LINE_BYTES = 8 * MAX_MESSAGE_BYTES
 _MAX_SEQUENCE = (1 << 64) - 1
-_CANONICAL_TAG = "kvist1"
+_CANONICAL_TAG, _SNAPSHOT_TAG = "kvist1", "kvist-snapshot"
 
 
 class _Line(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -58,11 +58,13 @@ _msgpack_decoder = msgspec.msgpack.Decoder()
 
 
 def to_line(record: Record, form: JsonlForm) -> bytes | None:
-    """Return a record as one line; None for what is no batch, in the form that has nothing but batches."""
+    """Return a record as one line; None for what is no batch, as snapshots are, in the form that has only batches."""
     source, message = record.source, record.message
     batch = _batch_of(message.payload)
     if form == "batch":
-        return None if batch is None else _json_encoder.encode(_Line(seq=message.sequence, batch=batch)) + b"\n"
+        if batch is None or is_snapshot_part(message.payload):
+            return None
+        return _json_encoder.encode(_Line(seq=message.sequence, batch=batch)) + b"\n"
     try:
         topic, topic_hex = message.topic.decode(), None
     except UnicodeDecodeError:
@@ -217,6 +219,8 @@ def _payload_of(batch: Any) -> bytes:
     if batch[0] == _CANONICAL_TAG:
         if len(batch) > 7 and isinstance(batch[7], list):
             batch = [*batch[:7], [_canonical_event(event) for event in batch[7]], *batch[8:]]
+    elif batch[0] == _SNAPSHOT_TAG:
+        batch = [*batch[:10], *map(_bytes_of, batch[10:13]), *batch[13:]]
     elif len(batch) > 1 and isinstance(batch[1], list):
         batch = [batch[0], [_engine_event(event) for event in batch[1]], *batch[2:]]
     return _msgpack_encoder.encode(batch)

@@ -31,7 +31,7 @@ class Player:
     """Sends what a script says; messages of one source in the script's order, to one publication.
 
     Nothing is dropped: a transport that is full is waited for. A subscriber that misses messages can ask for the last
-    `replay_bytes` of them.
+    `replay_bytes` of them, and for what a rank held before those, if the recording tells.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Player:
         outlet, message = self._outlets.get(line.record.source), line.record.message
         if outlet is None:
             raise InvalidValueError("source", line.record.source.name, "one that was there when playing began")
-        outlet.sent.append(message)
+        if not outlet.sent.append(message):
+            return
         await outlet.send(message, self._sleep)
         self.num_sent += 1
         self.num_sent_bytes += len(message.payload)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.errors import InvalidValueError
+from kvist.events.follow import REPLAY_TIMEOUT_S
 from kvist.events.transports import Endpoint, Subscription, open_subscription, public_url
+from kvist.replay.asked import Answer
+from kvist.replay.asking import Asking, Question, Timed
 from kvist.replay.format import RecordedSource
-from kvist.replay.numbering import SourceNumbering
 from kvist.replay.writer import RecordingWriter
 
 _TICK_S = 0.25  # how often it is seen whether a block is due: well within the writer's second
 _MAX_DRIFT_NS = 1_000_000  # between the two clocks: beyond it their difference is taken anew, which begins a block
+
+_TURN_S = 0.002  # how long an answer is read before others have a turn
+MAX_QUESTIONS_AT_ONCE = 8
+"""Answers in memory at any moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +70,18 @@ class SourceReport:
 
     name: str
     num_messages: int
+    """Messages that came live; those that answers brought are `num_recovered`."""
     num_connects: int
     num_gaps: int
     num_missing: int
     num_duplicates: int
     num_restarts: int
     num_malformed: int
+    num_snapshots: int
+    num_recovered: int
+    num_unanswered: int
+    partial: tuple[str, ...]
+    """The ranks that a replay will not know completely, as things are; an engine's by the source's name."""
     problem: str | None
     """Why nothing could be received just now."""
 
@@ -89,8 +101,9 @@ class _Heard(NamedTuple):
 class Recorder:
     """Writes down what the sources say until cancelled: every message, duplicates and malformed ones too.
 
-    Gaps are counted, not repaired. The order in the file is that of arrival here; the messages of one source keep
-    theirs.
+    What a rank held before it was heard, and what a gap took, is asked for and stands in front of what came next
+    (`kvist.replay.asking`). The order in the file is that of arrival here, but that a source's messages wait for an
+    answer, up to `MAX_WAIT_S`, while others' do not; the messages of one source keep theirs.
     """
 
     def __init__(
@@ -107,61 +120,122 @@ class Recorder:
         self._wall_ns = wall_ns
         self.clock_offset_ns = wall_ns() - mono_ns()
         """What is added to the monotonic clock for the wall clock."""
-        self._specs = specs
-        self._numberings = [SourceNumbering() for _ in specs]
-        self._heard = [_Heard() for _ in specs]
-        self._subscriptions: dict[int, Subscription] = {}
+        self._streams = [_Stream(spec) for spec in specs]
+        self._gate = asyncio.Semaphore(MAX_QUESTIONS_AT_ONCE)
 
     async def run(self) -> None:
         """Record until cancelled; raises OSError when the file cannot be written, InvalidValueError for an endpoint."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for idx, spec in enumerate(self._specs):
-                    tasks.create_task(self._record(idx, spec), name=f"kvist-record-{spec.name}")
+                for stream in self._streams:
+                    tasks.create_task(self._record(stream, tasks), name=f"kvist-record-{stream.spec.name}")
                 while True:
                     await asyncio.sleep(_TICK_S)
-                    self._tick()
+                    self._tick(tasks)
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
 
     def reports(self) -> list[SourceReport]:
         """Return what came of each source so far."""
-        return [
-            SourceReport(
-                spec.name,
-                sum(numbering.num_messages for numbering in judged.numberings) + judged.num_heartbeats,
-                heard.num_connects,
-                judged.num_gaps,
-                judged.num_missing,
-                judged.num_duplicates,
-                judged.num_restarts,
-                judged.num_malformed + heard.num_malformed,
-                heard.problem,
-            )
-            for spec, judged, heard in zip(self._specs, self._numberings, self._heard, strict=True)
-        ]
+        return [stream.report() for stream in self._streams]
 
-    def _tick(self) -> None:
-        for idx, subscription in self._subscriptions.items():
-            self._heard[idx] = _Heard.of(subscription)
+    def _tick(self, tasks: asyncio.TaskGroup) -> None:
         mono_ns = self._mono_ns()
+        for stream in self._streams:
+            if stream.subscription is not None:
+                stream.heard = _Heard.of(stream.subscription)
+                self._look_after(stream, tasks)
         self._writer.flush_if_due(mono_ns)
         offset_ns = self._wall_ns() - mono_ns
         if abs(offset_ns - self.clock_offset_ns) > _MAX_DRIFT_NS:
             self.clock_offset_ns = offset_ns
 
-    async def _record(self, idx: int, spec: SourceSpec) -> None:
-        source_idx = self._writer.add_source(spec.recorded)
-        numbering = self._numberings[idx]
-        async with open_subscription(spec.endpoint) as subscription:
-            self._subscriptions[idx] = subscription
+    async def _record(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
+        stream.source_idx = self._writer.add_source(stream.spec.recorded)
+        async with open_subscription(stream.spec.endpoint) as subscription:
+            stream.subscription = subscription
             try:
                 while True:
                     messages = await subscription.receive()
                     mono_ns = self._mono_ns()
-                    for message in messages:
-                        self._writer.add(source_idx, message, mono_ns, mono_ns + self.clock_offset_ns)
-                        numbering.seen(message)
+                    if (num_connects := subscription.num_connects) > stream.num_connects:
+                        stream.num_connects = num_connects
+                        stream.asking.reconnected(mono_ns * 1e-9)
+                    self._write(stream, stream.asking.heard(messages, mono_ns))
+                    self._look_after(stream, tasks)
                     await asyncio.sleep(0)  # a busy source is never waited for
             finally:
-                self._heard[idx] = _Heard.of(self._subscriptions.pop(idx))
+                stream.heard, stream.subscription = _Heard.of(subscription), None
+                self._write(stream, stream.asking.give_up(self._mono_ns() * 1e-9))
+
+    def _write(self, stream: _Stream, ready: Sequence[Timed]) -> None:
+        for message, mono_ns in ready:
+            self._writer.add(stream.source_idx, message, mono_ns, mono_ns + self.clock_offset_ns)
+
+    def _look_after(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
+        """Ask what is due, and wait for no answer that takes too long."""
+        now_s = self._mono_ns() * 1e-9
+        if stream.asking.is_overdue(now_s):
+            self._write(stream, stream.asking.give_up(now_s))
+        question = stream.asking.question(now_s)
+        if stream.question is None and question is not None:
+            stream.question = tasks.create_task(self._ask(stream, question), name=f"kvist-ask-{stream.spec.name}")
+        elif stream.question is not None and not stream.asking.is_waiting:
+            stream.question.cancel()
+
+    async def _ask(self, stream: _Stream, question: Question) -> None:
+        """Ask one question and take the answer; messages are received meanwhile."""
+        try:
+            async with self._gate:
+                assert stream.subscription is not None
+                messages = await stream.subscription.replay(question.request, REPLAY_TIMEOUT_S)
+                answer = None
+                if messages is not None:
+                    answer = await _worked_off(stream.asking.read(question, messages))
+                self._write(stream, stream.asking.answered(question, answer, self._mono_ns() * 1e-9))
+        finally:
+            stream.question = None
+
+
+class _Stream:
+    """One source while it is recorded."""
+
+    def __init__(self, spec: SourceSpec) -> None:
+        self.spec = spec
+        self.asking = Asking(spec.name)
+        self.source_idx = 0
+        self.num_connects = 0
+        self.heard = _Heard()
+        self.subscription: Subscription | None = None
+        self.question: asyncio.Task[None] | None = None
+
+    def report(self) -> SourceReport:
+        asking, judged, heard = self.asking, self.asking.numbering, self.heard
+        return SourceReport(
+            self.spec.name,
+            sum(numbering.num_messages for numbering in judged.numberings) + judged.num_heartbeats,
+            heard.num_connects,
+            judged.num_gaps,
+            judged.num_missing,
+            judged.num_duplicates,
+            judged.num_restarts,
+            judged.num_malformed + heard.num_malformed,
+            asking.num_snapshots,
+            asking.num_recovered,
+            asking.num_unanswered,
+            tuple(asking.partial),
+            heard.problem,
+        )
+
+
+async def _worked_off(reading: Generator[None, None, Answer | None]) -> Answer | None:
+    """Return what is read, with turns for others."""
+    while True:
+        turn_ends_s = time.monotonic() + _TURN_S
+        try:
+            while time.monotonic() < turn_ends_s:
+                next(reading)
+        except StopIteration as read:
+            answer: Answer | None = read.value
+            return answer
+        await asyncio.sleep(0)

@@ -64,7 +64,7 @@ def _source_lines(source: SourceStatistics) -> Iterator[str]:
     yield (
         f"    {source.num_messages} messages, {source.num_bytes} bytes, "
         f"{source.num_gaps} gaps ({source.num_missing} messages missing), {source.num_duplicates} duplicates, "
-        f"{source.num_restarts} restarts"
+        f"{source.num_restarts} restarts, {source.num_snapshots} snapshots"
     )
     yield (
         f"    {source.num_malformed} malformed messages, {source.num_malformed_events} malformed events, "
@@ -74,7 +74,7 @@ def _source_lines(source: SourceStatistics) -> Iterator[str]:
 
 
 def _rank_lines(statistics: RecordingStatistics) -> Iterator[str]:
-    names = ("stored", "again", "in vain", "removed", "in vain", "cleared", "live", "peak", "heartbeats")
+    names = ("before", "stored", "again", "in vain", "removed", "in vain", "cleared", "live", "peak", "heartbeats")
     yield f"{'ranks (blocks)':<24}" + "".join(f"{name:>11}" for name in names)
     for rank, each in list(statistics.ranks.items())[:_MAX_RANKS_SHOWN]:
         yield f"  {f'{rank.worker}/{rank.rank}':<22}" + "".join(f"{cell:>11}" for cell in _cells(each))
@@ -85,7 +85,7 @@ def _rank_lines(statistics: RecordingStatistics) -> Iterator[str]:
 def _cells(rank: RankStatistics) -> list[object]:
     num_heartbeats = rank.num_heartbeats_agreeing + rank.num_heartbeats_differing
     heartbeats = f"{rank.num_heartbeats_agreeing}/{num_heartbeats} ok" if num_heartbeats else "-"
-    counts = (rank.num_stored, rank.num_stored_again, rank.num_stored_in_vain, rank.num_removed)
+    counts = (rank.num_restored, rank.num_stored, rank.num_stored_again, rank.num_stored_in_vain, rank.num_removed)
     return [*counts, rank.num_removed_in_vain, rank.num_cleared, rank.num_live, rank.num_live_peak, heartbeats]
 
 

@@ -4,13 +4,15 @@ A message is decoded only as far as a field is replaced; the bytes of all other 
 
 - Left-out events: their batch stays, without them, under its number, since a number that is skipped would be a gap to
   every subscriber. Heartbeats have no number and go. Those that stay, while other kinds do not, say what was played.
-- Another worker's name: the name in canonical batches, and their topic.
+  A snapshot's blocks are events that stored them.
+- Another worker's name: the name in canonical batches and snapshots, and their topic.
 - A further round: canonical epochs become later ones; an engine's numbers go on from the last one, behind a batch that
   clears what it holds.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -22,14 +24,17 @@ from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, decode_batch
 from kvist.events.transports import Message
 from kvist.publisher.stream import topic_of
-from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, read_envelope
+from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope
 from kvist.replay.format import Record, RecordedSource
 from kvist.replay.holding import HeldBlocks
+from kvist.replay.snapshots import SnapshotCollector
 
 EVENT_KINDS = ("stored", "removed", "cleared", "heartbeat")
 
 _KIND_OF_TYPE = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
-_WORKER, _EPOCH, _EVENTS = 1, 3, 7  # places in a canonical batch, the tag being the first
+_WORKER, _EPOCH, _EVENTS = 1, 3, 7  # places in a canonical batch, the tag being the first; two are a snapshot's, too
+# The one part of a snapshot of nothing: part_idx, num_parts, num_blocks, digest, hashes, depths, tiers.
+_EMPTY_SNAPSHOT: dict[int, Any] = {6: 0, 7: 1, 8: 0, 9: 0, 10: b"", 11: b"", 12: b""}
 _NUM_BLOCKS, _DIGEST = 1, 2  # places in a heartbeat
 _ENGINE_EVENTS = 1
 _MAX_EPOCH = (1 << 64) - 1
@@ -89,6 +94,7 @@ class Rewriter:
         self._epochs: dict[tuple[RecordedSource, WorkerRank], _Epochs] = {}
         self._engines: dict[RecordedSource, _EngineStream] = {}
         self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, HeldBlocks]] = {}
+        self._snapshots: defaultdict[RecordedSource, SnapshotCollector] = defaultdict(SnapshotCollector)
 
     def rewritten(self, record: Record, round_idx: int = 0) -> list[Message]:
         """Return what is to be sent for a record: nearly always one message."""
@@ -100,6 +106,8 @@ class Rewriter:
             return [message]
         if isinstance(envelope, CanonicalEnvelope):
             return self._canonical(record.source, message, envelope, round_idx)
+        if isinstance(envelope, SnapshotEnvelope):
+            return self._snapshot(record.source, message, envelope, round_idx)
         return self._engine(record.source, message, envelope, round_idx)
 
     def _canonical(
@@ -107,22 +115,44 @@ class Rewriter:
     ) -> list[Message]:
         if envelope.is_heartbeat and not self._keeps("heartbeat"):
             return []
-        rank = WorkerRank(envelope.worker, envelope.rank)
-        changed: dict[int, Any] = {}
-        if (epoch := self._epoch((source, rank), envelope.epoch, round_idx)) != envelope.epoch:
-            changed[_EPOCH] = epoch
-        topic = message.topic
-        if (name := self._names.get(rank.worker, rank.worker)) != rank.worker:
-            changed[_WORKER] = name
-            topic = topic_of(WorkerRank(name, rank.rank)) if topic else topic
+        topic, changed = self._renamed(source, message.topic, envelope, round_idx)
         if self._kinds is not None and not envelope.is_heartbeat:
             kept = [event for event in envelope.events if self._keeps(_kind(event))]
             if len(kept) < len(envelope.events):
                 changed[_EVENTS] = kept
         message = Message(topic, message.sequence, _with_fields(message.payload, changed))
         if self._must_count:
-            message = self._counted((source, rank), message, envelope, epoch)
+            key = source, WorkerRank(envelope.worker, envelope.rank)
+            message = self._counted(key, message, envelope, changed.get(_EPOCH, envelope.epoch))
         return [message]
+
+    def _snapshot(
+        self, source: RecordedSource, message: Message, envelope: SnapshotEnvelope, round_idx: int
+    ) -> list[Message]:
+        """Return a part of a snapshot, whose blocks count as stored; without those, the last part is an empty one."""
+        topic, changed = self._renamed(source, message.topic, envelope, round_idx)
+        if not self._keeps("stored"):
+            if not envelope.is_last:
+                return []
+            changed |= _EMPTY_SNAPSHOT
+        elif self._must_count and (whole := self._snapshots[source].add(message, source.name)) is not None:
+            held = HeldBlocks()
+            held.restore(whole.snapshot.slices)
+            self._held[source, whole.rank] = changed.get(_EPOCH, envelope.epoch), held
+        return [Message(topic, message.sequence, _with_fields(message.payload, changed))]
+
+    def _renamed(
+        self, source: RecordedSource, topic: bytes, envelope: CanonicalEnvelope | SnapshotEnvelope, round_idx: int
+    ) -> tuple[bytes, dict[int, Any]]:
+        """Return the topic, and the fields that are another round's or another worker's."""
+        rank = WorkerRank(envelope.worker, envelope.rank)
+        changed: dict[int, Any] = {}
+        if (epoch := self._epoch((source, rank), envelope.epoch, round_idx)) != envelope.epoch:
+            changed[_EPOCH] = epoch
+        if (name := self._names.get(rank.worker, rank.worker)) != rank.worker:
+            changed[_WORKER] = name
+            topic = topic_of(WorkerRank(name, rank.rank)) if topic else topic
+        return topic, changed
 
     def _epoch(self, key: tuple[RecordedSource, WorkerRank], epoch: int, round_idx: int) -> int:
         """Return the epoch of a round's message."""

@@ -109,8 +109,10 @@ class Script:
             self._first_wall_ns = records[0].wall_ns
         lines: list[Line] = []
         for record in records:
-            if self._selection.is_too_late(record, self._first_wall_ns):
+            if self._selection.is_over(record, self._first_wall_ns):
                 return lines, True
+            if self._selection.is_too_late(record, self._first_wall_ns):
+                continue
             if self._selection.is_too_early(record, self._first_wall_ns) or not self._selection.has_worker(record):
                 continue
             for message in self._rewriter.rewritten(record, self._round_idx):

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from kvist.errors import InvalidValueError
-from kvist.replay.envelope import CanonicalEnvelope, read_envelope
+from kvist.replay.envelope import EngineEnvelope, read_envelope
 from kvist.replay.format import Record
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
+_MAX_WAIT_NS = 15_000_000_000  # by how much a recorder may put messages behind later ones, and some
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class Selection:
         """Return whether the record lies before what is meant."""
         return self.since is not None and record.wall_ns < self.since.wall_ns(first_wall_ns)
 
+    def is_over(self, record: Record, first_wall_ns: int) -> bool:
+        """Return whether nothing that is meant comes behind the record; messages may have waited for an answer."""
+        return self.until is not None and record.wall_ns >= self.until.wall_ns(first_wall_ns) + _MAX_WAIT_NS
+
     def is_too_late(self, record: Record, first_wall_ns: int) -> bool:
         """Return whether the record lies behind what is meant."""
         return self.until is not None and record.wall_ns >= self.until.wall_ns(first_wall_ns)
@@ -69,4 +74,4 @@ class Selection:
 def worker_of(record: Record) -> str:
     """Return whose blocks a record is about."""
     envelope = read_envelope(record.message.payload)
-    return envelope.worker if isinstance(envelope, CanonicalEnvelope) else record.source.name
+    return record.source.name if envelope is None or isinstance(envelope, EngineEnvelope) else envelope.worker

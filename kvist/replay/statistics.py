@@ -22,7 +22,7 @@ from kvist.events import (
     Tier,
     WorkerRank,
 )
-from kvist.events.codec import decode_batch, is_canonical
+from kvist.events.codec import decode_batch, is_canonical, is_snapshot_part
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.windows import Window
 from kvist.publisher.engine_feed import DECODERS
@@ -31,7 +31,10 @@ from kvist.replay.figures import RankStatistics, RecordingStatistics, SourceStat
 from kvist.replay.format import Record, RecordedSource
 from kvist.replay.holding import HeldBlocks, hashes_of
 from kvist.replay.numbering import SourceNumbering
+from kvist.replay.snapshots import SnapshotCollector
 from kvist.replay.timeline import Timeline
+
+_HELD_BEFORE = -1  # in place of when a block was stored: a snapshot does not tell
 
 
 class _Rank:
@@ -53,6 +56,7 @@ class _Source:
         self.statistics = SourceStatistics(source.name, source.url)
         self.numbering = SourceNumbering()
         self.num_restarts = 0
+        self.snapshots = SnapshotCollector()
         self.ranks: dict[WorkerRank, _Rank] = {}
         self.block_sizes: set[int] = set()
 
@@ -91,6 +95,8 @@ class StatisticsCollector:
         try:
             if is_canonical(record.message.payload):
                 self._add_canonical(source, record, is_new)
+            elif is_snapshot_part(record.message.payload):
+                self._add_snapshot(source, record)
             elif is_new:
                 self._add_engine(source, record)
         except MalformedMessageError:
@@ -125,12 +131,34 @@ class StatisticsCollector:
         source.block_sizes.add(batch.block_size)
         rank = source.ranks.setdefault(batch.source, _Rank())
         is_heartbeat = len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)
-        if not is_new and not is_heartbeat:
+        is_behind = source.numbering.ranks[batch.source].is_behind(batch.epoch, batch.sequence)
+        if not is_new and (is_behind or not is_heartbeat):
             return
         if rank.epoch is not None and batch.epoch > rank.epoch:
             self._gone(rank, rank.held.clear().gone)
         rank.epoch = batch.epoch if rank.epoch is None else max(rank.epoch, batch.epoch)
         self._take(rank, batch)
+
+    def _add_snapshot(self, source: _Source, record: Record) -> None:
+        recorded = source.snapshots.add(record.message, source.recorded.name)
+        if recorded is None:
+            return
+        source.statistics.is_canonical = True
+        source.block_sizes.add(recorded.block_size)
+        rank, snapshot = source.ranks.setdefault(recorded.rank, _Rank()), recorded.snapshot
+        if rank.epoch is not None and snapshot.epoch < rank.epoch:
+            return
+        rank.epoch = snapshot.epoch
+        change = rank.held.restore(snapshot.slices, note=_HELD_BEFORE)
+        for removed, held in zip(rank.removed, rank.held.tiers, strict=True):
+            removed.difference_update(held)
+        rank.statistics.num_restored += len(change.new)
+        self._num_live += len(change.new) - len(change.gone)
+        rank.statistics.num_live = rank.held.num_blocks
+        rank.statistics.num_live_peak = max(rank.statistics.num_live_peak, rank.held.num_blocks)
+        for told in snapshot.slices:
+            for block, depth in zip(told.hashes.tolist(), told.depths.tolist(), strict=True):
+                self._depths.setdefault(block, depth + 1)
 
     def _add_engine(self, source: _Source, record: Record) -> None:
         decoded = DECODERS[source.recorded.engine](record.message.payload, source.recorded.name)
@@ -181,7 +209,8 @@ class StatisticsCollector:
             elif isinstance(event, Removed):
                 change = rank.held.apply(event)
                 rank.removed[event.tier].update(change.gone)
-                self._lifetimes.update(max(0, (self._time_ms - note).bit_length() - 1) for note in change.notes)
+                lifetimes_ms = (self._time_ms - note for note in change.notes if note != _HELD_BEFORE)
+                self._lifetimes.update(max(0, lifetime_ms.bit_length() - 1) for lifetime_ms in lifetimes_ms)
                 rank.statistics.num_removed_in_vain += change.num_in_vain
                 self._gone(rank, change.gone)
             elif isinstance(event, Cleared):
@@ -219,7 +248,8 @@ def _finished(source: _Source) -> SourceStatistics:
     statistics, numbering = source.statistics, source.numbering
     statistics.num_gaps, statistics.num_missing = numbering.num_gaps, numbering.num_missing
     statistics.num_duplicates, statistics.num_restarts = numbering.num_duplicates, numbering.num_restarts
-    statistics.num_malformed = numbering.num_malformed
+    statistics.num_malformed = numbering.num_malformed + source.snapshots.num_malformed
+    statistics.num_snapshots = numbering.num_snapshots
     statistics.is_from_start = all(each.is_from_start for each in numbering.numberings)
     statistics.block_sizes = tuple(sorted(source.block_sizes))
     return statistics

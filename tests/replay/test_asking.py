@@ -1,0 +1,401 @@
+"""What a recorder asks of a stream, and where the answers stand: any history, heard from anywhere, is exact."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events.codec import encode_batch, encode_snapshot_part, is_snapshot_part
+from kvist.events.digest import blocks_digest
+from kvist.events.session import SourceState
+from kvist.events.snapshot import HeldBlocks, cut
+from kvist.events.transports import Message, ReplayRequest
+from kvist.radix import RadixIndex
+from kvist.replay import RecordingReader
+from kvist.replay.asking import MAX_WAIT_S, Asking
+from kvist.replay.indexing import IndexPlayer
+from kvist.replay.numbering import SourceNumbering
+from kvist.replay.script import Line, Script
+from kvist.replay.sent import SentBuffer
+from kvist.replay.statistics import StatisticsCollector
+
+RANK, TOPIC = WorkerRank("w", 0), b"kv/w/0"
+S = 1_000_000_000
+
+
+class Publisher:
+    """A model of a publisher: what it said, and what it held before each batch."""
+
+    def __init__(self, rng, num_kept):
+        self.rng = rng
+        self.num_kept = num_kept
+        self.epoch = 7
+        self.held = {}  # block: (depth, tiers)
+        self.batches = []
+        self.before = {}  # (epoch, sequence): holding
+        self.blocks = itertools.count(1)
+        self._note()
+
+    def restart(self):
+        self.epoch += 1
+        self.held, self.batches = {}, []
+        self._note()
+
+    def say(self):
+        """Store a chain behind a held block or none, remove some blocks, or clear; return the message."""
+        draw = self.rng.random()
+        if draw < 0.6 or not self.held:
+            parent = self.rng.choice([None, *self.held])
+            depth = 0 if parent is None else self.held[parent][0] + 1
+            tier = self.rng.choice([Tier.GPU, Tier.GPU, Tier.HOST])
+            chain = [next(self.blocks) for _ in range(self.rng.randint(1, 5))]
+            for place, block in enumerate(chain):
+                self.held[block] = depth + place, 1 << tier
+            event = Stored(np.array(chain, np.uint64).tobytes(), parent, tier)
+        elif draw < 0.98:
+            tier = Tier((self.rng.choice([*self.held.values()])[1] & 3) - 1)
+            of_tier = [block for block, (_, tiers) in self.held.items() if tiers == 1 << tier]
+            gone = self.rng.sample(of_tier, self.rng.randint(1, min(3, len(of_tier))))
+            for block in gone:
+                del self.held[block]
+            event = Removed(np.array(gone, np.uint64).tobytes(), tier)
+        else:
+            self.held.clear()
+            event = Cleared()
+        message = self._message(len(self.batches), event)
+        self.batches.append(message)
+        self._note()
+        return message
+
+    @property
+    def holding(self):
+        of_tiers = [[block for block, (_, tiers) in self.held.items() if tiers >> tier & 1] for tier in Tier]
+        digest = sum(blocks_digest(blocks, tier) for tier, blocks in zip(Tier, of_tiers, strict=True)) % 2**64
+        return sum(map(len, of_tiers)), digest
+
+    def heartbeat(self):
+        return self._message(len(self.batches), Heartbeat(*self.holding))
+
+    def replay(self, request):
+        """Answer as publishers do: a range where it is kept, else a snapshot of some moment and the range behind it."""
+        start = request.start_sequence if request.epoch == self.epoch else 0
+        first_kept = max(0, len(self.batches) - self.num_kept)
+        if start < first_kept:
+            return [*self.snapshot(), self.heartbeat()]
+        return self.batches[start:]
+
+    def snapshot(self):
+        state = Batch(*RANK, self.epoch, len(self.batches), 4, 1.5, (Heartbeat(*self.holding),))
+        held = HeldBlocks(
+            np.array([*self.held], np.uint64),
+            np.array([depth for depth, _ in self.held.values()], np.uint32),
+            np.array([tiers for _, tiers in self.held.values()], np.uint8),
+        )
+        return [Message(TOPIC, state.sequence, encode_snapshot_part(part)) for part in cut(state, held)]
+
+    def _message(self, sequence, event):
+        return Message(TOPIC, sequence, encode_batch(Batch(*RANK, self.epoch, sequence, 4, 1.5, (event,))))
+
+    def _note(self):
+        self.before[self.epoch, len(self.batches)] = self.holding
+
+
+class Tape:
+    """Records a model publisher through `Asking`; `answers_after` is how many messages come before an answer does."""
+
+    def __init__(self, publisher):
+        self.publisher = publisher
+        self.asking = Asking("w")
+        self.written = []
+        self.now_ns = 100 * S
+        self.question = None
+
+    def hear(self, *messages):
+        self.now_ns += S // 1000
+        self.written += self.asking.heard(messages, self.now_ns)
+        if self.question is None:
+            self.question = self.asking.question(self.now_ns * 1e-9)
+
+    def settle(self, messages):
+        """Take an answer to what is asked, None for silence."""
+        question, self.question = self.question, None
+        answer = None if messages is None else worked_off(self.asking.read(question, messages))
+        self.written += self.asking.answered(question, answer, self.now_ns * 1e-9)
+        self.question = self.asking.question(self.now_ns * 1e-9)
+
+    def give_up(self):
+        self.question = None
+        self.written += self.asking.give_up(self.now_ns * 1e-9)
+
+    def end(self):
+        """Hear heartbeats, and have them answered, until nothing is asked any more."""
+        for _ in range(3):
+            self.now_ns += 60 * S
+            self.hear(self.publisher.heartbeat())
+            while self.question is not None:
+                self.settle(self.publisher.replay(self.question.request))
+
+    def records(self, make):
+        return [
+            record._replace(mono_ns=timed.mono_ns, wall_ns=timed.mono_ns + S)
+            for timed in self.written
+            for record in make.records(timed.message)
+        ]
+
+
+def worked_off(reading):
+    while True:
+        try:
+            next(reading)
+        except StopIteration as read:
+            return read.value
+
+
+def indexed(records):
+    """Return the rank's report, None if it was never heard of, and the report of all."""
+    index = RadixIndex()
+    player = IndexPlayer(index, 4)
+    for record in records:
+        player.apply([Line(0, record)])
+    report = player.report()
+    index.check_invariants()
+    return next(iter(report.ranks), None), report
+
+
+def assert_known_or_partial(publisher, records):
+    """What a replay believes to be exact is what the publisher held before the message that comes next."""
+    rank, _ = indexed(records)
+    numbering = SourceNumbering()
+    for record in records:
+        numbering.seen(record.message)
+    if rank is not None and rank.state is SourceState.LIVE:
+        judged = numbering.ranks[RANK]
+        assert (rank.num_blocks, rank.digest) == publisher.before[judged._epoch, judged._expected]
+    return rank
+
+
+HISTORIES = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def taped(rng, num_messages, num_kept, *, is_faulty):
+    """Return a tape of a stream that began before it was heard, lost messages, was restarted, and answered or not."""
+    publisher = Publisher(rng, num_kept)
+    for _ in range(rng.randint(0, num_messages)):
+        publisher.say()
+    tape = Tape(publisher)
+    is_losing = False
+    for _ in range(num_messages):
+        draw = rng.random()
+        if draw < 0.03:
+            is_losing = not is_losing
+        elif draw < 0.04:
+            publisher.restart()
+        message = publisher.say() if rng.random() < 0.8 else publisher.heartbeat()
+        if not is_losing:
+            tape.hear(*[message] * (1 + (rng.random() < 0.05)))
+        if tape.question is not None and rng.random() < 0.3:
+            answer = publisher.replay(tape.question.request)
+            if is_faulty and rng.random() < 0.5:
+                answer = rng.choice([None, [], answer[1:], answer[:-1], [Message(TOPIC, 0, b"\xc1")], answer * 2])
+            tape.settle(answer)
+        elif is_faulty and rng.random() < 0.02:
+            tape.give_up()
+    return publisher, tape
+
+
+@HISTORIES
+@given(seed=st.integers(0, 2**32), num_messages=st.integers(1, 120), num_kept=st.sampled_from([0, 3, 20, 1000]))
+def test_any_history_heard_from_anywhere_is_exact_once_its_questions_are_answered(make, seed, num_messages, num_kept):
+    publisher, tape = taped(random.Random(seed), num_messages, num_kept, is_faulty=False)
+    tape.end()
+    records = tape.records(make)
+    rank, _ = indexed(records)
+    assert (rank.state, (rank.num_blocks, rank.digest)) == (SourceState.LIVE, publisher.holding)
+    assert tape.asking.partial == []
+    collector = StatisticsCollector()
+    for record in records:
+        collector.add(record)
+    statistics = collector.result()
+    assert statistics.ranks[RANK].num_live == statistics.spans[-1].num_live == publisher.holding[0]
+
+
+@HISTORIES
+@given(seed=st.integers(0, 2**32), num_messages=st.integers(1, 120), num_kept=st.sampled_from([0, 3, 20, 1000]))
+def test_whatever_is_answered_a_replay_invents_nothing_and_heals(make, seed, num_messages, num_kept):
+    publisher, tape = taped(random.Random(seed), num_messages, num_kept, is_faulty=True)
+    assert_known_or_partial(publisher, tape.records(make))
+    tape.end()
+    rank, _ = indexed(tape.records(make))
+    assert (rank.state, (rank.num_blocks, rank.digest)) == (SourceState.LIVE, publisher.holding)
+
+
+@HISTORIES
+@given(seed=st.integers(0, 2**32), num_kept=st.sampled_from([0, 5]), place=st.floats(0, 1))
+def test_a_recording_cut_at_any_byte_is_exact_up_to_there_or_partial(make, tmp_path, seed, num_kept, place):
+    publisher, tape = taped(random.Random(seed), 60, num_kept, is_faulty=False)
+    tape.end()
+    path = tmp_path / f"{seed}-{num_kept}-{place}"
+    path.unlink(missing_ok=True)
+    make.write(path, tape.records(make))
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * place)])
+    with RecordingReader(path) as reader:
+        assert_known_or_partial(publisher, list(reader))
+
+
+@HISTORIES
+@given(
+    seed=st.integers(0, 2**32),
+    num_messages=st.integers(1, 120),
+    num_kept=st.sampled_from([0, 3, 1000]),
+    max_bytes=st.sampled_from([1, 300, 2000, 1 << 20]),
+    is_faulty=st.booleans(),
+)
+def test_who_asks_what_was_played_is_answered_exactly_however_little_is_kept(
+    make, seed, num_messages, num_kept, max_bytes, is_faulty
+):
+    publisher, tape = taped(random.Random(seed), num_messages, num_kept, is_faulty=is_faulty)
+    tape.end()
+    buffer = SentBuffer(max_bytes)
+    played = [timed.message for timed in tape.written if buffer.append(timed.message)]
+    assert not any(is_snapshot_part(message.payload) for message in played)
+    (last,) = buffer.last_messages()
+    half = len(publisher.batches) // 2
+    for start, epoch in ((0, publisher.epoch), (0, publisher.epoch - 1), (half, publisher.epoch)):
+        answer = list(buffer.replay(ReplayRequest(TOPIC, start, epoch)))
+        is_snapshot = bool(answer) and is_snapshot_part(answer[0].payload)
+        if start > 0 and not is_snapshot:
+            assert [message.sequence for message in answer] == list(range(start, len(publisher.batches)))
+            continue
+        rank, _ = indexed(make.records(*answer, last))
+        assert (rank.state, (rank.num_blocks, rank.digest)) == (SourceState.LIVE, publisher.holding)
+
+
+def test_messages_wait_for_the_answer_and_stand_behind_it():
+    publisher = Publisher(random.Random(1), num_kept=0)
+    for _ in range(50):
+        publisher.say()
+    tape = Tape(publisher)
+    first, second = publisher.heartbeat(), publisher.say()
+    tape.hear(first)
+    tape.hear(second)
+    assert tape.written == []
+    assert tape.question.request == ReplayRequest(TOPIC, 0, 7)
+    answer = publisher.replay(tape.question.request)
+    tape.settle(answer)
+    parts = [message for message in answer if is_snapshot_part(message.payload)]
+    assert [timed.message for timed in tape.written] == [*parts, first, second]
+    assert tape.written[0].mono_ns == tape.written[len(parts)].mono_ns < tape.written[-1].mono_ns
+    tape.hear(publisher.say())
+    assert len(tape.written) == len(parts) + 3
+
+
+def test_a_range_stands_in_the_place_of_what_was_lost_each_message_once(make):
+    publisher = Publisher(random.Random(2), num_kept=1000)
+    messages = [publisher.say() for _ in range(10)]
+    tape = Tape(publisher)
+    tape.hear(*messages[:3])
+    tape.hear(*messages[7:])
+    tape.settle(publisher.replay(tape.question.request))
+    assert [timed.message for timed in tape.written] == messages
+    assert (tape.asking.num_recovered, tape.asking.num_snapshots) == (7, 0)
+    collector = StatisticsCollector()
+    for record in tape.records(make):
+        collector.add(record)
+    (source,) = collector.result().sources
+    assert (source.num_gaps, source.num_duplicates, source.is_from_start) == (0, 0, True)
+
+
+def test_more_than_may_be_held_back_is_written_without_an_answer(make):
+    publisher = Publisher(random.Random(3), num_kept=0)
+    for _ in range(5):
+        publisher.say()
+    tape = Tape(publisher)
+    tape.asking = Asking("w", max_held_bytes=2000)
+    messages = [publisher.say() for _ in range(40)]
+    tape.hear(*messages)
+    assert [timed.message for timed in tape.written] == messages
+    assert (tape.asking.is_waiting, tape.asking.partial) == (False, ["w/0"])
+    rank, report = indexed(tape.records(make))
+    assert (rank.state, report.num_gaps) == (SourceState.PARTIAL, 1)
+
+
+def test_an_answer_is_overdue_after_a_while():
+    publisher = Publisher(random.Random(4), num_kept=0)
+    publisher.say()
+    tape = Tape(publisher)
+    tape.hear(publisher.heartbeat())
+    now_s = tape.now_ns * 1e-9
+    assert not tape.asking.is_overdue(now_s + MAX_WAIT_S)
+    assert tape.asking.is_overdue(now_s + MAX_WAIT_S + 1)
+    assert len(tape.asking.give_up(now_s)) == 1
+    assert not tape.asking.is_overdue(now_s + MAX_WAIT_S + 1)
+
+
+def test_a_snapshot_that_lies_is_no_answer():
+    publisher = Publisher(random.Random(5), num_kept=0)
+    for _ in range(30):
+        publisher.say()
+    tape = Tape(publisher)
+    tape.hear(publisher.heartbeat())
+    (part,) = publisher.snapshot()
+    tape.settle([part._replace(payload=part.payload.replace(b"\x01", b"\x02"))])
+    assert (tape.asking.num_snapshots, tape.asking.num_unanswered, tape.asking.partial) == (0, 1, ["w/0"])
+    assert not any(is_snapshot_part(timed.message.payload) for timed in tape.written)
+
+
+def test_an_engines_replay_stands_in_front_with_the_topic_of_its_stream(make):
+    messages = [make.engine_batch(n, make.engine_stored(n, tokens=[n] * 4)) for n in range(8)]
+    live = [message._replace(topic=b"kv-events") for message in messages]
+    tape = Tape(None)
+    tape.hear(*live[5:7])
+    assert tape.question.request == ReplayRequest(None, 0)
+    tape.settle(messages)
+    tape.hear(live[7])
+    assert [timed.message for timed in tape.written] == live
+    rank, report = indexed(tape.records(make))
+    assert (rank.state, rank.num_blocks, report.num_gaps) == (SourceState.LIVE, 8, 0)
+
+
+def test_an_engine_that_keeps_too_little_stays_partial(make):
+    messages = [make.engine_batch(n, make.engine_stored(n, tokens=[n] * 4)) for n in range(8)]
+    tape = Tape(None)
+    tape.hear(messages[7])
+    tape.settle(messages[3:])
+    assert [timed.message for timed in tape.written] == messages[3:]
+    assert tape.asking.partial == ["w"]
+    assert indexed(tape.records(make))[0].state is SourceState.PARTIAL
+
+
+def test_an_engine_that_was_away_is_asked_whether_it_is_the_same(make):
+    before = [make.engine_batch(n, make.engine_stored(n, tokens=[n] * 4)) for n in range(5)]
+    after = [make.engine_batch(n, make.engine_stored(n + 50, tokens=[n] * 4), timestamp_s=99.0) for n in range(9)]
+    tape = Tape(None)
+    tape.hear(*before)
+    tape.asking.reconnected(tape.now_ns * 1e-9)
+    tape.hear(after[7])
+    assert tape.question.request == ReplayRequest(None, 4)
+    while tape.question is not None:
+        tape.settle(after[tape.question.request.start_sequence : 8])
+    tape.hear(after[8])
+    while tape.question is not None:
+        tape.settle(after[tape.question.request.start_sequence :])
+    assert [timed.message for timed in tape.written] == before + after
+    assert tape.asking.partial == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_script_of_a_late_recording_plays_into_an_index_as_a_file_too(make, tmp_path, seed):
+    publisher, tape = taped(random.Random(seed), 100, 0, is_faulty=False)
+    tape.end()
+    path = make.write(tmp_path / "r", tape.records(make))
+    player = IndexPlayer(RadixIndex(), 4)
+    for lines in Script(lambda: RecordingReader(path)).lines():
+        player.apply(lines)
+    assert player.report().ranks[0].digest == publisher.holding[1]
