@@ -9,9 +9,10 @@ import pytest
 
 from kvist.engine import bundled_model_path
 from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import RopeConfig, YarnScaling
+from kvist.engine.models.config import MAX_HEAD_DIM, RopeConfig, YarnScaling
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
+from kvist.kernels._checks import MAX_HEAD_DIM as KERNEL_MAX_HEAD_DIM
 from kvist.kvcache import KvDtype, plan_windows
 
 Edit = Callable[..., Path]
@@ -179,6 +180,10 @@ def test_what_a_family_cannot_run_is_refused_by_name(
 ) -> None:
     with pytest.raises(InvalidValueError, match=message):
         load_model_config(edited(name, **changes))
+
+
+def test_the_largest_head_is_the_largest_that_attention_takes() -> None:
+    assert MAX_HEAD_DIM == KERNEL_MAX_HEAD_DIM
 
 
 def test_mistral_without_a_window_attends_fully(edited: Edit) -> None:
