@@ -53,7 +53,8 @@ class KvCacheManager:
 
     A step is a number of `open` and `grow` calls, one a sequence, then the computation, then `settle` or `revoke`. The
     blocks that a step fills can be found as soon as they are given, also by sequences of the same step: in each layer
-    the keys of all tokens are written before any are read.
+    the keys of all tokens are written before any are read. Blocks that no later query can see leave their sequence when
+    the step is settled.
 
     With a scratch policy, sequences that allow it hold blocks that a step makes stale itself in scratch slots, from
     `open` or `grow` to `settle`, `revoke` or `close`. Those blocks are never found and never reported. The slots go to
@@ -77,7 +78,7 @@ class KvCacheManager:
         self._has_prefix_cache = has_prefix_cache
         self._scratch = scratch
         self._max_rewind_tokens = 0 if scratch is None else scratch.max_rewind_tokens
-        self._scratch_holders: list[tuple[BlockPool, BlockTable]] = []
+        self._stepped: list[SequenceBlocks] = []
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
 
@@ -137,23 +138,22 @@ class KvCacheManager:
             pool.acquire(block_ids)
         self._num_hit_tokens += hit.num_tokens
         self._num_queried_tokens += hit.num_queried_tokens
-        self._take(sequence, needs, token_ids, num_tokens)
+        self._take(sequence, needs)
+        self._advance(sequence, token_ids, num_tokens)
         return sequence
 
     def grow(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> bool:
-        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False nothing has changed.
-
-        The blocks that the coming step cannot see leave the sequence, and may serve it again at once.
-        """
+        """Give the sequence slots for the first `num_tokens` of `token_ids`; on False nothing has changed."""
         assert num_tokens >= sequence.num_tokens, "grow to fewer tokens than there are"
-        needs = self._needs(sequence, num_tokens)
-        for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
-            leaving = table.block_ids[table.first_held : need.stale.end]
-            if _num_missing(table, need) > pool.num_free + pool.num_last_held(leaving):
-                return False
-        for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
-            _drop_stale(pool, table, need.stale.end)
-        self._take(sequence, needs, token_ids, num_tokens)
+        if num_blocks_for(num_tokens, self.block_size) > num_blocks_for(sequence.num_tokens, self.block_size):
+            needs = self._needs(sequence, num_tokens)
+            for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
+                if _num_missing(table, need) > pool.num_free:
+                    return False
+            for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
+                _drop_stale(pool, table, need.stale.end)  # what only a rewind could have needed
+            self._take(sequence, needs)
+        self._advance(sequence, token_ids, num_tokens)
         return True
 
     def rewind(self, sequence: SequenceBlocks, num_tokens: int) -> None:
@@ -173,14 +173,23 @@ class KvCacheManager:
         sequence.num_tokens = num_tokens
 
     def settle(self) -> None:
-        """Note that every slot given since the last call was filled: the step is done."""
-        self._release_scratch()
+        """Note that every slot given since the last call was filled: the step is done.
+
+        Scratch slots come back, and what has become stale leaves the sequences, but stays cached.
+        """
+        for sequence in self._stepped:
+            for pool, table in zip(self.pools, sequence.tables, strict=False):  # a closed sequence has no tables
+                _release_scratch(pool, table)
+                end = stale_range(sequence.num_final_tokens, pool.group.window, self.block_size).end
+                _drop_stale(pool, table, end)
+        self._stepped.clear()
         for pool in self.pools:
             pool.settle()
 
     def revoke(self) -> None:
         """Forget the blocks that should have been filled since `settle`: the step failed, its sequences are closed."""
-        self._release_scratch()
+        assert not any(sequence.tables for sequence in self._stepped), "revoke before the step's sequences are closed"
+        self._stepped.clear()
         for pool in self.pools:
             pool.revoke()
 
@@ -204,11 +213,11 @@ class KvCacheManager:
 
     def statistics(self) -> KvCacheStatistics:
         """Return the counts of every pool and of prefix reuse."""
-        num_scratch = {pool.group.group_id: 0 for pool in self.pools}
-        for pool, table in self._scratch_holders:
-            if table.scratch is not None:
-                num_scratch[pool.group.group_id] += len(table.scratch.slot_ids)
-        pools = tuple(pool.statistics(num_scratch[pool.group.group_id]) for pool in self.pools)
+        num_scratch = [0] * len(self.pools)
+        for sequence in self._stepped:
+            for group_id, table in enumerate(sequence.tables):
+                num_scratch[group_id] += 0 if table.scratch is None else len(table.scratch.slot_ids)
+        pools = tuple(pool.statistics(count) for pool, count in zip(self.pools, num_scratch, strict=True))
         return KvCacheStatistics(pools, self._num_queried_tokens, self._num_hit_tokens)
 
     def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
@@ -235,35 +244,30 @@ class KvCacheManager:
             for pool in self.pools
         ]
 
-    def _take(
-        self, sequence: SequenceBlocks, needs: Sequence[StepNeed], token_ids: Sequence[int], num_tokens: int
-    ) -> None:
-        """Give the sequence the slots it needs, which are free, and put the blocks that the step fills into the cache.
-
-        A block that may be rewound into is left out until it is sure to stay: others could have its content then.
-        """
+    def _take(self, sequence: SequenceBlocks, needs: Sequence[StepNeed]) -> None:
+        """Give the sequence the slots it needs, which are free."""
         for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
-            table.adopted = []
             if need.num_scratch_slots:
                 assert need.scratch.start == len(table.block_ids), "scratch blocks are the first that a step begins"
                 table.block_ids.extend([ABSENT] * need.scratch.num_blocks)
                 table.scratch = ScratchBlocks(need.scratch, tuple(pool.allocate(need.num_scratch_slots)))
-                self._scratch_holders.append((pool, table))
             table.block_ids.extend(pool.allocate(need.num_blocks - len(table.block_ids)))
+
+    def _advance(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
+        """Note the coming step, and put the blocks that it fills into the cache.
+
+        A block that may be rewound into is left out until it is sure to stay: others could have its content then.
+        """
         num_cached = sequence.num_final_tokens // self.block_size
         sequence.num_final_tokens = max(sequence.num_tokens, num_tokens - self._max_rewind_tokens)
         sequence.num_tokens = num_tokens
+        self._stepped.append(sequence)
         if not self._has_prefix_cache:
             return
         num_final = sequence.num_final_tokens // self.block_size
         sequence.chain.extend(token_ids, sequence.num_final_tokens)
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             table.adopted = pool.cache(table.block_ids, num_cached, num_final, sequence.chain, token_ids)
-
-    def _release_scratch(self) -> None:
-        for pool, table in self._scratch_holders:
-            _release_scratch(pool, table)
-        self._scratch_holders.clear()
 
     def _coverage(self, pool: BlockPool, digests: Sequence[bytes]) -> Coverage:
         return lambda ordinal: self.block_size if digests[ordinal] in pool else 0

@@ -85,10 +85,6 @@ class BlockPool:
         """Return whether the block can be found by a digest."""
         return self._digests[block_id] is not None
 
-    def num_last_held(self, block_ids: Sequence[int]) -> int:
-        """Return how many of these blocks, some of which may be ABSENT, have one reference: a release frees them."""
-        return sum(block_id != ABSENT and self._num_references[block_id] == 1 for block_id in block_ids)
-
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each; their old content is forgotten and reported removed.
 

@@ -226,24 +226,6 @@ def test_a_sequence_lives_off_the_blocks_that_leave_it_when_nothing_else_is_free
         manager.check_invariants([sequence])
 
 
-def test_a_block_that_another_sequence_holds_too_does_not_count_as_leaving(make_manager) -> None:
-    manager = make_manager(8, num_layers=1, num_blocks=6, block_size=4)
-    tokens = list(range(40))
-    first = start(manager, tokens, 20, is_allowed=False)
-    second = start(manager, tokens[:17], 17, is_allowed=False)
-    assert first is not None
-    assert second is not None
-    manager.settle()
-    assert manager.pools[0].num_free == 0
-    shared = set(first.tables[0].held()) & set(second.tables[0].held())
-    assert len(shared) == 2
-    before = snapshot(manager, first, second)
-    assert not manager.grow(first, tokens, 36), "three of its blocks are stale, but one of them is held elsewhere"
-    assert snapshot(manager, first, second) == before
-    assert manager.grow(first, tokens, 28)
-    manager.check_invariants([first, second])
-
-
 def test_a_sequence_may_refuse_scratch_but_cannot_have_it_against_the_engine(make_manager) -> None:
     sequence = start(make_manager(16), list(range(256)), 256, is_allowed=False)
     assert sequence is not None

@@ -95,17 +95,16 @@ def test_a_sequence_holds_what_its_windows_see_and_says_what_dense_attention_doe
 
     def check() -> None:
         (sequence,) = sequences
-        history = lengths[-1]
         lengths.append(sequence.num_tokens)
         for pool, table in zip(core.kv_cache.pools, sequence.tables, strict=True):
-            first = first_needed(history, pool.group.window)
+            first = first_needed(sequence.num_tokens, pool.group.window)
             live = [ordinal for ordinal, block_id in enumerate(table.block_ids) if block_id >= 0]
             assert live == list(range(first, num_blocks(sequence.num_tokens)))
             assert pool.statistics().num_used == len(live)
-            # What would be sent of this sequence, were it `history` tokens long: by position, and counted from its end.
-            by_position = [block_id for block_id in table.block_ids[: num_blocks(history)] if block_id >= 0]
-            kept = num_blocks(history) - first
-            assert by_position == (table.block_ids[: num_blocks(history)].tolist()[-kept:] if kept else [])
+            # What would be sent of this sequence: by position, and counted from its end.
+            by_position = [block_id for block_id in table.block_ids if block_id >= 0]
+            kept = num_blocks(sequence.num_tokens) - first
+            assert by_position == table.block_ids.tolist()[-kept:]
 
     tokens = run(core, make_prompt(0), NUM_DECODED, check)
     assert [pool.group.window for pool in core.kv_cache.pools] == [FULL, WINDOW]
