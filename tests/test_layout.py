@@ -47,3 +47,9 @@ def test_what_ci_installs_is_pinned() -> None:
     for requirement in named:
         name = re.split(r"[^A-Za-z0-9_-]", requirement)[0]
         assert name in pinned or name == "kvist", f"{name} is not in constraints.txt"
+
+
+@pytest.mark.xdist_group("whole system")
+def test_groups_of_tests_are_heeded(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("loadgroup", default=False):  # which else would run fleets side by side without a word
+        assert request.node.nodeid.endswith("@whole system")
