@@ -99,10 +99,12 @@ def _facts(config: EngineConfig) -> _Facts:
 def _is_capturable(facts: _Facts) -> bool:
     """Return whether a step launches the same work whatever its tokens are.
 
-    In other types than bfloat16 torch asks the device how many tokens each expert got (torch 2.13, grouped_mm).
+    But for bfloat16 on sm_90 and later, torch asks the device how many tokens each expert got (2.13, grouped_mm).
     """
-    has_experts = any(layer.moe is not None for layer in facts.model.layers)
-    return facts.device.type == "cuda" and (facts.dtype is torch.bfloat16 or not has_experts)
+    if facts.device.type != "cuda":
+        return False
+    is_asked = facts.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(facts.device) < (9, 0)
+    return not (is_asked and any(layer.moe is not None for layer in facts.model.layers))
 
 
 def _device(name: str) -> torch.device:
