@@ -9,7 +9,10 @@ from typing import TypedDict
 
 import torch
 
-CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+from kvist.kernels._fp8 import FP8_DTYPES
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CACHE_DTYPES = (*DTYPES, *FP8_DTYPES)
 MAX_HEAD_DIM = 512
 
 
@@ -66,7 +69,8 @@ def check_attention(
     """Raise ValueError unless what every attention op takes is in order."""
     check_kv_cache(kv_cache)
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
-    check_tensor("query", query, (None, None, head_dim), (kv_cache.dtype,), kv_cache)
+    query_dtypes = DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
+    check_tensor("query", query, (None, None, head_dim), query_dtypes, kv_cache)
     check_rows("query", query)
     if query.shape[1] % num_kv_heads or not query.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads; expected a multiple of the cache's {num_kv_heads}")
@@ -74,6 +78,8 @@ def check_attention(
     check_rows("seq_lens", seq_lens)
     check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), (torch.int32,), kv_cache)
     check_rows("block_tables", block_tables)
+    if not options["scale"] > 0:
+        raise ValueError(f"scale is {options['scale']}; expected a positive number")
     page_offsets, window, soft_cap = options["page_offsets"], options["window"], options["soft_cap"]
     if page_offsets is not None:
         check_tensor("page_offsets", page_offsets, tuple(seq_lens.shape), (torch.int32,), kv_cache)

@@ -1,11 +1,11 @@
-"""The torch side of paged attention: gather pages, then attend in float32. The references end here."""
+"""The torch side of paged attention: gather keys and values, then attend in float32. The references end here."""
 
 from __future__ import annotations
 
 import torch
 
 
-def gather_pages(kv_cache: torch.Tensor, block_idxs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_kv(kv_cache: torch.Tensor, block_idxs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the blocks as fresh float32 `[num_kv_heads, batch, num_pages * block_size, head_dim]`.
 
     `block_idxs` is `[batch, num_pages]`; every entry must be a block of the cache.

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvist.kernels._fp8 import decode_fp8
 from kvist.kernels._triton import jit, next_power_of_2, tl
 
 MIN_DOT_SIZE = 16  # No side of a tensor-core product may be smaller on sm_80 and sm_90 in 16-bit types.
@@ -23,47 +24,79 @@ def pad_head_dim(head_dim: int) -> int:
 
 
 class TileShape(NamedTuple):
-    """Query rows a program of prefill takes, keys a step of either kernel takes, and the warps of prefill."""
+    """Query rows a program takes, keys a step of it takes, and how Triton is to compile its loop.
+
+    Triton counts the block table's lookup as a stage of the pipeline as well: 5 stages keep two tiles of keys and
+    values in shared memory, one being filled while the other is used; its default, 3, keeps one.
+    """
 
     rows: int
     keys: int
     num_warps: int
+    num_stages: int
 
 
-def tile_shape(head_dim: int, dtype: torch.dtype) -> TileShape:
-    """A tile whose accumulators stay in registers: no 16-bit kernel spills on sm_80 and sm_90. Speed is not tuned.
+def decode_tile(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
+    """A step of decode: in 16 bits 32 KiB of keys and values, so that up to three programs share an sm_90.
 
-    float32 is there to compare with, not for speed: its products keep full precision, so they miss the tensor cores
-    and want many registers. In 16 bits, 64 rows of 128 spill with 4 warps on sm_80, and 64 rows of 512 with 8 warps on
-    both (Triton 3.7.1, 2026-11).
+    Decode waits for memory, and what hides the wait is bytes under way: a multiprocessor's share of 4.8 TB/s at 0.8 µs
+    is 29 KiB, which the tile being filled covers once a program. float32 is there to compare with, not for speed: its
+    products keep full precision, so they miss the tensor cores and want many registers.
+    """
+    rows = max(MIN_DOT_SIZE, next_power_of_2(num_rows))
+    if dtype == torch.float32:
+        return TileShape(rows, keys=16, num_warps=4, num_stages=3)
+    return TileShape(rows, keys=min(128, 8192 // pad_head_dim(head_dim)), num_warps=4, num_stages=5)
+
+
+def prefill_tile(head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: int) -> TileShape:
+    """The largest tile of prefill whose accumulators stay in registers, also with a soft cap and a window.
+
+    More rows read the keys less often; sm_90 and sm_100 have 227 KiB of shared memory and products that take an
+    operand from it. What was tried and spills (Triton 3.7.1, 2026-11): 128 x 64 at 128 and 128 x 32 at 256 on sm_80,
+    as 128 x 32 at 128 does over e4m3; 128 x 128 at 128 and 128 x 64 at 256 on sm_90; 64 rows at 512 on both. At 512
+    the rows are too few for sm_90's warpgroup products: it runs on sm_80's.
     """
     width = pad_head_dim(head_dim)
     if dtype == torch.float32:
-        return TileShape(rows=16, keys=16, num_warps=4)
-    return TileShape(
-        rows=64 if width <= 256 else 32, keys=64 if width <= 128 else 32, num_warps=4 if width < 128 else 8
-    )
+        return TileShape(rows=16, keys=16, num_warps=4, num_stages=3)
+    if width > 256:
+        return TileShape(rows=32, keys=32, num_warps=8, num_stages=5 if capability // 10 in (9, 10) else 3)
+    if capability // 10 in (9, 10):
+        return TileShape(rows=128, keys=64 if width <= 128 else 32, num_warps=8, num_stages=5)
+    if width > 128 or (is_fp8 and width > 64):
+        return TileShape(rows=64, keys=32, num_warps=8, num_stages=3)
+    return TileShape(rows=128, keys=32, num_warps=8, num_stages=5)
 
 
 # fmt: off
 @jit
 def load_tile(
-    kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride,
+    kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride, dtype: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
 ):
     # fmt: on
     """Keys and values `[len(keys), HEAD_DIM_PAD]` at these positions; absent ones are not read and come as zeros.
 
-    Positions are absolute: `block_table_ptr` points to where page 0 of the sequence stands, or would stand.
+    Positions are absolute: `block_table_ptr` points to where page 0 of the sequence stands, or would stand. With
+    `is_present` None all of them are there.
     """
-    # int64: a cache of more than 2**31 elements is ordinary, and the product overflows without a word.
-    block_idxs = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=is_present, other=0).to(tl.int64)
-    offsets = block_idxs * block_stride + (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     dims = tl.arange(0, HEAD_DIM_PAD)
+    mask = (dims < HEAD_DIM)[None, :]
+    if is_present is None:
+        block_idxs = tl.load(block_table_ptr + keys // BLOCK_SIZE)
+    else:
+        block_idxs = tl.load(block_table_ptr + keys // BLOCK_SIZE, mask=is_present, other=0)
+        mask = mask & is_present[:, None]
+    # int64: a cache of more than 2**31 elements is ordinary, and the product overflows without a word.
+    offsets = block_idxs.to(tl.int64) * block_stride + (kv_head * BLOCK_SIZE + keys % BLOCK_SIZE) * HEAD_DIM
     pointers = kv_cache_ptr + offsets[:, None] + dims[None, :]
-    mask = is_present[:, None] & (dims < HEAD_DIM)[None, :]
-    key = tl.load(pointers, mask=mask, other=0.0)
-    value = tl.load(pointers + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=mask, other=0.0)
+    key = tl.load(pointers, mask=mask, other=0)
+    value = tl.load(pointers + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=mask, other=0)
+    if FP8_MANTISSA is not None:
+        key = decode_fp8(key, FP8_MANTISSA).to(dtype)
+        value = decode_fp8(value, FP8_MANTISSA).to(dtype)
     return key, value
 
 
@@ -73,16 +106,25 @@ def attend_tile(
     query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP: tl.constexpr,
 ):
     # fmt: on
-    """The three running quantities of each row after this tile; a row that has seen nothing stays at -inf, 0, 0."""
-    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    """The three running quantities of each row after this tile; a row that has seen nothing stays at -inf, 0, 0.
+
+    With `is_visible` None every row sees every key.
+    """
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    factor = scale * 1.4426950408889634  # log2(e)
     if SOFT_CAP is not None:
         # cap * tanh(s / cap): a sigmoid, because the interpreter has no tanh; exact at both ends.
-        scores = SOFT_CAP * (2.0 * tl.sigmoid(2.0 / SOFT_CAP * scores) - 1.0)
-    scores = tl.where(is_visible, scores * 1.4426950408889634, float("-inf"))  # log2(e)
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # -inf - (-inf) is NaN: a row whose keys were all masked so far takes its exponents against 0 instead.
-    pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - pivot[:, None])
+        scores = 2.0 * tl.sigmoid(2.0 / SOFT_CAP * scale * scores) - 1.0
+        factor = SOFT_CAP * 1.4426950408889634
+    if is_visible is not None:
+        scores = tl.where(is_visible, scores, float("-inf"))
+    # The factor is positive, so it may wait: it then costs nothing in the exponents, a multiply-add each.
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    pivot = new_max
+    if is_visible is not None:
+        # -inf - (-inf) is NaN: a row whose keys were all masked so far takes its exponents against 0 instead.
+        pivot = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores * factor - pivot[:, None])
     decay = tl.exp2(row_max - pivot)
     row_sum = row_sum * decay + tl.sum(weights, 1)
     weighted = tl.dot(weights.to(value.dtype), value, weighted * decay[:, None], input_precision="ieee")

@@ -6,7 +6,8 @@ Without Triton the kernels still import; only launching one says what to install
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,10 +34,11 @@ else:
 
 __all__ = [
     "IS_INTERPRETED",
+    "DeviceFacts",
+    "device_facts",
     "is_launched",
     "jit",
     "next_power_of_2",
-    "num_multiprocessors",
     "tl",
     "widen_for_interpreter",
 ]
@@ -65,6 +67,17 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Streaming multiprocessors of a CUDA device; 1 for the interpreter, which runs one program at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+class DeviceFacts(NamedTuple):
+    """What a launch depends on; capability 90 is sm_90."""
+
+    num_multiprocessors: int
+    capability: int
+
+
+@cache
+def device_facts(device: torch.device) -> DeviceFacts:
+    """Asked once a device; the interpreter runs one program at a time, as tiles of sm_80."""
+    if device.type != "cuda":
+        return DeviceFacts(num_multiprocessors=1, capability=80)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(properties.multi_processor_count, properties.major * 10 + properties.minor)

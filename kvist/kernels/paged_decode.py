@@ -11,16 +11,10 @@ from __future__ import annotations
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention
-from kvist.kernels._dense import attend, gather_pages
-from kvist.kernels._tile import MIN_DOT_SIZE, attend_tile, load_tile, pad_head_dim, softmax_sum, tile_shape
-from kvist.kernels._triton import (
-    is_launched,
-    jit,
-    next_power_of_2,
-    num_multiprocessors,
-    tl,
-    widen_for_interpreter,
-)
+from kvist.kernels._dense import attend, gather_kv
+from kvist.kernels._fp8 import as_bytes, mantissa_bits
+from kvist.kernels._tile import attend_tile, decode_tile, load_tile, pad_head_dim, softmax_sum
+from kvist.kernels._triton import device_facts, is_launched, jit, next_power_of_2, tl, widen_for_interpreter
 
 MAX_SPLITS = 128
 _MERGED_DIMS = 64  # 128 splits of 64 dimensions stay in the registers of 4 warps; of 256 they do not.
@@ -34,6 +28,7 @@ def _paged_decode_kernel(
     NUM_KV_HEADS: tl.constexpr, HEADS_PER_KV: tl.constexpr, HEADS_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    FP8_MANTISSA: tl.constexpr,
 ):
     # fmt: on
     """Program (sequence, kv head, split) attends to its share of the window's pages; none: 0, lse -inf.
@@ -72,8 +67,8 @@ def _paged_decode_kernel(
         keys = tile + tl.arange(0, TILE)
         is_present = keys < end
         key, value = load_tile(
-            kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride,
-            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD,
+            kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride, query.dtype,
+            NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD, FP8_MANTISSA,
         )  # fmt: skip
         row_max, row_sum, weighted = attend_tile(
             query, key, value, is_present[None, :], row_max, row_sum, weighted, scale, SOFT_CAP
@@ -145,14 +140,14 @@ def paged_decode(
 ) -> torch.Tensor:
     """Each sequence's last token attends to the keys of its window; a sequence of length 0 yields zeros.
 
-    `query`: `[batch, num_heads, head_dim]`, the token at position `seq_lens - 1`, already in the cache; `kv_cache` and
-    `block_tables` (int32 `[batch, max_blocks]`) as in `kvist.kernels`; `seq_lens`: int32 `[batch]`, absolute;
-    `page_offsets`: int32 `[batch]`, the pages that the front of a table lacks (None: none), at most the first that
-    holds a visible key. Key k is visible to query q iff `k <= q` and `q - k < window`. A score s is `scale * q.k`, with
-    a cap `soft_cap * tanh(s / soft_cap)`; `sinks`: float32 `[num_heads]`, learned scores that take their share of each
-    softmax and give nothing (gpt-oss). `num_splits` (a power of two; None: `decode_num_splits`) changes speed and
-    rounding only. Returns `out`, or a new tensor shaped like `query`. Raises ValueError. Never synchronises with the
-    device.
+    `query`: `[batch, num_heads, head_dim]`, the token at position `seq_lens - 1`, already in the cache, in the cache's
+    dtype, or in 16 or 32 bits over a cache of eight; `kv_cache` and `block_tables` (int32 `[batch, max_blocks]`) as in
+    `kvist.kernels`; `seq_lens`: int32 `[batch]`, absolute; `page_offsets`: int32 `[batch]`, the pages that the front of
+    a table lacks (None: none), at most the first that holds a visible key. Key k is visible to query q iff `k <= q` and
+    `q - k < window`. A score s is `scale * q.k`, with a cap `soft_cap * tanh(s / soft_cap)`; `sinks`: float32
+    `[num_heads]`, learned scores that take their share of each softmax and give nothing (gpt-oss). `num_splits` (a
+    power of two; None: `decode_num_splits`) changes speed and rounding only. Returns `out`, or a new tensor shaped like
+    `query`. Raises ValueError. Never synchronises with the device.
     """
     options: AttentionOptions = {
         "scale": scale, "page_offsets": page_offsets, "sinks": sinks, "window": window, "soft_cap": soft_cap
@@ -174,7 +169,7 @@ def paged_decode(
         num_kv_heads, block_size = kv_cache.shape[2:4]
         # The longest sequence is on the device; the width of the table bounds it without asking.
         max_seq_len = block_tables.shape[1] * block_size
-        multiprocessors = num_multiprocessors(query.device)
+        multiprocessors = device_facts(query.device).num_multiprocessors
         num_splits = decode_num_splits(batch, num_kv_heads, max_seq_len, block_size, window, multiprocessors)
     wide_out = widen_for_interpreter(out)
     # A single split is the result already; several stay in float32 until they are merged.
@@ -206,18 +201,19 @@ def decode_splits(
     batch, num_heads, num_splits, head_dim = split_out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     lse = torch.empty(split_out.shape[:3], dtype=torch.float32, device=query.device)
-    query, kv_cache = widen_for_interpreter(query), widen_for_interpreter(kv_cache)
+    mantissa = mantissa_bits(kv_cache.dtype)
+    query, kv_cache = widen_for_interpreter(query), widen_for_interpreter(as_bytes(kv_cache))
     heads_per_kv = num_heads // num_kv_heads
+    tile = decode_tile(heads_per_kv, head_dim, query.dtype)
     with torch.cuda.device_of(query):
         _paged_decode_kernel[(batch, num_kv_heads, num_splits)](
             query, kv_cache, block_tables, page_offsets, seq_lens,
             sinks if num_splits == 1 else None, split_out, lse,
             scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
-            NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv,
-            HEADS_PAD=max(MIN_DOT_SIZE, next_power_of_2(heads_per_kv)),
+            NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv, HEADS_PAD=tile.rows,
             BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
-            NUM_SPLITS=num_splits, TILE=tile_shape(head_dim, kv_cache.dtype).keys,
-            WINDOW=window, SOFT_CAP=soft_cap,
+            NUM_SPLITS=num_splits, TILE=tile.keys, WINDOW=window, SOFT_CAP=soft_cap, FP8_MANTISSA=mantissa,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return lse
 
@@ -262,7 +258,7 @@ def paged_decode_reference(
     is_filler = pages * block_size >= lengths[:, None]
     columns = pages if page_offsets is None else pages - page_offsets[:, None]
     block_idxs = block_tables.gather(1, columns.masked_fill(is_filler, 0)).masked_fill(is_filler, 0)
-    key, value = gather_pages(kv_cache, block_idxs)
+    key, value = gather_kv(kv_cache, block_idxs)
     value[:, ~visible] = 0.0
     grouped = query.view(batch, num_kv_heads, -1, head_dim).transpose(0, 1)
     row_sinks = None if sinks is None else sinks.view(num_kv_heads, 1, -1, 1)

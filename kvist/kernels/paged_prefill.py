@@ -2,8 +2,9 @@
 # mypy: disable-error-code="no-untyped-def"
 """Attention of a ragged batch of new tokens over a paged cache that already holds them: prefill and extend.
 
-A program takes a block of one sequence's query rows and one head, and walks the keys in two phases (FlashAttention-2,
-arXiv:2307.08691): those that every row may see but for its window, then those on the causal boundary.
+A program takes a block of one sequence's query rows and one head, and walks its keys in order (FlashAttention-2,
+arXiv:2307.08691): those that the window hides from some rows, those that every row sees, which need no mask, and those
+on the causal boundary.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_rows, check_tensor
-from kvist.kernels._dense import attend, gather_pages
-from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, softmax_sum, tile_shape
-from kvist.kernels._triton import is_launched, jit, next_power_of_2, tl, widen_for_interpreter
+from kvist.kernels._dense import attend, gather_kv
+from kvist.kernels._fp8 import as_bytes, mantissa_bits
+from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
+from kvist.kernels._triton import device_facts, is_launched, jit, next_power_of_2, tl, widen_for_interpreter
 
 # Bounds the score matrix of the reference, and lets it skip the keys that a chunk of rows cannot see. Of 32, 64, 128
 # and 256 rows, 64 was fastest for 2,048 tokens, 4 and 8 heads (float32, one core of an x86-64 server, 2026-11).
@@ -23,21 +25,21 @@ _REFERENCE_ROWS = 64
 # fmt: off
 @jit
 def _find_rows(
-    query_start_loc_ptr, num_tokens, batch, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
+    block, query_start_loc_ptr, num_tokens, batch, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
     # fmt: on
-    """The sequence whose rows this program takes, the first of them, and where the sequence's rows end.
+    """The sequence whose rows block `block` takes, the first of them, and where the sequence's rows end.
 
-    Sequence i owns the programs from `start[i] // ROWS + i` on: enough for its rows however they straddle, so the grid
+    Sequence i owns the blocks from `start[i] // ROWS + i` on: enough for its rows however they straddle, so the grid
     needs only the number of tokens and sequences, and no length has to come from the device.
     """
     seqs = tl.arange(0, BATCH_PAD)
     starts = tl.load(query_start_loc_ptr + seqs, mask=seqs <= batch, other=0)
-    is_begun = (seqs <= batch) & (starts // ROWS + seqs <= tl.program_id(0))
+    is_begun = (seqs <= batch) & (starts // ROWS + seqs <= block)
     seq = tl.sum(is_begun.to(tl.int32), 0) - 1
     start = tl.load(query_start_loc_ptr + seq)
     end = tl.load(query_start_loc_ptr + seq + 1, mask=seq < batch, other=num_tokens)
-    return seq, start + (tl.program_id(0) - start // ROWS - seq) * ROWS, end
+    return seq, start + (block - start // ROWS - seq) * ROWS, end
 
 
 # fmt: off
@@ -48,14 +50,19 @@ def _paged_prefill_kernel(
     num_tokens, batch, scale, query_stride, block_stride, table_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, BATCH_PAD: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FP8_MANTISSA: tl.constexpr,
 ):
     # fmt: on
-    """Program (block of rows, head) attends with up to ROWS rows of a sequence; padding is a last, empty sequence."""
-    seq, first_row, end_row = _find_rows(query_start_loc_ptr, num_tokens, batch, BATCH_PAD, ROWS)
+    """Program (head, block of rows from the last) attends with up to ROWS rows; padding is a last, empty sequence.
+
+    Programs start in order: the heads of a block share its keys in L2, and the late blocks of a prompt, which see the
+    most keys, do not end up as the tail.
+    """
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    seq, first_row, end_row = _find_rows(block, query_start_loc_ptr, num_tokens, batch, BATCH_PAD, ROWS)
     if first_row >= end_row:
         return
-    head = tl.program_id(1)
+    head = tl.program_id(0)
     kv_head = head // (NUM_HEADS // NUM_KV_HEADS)
     rows = first_row + tl.arange(0, ROWS)
     dims = tl.arange(0, HEAD_DIM_PAD)
@@ -76,29 +83,36 @@ def _paged_prefill_kernel(
         page_offset = tl.load(page_offsets_ptr + seq, mask=seq < batch, other=0)
         first_key = tl.maximum(first_key, page_offset * BLOCK_SIZE)
         block_table_ptr -= page_offset
-    boundary = first_key + tl.maximum(first_query + 1 - first_key, 0) // TILE * TILE
+    # Whole tiles until every row sees all of one, whole tiles as long as that lasts, and the rest.
+    shared = first_key
+    if WINDOW is not None:
+        shared += tl.cdiv(tl.maximum(end_key - WINDOW - first_key, 0), TILE) * TILE
+    boundary = shared + tl.maximum(first_query + 1 - shared, 0) // TILE * TILE
 
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
     weighted = tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32)
-    start, end = first_key, boundary
-    for phase in tl.static_range(2):  # 0: whole tiles that no row is too early for; 1: the causal boundary.
+    start, end = first_key, tl.minimum(shared, end_key)
+    for phase in tl.static_range(1 if WINDOW is None else 0, 3):
+        if phase == 1:
+            start, end = shared, boundary
+        elif phase == 2:
+            start, end = boundary, end_key
         for tile in range(start, end, TILE):
             keys = tile + tl.arange(0, TILE)
-            is_present = keys < end
-            is_visible = is_present[None, :]
-            if phase == 1:
-                is_visible = is_visible & (keys[None, :] <= positions[:, None])
-            if WINDOW is not None:
-                is_visible = is_visible & (positions[:, None] - keys[None, :] < WINDOW)
+            is_present, is_visible = None, None
+            if phase != 1:
+                is_present = keys < end
+                is_visible = is_present[None, :] & (keys[None, :] <= positions[:, None])
+                if WINDOW is not None:
+                    is_visible = is_visible & (positions[:, None] - keys[None, :] < WINDOW)
             key, value = load_tile(
-                kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride,
-                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD,
+                kv_cache_ptr, block_table_ptr, keys, is_present, kv_head, block_stride, query.dtype,
+                NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, HEAD_DIM_PAD, FP8_MANTISSA,
             )  # fmt: skip
             row_max, row_sum, weighted = attend_tile(
                 query, key, value, is_visible, row_max, row_sum, weighted, scale, SOFT_CAP
             )
-        start, end = boundary, end_key
 
     sink = None
     if sinks_ptr is not None:
@@ -142,17 +156,19 @@ def paged_prefill(
     (num_tokens, num_heads, head_dim), batch = query.shape, seq_lens.shape[0]
     if num_tokens == 0:
         return out
-    query, kv_cache, wide_out = map(widen_for_interpreter, (query, kv_cache, out))
-    tile = tile_shape(head_dim, kv_cache.dtype)
+    mantissa = mantissa_bits(kv_cache.dtype)
+    query, kv_cache, wide_out = map(widen_for_interpreter, (query, as_bytes(kv_cache), out))
+    tile = prefill_tile(head_dim, query.dtype, mantissa is not None, device_facts(query.device).capability)
     with torch.cuda.device_of(query):
-        _paged_prefill_kernel[(num_tokens // tile.rows + batch + 1, num_heads)](
+        _paged_prefill_kernel[(num_heads, num_tokens // tile.rows + batch + 1)](
             query, kv_cache, block_tables, page_offsets, query_start_loc, seq_lens,
             sinks, wide_out,
             num_tokens, batch, scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_cache.shape[2], BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
             BATCH_PAD=next_power_of_2(batch + 1), ROWS=tile.rows,
-            TILE=tile.keys, WINDOW=window, SOFT_CAP=soft_cap, num_warps=tile.num_warps,
+            TILE=tile.keys, WINDOW=window, SOFT_CAP=soft_cap, FP8_MANTISSA=mantissa,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
 
@@ -184,7 +200,7 @@ def paged_prefill_reference(
         if first_page < page_offset:
             raise IndexError(f"page_offsets has {page_offset}; expected at most {first_page}, the first page in sight")
         block_idxs = table[first_page - page_offset : -(-seq_len // block_size) - page_offset]
-        key, value = (pages[:, 0] for pages in gather_pages(kv_cache, block_idxs[None]))
+        key, value = (pages[:, 0] for pages in gather_kv(kv_cache, block_idxs[None]))
         for row in range(start, end, _REFERENCE_ROWS):
             rows = slice(row, min(row + _REFERENCE_ROWS, end))
             first_row = first_query + row - start - first_page * block_size

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from kvist.kernels._checks import CACHE_DTYPES, check_kv_cache, check_rows, check_tensor
+from kvist.kernels._checks import DTYPES, check_kv_cache, check_rows, check_tensor
+from kvist.kernels._fp8 import FP8_DTYPES, as_bytes, encode_fp8, mantissa_bits
 from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, next_power_of_2, tl
 
 _TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
@@ -17,7 +18,7 @@ _TOKENS_PER_PROGRAM = 16  # 4 KiB of keys at head_dim 128 in 16 bits; not tuned.
 def _write_kv_kernel(
     key_ptr, value_ptr, kv_cache_ptr, slot_mapping_ptr, num_tokens, key_stride, value_stride, block_stride,
     NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, FP8_MANTISSA: tl.constexpr,
 ):
     # fmt: on
     """A program copies one head of TOKENS tokens."""
@@ -27,8 +28,11 @@ def _write_kv_kernel(
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
     mask = (slots >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
     source = kv_head * HEAD_DIM + dims[None, :]
-    key = tl.load(key_ptr + tokens[:, None] * key_stride + source, mask=mask)
-    value = tl.load(value_ptr + tokens[:, None] * value_stride + source, mask=mask)
+    key = tl.load(key_ptr + tokens[:, None] * key_stride + source, mask=mask, other=0.0)
+    value = tl.load(value_ptr + tokens[:, None] * value_stride + source, mask=mask, other=0.0)
+    if FP8_MANTISSA is not None:
+        key = encode_fp8(key.to(tl.float32), FP8_MANTISSA)
+        value = encode_fp8(value.to(tl.float32), FP8_MANTISSA)
     offsets = slots // BLOCK_SIZE * block_stride + (kv_head * BLOCK_SIZE + slots % BLOCK_SIZE) * HEAD_DIM
     target = kv_cache_ptr + offsets[:, None] + dims[None, :]
     tl.store(target, key.to(kv_cache_ptr.dtype.element_ty), mask=mask)
@@ -36,29 +40,33 @@ def _write_kv_kernel(
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Every token with a slot stands in the cache, cast to its dtype; a negative slot writes nothing.
+    """Every token with a slot stands in the cache, rounded to its dtype; a negative slot writes nothing.
 
-    `key`, `value`: `[num_tokens, num_kv_heads, head_dim]`; `kv_cache` as in `kvist.kernels`, changed in place;
-    `slot_mapping`: int64 `[num_tokens]`, `block_idx * block_size + offset`, no slot twice. Raises ValueError.
+    `key`, `value`: `[num_tokens, num_kv_heads, head_dim]` in 16 or 32 bits; `kv_cache` as in `kvist.kernels`, changed
+    in place: in eight bits, what is too large becomes the largest finite value; `slot_mapping`: int64 `[num_tokens]`,
+    `block_idx * block_size + offset`, no slot twice. Raises ValueError.
     """
     check_kv_cache(kv_cache)
     num_tokens, (_, _, num_kv_heads, block_size, head_dim) = key.shape[0], kv_cache.shape
     for name, tensor in (("key", key), ("value", value)):
-        check_tensor(name, tensor, (num_tokens, num_kv_heads, head_dim), CACHE_DTYPES, kv_cache)
+        check_tensor(name, tensor, (num_tokens, num_kv_heads, head_dim), DTYPES, kv_cache)
         check_rows(name, tensor)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), kv_cache)
     check_rows("slot_mapping", slot_mapping)
     if not is_launched(kv_cache):
         write_kv_reference(key, value, kv_cache, slot_mapping)
     elif num_tokens:
-        if IS_INTERPRETED:  # It truncates where the device rounds.
-            key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
+        mantissa = mantissa_bits(kv_cache.dtype)
+        if IS_INTERPRETED:  # It knows no bfloat16, and truncates where the device rounds.
+            dtype = kv_cache.dtype if mantissa is None else torch.float32
+            key, value = key.to(dtype), value.to(dtype)
         grid = (-(-num_tokens // _TOKENS_PER_PROGRAM), num_kv_heads)
         with torch.cuda.device_of(kv_cache):
             _write_kv_kernel[grid](
-                key, value, kv_cache, slot_mapping, num_tokens, key.stride(0), value.stride(0), kv_cache.stride(0),
+                key, value, as_bytes(kv_cache), slot_mapping,
+                num_tokens, key.stride(0), value.stride(0), kv_cache.stride(0),
                 NUM_KV_HEADS=num_kv_heads, BLOCK_SIZE=block_size, HEAD_DIM=head_dim,
-                HEAD_DIM_PAD=next_power_of_2(head_dim), TOKENS=_TOKENS_PER_PROGRAM,
+                HEAD_DIM_PAD=next_power_of_2(head_dim), TOKENS=_TOKENS_PER_PROGRAM, FP8_MANTISSA=mantissa,
             )  # fmt: skip
 
 
@@ -70,5 +78,10 @@ def write_kv_reference(
     is_written = slot_mapping >= 0
     slots = slot_mapping[is_written]
     block_idxs, offsets = slots // block_size, slots % block_size
-    kv_cache[block_idxs, 0, :, offsets] = key[is_written].to(kv_cache.dtype)
-    kv_cache[block_idxs, 1, :, offsets] = value[is_written].to(kv_cache.dtype)
+    for kv, tensor in enumerate((key, value)):
+        rows = tensor[is_written]
+        if kv_cache.dtype in FP8_DTYPES:
+            # torch makes infinities of what e5m2 cannot hold.
+            largest = torch.finfo(kv_cache.dtype).max
+            rows = rows.clamp(-largest, largest)
+        kv_cache[block_idxs, kv, :, offsets] = rows.to(kv_cache.dtype)

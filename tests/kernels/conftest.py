@@ -76,6 +76,8 @@ def make_paged(device: str) -> Callable[..., Paged]:
         for seq, (seq_len, pages) in enumerate(zip(seq_lens, num_pages, strict=True)):
             block_tables[seq, :pages] = torch.tensor([free.pop(0) for _ in range(pages)])
             key, value = torch.randn(2, seq_len, num_kv_heads, head_dim, generator=random).to(dtype)
+            if dtype.itemsize == 1:  # Tokens come in 16 or 32 bits; these lose nothing when they are written.
+                key, value = key.float(), value.float()
             positions = torch.arange(seq_len)
             slots = block_tables[seq, positions // block_size].long() * block_size + positions % block_size
             write_kv(key.to(device), value.to(device), kv_cache, slots.to(device))

@@ -83,6 +83,33 @@ def test_a_sink_above_every_score_takes_all_and_one_without_keys_yields_zeros(ma
     assert out[1, 1].count_nonzero() > 0
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_keys_and_values_of_eight_bits_are_read_as_they_are(
+    make_paged, dense_attention, assert_attends, cache_dtype, dtype
+):
+    paged = make_paged([45, 7], window=30, num_kv_heads=2, head_dim=20, dtype=cache_dtype)
+    query = torch.randn(2, 4, 20).to(dtype)
+    out = paged_decode(query.to(paged.kv_cache.device), *paged.inputs(), scale=SCALE, window=30, num_splits=2)
+    assert out.dtype == dtype
+    for seq, (key, value) in enumerate(zip(paged.keys, paged.values, strict=True)):
+        row = slice(seq, seq + 1)
+        assert_attends(out[row], dense_attention(query[row], [len(key) - 1], key, value, scale=SCALE, window=30))
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_number_of_eight_bits_is_read_exactly(device, cache_dtype):
+    # 256 sequences of one token, whose value holds one number in all dimensions.
+    numbers = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(cache_dtype).to(device)
+    numbers = numbers[numbers.float().isfinite()]
+    kv_cache = torch.zeros(len(numbers), 2, 1, 1, 16, dtype=cache_dtype, device=device)
+    kv_cache[:, 1] = numbers.view(-1, 1, 1, 1)
+    tables = torch.arange(len(numbers), device=device).int()[:, None]
+    query, lengths = torch.zeros(len(numbers), 1, 16, device=device), torch.ones_like(tables[:, 0])
+    out = paged_decode(query, kv_cache, tables, lengths, scale=1.0)
+    assert torch.equal(out[:, 0], numbers.float()[:, None].expand(-1, 16))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype, num_splits):

@@ -71,6 +71,21 @@ def test_sinks_take_their_share_of_each_softmax(make_paged, dense_attention, ass
     assert_attends(out, dense_attention(query, positions, key, value, scale=SCALE, window=window, sinks=sinks))
 
 
+@pytest.mark.parametrize("cache_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_of_eight_bits_are_read_as_they_are(
+    make_paged, dense_attention, assert_attends, cache_dtype, dtype
+):
+    paged = make_paged([83], first_queries=[40], window=21, num_kv_heads=2, head_dim=20, dtype=cache_dtype)
+    query = torch.randn(43, 4, 20).to(dtype)
+    kv_cache, tables, lengths = paged.inputs()
+    starts = start_locs([43], kv_cache.device)
+    out = paged_prefill(query.to(kv_cache.device), kv_cache, tables, starts, lengths, scale=SCALE, window=21)
+    assert out.dtype == dtype
+    expected = dense_attention(query, list(range(40, 83)), paged.keys[0], paged.values[0], scale=SCALE, window=21)
+    assert_attends(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype):
     paged = make_paged([150], first_queries=[60], window=50, head_dim=64, block_size=16, dtype=dtype)

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
 from kvist.kernels import write_kv
+from kvist.kernels._fp8 import FP8_DTYPES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -24,6 +27,39 @@ def test_tokens_land_in_their_slots_and_negative_slots_write_nothing(device, dty
             assert torch.equal(by_slot[slot, 1], value[token])
             is_written[slot] = True
     assert by_slot[~is_written.to(device)].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_16_bit_number_is_rounded_to_eight_bits_and_saturates_without_infinities(device, dtype, source):
+    # All numbers of the source but its infinities and NaN, and for float32 those of bfloat16 with a bit below: ties
+    # that a second rounding on the way would get wrong.
+    half = torch.float16 if source == torch.float16 else torch.bfloat16
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(half)
+    numbers = numbers[numbers.isfinite()].to(source)
+    if source == torch.float32:
+        numbers = torch.cat([numbers, (numbers.view(torch.int32) + 1).view(torch.float32)])
+    numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 1024)).view(-1, 4, 256).to(device)
+    num_tokens = len(numbers)
+    kv_cache = torch.zeros(-(-num_tokens // 64), 2, 4, 64, 256, dtype=dtype, device=device)
+    write_kv(numbers, -numbers, kv_cache, torch.arange(num_tokens, device=device))
+    largest = torch.finfo(dtype).max
+    expected = numbers.float().clamp(-largest, largest).to(dtype)
+    by_slot = kv_cache.permute(0, 3, 1, 2, 4).reshape(-1, 2, 4, 256)[:num_tokens]
+    assert torch.equal(by_slot[:, 0].float(), expected.float())
+    assert torch.equal(by_slot[:, 1].float(), -expected.float())
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES)
+def test_eight_bits_saturate_at_infinity_and_keep_nan(device, dtype):
+    kv_cache = torch.zeros(1, 2, 1, 4, 1, dtype=dtype, device=device)
+    key = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0], device=device).view(4, 1, 1)
+    write_kv(key, key, kv_cache, torch.arange(4, device=device))
+    largest = torch.finfo(dtype).max
+    written = kv_cache[0, 0, 0, :, 0].float().tolist()
+    assert written[:2] == [largest, -largest]
+    assert math.isnan(written[2])
+    assert written[3] == 0.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,6 +103,7 @@ def test_no_tokens_write_nothing(device):
             torch.zeros(4, 2, 1, 16, 8).mT,
             r"kv_cache has strides \[256, 128, 128, 1, 8\]; expected contiguous rows",
         ),
+        ("key", torch.zeros(6, 1, 16).to(torch.float8_e5m2), "key has dtype torch.float8_e5m2; expected torch.float16"),
         ("key", torch.zeros(6, 2, 16), r"key has shape \[6, 2, 16\]; expected \[6, 1, 16\]"),
         ("value", torch.zeros(5, 1, 16), r"value has shape \[5, 1, 16\]; expected \[6, 1, 16\]"),
         ("value", torch.zeros(6, 1, 16, device="meta"), "value is on meta; expected cpu"),
