@@ -101,22 +101,23 @@ def _bounded(
 ) -> tuple[int, ...]:
     """Return numbers that let the pools fill up together.
 
-    Windowed groups get one sequence's peak, since only one step at a time is at work, and a unit a sequence: its window
-    when at rest, and as much again for the tails that finished sequences leave in the cache, without which the full
-    groups' blocks of them could not be reused. They get units for as many sequences as the full groups can hold at full
-    length. Since most sequences are shorter, they get units up to `max_num_seqs` while that takes at most half of the
-    memory.
+    Windowed groups get one sequence's peak, since one step's tokens are all that is computed at a time, and a unit a
+    sequence, running or finished: its window. A finished one leaves it in the cache, and without it the full groups'
+    blocks of that sequence could not be reused. They get units for as many sequences as the full groups can hold at
+    full length. Since most sequences are shorter, they get units up to `max_num_seqs` while that takes at most a third
+    of the memory.
     """
     sizes = [block_bytes(group, block_size) for group in groups]
     units = [
-        0 if group.window is FULL else 2 * min(peak, num_blocks_for(group.window - 1, block_size) + 1)
+        0 if group.window is FULL else min(peak, num_blocks_for(group.window, block_size) + 1)
         for group, peak in zip(groups, peaks, strict=True)
     ]
     unit_bytes = _product(units, sizes)
     full_bytes = sum(peak * size for unit, peak, size in zip(units, peaks, sizes, strict=True) if not unit)
     peak_bytes = _product(peaks, sizes) - full_bytes
-    balanced = memory_bytes * unit_bytes // (unit_bytes + full_bytes)
-    wanted = max(peak_bytes, balanced, min(peak_bytes + max_num_seqs * unit_bytes, memory_bytes // 2))
+    work_bytes = peak_bytes - unit_bytes
+    balanced = work_bytes + (memory_bytes - work_bytes) * unit_bytes // (unit_bytes + full_bytes)
+    wanted = max(peak_bytes, balanced, min(work_bytes + max_num_seqs * unit_bytes, memory_bytes // 3))
     extra = min(wanted, memory_bytes - full_bytes) - peak_bytes
     counts = [unit and peak + extra * unit // unit_bytes for unit, peak in zip(units, peaks, strict=True)]
     full_size = sum(size for unit, size in zip(units, sizes, strict=True) if not unit)
