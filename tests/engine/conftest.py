@@ -202,22 +202,22 @@ def hash_of(name: str) -> int:
 
 
 @pytest.fixture(scope="session")
-def oracle(checkpoint: Callable[[str], Path]) -> Callable[[str, list[int]], torch.Tensor]:
-    """Return transformers' logits `[num_tokens, vocab_size]` of a whole sequence, uncached."""
+def oracle(checkpoint: Callable[[str], Path]) -> Callable[..., torch.Tensor]:
+    """Return transformers' logits, float32 `[num_tokens, vocab_size]`, of a whole sequence, uncached."""
 
     @cache
-    def load(name: str) -> nn.Module:
+    def load(name: str, dtype: torch.dtype) -> nn.Module:
         eager = {"attn_implementation": "eager"}
-        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32, **eager)
+        return transformers.AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=dtype, **eager)
 
-    def logits(name: str, token_ids: list[int]) -> torch.Tensor:
-        model = load(name)
+    def logits(name: str, token_ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        model = load(name, dtype)
         soft_cap = getattr(model.config, "attn_logit_softcapping", None)
         with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
             # transformers 5.23 can cap attention logits, but does not pass it what the configuration says.
             capped = partial(modeling_gemma3.eager_attention_forward, softcap=soft_cap)
             patch.setattr(modeling_gemma3, "eager_attention_forward", capped)
-            return model(torch.tensor([token_ids])).logits[0]
+            return model(torch.tensor([token_ids])).logits[0].float()
 
     return logits
 

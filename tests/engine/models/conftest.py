@@ -35,13 +35,14 @@ class Harness:
     def __init__(
         self,
         model_dir: Path,
+        dtype: torch.dtype = torch.float32,
         kv_dtype: KvDtype = KvDtype.FLOAT32,
         num_blocks: int = NUM_BLOCKS,
         has_scratch: bool = False,
     ) -> None:
         config = load_model_config(model_dir)
         self.plan = plan_windows(config.layer_kv(kv_dtype), MAX_LEN)
-        self.model = load_model(model_dir, config, MAX_LEN, torch.float32, CPU)
+        self.model = load_model(model_dir, config, MAX_LEN, dtype, CPU)
         counts = [num_blocks] * len(self.plan.groups)
         self.tensors = KvTensors(self.plan, counts, BLOCK_SIZE, CPU)
         self.manager = KvCacheManager(self.plan.groups, counts, BLOCK_SIZE, scratch=ScratchPolicy())
