@@ -89,8 +89,9 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_SIZE)
 
 
-def test_a_sequence_holds_what_its_windows_see_and_says_what_dense_attention_does(opened) -> None:
-    core = make_engine()
+@pytest.mark.parametrize("has_scratch", [False, True])
+def test_a_sequence_holds_what_its_windows_see_and_says_what_dense_attention_does(has_scratch: bool, opened) -> None:
+    core = make_engine(has_swa_scratch=has_scratch)
     sequences, lengths = opened(core), [0]
 
     def check() -> None:
@@ -107,7 +108,8 @@ def test_a_sequence_holds_what_its_windows_see_and_says_what_dense_attention_doe
             assert by_position == table.block_ids.tolist()[-kept:]
 
     tokens = run(core, make_prompt(0), NUM_DECODED, check)
-    assert [pool.group.window for pool in core.kv_cache.pools] == [FULL, WINDOW]
+    cached = {pool.window: pool.num_cached for pool in core.statistics().kv_cache.pools}
+    assert cached == {FULL: 15, WINDOW: 12 if has_scratch else 15}, "each whole chunk has one block in scratch"
     assert lengths[:5] == [0, 96, 192, 288, 300]
     assert lengths[5:] == list(range(301, 499))
     model = transformers.AutoModelForCausalLM.from_pretrained(
