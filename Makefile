@@ -11,7 +11,9 @@ export PYTHONSAFEPATH := 1
 up: $(VENV)/.installed
 	$(BIN)/kvist up $(ARGS)
 
+# The index is compiled first, and kept: every process that the tests start side by side would else compile it, too.
 test: check
+	$(BIN)/python -c "import kvist.indexer.service.service"
 	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 check: $(VENV)/.installed

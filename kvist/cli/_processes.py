@@ -36,7 +36,7 @@ class Child:
 class ProcessGroup:
     """Owns child processes: leaving the context ends every one of them, by SIGTERM and then by SIGKILL."""
 
-    def __init__(self, *, start_timeout_s: float = 120.0, stop_timeout_s: float = 4.0) -> None:
+    def __init__(self, *, start_timeout_s: float = 300.0, stop_timeout_s: float = 4.0) -> None:
         """Set how long a child may take to be ready (compiling included) and to end when asked."""
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
