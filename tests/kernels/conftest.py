@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,6 +98,20 @@ def make_paged(device: str) -> Callable[..., Paged]:
         return Paged(kv_cache, block_tables.contiguous().to(device), lengths, offsets, keys, values)
 
     return make
+
+
+@pytest.fixture
+def sparse_cache(tmp_path: Path) -> torch.Tensor:
+    """An e5m2 cache `[num_blocks, 2, 1, 16, 128]` of more than 2**31 elements in a file that holds none of them.
+
+    Only what is touched takes memory or disk. Zeros otherwise.
+    """
+    num_blocks = 2**31 // (2 * 16 * 128) + 4
+    path, num_elements = tmp_path / "cache", num_blocks * 2 * 16 * 128
+    with path.open("wb") as file:
+        file.truncate(num_elements)
+    flat = torch.from_file(str(path), shared=True, size=num_elements, dtype=torch.uint8)
+    return flat.view(torch.float8_e5m2).view(num_blocks, 2, 1, 16, 128)
 
 
 @pytest.fixture

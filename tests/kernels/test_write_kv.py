@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from kvist.kernels import write_kv
+from kvist.kernels import paged_decode, paged_prefill, write_kv
 from kvist.kernels._fp8 import FP8_DTYPES
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -78,6 +78,22 @@ def test_blocks_of_a_slot_shared_by_layers_are_written_apart(device):
     assert torch.equal(slots_of_layers[2, 1, 0, 0], qkv[:, 1, 0])
     assert torch.equal(slots_of_layers[2, 1, 1, 0], qkv[:, 2, 0])
     assert slots_of_layers[:, [0, 2]].count_nonzero() == 0
+
+
+def test_blocks_past_two_to_the_31_elements_are_written_and_read(sparse_cache):
+    # An overflow of 32 bits would land near the front. test_gpu.py does the same in GPU memory.
+    last = len(sparse_cache) - 1
+    key, value = torch.randint(-4, 5, (2, 20, 1, 128)).float()
+    slots = torch.cat([torch.arange(16) + last * 16, torch.arange(4) + (last - 1) * 16])
+    write_kv(key, value, sparse_cache, slots)
+    assert torch.equal(sparse_cache[last, 0, 0].float(), key[:16, 0])
+    assert torch.equal(sparse_cache[last - 1, 1, 0, :4].float(), value[16:, 0])
+    assert sparse_cache[:8].float().count_nonzero() == 0
+    tables, lengths = torch.tensor([[last, last - 1]]).int(), torch.tensor([20]).int()
+    query, starts = torch.zeros(1, 1, 128), torch.tensor([0, 1]).int()
+    torch.testing.assert_close(paged_decode(query, sparse_cache, tables, lengths, scale=1.0)[0], value.mean(0))
+    extended = paged_prefill(query, sparse_cache, tables, starts, lengths, scale=1.0)
+    torch.testing.assert_close(extended[0], value.mean(0))
 
 
 def test_no_tokens_write_nothing(device):
