@@ -63,7 +63,7 @@ def test_the_fleet_serves_and_ends_with_the_script(free_ports: FreePorts) -> Non
     port = free_ports(3)
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with subprocess.Popen([SCRIPT, str(bundled_model_path()), str(port)], env=environment) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while not _is_ready(f"http://127.0.0.1:{port}/readiness"):
             assert process.poll() is None
             assert time.monotonic() < deadline
