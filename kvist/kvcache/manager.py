@@ -72,6 +72,11 @@ class KvCacheManager:
         has_prefix_cache: bool = True,
         scratch: ScratchPolicy | None = None,
     ) -> None:
+        if block_size < 1:
+            raise InvalidValueError("block_size", block_size, "at least 1")
+        if len(num_blocks) != len(groups) or any(count < 1 for count in num_blocks):
+            expected = f"{len(groups)} numbers from 1 on, one a group"
+            raise InvalidValueError("num_blocks", tuple(num_blocks), expected)
         self.block_size = block_size
         self.pools = tuple(BlockPool(group, count, sink) for group, count in zip(groups, num_blocks, strict=True))
         self._sink = sink

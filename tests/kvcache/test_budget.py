@@ -16,6 +16,7 @@ from kvist.kvcache import (
     LayerKv,
     block_bytes,
     check_sequence_fits,
+    longest_sequence,
     max_concurrent_sequences,
     peak_num_blocks,
     plan_windows,
@@ -138,6 +139,15 @@ def test_concurrency_is_what_the_scarcest_pool_holds() -> None:
     assert max_concurrent_sequences([2560, 600], [256, 256], 64) == 2
     assert max_concurrent_sequences([2560, 600], [256, 60], 64) == 10
     assert max_concurrent_sequences([2560], [1], 64) == 64
+
+
+def test_the_longest_sequence_is_what_the_scarcest_pool_holds() -> None:
+    groups = [WHOLE, SLIDING]
+    assert longest_sequence(groups, [100, 49], 32, 8192, 512) == 3200
+    assert longest_sequence(groups, [100, 20], 32, 8192, 512) == 640
+    assert longest_sequence(groups, [256, 49], 32, 8192, 512) == 8192
+    for num_blocks in ([100, 49], [100, 20]):
+        check_sequence_fits(groups, num_blocks, 32, longest_sequence(groups, num_blocks, 32, 8192, 512), 512)
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_both_numbers() -> None:

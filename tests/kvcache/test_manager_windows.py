@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import (
     ABSENT,
@@ -121,3 +122,16 @@ def test_bounded_pools_keep_the_tail_of_a_prompt_while_every_sequence_fills_its_
     assert manager.pools[1].statistics().num_used >= max_num_seqs * (window // size)
     assert manager.match(BlockHashChain(size), [*system, 7, 8, 9]).num_tokens >= len(system) - 2 * size
     manager.check_invariants(sequences)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_size", "message"),
+    [
+        ([8], 4, r"num_blocks: got \(8,\), expected 2 numbers from 1 on"),
+        ([8, 0], 4, r"num_blocks: got \(8, 0\)"),
+        ([8, 8], 0, "block_size: got 0, expected at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(make_groups, num_blocks: list[int], block_size: int, message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        KvCacheManager(make_groups(FULL, 8), num_blocks, block_size)
