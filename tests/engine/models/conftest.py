@@ -49,13 +49,17 @@ class Harness:
         self.runner = Runner(self.model, self.plan, self.tensors, BLOCK_SIZE)
         self._has_scratch = has_scratch
 
-    def open(self, token_ids: list[int]) -> Request:
-        """Start a request with what the prefix cache has of it."""
+    def open(self, token_ids: list[int], has_scratch: bool | None = None) -> Request:
+        """Start a request with what the prefix cache has of it; `has_scratch` of its own, else the model's."""
         text = TextStream(None, ())
         request = Request("r", token_ids, SamplingParams(), 1, BlockHashChain(BLOCK_SIZE), text, random.Random(0))
         hit = self.manager.match(request.chain, token_ids)
         request.blocks = self.manager.open(
-            hit, request.chain, token_ids, hit.num_tokens, is_scratch_allowed=self._has_scratch
+            hit,
+            request.chain,
+            token_ids,
+            hit.num_tokens,
+            is_scratch_allowed=self._has_scratch if has_scratch is None else has_scratch,
         )
         request.num_computed_tokens = hit.num_tokens
         return request

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from kvist.engine.core import EngineCore
+from kvist.engine.request import Request
 from kvist.events import FULL
 from kvist.kernels import write_kv
 from kvist.kvcache import KvDtype
@@ -52,7 +53,8 @@ def test_decodes_and_prefills_in_one_step(family: str, has_scratch: bool, harnes
     prompts = [make_tokens(count, seed=count) for count in (21, 40, 33, 5)]
     expected = [oracle(family, tokens) for tokens in prompts]
     model = harness(family, has_scratch=has_scratch)
-    first, second, third, fourth = map(model.open, prompts)
+    first, second, fourth = (model.open(prompts[i]) for i in (0, 1, 3))
+    third = model.open(prompts[2], has_scratch=False)
     model.step((first, 20), (fourth, 4))
     model.step((second, 10))
     mixed = model.step((second, 30), (first, 1), (third, 33), (fourth, 1))
@@ -136,6 +138,34 @@ def test_a_long_decode_equals_dense_attention(windowed: str, harness, oracle) ->
     request = model.open(tokens)
     model.step((request, 17))
     assert_close(model.decode(request, 400), oracle(windowed, tokens)[17:])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("windowed", ["gemma3", "gemma3n", "gemma4-shared", "gpt-oss", "mistral"])
+def test_any_order_of_chunks_preemptions_and_reuse(windowed: str, seed: int, harness, oracle) -> None:
+    rng = random.Random(seed)
+    stem = make_tokens(40, seed)
+    prompts = [stem[: rng.randrange(41)] + make_tokens(rng.randrange(10, 40), seed=100 + i) for i in range(6)]
+    model = harness(windowed, num_blocks=66)  # three sequences fit, with what others left in the cache
+    running: list[tuple[Request, torch.Tensor]] = []
+    for _ in range(60):
+        while len(running) < 3:
+            tokens = rng.choice(prompts)
+            running.append((model.open(tokens, has_scratch=rng.random() < 0.5), oracle(windowed, tokens)))
+        chunks = []
+        for request, expected in rng.sample(running, rng.randrange(1, 4)):
+            left = len(request.token_ids) - request.num_computed_tokens
+            num_new = rng.choice([1, 1, 1, rng.randrange(1, left + 1)])
+            start = request.num_computed_tokens
+            chunks.append((request, num_new, expected[start : start + num_new]))
+        got = model.step(*((request, num_new) for request, num_new, _ in chunks))
+        chunks.sort(key=lambda chunk: chunk[1] > 1)  # decodes come first
+        assert_close(got, torch.cat([rows for _, _, rows in chunks]))
+        for request, _ in list(running):
+            if request.num_computed_tokens == len(request.token_ids) or rng.random() < 0.05:
+                model.close(request)
+                running = [each for each in running if each[0] is not request]
+    model.manager.check_invariants([request.blocks for request, _ in running])
 
 
 def test_in_bfloat16_the_error_is_no_larger_than_that_of_transformers(family: str, harness, oracle) -> None:
