@@ -78,7 +78,7 @@ def _check(pool: torch.Tensor, page_ids: torch.Tensor, name: str, buffer: torch.
 
 
 def _as_words(pool: torch.Tensor, buffer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Both as `[pages, words]`, of the widest word that every address is a multiple of, and whether two words are so."""
+    """Both as `[pages, words]` of the widest word that all addresses are multiples of, and whether pairs of it are."""
     common = 16
     for tensor in (pool, buffer):
         page_bytes, stride_bytes = (count * tensor.element_size() for count in (tensor[:1].numel(), tensor.stride(0)))

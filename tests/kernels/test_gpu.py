@@ -40,39 +40,87 @@ def test_blocks_past_two_to_the_31_elements_are_written_and_read():
         torch.testing.assert_close(decoded, dense[-1:], atol=1.6e-2, rtol=1.6e-2)
 
 
+CACHE_DTYPES = [None, torch.float8_e4m3fn, torch.float8_e5m2]  # None: the query's
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("window", [None, 1000])
-def test_kernels_agree_with_their_references_at_the_sizes_of_real_models(dtype, head_dim, window):
+@pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
+def test_kernels_agree_with_their_references_at_the_sizes_of_real_models(dtype, head_dim, window, cache_dtype):
     seq_lens, query_lens = [3000, 1, 517, 2048], [200, 1, 517, 1]
-    kv_cache = torch.randn(400, 2, 2, 16, head_dim, device="cuda").to(dtype)
-    tables = torch.randperm(400, device="cuda").int()[:348].view(1, 348).expand(4, -1).contiguous()
+    kv_cache = torch.randn(400, 2, 2, 16, head_dim, device="cuda").to(cache_dtype or dtype)
+    tables = torch.randperm(400, device="cuda").int()[:348].view(1, 348).expand(4, -1)
+    page_offsets = torch.zeros(4, dtype=torch.int32, device="cuda")
+    if window is not None:
+        # Drop what no row sees: pages of 16 before the first visible key of the first row.
+        first_queries = [seq_len - query_len for seq_len, query_len in zip(seq_lens, query_lens, strict=True)]
+        page_offsets += torch.tensor([max(0, first - window + 1) // 16 for first in first_queries], device="cuda")
+        columns = (torch.arange(348, device="cuda") + page_offsets[:, None]).clamp(max=347)
+        tables = tables.gather(1, columns)
     lengths = torch.tensor(seq_lens, dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, *query_lens]).cumsum(0).int().cuda()
     query = torch.randn(sum(query_lens), 16, head_dim, device="cuda").to(dtype)
-    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": 30.0}
+    sinks = torch.randn(16, device="cuda")
+    options = {"scale": head_dim**-0.5, "window": window, "soft_cap": 30.0, "page_offsets": page_offsets}
+    options["sinks"] = sinks
     tolerance = HALF_TOLERANCE[dtype]
-    inputs = (query, kv_cache, tables, starts, lengths)
+    inputs = (query, kv_cache, tables.contiguous(), starts, lengths)
     torch.testing.assert_close(
         paged_prefill(*inputs, **options), paged_prefill_reference(*inputs, **options), atol=tolerance, rtol=tolerance
     )
-    inputs = (query[:4], kv_cache, tables, lengths)
-    torch.testing.assert_close(
-        paged_decode(*inputs, **options), paged_decode_reference(*inputs, **options), atol=tolerance, rtol=tolerance
-    )
+    inputs = (query[:4], kv_cache, tables.contiguous(), lengths)
+    for num_splits in (None, 1, 32):
+        decoded = paged_decode(*inputs, num_splits=num_splits, **options)
+        expected = paged_decode_reference(*inputs, **options)
+        torch.testing.assert_close(decoded, expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_step_is_captured_in_a_graph_and_replays_with_new_lengths():
+def test_a_step_is_captured_in_a_graph_and_replays_with_new_lengths_offsets_and_tables():
     kv_cache = torch.randn(64, 2, 1, 16, 64, device="cuda").half()
-    tables = torch.randperm(64, device="cuda").int().view(2, 32)
-    lengths = torch.tensor([20, 300], dtype=torch.int32, device="cuda")
-    query = torch.randn(2, 4, 64, device="cuda").half()
-    out = paged_decode(query, kv_cache, tables, lengths, scale=0.125)  # compiles
+    tables = torch.randperm(64, device="cuda").int().view(4, 16)
+    lengths = torch.tensor([20, 200, 0, 0], dtype=torch.int32, device="cuda")  # two rows of padding
+    offsets = torch.zeros(4, dtype=torch.int32, device="cuda")
+    slots = torch.tensor([3, 7, -1, -1], device="cuda")
+    query, key, value = torch.randn(3, 4, 4, 64, device="cuda").half()
+    key, value, out = key[:, :1], value[:, :1], torch.empty_like(query)
+    options = {"scale": 0.125, "window": 100, "page_offsets": offsets}
+
+    def step():
+        write_kv(key, value, kv_cache, slots)
+        paged_decode(query, kv_cache, tables, lengths, out=out, **options)
+
+    step()  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        paged_decode(query, kv_cache, tables, lengths, scale=0.125, out=out)
-    lengths += 7
+        step()
+    tables.copy_(torch.randperm(64, device="cuda").view(4, 16))
+    lengths += torch.tensor([7, 120, 0, 31], device="cuda")
+    offsets += torch.tensor([0, 13, 0, 0], device="cuda")  # 320 - 100 = 220: page 13
+    slots.copy_(torch.tensor([900, 901, -1, 902]))
+    key.normal_()
     out.fill_(torch.nan)
     graph.replay()
-    expected = paged_decode_reference(query, kv_cache, tables, lengths, scale=0.125)
+    assert torch.equal(kv_cache[902 // 16, 0, 0, 902 % 16], key[3, 0])
+    expected = paged_decode_reference(query, kv_cache, tables, lengths, **options)
     torch.testing.assert_close(out, expected, atol=2e-3, rtol=2e-3)
+    assert out[2].count_nonzero() == 0
+
+
+def test_a_captured_chunk_replays_with_other_boundaries_between_its_sequences():
+    kv_cache = torch.randn(64, 2, 2, 16, 128, device="cuda").bfloat16()
+    tables = torch.randperm(64, device="cuda").int().view(2, 32)
+    query = torch.randn(300, 8, 128, device="cuda").bfloat16()
+    lengths = torch.tensor([280, 400], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 200, 300], dtype=torch.int32, device="cuda")
+    options = {"scale": 0.1, "window": 150}
+    out = paged_prefill(query, kv_cache, tables, starts, lengths, **options)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        paged_prefill(query, kv_cache, tables, starts, lengths, out=out, **options)
+    starts.copy_(torch.tensor([0, 17, 290]))  # ten rows of padding
+    lengths.copy_(torch.tensor([17, 511]))
+    out.fill_(torch.nan)
+    graph.replay()
+    expected = paged_prefill_reference(query, kv_cache, tables, starts, lengths, **options)
+    torch.testing.assert_close(out, expected, atol=1.6e-2, rtol=1.6e-2)

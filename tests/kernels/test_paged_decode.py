@@ -120,6 +120,17 @@ def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, 
     assert_attends(out, dense_attention(query, [44], paged.keys[0], paged.values[0], scale=0.125))
 
 
+@pytest.mark.parametrize("head_dim", [128, 256, 512])
+def test_wide_heads_attend_in_the_tiles_of_16_bits(make_paged, dense_attention, assert_attends, head_dim):
+    paged = make_paged([150], window=141, is_local=True, head_dim=head_dim, block_size=4, dtype=torch.bfloat16)
+    query = torch.randn(1, 4, head_dim).bfloat16()
+    options = {"scale": head_dim**-0.5, "window": 141}
+    out = paged_decode(
+        query.to(paged.kv_cache.device), *paged.inputs(), page_offsets=paged.page_offsets, num_splits=1, **options
+    )
+    assert_attends(out, dense_attention(query, [149], paged.keys[0], paged.values[0], **options))
+
+
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_sequence_without_keys_is_zero_and_every_row_of_out_is_written(make_paged, num_splits):
     paged = make_paged([0, 9, 0])
@@ -207,6 +218,7 @@ def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_
     [
         ("query", torch.zeros(2, 3, 16), "query has 3 heads; expected a multiple of the cache's 2"),
         ("query", torch.zeros(2, 4, 32), r"query has shape \[2, 4, 32\]; expected \[any, any, 16\]"),
+        ("kv_cache", torch.zeros(4, 2, 2, 8, 16).half(), "query has dtype torch.float32; expected torch.float16"),
         ("query", torch.zeros(2, 4, 16).half(), "query has dtype torch.float16; expected torch.float32"),
         ("query", torch.zeros(3, 4, 16), r"seq_lens has shape \[2\]; expected one length a query: \[3\]"),
         ("query", torch.zeros(2, 16, 4).mT, "query has strides"),
@@ -216,6 +228,7 @@ def test_splits_fill_132_multiprocessors_but_keep_two_pages_of_32(batch, num_kv_
         ("page_offsets", torch.zeros(2), "page_offsets has dtype torch.float32; expected torch.int32"),
         ("sinks", torch.zeros(2), r"sinks has shape \[2\]; expected \[4\]"),
         ("sinks", torch.zeros(4).half(), "sinks has dtype torch.float16; expected torch.float32"),
+        ("scale", 0.0, "scale is 0.0; expected a positive number"),
         ("window", 0, "window is 0; expected at least 1 token, or None"),
         ("soft_cap", 0.0, "soft_cap is 0.0; expected a positive number, or None"),
         ("num_splits", 3, "num_splits is 3; expected a power of two from 1 to 128"),

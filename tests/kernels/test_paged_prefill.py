@@ -86,14 +86,30 @@ def test_keys_and_values_of_eight_bits_are_read_as_they_are(
     assert_attends(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_as_good_as_its_rounding(make_paged, dense_attention, assert_attends, dtype):
-    paged = make_paged([150], first_queries=[60], window=50, head_dim=64, block_size=16, dtype=dtype)
-    query = torch.randn(90, 1, 64).to(dtype)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "window"),
+    [
+        (64, torch.float16, 50),
+        (64, torch.bfloat16, None),
+        (64, torch.bfloat16, 170),  # wide enough for keys that every row of a block sees behind those hidden from some
+        (256, torch.bfloat16, 3),
+        (512, torch.bfloat16, 100),
+    ],
+)
+def test_half_precision_is_as_good_as_its_rounding(
+    make_paged, dense_attention, assert_attends, head_dim, dtype, window
+):
+    first, end = (60, 150) if window != 170 else (250, 400)
+    paged = make_paged(
+        [end], first_queries=[first], window=window, is_local=True, head_dim=head_dim, block_size=16, dtype=dtype
+    )
+    query = torch.randn(end - first, 1, head_dim).to(dtype)
     kv_cache, tables, lengths = paged.inputs()
-    starts = start_locs([90], kv_cache.device)
-    out = paged_prefill(query.to(kv_cache.device), kv_cache, tables, starts, lengths, scale=0.125, window=50)
-    expected = dense_attention(query, list(range(60, 150)), paged.keys[0], paged.values[0], scale=0.125, window=50)
+    starts = start_locs([end - first], kv_cache.device)
+    options = {"scale": head_dim**-0.5, "window": window}
+    inputs = (query.to(kv_cache.device), kv_cache, tables, starts, lengths)
+    out = paged_prefill(*inputs, page_offsets=paged.page_offsets, **options)
+    expected = dense_attention(query, list(range(first, end)), paged.keys[0], paged.values[0], **options)
     assert out.dtype == dtype
     assert_attends(out, expected)
 
