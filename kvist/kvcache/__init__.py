@@ -1,8 +1,9 @@
 """KV memory: who holds which block, what is cached, and what may go.
 
-Layers with equal windows form a group; each group has a pool of blocks with a prefix cache in it. A sequence holds one
-block table a group, by absolute ordinal. Blocks that slide out of the window leave the sequence at once, but stay
-cached until their slot is needed. Everything here is plain Python except `tensors`, which is not imported from here.
+Layers that store alike and see equally far form a group; each group has a pool of slots with a prefix cache in it. A
+sequence holds one block table a group, by absolute ordinal. Blocks that slide out of the window leave the sequence when
+the step is done, but stay cached until their slot is needed; those that a step itself makes stale can share scratch
+slots. Everything here is plain Python except `tensors`, which is not imported from here. See docs/windowed-kv.md.
 """
 
 from kvist.kvcache.budget import (
