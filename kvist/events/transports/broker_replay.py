@@ -28,6 +28,7 @@ import msgspec
 
 from kvist.errors import MalformedMessageError
 from kvist.events.transports import base
+from kvist.events.transports.answers import Collected
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 
 _logger = logging.getLogger(__name__)
@@ -196,8 +197,7 @@ class Asking:
         self._until_page = WINDOW_PAGES
         self.num_pages = 0
         self._left = bytearray()
-        self._num_bytes = 0
-        self._messages: list[Message] = []
+        self._messages = Collected()
 
     @property
     def name(self) -> str:
@@ -224,8 +224,7 @@ class Asking:
             raise MalformedMessageError("a replay", str(error)) from None
         if page.id != self.id or page.page_idx < self.num_pages or self.is_done:
             return None
-        self._num_bytes += len(page.data)
-        if page.page_idx > self.num_pages or self._num_bytes > base.MAX_ANSWER_BYTES:
+        if page.page_idx > self.num_pages or not self._messages.grows(len(page.data)):
             raise MalformedMessageError("a replay", f"page {page.page_idx} after {self.num_pages}, or too many bytes")
         self.num_pages += 1
         self._left += page.data
@@ -253,8 +252,9 @@ class Asking:
             if end > len(self._left):
                 break
             topic = bytes(self._left[start + _RECORD.size : topic_end])
+            if not self._messages.grows(base.MESSAGE_BYTES):
+                raise MalformedMessageError("a replay", "too many messages")
             self._messages.append(Message(topic, sequence, bytes(self._left[topic_end:end])))
-            self._num_bytes += base.MESSAGE_BYTES
             start = end
         del self._left[:start]
 

@@ -7,6 +7,7 @@ import asyncio
 import zmq
 
 from kvist.events.transports import base
+from kvist.events.transports.answers import Collected
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.frames import MalformedCounter, message_of
@@ -43,19 +44,16 @@ class ReplayClient:
             dealer.close()
 
     async def _collect(self, dealer: LoopSocket, timeout_s: float) -> list[Message] | None:
-        messages: list[Message] = []
-        size_bytes = 0
-        while size_bytes <= base.MAX_ANSWER_BYTES:
+        answer = Collected()
+        while True:
             async with asyncio.timeout(timeout_s):
                 replies = await dealer.receive()
             for frames in replies:
                 if len(frames) >= 3 and frames[-2] == END:
-                    return messages
+                    return answer
                 message = message_of(frames[1:] if len(frames) == 4 else frames, self._malformed)
-                if message is not None:
-                    messages.append(message)
-                    size_bytes += base.MESSAGE_BYTES + len(message.topic) + len(message.payload)
-        return None
+                if message is not None and not answer.takes(message):
+                    return None
 
 
 def _frames(request: ReplayRequest) -> tuple[bytes, ...]:

@@ -26,7 +26,8 @@ from nats.js.api import (
 )
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.base import MAX_ANSWER_BYTES, MESSAGE_BYTES, Message, ReplayRequest
+from kvist.events.transports.answers import Collected
+from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.broker import STREAM, BrokerUrl, escape, unpack
 from kvist.events.transports.frames import MalformedCounter
 
@@ -216,15 +217,13 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
         found = await client.jsm().get_msg(stream, seq=middle, subject=subject, next=True)
         is_far_enough = is_wanted(unpack(topic, found.data or b"", malformed))
         low, high = (low, middle) if is_far_enough else ((found.seq or middle) + 1, high)
-    messages: list[Message] = []
-    num_bytes = 0
+    answer = Collected()
     async with HistoryReader.open(client, stream, subject, low) as reader:
-        while num_bytes < MAX_ANSWER_BYTES and (message := await reader.read()) is not None:
-            num_bytes += MESSAGE_BYTES + len(message.data)
+        while (message := await reader.read()) is not None:
             unpacked = unpack(topic, message.data, malformed)
-            if unpacked is not None and is_wanted(unpacked):
-                messages.append(unpacked[1])
-    return messages
+            if unpacked is not None and is_wanted(unpacked) and not answer.takes(unpacked[1]):
+                return None
+    return answer
 
 
 async def _first_sequence(client: Client, stream: str, subject: str) -> int | None:
