@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import ModelConfig, RopeConfig
+from kvist.engine.models.config import RopeConfig
 from kvist.engine.models.gemma3n import SparseGateMlp
 from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
@@ -19,7 +19,6 @@ from kvist.kvcache import plan_windows
 from kvist.kvcache.dtypes import KvDtype
 
 Edit = Callable[..., Path]
-S, F = "sliding_attention", "full_attention"
 
 
 @pytest.fixture
@@ -35,13 +34,9 @@ def edited(checkpoint: Callable[[str], Path], tmp_path: Path) -> Edit:
     return edit
 
 
-def read(path: Path) -> ModelConfig:
-    return load_model_config(path)
-
-
 def test_of_thirty_layers_ten_have_no_memory_of_their_own(edited: Edit) -> None:
     big = {"num_hidden_layers": 30, "num_kv_shared_layers": 10, "sliding_window": 512}
-    config = read(edited(**big, layer_types=None, intermediate_size=96, activation_sparsity_pattern=None))
+    config = load_model_config(edited(**big, layer_types=None, intermediate_size=96, activation_sparsity_pattern=None))
     plan = plan_windows(config.layer_kv(KvDtype.BFLOAT16), 32_768)
     assert [(group.window, len(group.layer_indices)) for group in plan.groups] == [(FULL, 4), (512, 16)]
     assert {plan.places[i] for i in (18, 20, 23, 25, 28)} == {plan.places[18]}
@@ -51,13 +46,13 @@ def test_of_thirty_layers_ten_have_no_memory_of_their_own(edited: Edit) -> None:
 
 
 def test_a_layer_may_have_an_mlp_of_its_own_size(edited: Edit) -> None:
-    config = read(edited(intermediate_size=[128, 96, 64, 128, 128, 128], activation_sparsity_pattern=0.5))
+    config = load_model_config(edited(intermediate_size=[128, 96, 64, 128, 128, 128], activation_sparsity_pattern=0.5))
     assert [layer.intermediate_size for layer in config.layers] == [128, 96, 64, 128, 128, 128]
     assert {layer.activation_sparsity for layer in config.layers} == {0.5}
 
 
 def test_an_older_file_says_its_frequencies_apart(edited: Edit) -> None:
-    layers = read(edited(rope_parameters=None, rope_theta=5e5, rope_local_base_freq=2e4)).layers
+    layers = load_model_config(edited(rope_parameters=None, rope_theta=5e5, rope_local_base_freq=2e4)).layers
     assert layers[0].rope == RopeConfig(2e4)
     assert layers[2].rope == RopeConfig(5e5)
 
@@ -77,13 +72,13 @@ def test_an_older_file_says_its_frequencies_apart(edited: Edit) -> None:
 )
 def test_what_cannot_be_run_is_refused_by_name(edited: Edit, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidValueError, match=message):
-        read(edited(**changes))
+        load_model_config(edited(**changes))
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.95])
 def test_a_sparse_gate_passes_about_that_share_less_of_a_bell_curve(edited: Edit, sparsity: float) -> None:
     size = 4096
-    mlp = SparseGateMlp(read(edited(hidden_size=1)), size, sparsity)
+    mlp = SparseGateMlp(load_model_config(edited(hidden_size=1)), size, sparsity)
     torch.manual_seed(0)
     gate = 3.0 + 2.0 * torch.randn(size)
     mlp.gate_up_proj.weight.copy_(torch.cat([gate, torch.ones(size)]).unsqueeze(-1))
@@ -104,4 +99,4 @@ def test_keys_and_values_of_layers_that_share_are_ignored(checkpoint: Callable[[
     }
     assert leftover
     save_file(tensors | leftover, path / "model.safetensors")
-    load_model(path, read(path), 64, torch.float32, torch.device("cpu"))
+    load_model(path, load_model_config(path), 64, torch.float32, torch.device("cpu"))
