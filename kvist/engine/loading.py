@@ -75,6 +75,8 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
         facts.dtype,
         facts.device,
     )
+    if config.has_swa_scratch:
+        facts.plan.check_scratch()
     scratch = ScratchPolicy() if config.has_swa_scratch else None
     kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache, scratch)
     return EngineCore(

@@ -41,6 +41,19 @@ class WindowPlan:
                 raise InvalidValueError("layer_indices", layer_idx, f"layers below {len(self.places)}")
         return all(self.groups[self.places[i].group_id].window is not FULL for i in layer_indices)
 
+    def check_scratch(self) -> None:
+        """Raise InvalidValueError if a layer would read scratch slots that no longer hold its source's keys.
+
+        They hold those of the last layer of the group that wrote: it must be the source when a sharing layer reads.
+        """
+        for layer_idx, place in enumerate(self.places):
+            group = self.groups[place.group_id]
+            source = group.layer_indices[place.position]
+            later = [owner for owner in group.layer_indices if source < owner < layer_idx]
+            if later and group.window is not FULL:
+                expected = f"layer {later[-1]}, the last before it that writes to its group's scratch slots"
+                raise InvalidValueError(f"layers[{layer_idx}].source", source, expected)
+
 
 def plan_windows(layers: Sequence[LayerKv | SharedKv], max_model_len: int) -> WindowPlan:
     """Return the plan: layers with equal LayerKv are a group, and group 0, the widest, is what prefix routing follows.

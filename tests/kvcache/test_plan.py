@@ -70,6 +70,15 @@ def test_a_source_that_shares_itself_is_refused() -> None:
         plan_windows([WHOLE, SharedKv(0), SharedKv(1)], 512)
 
 
+def test_scratch_slots_are_refused_where_another_layer_writes_between_a_source_and_its_reader() -> None:
+    plan_windows([NARROW, NARROW, WHOLE, SharedKv(1), SharedKv(2), SharedKv(1)], 1024).check_scratch()
+    plan_windows([NARROW, WHOLE, SharedKv(0), NARROW], 1024).check_scratch()
+    plan_windows([WHOLE, WHOLE, SharedKv(0)], 1024).check_scratch()
+    plan = plan_windows([NARROW, WHOLE, NARROW, SharedKv(0)], 1024)
+    with pytest.raises(InvalidValueError, match=r"layers\[3\]\.source: got 0, expected layer 2"):
+        plan.check_scratch()
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
