@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvist.kvcache import ABSENT, BlockTable, PageIndexMode, scratch_page_index, scratch_place
+from kvist.errors import InvalidValueError
+from kvist.kvcache import ABSENT, BlockTable, PageIndexMode, SlotLayout, scratch_page_index, scratch_place
 
 IntArray = npt.NDArray[np.int64]
 
@@ -32,19 +33,22 @@ class GroupPages:
 
 
 def group_pages(
-    tables: Sequence[BlockTable], num_layers: int, block_size: int, sequence: IntArray, positions: IntArray
+    tables: Sequence[BlockTable], pool: SlotLayout, block_size: int, sequence: IntArray, positions: IntArray
 ) -> GroupPages:
     """Return the pages of a step's sequences, one table each, and the slots of its tokens.
 
-    `sequence` and `positions` say for each token whose it is and where it stands, absolutely.
+    `sequence` and `positions` say for each token whose it is and where it stands, absolutely. Raises InvalidValueError
+    for a block that the pool does not have: kernels would read beyond it.
     """
     page_offsets = np.array([table.first_held for table in tables], dtype=np.int32)
     width = max(len(table.block_ids) - table.first_held for table in tables)
     slots = np.full((1, len(tables), width), ABSENT, dtype=np.int32)
     for row, table in zip(slots[0], tables, strict=True):
         row[: len(table.block_ids) - table.first_held] = np.frombuffer(table.block_ids, np.int32)[table.first_held :]
+    if slots.max() >= pool.num_slots:
+        raise InvalidValueError("block_tables", int(slots.max()), f"slots of the pool, below {pool.num_slots}")
     has_scratch = any(table.scratch is not None for table in tables)
-    pages = _pages_of_layers(slots, tables, num_layers) if has_scratch else slots
+    pages = _pages_of_layers(slots, tables, pool.scale) if has_scratch else slots
     writable = pages.copy()
     for row, table in enumerate(tables):
         writable[:, row, [ordinal - table.first_held for ordinal in table.adopted]] = ABSENT

@@ -87,7 +87,7 @@ class Runner:
         return tuple(
             group_pages(
                 [tables[group.group_id] for tables in held],
-                len(group.layer_indices),
+                self._tensors.layouts[group.group_id],
                 self._block_size,
                 sequence,
                 positions,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvist.kvcache.dtypes import KvDtype
+from kvist.kvcache.pages import SlotLayout
 from kvist.kvcache.plan import WindowPlan
 
 TORCH_DTYPES = {
@@ -26,10 +27,13 @@ class KvTensors:
 
     def __init__(self, plan: WindowPlan, num_slots: Sequence[int], block_size: int, device: torch.device) -> None:
         self.device = device
+        self.layouts = [
+            SlotLayout(count, len(group.layer_indices)) for group, count in zip(plan.groups, num_slots, strict=True)
+        ]
         self.pools: list[torch.Tensor] = []
-        for group, count in zip(plan.groups, num_slots, strict=True):
-            layer, num_layers = group.layer, len(group.layer_indices)
-            shape = (count, num_layers, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
+        for group, layout in zip(plan.groups, self.layouts, strict=True):
+            layer = group.layer
+            shape = (layout.num_slots, layout.scale, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
             self.pools.append(torch.zeros(shape, dtype=TORCH_DTYPES[layer.dtype], device=device))
         self._places = plan.places
 
