@@ -33,7 +33,7 @@ from kvist.kvcache import (
 
 BLOCK_SIZE, CHUNK, DECODES = 32, 2048, 64
 LENGTHS = (1024, 8192, 32768, 131072)
-MEMORY_BYTES, MAX_NUM_SEQS = 32 * 2**30, 4096
+MEMORY_BYTES, MAX_NUM_SEQS = 32 * 2**30, 512
 MIB = 2**20
 
 
@@ -236,7 +236,7 @@ def main() -> None:
             "Slots of the narrowest window's pool at the peak of one prefill (a slot holds a block of all its layers):",
             slots,
             f"Sequences of 8,192 tokens that decode at once in {MEMORY_BYTES / 2**30:.0f} GiB, admitted one by one in "
-            f"chunks of {CHUNK}:",
+            f"chunks of {CHUNK}, at most {MAX_NUM_SEQS}:",
             admitted,
         ]
     )
