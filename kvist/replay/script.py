@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from kvist.errors import InvalidValueError
+from kvist.replay.earlier import Earlier
 from kvist.replay.format import Record
 from kvist.replay.reader import Torn
 from kvist.replay.rewriting import Rewriter
@@ -44,7 +45,10 @@ class Line(NamedTuple):
 
 
 class Script:
-    """Tells what to play, line by line; memory for one block of the recording and what the rewriter keeps."""
+    """Tells what to play, line by line; memory for one block of the recording and what the rewriter keeps.
+
+    Where something is left out at the beginning, also for the blocks that were held then: 200 bytes each.
+    """
 
     def __init__(
         self,
@@ -66,6 +70,7 @@ class Script:
         self._round_idx = 0
         self._reader: RecordReader | None = None
         self._first_wall_ns: int | None = None
+        self._earlier = Earlier()
         self.num_recorded = 0
         """Messages read, in all rounds, of which some may not have been meant."""
         self.torn: Torn | None = None
@@ -86,7 +91,7 @@ class Script:
         """
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
-                self._round_idx, self._reader = round_idx, reader
+                self._round_idx, self._reader, self._earlier = round_idx, reader, Earlier()
                 yield from self._round(reader)
 
     def _round(self, reader: RecordReader) -> Iterator[list[Line] | None]:
@@ -111,11 +116,13 @@ class Script:
         for record in records:
             if self._selection.is_over(record, self._first_wall_ns):
                 return lines, True
-            if self._selection.is_too_late(record, self._first_wall_ns):
+            if self._selection.is_too_late(record, self._first_wall_ns) or not self._selection.has_worker(record):
                 continue
-            if self._selection.is_too_early(record, self._first_wall_ns) or not self._selection.has_worker(record):
+            if self._selection.is_too_early(record, self._first_wall_ns):
+                self._earlier.passed_over(record)
                 continue
-            for message in self._rewriter.rewritten(record, self._round_idx):
-                is_same = message is record.message
-                lines.append(Line(self._round_idx, record if is_same else record._replace(message=message)))
+            for meant in (*self._earlier.told_before(record), record):
+                for message in self._rewriter.rewritten(meant, self._round_idx):
+                    is_same = message is meant.message
+                    lines.append(Line(self._round_idx, meant if is_same else meant._replace(message=message)))
         return lines, False

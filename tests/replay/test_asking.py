@@ -22,6 +22,7 @@ from kvist.replay.asking import MAX_WAIT_S, Asking
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.numbering import SourceNumbering
 from kvist.replay.script import Line, Script
+from kvist.replay.selection import Moment, Selection
 from kvist.replay.sent import SentBuffer
 from kvist.replay.statistics import StatisticsCollector
 
@@ -274,6 +275,24 @@ def test_who_asks_what_was_played_is_answered_exactly_however_little_is_kept(
             assert [message.sequence for message in answer] == list(range(start, len(publisher.batches)))
             continue
         rank, _ = indexed(make.records(*answer, last))
+        assert (rank.state, (rank.num_blocks, rank.digest)) == (SourceState.LIVE, publisher.holding)
+
+
+@HISTORIES
+@given(seed=st.integers(0, 2**32), num_kept=st.sampled_from([0, 5]), place=st.floats(0, 1), is_faulty=st.booleans())
+def test_a_part_of_a_recording_begins_with_what_was_held_then(make, tmp_path, seed, num_kept, place, is_faulty):
+    publisher, tape = taped(random.Random(seed), 60, num_kept, is_faulty=is_faulty)
+    tape.end()
+    records = tape.records(make)
+    since = Moment(place * (records[-1].wall_ns - records[0].wall_ns) / S, is_unix=False)
+    path = tmp_path / f"{seed}-{num_kept}-{place}-{is_faulty}"
+    path.unlink(missing_ok=True)
+    make.write(path, records)
+    player = IndexPlayer(RadixIndex(), 4)
+    for lines in Script(lambda: RecordingReader(path), selection=Selection(since=since)).lines():
+        player.apply(lines)
+    (rank,) = player.report().ranks
+    if rank.state is SourceState.LIVE or not is_faulty:
         assert (rank.state, (rank.num_blocks, rank.digest)) == (SourceState.LIVE, publisher.holding)
 
 

@@ -144,8 +144,9 @@ async def late_recording(path, url, until, **options):
     """Record a publisher that has stored and removed thousands of blocks; return what it holds in the end."""
     with await asyncio.to_thread(KvEventPublisher, url, worker="gpu-0", block_size=4, **options) as publisher:
         engine = Engine(publisher)
-        await asyncio.to_thread(engine.serve, 3000)
-        await held_by(publisher)
+        for _ in range(10):  # more batches than it keeps
+            await asyncio.to_thread(engine.serve, 300)
+            await held_by(publisher)
         async with recording(path, f"late={publisher.endpoint}") as (recorder, writer):
             await until(lambda: recorder.reports()[0].num_messages)
             for _ in range(5):

@@ -235,18 +235,29 @@ async def test_a_source_that_comes_later_has_nowhere_to_go_and_is_named(make, re
         await played(make, path)
 
 
-async def test_what_was_cut_off_before_is_lost_to_a_subscriber_and_the_rank_partial(make, recording, until):
-    messages, _ = fleet(make, 1, 50)
-    name = f"memory://replay-{next(_names)}"
+async def heard_by_an_indexer(make, path, until, state, **options):
+    """Play to an indexer until its rank is in this state; return the digest of what it holds."""
+    index, name = RadixIndex(), f"memory://replay-{next(_names)}"
     publication = open_publication(name)
-    script = script_of(recording(*messages), selection=Selection(since=Moment(0.2, False)))
-    player = Player(script, {make.source: publication}, pace=Pace(None))
-    async with Indexer(RadixIndex(), block_size=4) as indexer:
+    player = Player(script_of(path, **options), {make.source: publication}, pace=Pace(None))
+    async with Indexer(index, block_size=4) as indexer:
         indexer.add_source("w", name)
         await until(lambda: indexer.are_all_connected)
         await player.play()
-        await until(lambda: indexer.states("w") == {0: "partial"})
+        await until(lambda: indexer.states("w") == {0: state})
     publication.close()
+    return index.digest(WorkerRank("w", 0)).digest
+
+
+async def test_what_was_never_recorded_is_lost_to_a_subscriber_and_the_rank_partial(make, recording, until):
+    messages, _ = fleet(make, 1, 50)
+    await heard_by_an_indexer(make, recording(*messages[20:]), until, "partial")
+
+
+async def test_a_subscriber_of_a_part_asks_for_what_was_held_when_it_begins(make, recording, until):
+    messages, (expected,) = fleet(make, 1, 50)
+    selection = Selection(since=Moment(0.2, False))
+    assert await heard_by_an_indexer(make, recording(*messages), until, "live", selection=selection) == expected
 
 
 async def test_a_recording_heard_to_its_end_is_old_news_the_second_time(make, recording, until):
