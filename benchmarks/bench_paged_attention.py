@@ -1,11 +1,14 @@
-"""What does paging cost: how close do paged_decode and paged_prefill come to torch's SDPA on contiguous keys?
+"""Does decode cost what its window holds, and how close do the kernels come to what the device can do?
 
-Decode is bound by memory bandwidth (it reads the window's keys and values once), prefill by the tensor cores.
-Baseline: `scaled_dot_product_attention` over the visible keys laid out contiguously, with the backend that torch picks;
-it follows no block table, so it is a ceiling. A window has no SDPA of its own: decode gets the window's keys alone,
-prefill the whole causal square, as it would run without a windowed kernel. Medians of triton's do_bench, which flushes
-L2.
-Needs a CUDA device; exits with 2 where there is none.
+On any machine: the pages that one decode step, and one chunk of 256 tokens, read of each of four growing sequences, and
+the CPU time of the torch references, with a window of 1024 and without. The tables hold no other page, so no other can
+be read. Bound by memory traffic; the baseline is the same op over the whole sequence. CPU seconds, best of several
+rounds over all lengths.
+
+On a GPU: decode as a fraction of the bandwidth of a device copy, prefill as a fraction of a bf16 matrix product of 8192
+cubed, both measured in the same run, beside SDPA, FlexAttention and FlashInfer where they can be had
+(`_attention_peers.py` says on what terms). Medians of triton's do_bench, which flushes L2. Without a CUDA device this
+half says "not run".
 
     python benchmarks/bench_paged_attention.py [--quick] [--save]
 """
@@ -13,128 +16,210 @@ Needs a CUDA device; exits with 2 where there is none.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from time import process_time
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from _attention_peers import PEERS, UNAVAILABLE, Problem
+from _common import report, table
 
 from kvist.kernels import paged_decode, paged_prefill
 
-# Llama 3 8B: 32 query heads over 8 kv heads of 128.
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16
-SCALE = HEAD_DIM**-0.5
-DTYPE = torch.bfloat16
+BLOCK_SIZE = 16
 
 
-def paged_cache(batch: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return a filled cache, its shuffled block tables and the lengths."""
-    num_pages = -(-seq_len // BLOCK_SIZE)
-    shape = (batch * num_pages, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-    tables = torch.randperm(batch * num_pages, device="cuda").int().view(batch, num_pages)
-    lengths = torch.full((batch,), seq_len, dtype=torch.int32, device="cuda")
-    return torch.randn(shape, dtype=DTYPE, device="cuda"), tables, lengths
+class Heads(NamedTuple):
+    """Query heads, kv heads and their width."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
 
 
-def contiguous(batch: int, num_heads: int, num_tokens: int) -> torch.Tensor:
-    return torch.randn(batch, num_heads, num_tokens, HEAD_DIM, dtype=DTYPE, device="cuda")
+LLAMA_8B = Heads(32, 8, 128)
+GEMMA_SLIDING, GEMMA_FULL = Heads(16, 8, 256), Heads(16, 2, 512)
+SMALL = Heads(8, 2, 64)  # what a CPU reads in milliseconds
+
+
+def make_problem(
+    device: str,
+    heads: Heads,
+    batch: int,
+    seq_len: int,
+    num_new: int,
+    window: int | None,
+    dtypes: tuple[torch.dtype, torch.dtype],
+) -> Problem:
+    """Return a batch over shuffled pages; dtypes of the queries and of the cache."""
+    num_pages = seq_len // BLOCK_SIZE
+    shape = (batch * num_pages, 2, heads.num_kv_heads, BLOCK_SIZE, heads.head_dim)
+    kv_cache = torch.randn(shape, dtype=dtypes[0], device=device).to(dtypes[1])
+    tables = torch.randperm(batch * num_pages, device=device).int().view(batch, num_pages)
+    lengths = torch.full((batch,), seq_len, dtype=torch.int32, device=device)
+    query = torch.randn(batch * num_new, heads.num_heads, heads.head_dim, dtype=dtypes[0], device=device)
+    return Problem(heads.num_heads, num_new, window, kv_cache, tables, lengths, query)
+
+
+def attend(problem: Problem, page_offsets: torch.Tensor | None = None) -> Callable[[], torch.Tensor]:
+    """Return one call of our op for the problem."""
+    options: dict[str, Any] = {"scale": problem.scale, "window": problem.window, "page_offsets": page_offsets}
+    inputs = (problem.query, problem.kv_cache, problem.block_tables)
+    if problem.num_new == 1:
+        return lambda: paged_decode(*inputs, problem.seq_lens, **options)
+    starts = problem.starts()
+    return lambda: paged_prefill(*inputs, starts, problem.seq_lens, **options)
+
+
+def evicted(problem: Problem) -> tuple[Problem, torch.Tensor]:
+    """Return the problem over tables that hold only the pages its window reaches, and the pages they lack."""
+    first_query = problem.seq_len - problem.num_new
+    gone = 0 if problem.window is None else max(0, first_query - problem.window + 1) // BLOCK_SIZE
+    tables = problem.block_tables[:, gone:].contiguous()
+    fields = (problem.num_heads, problem.num_new, problem.window, problem.kv_cache, tables)
+    return Problem(*fields, problem.seq_lens, problem.query), torch.full_like(problem.seq_lens, gone)
+
+
+def growth(op: str, lengths: Sequence[int], num_rounds: int) -> list[dict[str, Any]]:
+    """CPU time and pages read of our op over growing sequences, windowed and full, in alternating rounds."""
+    num_new = 1 if op == "decode" else 256
+    rows, calls = [], []
+    for seq_len in lengths:
+        for window in (1024, None):
+            problem = make_problem("cpu", SMALL, 4, seq_len, num_new, window, (torch.float32, torch.float32))
+            local, offsets = evicted(problem)
+            num_pages = local.block_tables.shape[1]
+            size_bytes = num_pages * problem.kv_cache[0].nbytes
+            rows.append({"op": op, "tokens": seq_len, "window": window, "pages": num_pages, "kv_bytes": size_bytes})
+            calls.append(attend(local, offsets))
+    for _ in range(num_rounds):
+        for row, call in zip(rows, calls, strict=True):
+            start = process_time()
+            call()
+            row["cpu_ms"] = min((process_time() - start) * 1e3, row.get("cpu_ms", float("inf")))
+    return rows
+
+
+def growth_table(rows: list[dict[str, Any]]) -> str:
+    """Each length against the shortest one, with the window and without."""
+    lines = []
+    for windowed, full in zip(rows[::2], rows[1::2], strict=True):
+        cells = [windowed["op"], f"{windowed['tokens']:,}"]
+        for row, base in ((windowed, rows[0]), (full, rows[1])):
+            ratio = row["cpu_ms"] / base["cpu_ms"]
+            cells += [f"{row['pages']:,}", f"{row['kv_bytes'] / 2**10:,.0f}", f"{row['cpu_ms']:.2f}", f"{ratio:.1f}"]
+        lines.append(cells)
+    kinds = [f"{kind} {what}" for kind in ("window:", "full:") for what in ("pages", "KiB", "CPU ms", "x shortest")]
+    return table(["op", "tokens", *kinds], lines)
 
 
 def median_us(function: Callable[[], object]) -> float:
+    """Return the median time of a call on the device."""
     from triton.testing import do_bench
 
     return 1e3 * float(do_bench(function, return_mode="median"))
 
 
-def bench_decode(batch: int, seq_len: int, window: int | None) -> dict[str, Any]:
-    """One step of a decode batch; `rate` in GB/s of keys and values."""
-    kv_cache, tables, lengths = paged_cache(batch, seq_len)
-    query = torch.randn(batch, NUM_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
-    num_keys = min(seq_len, window or seq_len)
-    key, value = contiguous(batch, NUM_KV_HEADS, num_keys), contiguous(batch, NUM_KV_HEADS, num_keys)
-    dense_query = query[:, :, None]
-    ours_us = median_us(lambda: paged_decode(query, kv_cache, tables, lengths, scale=SCALE, window=window))
-    sdpa_us = median_us(lambda: scaled_dot_product_attention(dense_query, key, value, scale=SCALE, enable_gqa=True))
-    size_bytes = key.nbytes + value.nbytes
-    return {"us": ours_us, "sdpa_us": sdpa_us, "rate": size_bytes / ours_us / 1e3, "unit": "GB/s"}
+def ceilings() -> dict[str, float]:
+    """Bytes read and written by a device copy, and operations of a bf16 matrix product, each a second."""
+    source = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy_us = median_us(lambda: target.copy_(source))
+    left, right = torch.randn(2, 8192, 8192, device="cuda").bfloat16()
+    matmul_us = median_us(lambda: left @ right)
+    return {"copy_gb_s": 2 * source.nbytes / copy_us / 1e3, "matmul_tflop_s": 2 * 8192**3 / matmul_us / 1e6}
 
 
-def bench_prefill(batch: int, seq_len: int, window: int | None) -> dict[str, Any]:
-    """A batch of whole prompts; `rate` in TFLOP/s of the visible (query, key) pairs."""
-    kv_cache, tables, lengths = paged_cache(batch, seq_len)
-    query = torch.randn(batch * seq_len, NUM_HEADS, HEAD_DIM, dtype=DTYPE, device="cuda")
-    starts = torch.arange(0, batch * seq_len + 1, seq_len, dtype=torch.int32, device="cuda")
-    dense_query = contiguous(batch, NUM_HEADS, seq_len)
-    key, value = contiguous(batch, NUM_KV_HEADS, seq_len), contiguous(batch, NUM_KV_HEADS, seq_len)
-    ours_us = median_us(lambda: paged_prefill(query, kv_cache, tables, starts, lengths, scale=SCALE, window=window))
-    sdpa_us = median_us(
-        lambda: scaled_dot_product_attention(dense_query, key, value, scale=SCALE, is_causal=True, enable_gqa=True)
-    )
-    width = min(seq_len, window or seq_len)
-    num_pairs = batch * NUM_HEADS * (seq_len * width - width * (width - 1) // 2)
-    return {"us": ours_us, "sdpa_us": sdpa_us, "rate": 4 * HEAD_DIM * num_pairs / ours_us / 1e6, "unit": "TFLOP/s"}
-
-
-BENCHES = {"decode": bench_decode, "prefill": bench_prefill}
-# op, batch, sequence length, window
-QUICK = [("decode", 8, 8192, None), ("decode", 8, 8192, 1024), ("prefill", 1, 4096, None), ("prefill", 1, 4096, 1024)]
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+# heads, batch, tokens, new tokens, window, dtype of the cache
+QUICK = [
+    (LLAMA_8B, 16, 8192, 1, None, BF16),
+    (LLAMA_8B, 16, 8192, 1, 1024, BF16),
+    (LLAMA_8B, 1, 8192, 8192, None, BF16),
+    (LLAMA_8B, 1, 8192, 8192, 1024, BF16),
+]
 FULL = [
-    *(("decode", batch, seq_len, None) for batch in (1, 8, 64) for seq_len in (1024, 8192, 32768)),
-    *(("decode", batch, 32768, 1024) for batch in (1, 8, 64)),
-    *(
-        ("prefill", batch, seq_len, window)
-        for batch, seq_len in ((1, 2048), (1, 16384), (8, 2048))
-        for window in (None, 1024)
-    ),
+    *QUICK,
+    *((LLAMA_8B, batch, seq_len, 1, None, BF16) for batch, seq_len in ((1, 32768), (16, 32768), (64, 8192))),
+    *((LLAMA_8B, 16, 8192, 1, None, dtype) for dtype in (E4M3, E5M2)),
+    (LLAMA_8B, 16, 32768, 1, 1024, BF16),
+    (GEMMA_SLIDING, 16, 8192, 1, 1024, BF16),
+    (GEMMA_FULL, 16, 8192, 1, None, BF16),
+    (LLAMA_8B, 4, 2048, 2048, None, BF16),
+    (LLAMA_8B, 1, 8192, 512, None, BF16),
+    (LLAMA_8B, 1, 8192, 8192, None, E4M3),
+    (GEMMA_SLIDING, 1, 8192, 8192, 1024, BF16),
+    (GEMMA_FULL, 1, 8192, 8192, None, BF16),
 ]
 
 
-def environment() -> dict[str, str]:
-    import triton
-
-    here = Path(__file__).parent
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return {
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "commit": commit.stdout.strip(),
-    }
+def work(problem: Problem) -> float:
+    """Bytes of the keys and values that decode must read, or operations that prefill must do."""
+    width = min(problem.seq_len, problem.window or problem.seq_len)
+    head_dim = problem.kv_cache.shape[4]
+    if problem.num_new == 1:
+        return problem.batch * width * 2 * problem.kv_cache.shape[2] * head_dim * problem.kv_cache.itemsize
+    pairs = sum(min(position + 1, width) for position in range(problem.seq_len - problem.num_new, problem.seq_len))
+    return 4 * problem.batch * problem.num_heads * head_dim * pairs
 
 
-def main() -> int:
+def on_device(case: tuple[Heads, int, int, int, int | None, torch.dtype], limits: dict[str, float]) -> dict[str, Any]:
+    """Time our op and its peers on one problem."""
+    heads, batch, seq_len, num_new, window, cache_dtype = case
+    problem = make_problem("cuda", heads, batch, seq_len, num_new, window, (BF16, cache_dtype))
+    us = median_us(attend(problem))
+    unit, limit, per_unit = "GB/s", limits["copy_gb_s"], 1e3
+    if num_new > 1:
+        unit, limit, per_unit = "TFLOP/s", limits["matmul_tflop_s"], 1e6
+    rate = work(problem) / us / per_unit
+    peers: dict[str, float | str] = {}
+    for name, peer in PEERS.items():
+        try:
+            peers[name] = median_us(peer(problem))
+        except UNAVAILABLE as error:  # Not installed, or a shape that it does not take: the table says which.
+            peers[name] = f"{type(error).__name__}: {error}".splitlines()[0][:80]
+    names = ("heads", "batch", "tokens", "new_tokens", "window")
+    facts = {"cache": str(cache_dtype).removeprefix("torch."), "us": us, "rate": rate, "unit": unit}
+    return dict(zip(names, case, strict=False)) | facts | {"of_ceiling": rate / limit, "peers_us": peers}
+
+
+def device_table(results: list[dict[str, Any]]) -> str:
+    """One line a case; a peer's cell is its time over ours, or a dash."""
+    lines = []
+    for row in results:
+        cells = ["/".join(map(str, row["heads"])), row["batch"], row["tokens"], row["new_tokens"]]
+        cells += [row["window"] or "full", row["cache"], f"{row['us']:.1f}", f"{row['rate']:.0f} {row['unit']}"]
+        cells.append(f"{row['of_ceiling']:.0%}")
+        cells += [f"{us / row['us']:.2f}" if isinstance(us, float) else "-" for us in row["peers_us"].values()]
+        lines.append(cells)
+    headers = ["heads/kv/dim", "batch", "tokens", "new", "window", "cache", "µs", "rate", "of ceiling"]
+    return table([*headers, *(f"{name} / ours" for name in PEERS)], lines)
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="four cases instead of eighteen")
+    parser.add_argument("--quick", action="store_true", help="fewer lengths and cases")
     parser.add_argument("--save", action="store_true", help="also write the output below benchmarks/results")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench_paged_attention: no CUDA device, nothing measured", file=sys.stderr)
-        return 2
-    lines = [
-        "| op | batch | tokens | window | µs | rate | SDPA µs | SDPA / ours |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    results = []
-    for op, batch, seq_len, window in QUICK if arguments.quick else FULL:
-        result = BENCHES[op](batch, seq_len, window)
-        results.append({"op": op, "batch": batch, "seq_len": seq_len, "window": window, **result})
-        rate, ratio = f"{result['rate']:.0f} {result['unit']}", f"{result['sdpa_us'] / result['us']:.2f}"
-        cells = [op, batch, seq_len, window or "full", f"{result['us']:.1f}", rate, f"{result['sdpa_us']:.1f}", ratio]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines.append(json.dumps({"name": "bench_paged_attention", **environment(), "results": results}))
-    print("\n".join(lines))
-    if arguments.save:
-        (Path(__file__).parent / "results" / "bench_paged_attention.txt").write_text("\n".join(lines) + "\n")
-    return 0
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    lengths, num_rounds = ((1024, 8192), 5) if arguments.quick else ((1024, 2048, 4096, 8192, 16384, 32768), 8)
+    results: dict[str, Any] = {"growth": [], "gpu": "not run: no CUDA device"}
+    parts, packages = [], ["torch", "numpy"]
+    for op in ("decode", "prefill"):
+        results["growth"] += growth(op, lengths, num_rounds)
+        parts.append(growth_table(results["growth"][-2 * len(lengths) :]))
+    if torch.cuda.is_available():
+        packages.append("triton")
+        limits = ceilings()
+        cases = [on_device(case, limits) for case in (QUICK if arguments.quick else FULL)]
+        results["gpu"] = {"device": torch.cuda.get_device_name(), **limits, "cases": cases}
+        facts = ", ".join(f"{name} {value:.0f}" for name, value in limits.items())
+        parts.append(f"{torch.cuda.get_device_name()}: {facts}\n\n{device_table(cases)}")
+    else:
+        parts.append("GPU: not run: no CUDA device")
+    report("bench_paged_attention", "\n\n".join(parts), results, packages, arguments.save)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
