@@ -28,6 +28,8 @@ class Question(NamedTuple):
 
     request: ReplayRequest
     rank: int = 0
+    is_caught_up: bool = False
+    """Whether, when the answer was there, nothing was left unread of what the connection brought, and it stood."""
 
 
 class Follower(Protocol):
@@ -124,6 +126,7 @@ async def follow(
                 is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
                 async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                     answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
+                    question = question._replace(is_caught_up=subscription.is_caught_up)
                     await ticker.turns.work_off(follower.answered(question, answer, clock()))
     finally:
         if isinstance(subscription, Direct):

@@ -33,6 +33,15 @@ class RestartDetector:
         self._remember(sequence, fingerprint)
         return self.epoch
 
+    def is_known(self, sequence: int, payload: bytes) -> bool:
+        """Return whether a number is remembered with these bytes."""
+        return self._recall(sequence) == xxh3_64_intdigest(payload)
+
+    def took(self, messages: Iterable[tuple[int, bytes]]) -> None:
+        """Remember messages that turned out to be of this process."""
+        for sequence, payload in messages:
+            self._remember(sequence, xxh3_64_intdigest(payload))
+
     def remembered(self) -> list[tuple[int, int]]:
         """Return sequence and fingerprint of what is remembered, oldest first."""
         places = np.flatnonzero(self.sequences != _NO_SEQUENCE)

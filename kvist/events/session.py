@@ -10,7 +10,7 @@
     heartbeat, another digest       clear                             from 0
     heartbeat, and partial          -                                 from 0, ever more rarely
     later epoch                     clear, then as above              -
-    earlier epoch                   -, unless the current is silent   -
+    epoch earlier or left before    -, unless the current is silent   -
     range fills the gap             apply it, then what was held      -
     snapshot, range behind it       replace, then as above            -
     answer lacks the beginning      -                                 again; an engine is not asked again
@@ -18,45 +18,27 @@
     no answer, repeatedly           clear, apply what was held        -
     the peer is gone                -                                 -; not trusted until heard again
 
-Engines' own streams have neither epoch nor heartbeat nor snapshots: `kvist.events.restarts` gives them an epoch.
+Engines' own streams have neither epoch nor heartbeat nor snapshots: `kvist.events.restarts` gives them an epoch. An
+answer of a new one is another process's, of which the stream need not be yet: what it goes on with is held back and
+asked about until an answer has it, too.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Generic
 
+from kvist.events.patience import NO_REPLAY, Patience, SessionLimits
+from kvist.events.presence import Presence
 from kvist.events.steps import Apply, Clear, ClearReason, Holding, Restore, SourceState, Step, T
 
 __all__ = ["NO_REPLAY", "Apply", "Clear", "Holding", "Restore", "Session", "SessionLimits", "SourceState", "Step"]
 
 
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """The bounds of a session's memory and patience."""
-
-    max_held_messages: int = 1024
-    """Messages kept behind a gap; beyond them the oldest goes, since the replay brings it again."""
-    max_asks: int = 3
-    """Questions in a row without the whole answer before what is missing counts as lost."""
-    jitter_s: float = 0.02
-    """The first question waits up to this long, so that the subscribers of one publisher do not ask at once."""
-    retry_s: float = 0.5
-    """The wait before the second question; doubles with each, up to `max_retry_s`."""
-    max_retry_s: float = 30.0
-    epoch_grace_s: float = 3.0
-    """After this much silence an earlier epoch is believed: the publisher's clock went back."""
-    silence_s: float = 10.0
-    """A publisher that sends heartbeats and is silent this long is no longer trusted."""
-
-
 MAX_SEQUENCE = (1 << 63) - 1
 """What has a number beyond it is passed over: no peer gets there, and what follows must fit in 64 bits."""
-NO_REPLAY = SessionLimits(max_asks=1, jitter_s=0.0)
-"""For a peer that nobody can ask: what is missing is lost at once."""
 
 
 class Session(Generic[T]):
@@ -71,45 +53,33 @@ class Session(Generic[T]):
     ) -> None:
         """Follow a peer that, with `has_snapshots`, can always tell what it holds, however little it still keeps."""
         self._limits = SessionLimits() if limits is None else limits
-        self._rng = random.Random() if rng is None else rng
+        self._patience = Patience(self._limits, random.Random() if rng is None else rng)
         self._has_snapshots = has_snapshots
-        self._epoch: int | None = None
+        self._presence = Presence(self._limits)
         self._expected = 0
         # The next sequence that a heartbeat announced: what lies before it exists, even if nothing follows.
         self._announced = 0
         self._is_complete = True
         self._held: deque[tuple[int, T]] = deque()
-        self._ask_at_s: float | None = None
         self._is_doubted = False
-        self._num_unanswered = 0
+        self._is_unproven = False
+        self._num_heals_left = 0
         self._num_divergences_in_a_row = 0
-        self._is_healing = False
-        self._num_heals_in_a_row = 0
-        self._heal_at_s = 0.0
-        self._has_heartbeat = False
-        self._is_silent = False
-        self._heard_at_s = 0.0
-        self.num_gaps = 0
-        self.num_duplicates = 0
-        self.num_replays = 0
-        self.num_snapshots = 0
-        self.num_recovered = 0
-        self.num_lost = 0
-        self.num_diverged = 0
-        self.num_epochs = 0
-        self.num_stale = 0
+        self.num_gaps = self.num_duplicates = self.num_stale = 0
+        self.num_replays = self.num_snapshots = self.num_recovered = 0
+        self.num_lost = self.num_diverged = self.num_epochs = 0
 
     @property
     def state(self) -> SourceState:
         """Return how far the copy can be trusted once all steps so far are taken."""
-        if self._ask_at_s is not None or self._is_silent:
+        if self._patience.is_asking or self._presence.is_silent:
             return SourceState.RESYNCING
         return SourceState.LIVE if self._is_complete else SourceState.PARTIAL
 
     @property
     def epoch(self) -> int | None:
         """Return the epoch being followed, None before the first message."""
-        return self._epoch
+        return self._presence.epoch
 
     @property
     def expected_sequence(self) -> int:
@@ -124,23 +94,34 @@ class Session(Generic[T]):
     @property
     def is_in_step(self) -> bool:
         """Return whether the next message in sequence would be applied, and nothing else: none is asked for or held."""
-        return self._epoch is not None and self._ask_at_s is None
+        return self._presence.epoch is not None and not self._patience.is_asking and not self._is_unproven
+
+    @property
+    def is_unproven(self) -> bool:
+        """Return whether the stream may still be that of an earlier process than the one that answered."""
+        return self._is_unproven
+
+    @property
+    def held(self) -> Sequence[tuple[int, T]]:
+        """Return the messages held back, by their numbers."""
+        return self._held
 
     def question(self, now_s: float) -> int | None:
         """Return the sequence to ask from, None while there is nothing to ask or it is too early."""
-        if self._ask_at_s is None or now_s < self._ask_at_s:
+        if not self._patience.is_due(now_s):
             return None
-        return 0 if self._is_healing else self._expected
+        return 0 if self._patience.is_healing else self._expected
 
     def received(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
         """Judge one message of the live stream."""
         if self._is_beyond(sequence) or not self._hears(epoch, now_s):
             return []
         steps = self._enter(epoch)
-        if self._ask_at_s is None and sequence > self._expected:
-            self.num_gaps += 1
-            self._ask(now_s)
-        if self._ask_at_s is not None:
+        if not self._patience.is_asking:
+            self.num_gaps += sequence > self._expected
+            if sequence > self._expected or (self._is_unproven and sequence == self._expected > 0):
+                self._patience.ask(now_s)
+        if self._patience.is_asking:
             self._hold(sequence, body)
         elif not self._is_due(sequence):
             self.num_duplicates += 1
@@ -152,8 +133,7 @@ class Session(Generic[T]):
         """Take note that so many messages, next in sequence while in step, were applied: `received` for all of them."""
         assert self.is_in_step
         self._expected += num_messages
-        self._heard_at_s = now_s
-        self._is_silent = False
+        self._presence.heard(now_s)
 
     def heartbeat(
         self, epoch: int, next_sequence: int, published: Holding, held: Holding, now_s: float
@@ -162,13 +142,13 @@ class Session(Generic[T]):
         if self._is_beyond(next_sequence) or not self._hears(epoch, now_s):
             return []
         steps = self._enter(epoch)
-        self._has_heartbeat = True
+        self._presence.has_heartbeat = True
         self._announced = max(self._announced, next_sequence)
-        if self._ask_at_s is not None:
+        if self._patience.is_asking:
             return steps
         if next_sequence > self._expected:
             self.num_gaps += 1
-            self._ask(now_s)
+            self._patience.ask(now_s)
         elif next_sequence == self._expected and not steps:
             return self._compare(published, held, now_s)
         return steps
@@ -189,20 +169,22 @@ class Session(Generic[T]):
         if messages is None or (snapshot_sequence is not None and self._is_beyond(snapshot_sequence)):
             return self._unanswered(now_s)
         self.num_replays += 1
-        is_beside_the_point = epoch != self._epoch and self._expected > 0
+        is_beside_the_point = epoch != self._presence.epoch and self._expected > 0
         if epoch is None or not self._hears(epoch, now_s):
             if self._has_snapshots:
                 return self._unanswered(now_s)
             self._settle()
             return self._release(None)
-        steps = self._enter(epoch)
         answer = [(sequence, body) for sequence, body in messages if not self._is_beyond(sequence)]
         is_from_start = snapshot_sequence is not None or (answer != [] and answer[0][0] == 0)
+        is_unproven = self._leaves_unproven(epoch, answer)
+        steps = self._enter(epoch)
+        self._is_unproven = is_unproven
         if is_beside_the_point and not is_from_start:
             # The question was about another epoch's numbers: ask this one from its beginning.
-            self._ask_at_s = now_s
+            self._patience.ask_at(now_s)
             return steps
-        if self._is_healing and not is_from_start:
+        if self._patience.is_healing and not is_from_start:
             return steps + self._unanswered(now_s)
         steps += self._begin_anew(snapshot_sequence)
         return steps + self._recover(answer, now_s)
@@ -213,9 +195,28 @@ class Session(Generic[T]):
         What was held back is dropped: it may be another process's, and if it is not, the replay has it.
         """
         self._is_doubted = True
+        self._is_unproven = False
         self._held.clear()
-        if self._ask_at_s is None:
-            self._ask(now_s)
+        if not self._patience.is_asking:
+            self._patience.ask(now_s)
+
+    def trust(self) -> None:
+        """Take note that the connection is with the process that the copy is of."""
+        self._is_doubted = self._is_unproven = False
+
+    def is_healable(self, now_s: float) -> bool:
+        """Return whether to ask an engine for all that it keeps: it could not be asked, and the copy is partial."""
+        return self._num_heals_left > 0 and self.state is SourceState.PARTIAL and self._patience.may_heal(now_s)
+
+    def heal(self, epoch: int, messages: Sequence[tuple[int, T]] | None, now_s: float) -> list[Step[T]]:
+        """Judge the answer to that, None for none: it is for nothing unless it has the beginning."""
+        if messages and messages[0][0] == 0:
+            self._patience.is_healing = True
+            return self.replayed(epoch, messages, now_s)
+        # What was forgotten is not learnt again.
+        self._num_heals_left = self._num_heals_left - 1 if messages is None else 0
+        self._patience.heals_later(now_s)
+        return []
 
     def resume(self, epoch: int, next_sequence: int, *, is_complete: bool, asks_at_s: float | None = None) -> None:
         """Go on from where another subscriber was, whose blocks the copy has; to be called before anything else.
@@ -223,12 +224,12 @@ class Session(Generic[T]):
         They count once a message shows that the stream goes on from there, or an answer to the question that is asked
         if `asks_at_s` says when; if they show that it does not, the copy is cleared.
         """
-        self._epoch = epoch
+        self._presence.enter(epoch)
         self._expected = next_sequence
         self._is_complete = is_complete
-        self._is_silent = True
+        self._presence.is_silent = True
         self.num_epochs = 1
-        self._ask_at_s = asks_at_s
+        self._patience.ask_at(asks_at_s)
 
     def emptied(self, *, by_loss: bool = False) -> None:
         """Take note that the step just taken cleared the rank: after a message that did, nothing is missing."""
@@ -236,58 +237,52 @@ class Session(Generic[T]):
 
     def departed(self) -> None:
         """Take note that the peer is known to be gone: nothing is trusted until it, or another, is heard."""
-        self._is_silent = True
+        self._presence.is_silent = True
 
     def diverged(self, now_s: float) -> list[Step[T]]:
         """Judge a copy that is not what it should be: learn it anew, after an ever longer wait if that repeats."""
         self.num_diverged += 1
-        after_s = self._retry_after_s(self._num_divergences_in_a_row) if self._num_divergences_in_a_row else 0.0
+        num_before = self._num_divergences_in_a_row
         self._num_divergences_in_a_row += 1
         self._restart_numbering()
-        self._ask(now_s, after_s)
+        self._patience.ask(now_s, self._patience.retry_after_s(num_before) if num_before else 0.0)
         return [Clear(ClearReason.DIVERGED)]
 
     def tick(self, now_s: float) -> None:
         """Notice silence; call it every second or so."""
-        if self._has_heartbeat and now_s - self._heard_at_s > self._limits.silence_s:
-            self._is_silent = True
+        self._presence.tick(now_s)
 
     def _is_beyond(self, sequence: int) -> bool:
         self.num_stale += (is_beyond := sequence > MAX_SEQUENCE)
         return is_beyond
 
     def _hears(self, epoch: int, now_s: float) -> bool:
-        is_earlier = self._epoch is not None and epoch < self._epoch
-        if is_earlier and now_s - self._heard_at_s <= self._limits.epoch_grace_s:
-            self.num_stale += 1
-            return False
-        self._heard_at_s = now_s
-        self._is_silent = False
-        return True
+        is_heard = self._presence.hears(epoch, now_s)
+        self.num_stale += not is_heard
+        return is_heard
 
     def _enter(self, epoch: int) -> list[Step[T]]:
-        if epoch == self._epoch:
+        if epoch == self._presence.epoch:
             return []
-        steps: list[Step[T]] = [] if self._epoch is None else [Clear(ClearReason.NEW_EPOCH)]
-        self._epoch = epoch
+        steps: list[Step[T]] = [] if self._presence.epoch is None else [Clear(ClearReason.NEW_EPOCH)]
+        self._presence.enter(epoch)
         self._restart_numbering()
         self._held.clear()
         self._announced = 0
-        self._has_heartbeat = False
         self.num_epochs += 1
         return steps
 
     def _restart_numbering(self) -> None:
         self._expected = 0
         self._is_complete = True
-        self._num_unanswered = 0
+        self._is_unproven = False
+        self._patience.renew()
         self._settle()
 
     def _settle(self) -> None:
         """Take the question as answered."""
-        self._ask_at_s = None
+        self._patience.settle()
         self._is_doubted = False
-        self._is_healing = False
 
     def _is_due(self, sequence: int) -> bool:
         if sequence != self._expected:
@@ -300,28 +295,28 @@ class Session(Generic[T]):
             self._held.popleft()
         self._held.append((sequence, body))
 
-    def _ask(self, now_s: float, after_s: float = 0.0) -> None:
-        self._ask_at_s = now_s + after_s + self._rng.random() * self._limits.jitter_s
-
-    def _retry_after_s(self, num_times: int) -> float:
-        delay_s: float = self._limits.retry_s * 2 ** min(num_times - 1, 30)
-        return min(delay_s, self._limits.max_retry_s)
-
     def _unanswered(self, now_s: float) -> list[Step[T]]:
-        if self._asks_again(now_s):
+        if self._patience.asks_again(now_s):
             return []
-        steps: list[Step[T]] = [self._lose()] if self._is_doubted and self._expected > 0 else []
-        was_healing = self._is_healing
+        was_healing = self._patience.is_healing
+        is_torn = self._is_doubted or (self._is_unproven and len(self._held) > 0)
         self._settle()
+        if not was_healing and not self._has_snapshots:
+            self._num_heals_left = self._limits.max_heals
+            self._patience.heals_later(now_s)
+        steps: list[Step[T]] = []
+        if is_torn:
+            self._is_unproven = False
+            steps = [self._lose()] if self._expected > 0 else []
         return steps + self._release(now_s if was_healing else None)
 
-    def _asks_again(self, now_s: float) -> bool:
-        """Ask again later, if patience is left and what is asked for is needed; return whether."""
-        if self._is_healing or self._num_unanswered + 1 >= self._limits.max_asks:
+    def _leaves_unproven(self, epoch: int, answer: list[tuple[int, T]]) -> bool:
+        """Return whether the stream may be of a process before the one that answered: nothing held is in its answer."""
+        is_same = epoch == self._presence.epoch and not self._is_unproven and not self._patience.is_healing
+        if is_same or self._has_snapshots:
             return False
-        self._num_unanswered += 1
-        self._ask(now_s, self._retry_after_s(self._num_unanswered))
-        return True
+        answered = dict(answer)
+        return not any(sequence in answered and answered[sequence] == body for sequence, body in self._held)
 
     def _begin_anew(self, snapshot_sequence: int | None) -> list[Step[T]]:
         """Let the copy be what the snapshot is, or nothing if a partial one is learnt from the beginning."""
@@ -330,7 +325,7 @@ class Session(Generic[T]):
             self._is_complete = True
             self._expected = snapshot_sequence
             return [Restore()]
-        if self._is_healing:
+        if self._patience.is_healing:
             self._is_complete = True
             self._expected = 0
             return [Clear(ClearReason.INCOMPLETE)]
@@ -348,6 +343,8 @@ class Session(Generic[T]):
             if self._is_due(sequence):
                 self.num_recovered += 1
                 steps.append(Apply(body))
+        if self._is_unproven:  # what was held is none of who answered, or it would be in the answer
+            self._held.clear()
         return steps + self._release(asks_again_at_s)
 
     def _release(self, now_s: float | None) -> list[Step[T]]:
@@ -363,12 +360,12 @@ class Session(Generic[T]):
                 steps.append(Apply(body))
         if self._lacks(self._announced, now_s):
             return steps
-        self._num_unanswered = 0
+        self._patience.renew()
         return steps + self._skip_to(self._announced)
 
     def _lacks(self, sequence: int, now_s: float | None) -> bool:
         """Return whether something before a message is missing, and asked for again."""
-        return sequence > self._expected and now_s is not None and self._asks_again(now_s)
+        return sequence > self._expected and now_s is not None and self._patience.asks_again(now_s)
 
     def _skip_to(self, sequence: int) -> list[Step[T]]:
         if sequence <= self._expected:
@@ -384,17 +381,11 @@ class Session(Generic[T]):
     def _compare(self, published: Holding, held: Holding, now_s: float) -> list[Step[T]]:
         if published == held:
             self._is_complete = True
-            self._num_divergences_in_a_row = self._num_heals_in_a_row = 0
+            self._num_divergences_in_a_row = 0
+            self._patience.healed()
             return []
         if not self._is_complete and held.num_blocks <= published.num_blocks:
-            self._heal(now_s)
+            if self._has_snapshots:  # a partial copy is good for something, and kept if there is no answer
+                self._patience.heal(now_s)
             return []
         return self.diverged(now_s)
-
-    def _heal(self, now_s: float) -> None:
-        """Ask what a partial copy lacks; it is good for something, and kept if there is no answer."""
-        if self._has_snapshots and now_s >= self._heal_at_s:
-            self._num_heals_in_a_row += 1
-            self._heal_at_s = now_s + self._retry_after_s(self._num_heals_in_a_row)
-            self._is_healing = True
-            self._ask(now_s)

@@ -60,6 +60,8 @@ class EngineFollower:
         self._counters = counters
         self._default_rank = default_rank
         self._ranks: dict[int, _Rank] = {}
+        # Ranks that said they hold nothing since anything of the stream, which they may share, was lost.
+        self._whole: set[int] = set()
         self._now_s = 0.0
         self._has_our_block_size = False
         self._is_part = False
@@ -75,13 +77,18 @@ class EngineFollower:
         """Return how far each rank's blocks in the index can be trusted."""
         is_resyncing = not self._resyncing.isdisjoint(self._sources())
         followed = SourceState.RESYNCING if is_resyncing else self._feed.session.state
-        return {source.rank: state_of(self._index, source, followed) for source in self._sources()}
+        return {source.rank: self._state(source, followed) for source in self._sources()}
 
-    def progress(self) -> EngineProgress | None:
+    def _state(self, source: WorkerRank, followed: SourceState) -> SourceState:
+        is_whole = followed is SourceState.PARTIAL and source.rank in self._whole
+        return state_of(self._index, source, SourceState.LIVE if is_whole else followed)
+
+    def progress(self, *, is_caught_up: bool = True) -> EngineProgress | None:
         """Return how far the stream was followed, None before the first message or if compiled code has no part in it.
 
         True whatever is in doubt just now: the index holds what the engine's process, as far as it was that one, held
-        before the next message to apply. But not while an answer is taken.
+        before the next message to apply. But not while an answer is taken. Who is not `is_caught_up` with what the
+        connection brought, or might have brought, cannot tell whether the engine still is that process.
         """
         session, restarts = self._feed.session, self._feed.restarts
         if self._lane is None or session.epoch is None:
@@ -92,9 +99,14 @@ class EngineFollower:
         return EngineProgress(
             session.expected_sequence,
             session.is_complete and is_told and not is_short,
-            session.state is SourceState.RESYNCING,
+            session.state is SourceState.RESYNCING or session.is_unproven or not is_caught_up,
             tuple(restarts.remembered()),
-            tuple(EngineRankProgress.of(number, rank.filter.state) for number, rank in ranks.items()),
+            tuple(
+                EngineRankProgress.of(
+                    number, rank.filter.state, is_whole=number in self._whole and rank.residency.is_told_by_names
+                )
+                for number, rank in ranks.items()
+            ),
         )
 
     def resume(self, progress: EngineProgress, now_s: float) -> None:
@@ -106,6 +118,8 @@ class EngineFollower:
         for each in progress.ranks:
             self._rank(each.rank)
             self._lane.ranks[each.rank].filter.resume(each.filter_state)
+            if each.is_whole:
+                self._whole.add(each.rank)
         self._note_state()
 
     def names(self) -> Iterator[tuple[int, Names]]:
@@ -191,11 +205,12 @@ class EngineFollower:
             self._counters.num_events += len(batch.events)
         else:
             self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
-        if self._ranks.keys() == {number} and any(isinstance(event, EngineCleared) for event in batch.events):
-            self._feed.session.emptied()
+        if any(isinstance(event, EngineCleared) for event in batch.events):
+            self._whole.add(number)
 
     def clear(self) -> None:
         """Forget what every rank of this stream holds (called by the feed)."""
+        self._whole.clear()
         for rank in self._ranks.values():
             rank.clear()
 

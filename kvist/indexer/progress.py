@@ -39,9 +39,11 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
     """Each a group's number or, where the first is False, a window."""
     has_published: bool
     has_published_unknown: bool
+    is_whole: bool = False
+    """Whether the rank said that it holds nothing since anything of the stream was lost."""
 
     @classmethod
-    def of(cls, rank: int, state: FilterState) -> Self:
+    def of(cls, rank: int, state: FilterState, *, is_whole: bool = False) -> Self:
         """Return the progress of a rank whose filter is in this state."""
         groups = [
             (True, each[0]) if isinstance(each, tuple) else (False, _written(each)) for each in state.shown_groups
@@ -56,6 +58,7 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
             tuple(groups),
             state.has_published,
             state.has_published_unknown,
+            is_whole,
         )
 
     @property

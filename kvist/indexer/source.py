@@ -70,6 +70,8 @@ class Source:
         """Whether an answer is taken bit by bit just now, so that the index is somewhere on the way to it."""
         self.rank = rank
         self._num_noted_connects = 0
+        self._num_heard_connects = 0
+        self._is_receiving = False
         self._resyncing = resyncing
         self._block_size = block_size
         self._index = index
@@ -85,6 +87,11 @@ class Source:
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages."""
+        self._is_receiving = True
+        yield from self._received_all(messages, now_s)
+        self._is_receiving = False
+
+    def _received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         while True:
             turn_idx, num_messages = self._turn_idx(messages, now_s), len(messages)
             if self._follower is None:
@@ -99,6 +106,7 @@ class Source:
 
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
+        self._num_heard_connects = 0 if self.subscription is None else self.subscription.num_connects
         self._is_new_peer = True
         self._probe = _WHAT_FOLLOWS
         self._num_silences = 0
@@ -128,7 +136,7 @@ class Source:
             self.is_taking_answer = False
 
     def _answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        is_probe = question in (_WHAT_FOLLOWS, _EVERYTHING) and self.engine is None
+        is_probe = question.request in (base.WHAT_FOLLOWS, base.EVERYTHING) and self.engine is None
         if is_probe:
             self._note_probe(messages, now_s)
         if messages and (is_probe or self.engine is not None):
@@ -144,7 +152,11 @@ class Source:
 
     def progress(self) -> Progress | None:
         """Return how far the stream was followed, None if nothing of it can be trusted."""
-        return None if self._follower is None or self.is_taking_answer else self._follower.progress()
+        if self._follower is None or self.is_taking_answer:
+            return None
+        if isinstance(self._follower, EngineFollower):
+            return self._follower.progress(is_caught_up=self._is_caught_up)
+        return self._follower.progress()
 
     @property
     def positions(self) -> tuple[tuple[int | None, int], ...]:
@@ -214,6 +226,15 @@ class Source:
         statistics = self._statistics(self.subscription.num_malformed, now_s)
         failure = statistics.failure or self.subscription.problem
         return replace(statistics, failure=failure, is_peer_gone=self.subscription.is_peer_gone)
+
+    @property
+    def _is_caught_up(self) -> bool:
+        """Return whether whoever was heard last is connected now, and all that it said was taken."""
+        if self.subscription is None:  # not followed yet, as of whom it was learnt
+            return True
+        num_heard_connects = max(self._num_heard_connects, self.num_known_connects)
+        is_heard = self.subscription.num_connects == num_heard_connects and self.subscription.is_caught_up
+        return is_heard and not self._is_receiving
 
     def _turn_idx(self, messages: Sequence[Message], now_s: float) -> int:
         """Return which message is the first that another follower is for; their number if there is none."""

@@ -23,6 +23,8 @@ MAX_IDLE_DOUBLINGS = 6
 
 DECODERS: dict[str, Callable[[bytes, str], DecodedEngineBatch]] = {"vllm": vllm.decode, "sglang": sglang.decode}
 
+_ALL = Question(ReplayRequest(None, 0))
+
 
 class EngineFeedTarget(Protocol):
     """What an engine's stream is fed into."""
@@ -64,8 +66,13 @@ class EngineFeed:
     def received(self, message: Message, now_s: float) -> None:
         """Take one live message."""
         self._heard(now_s)
-        epoch = self.restarts.received(message.sequence, message.payload)
-        for step in self._session.received(epoch, message.sequence, message.payload, now_s):
+        session, restarts = self._session, self.restarts
+        if self._is_proof(message):
+            session.trust()
+        # What may be of a process before the one that answered says nothing of a restart.
+        is_judged = not session.is_unproven
+        epoch = restarts.received(message.sequence, message.payload) if is_judged else restarts.epoch
+        for step in session.received(epoch, message.sequence, message.payload, now_s):
             self.take(step)
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
@@ -123,6 +130,8 @@ class EngineFeed:
 
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any."""
+        if self._session.is_healable(now_s):
+            return [_ALL]
         due = self._session.question(now_s)
         if due is not None:
             return [Question(ReplayRequest(None, max(0, due - 1)))]
@@ -141,19 +150,41 @@ class EngineFeed:
     def judged(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
         """Return what is to be done because of an answer, all of it and in order, for `take`."""
         self._last_heard_s = now_s
-        is_idle = self._session.state is not SourceState.RESYNCING
+        session = self._session
+        if session.is_healable(now_s):
+            frames = None if messages is None else _frames(messages)
+            return session.heal(self.restarts.replayed(frames or (), None), frames, now_s)
+        is_idle = session.state is not SourceState.RESYNCING
+        suspects = tuple(session.held) if session.is_unproven else ()
         if messages is None or (is_idle and not messages and not self._has_replay):
             self._num_silences += 1
             # No evidence either way, or an engine that never keeps anything: while idle it is believed to be the same.
-            return [] if is_idle else self._session.replayed(None, None, now_s)
+            steps = [] if is_idle else session.replayed(None, None, now_s)
+        else:
+            steps = self._judged(question.request.start_sequence, messages, now_s)
+        if not session.is_unproven:
+            self.restarts.took(suspects)
+        elif messages is not None and question.is_caught_up:  # a connection that stands is not of a process before
+            session.trust()
+        return steps
+
+    def _is_proof(self, message: Message) -> bool:
+        """Return whether a live message shows that the connection is with the process that is followed."""
+        if self._session.expected_sequence == 0:  # nothing is the beginning of any process
+            return message.sequence == 0 and self._session.state is not SourceState.RESYNCING
+        is_past = message.sequence < self._session.expected_sequence
+        return is_past and self.restarts.is_known(message.sequence, message.payload)
+
+    def _judged(self, start_sequence: int, messages: Sequence[Message], now_s: float) -> list[Step[bytes]]:
+        session = self._session
+        is_idle = session.state is not SourceState.RESYNCING
         self._has_replay |= bool(messages)
         self._num_silences = 0
-        has_news = not is_idle or any(message.sequence >= self._session.expected_sequence for message in messages)
+        has_news = not is_idle or any(message.sequence >= session.expected_sequence for message in messages)
         self._num_repetitions = 0 if has_news else self._num_repetitions + 1
-        frames = [(message.sequence, message.payload) for message in messages]
-        last_sequence = question.request.start_sequence if self._session.expected_sequence else None
-        epoch = self.restarts.replayed(frames, last_sequence)
-        return self._session.replayed(epoch, frames, now_s)
+        frames = _frames(messages)
+        epoch = self.restarts.replayed(frames, start_sequence if session.expected_sequence else None)
+        return session.replayed(epoch, frames, now_s)
 
     def _heard(self, now_s: float) -> None:
         self._last_heard_s = now_s
@@ -191,3 +222,7 @@ class EngineFeed:
         self.num_malformed += 1
         if self.num_malformed == 1:
             _logger.warning("malformed batch skipped: %s source=%s", reason, self._name)
+
+
+def _frames(messages: Sequence[Message]) -> list[tuple[int, bytes]]:
+    return [(message.sequence, message.payload) for message in messages]

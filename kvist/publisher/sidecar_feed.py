@@ -43,8 +43,10 @@ class SidecarFeed:
         self._restored: Mapping[int, RankState] | None = None
         # How many events the publisher had lost when the ranks were last known to hold nothing.
         self._num_lost_before = 0
-        # What the publisher was told last: whether the ranks are complete, and how many there were.
-        self._told = (True, 0)
+        # The same for each rank that said so itself since the stream, which it may share, was last cleared.
+        self._num_lost_before_of: dict[int, int] = {}
+        # What the publisher was told last: which ranks are complete, and how many there were.
+        self._told: tuple[frozenset[int], int] = (frozenset(), 0)
 
     @property
     def name(self) -> str:
@@ -59,8 +61,18 @@ class SidecarFeed:
     @property
     def is_complete(self) -> bool:
         """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
-        num_lost = 0 if self._publisher is None else self._publisher.num_lost_events
-        return self.feed.session.state is SourceState.LIVE and num_lost == self._num_lost_before
+        return self.feed.session.state is SourceState.LIVE and self._num_lost == self._num_lost_before
+
+    @property
+    def _num_lost(self) -> int:
+        return 0 if self._publisher is None else self._publisher.num_lost_events
+
+    @property
+    def _complete_ranks(self) -> frozenset[int]:
+        """Return the ranks that lack no block, once the stream is not asked about any more."""
+        if self.is_complete:
+            return frozenset(self._ranks)
+        return frozenset(rank for rank, num_lost in self._num_lost_before_of.items() if num_lost == self._num_lost)
 
     def progress(self) -> EngineProgress | None:
         """Return how far a settled stream was followed, None before its first message."""
@@ -111,24 +123,29 @@ class SidecarFeed:
         self._publisher = self._publisher or self._publisher_for(batch)
         if self._publisher is None:
             return
-        is_cleared = False
         for event in join_removals(batch.events):
             self._ranks.add(event.rank)
             self._publisher.report(event)
-            is_cleared |= isinstance(event, EngineCleared)
-        if is_cleared and len(self._ranks) == 1:
-            self.feed.session.emptied()
-            self._num_lost_before = self._publisher.num_lost_events
+            if isinstance(event, EngineCleared):
+                self._note_empty(event.rank, is_alone=batch.rank is None and len(self._ranks) == 1)
 
     def clear(self) -> None:
         """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
         if self._restored is not None:
             _logger.warning("saved state is not believed: the engine did not prove to be the same source=%s", self.name)
             self._restored = None
+        self._num_lost_before_of.clear()
         if self._publisher is not None:
             for rank in self._ranks:
                 self._publisher.report(EngineCleared(rank))
             self._num_lost_before = self._publisher.num_lost_events
+
+    def _note_empty(self, rank: int, *, is_alone: bool) -> None:
+        """Take note that a rank holds nothing, and the stream with it if that is of this rank alone."""
+        self._num_lost_before_of[rank] = self._num_lost
+        if is_alone:
+            self.feed.session.emptied()
+            self._num_lost_before = self._num_lost
 
     def _put_back(self) -> None:
         """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
@@ -144,11 +161,11 @@ class SidecarFeed:
 
     def _tell(self) -> None:
         """Have the publisher say whether it lacks blocks."""
-        told = (self.is_complete, len(self._ranks))
+        told = (self._complete_ranks, len(self._ranks))
         is_known = self.feed.session.state is not SourceState.RESYNCING
         if self._publisher is not None and is_known and told != self._told:
             self._told = told
-            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), is_complete=told[0]))
+            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=told[0]))
 
 
 def join_removals(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
@@ -183,7 +200,7 @@ def _joined(run: Sequence[EngineRemoved]) -> EngineRemoved:
     return EngineRemoved(hashes, first.window, first.group, first.rank, first.tier)
 
 
-def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], is_complete: bool) -> None:
+def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_ranks: frozenset[int]) -> None:
     for rank in ranks:
         if rank in streams:
-            streams[rank].is_complete = is_complete
+            streams[rank].is_complete = rank in complete_ranks

@@ -18,6 +18,7 @@ class FakeSubscription:
         self.num_connects = 0
         self.num_receives = 0
         self.is_peer_gone = False
+        self.is_caught_up = True
         self.inbox: asyncio.Queue[list[Message]] = asyncio.Queue()
         self.asked: list[ReplayRequest] = []
         self.answer: list[Message] | None = None
@@ -85,7 +86,7 @@ class Recorder:
         return self.due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        self.due = [each for each in self.due if each != question]
+        self.due = [each for each in self.due if each.request != question.request]
         for message in messages or ():
             yield
             self.log.append(f"replayed {message.sequence}")

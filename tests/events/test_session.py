@@ -147,6 +147,35 @@ LIVE, PARTIAL, RESYNCING = SourceState.LIVE, SourceState.PARTIAL, SourceState.RE
         pytest.param([("e2:0", "a0"), ("e1:1", ""), ("e1:hb9", ""), ("e2:1", "a1")], LIVE, id="stragglers of an epoch"),
         pytest.param([("e2:0", "a0"), ("+4", ""), ("e1:0", "new a0")], LIVE, id="a publisher whose clock went back"),
         pytest.param(
+            [("e2:0", "a0"), ("+4", ""), ("e1:0", "new a0"), ("e2:1", ""), ("e2:hb9", ""), ("e1:1", "a1")],
+            LIVE,
+            id="stragglers of an epoch whose clock was ahead",
+        ),
+        pytest.param(
+            [("e2:0", "a0"), ("+4", ""), ("e1:0", "new a0"), ("+4", ""), ("e2:1", "new ask 0"), ("e2:r0-1", "a0 a1")],
+            LIVE,
+            id="an epoch that was left too soon",
+        ),
+        pytest.param(
+            [("0", "a0"), ("2", "ask 1"), ("e2:r0-1", "new a0 a1"), ("e2:2", "ask 2"), ("e2:r1-2", "a2")],
+            LIVE,
+            id="another process answered, and the stream is shown to be its own",
+        ),
+        pytest.param(
+            [("e2:r0-1", "a0 a1"), ("e2:2", "ask 2"), ("e2:r1", ""), ("e2:5", "ask 2"), ("e2:r1-5", "a2 a3 a4 a5")],
+            LIVE,
+            id="what the answer lacks is of a process before",
+        ),
+        pytest.param(
+            [
+                ("e2:r0-1", "a0 a1"),
+                ("e2:2", "ask 2"),
+                *[("?", ""), ("+1", "ask 2"), ("?", ""), ("+2", "ask 2"), ("?", "lost a2")],
+            ],
+            PARTIAL,
+            id="and nobody answers any more",
+        ),
+        pytest.param(
             [("0", "a0"), ("2", "ask 1"), ("e2:r1-2", "new ask 0"), ("e2:r0-2", "a0 a1 a2")],
             LIVE,
             id="restarted between question and answer",

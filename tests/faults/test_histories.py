@@ -33,6 +33,20 @@ def test_what_stock_engines_tell_is_exact_or_partial_and_nothing_is_invented(see
     play_all(seeds or range(250), ("stock",), tally)
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param("embedded", 100_060, id="right by chance before a clock that went back is believed"),
+        pytest.param("stock", 100_467, id="an engine speaks before it is connected to"),
+        pytest.param("stock", 100_874, id="taken over from a peer that lags behind an engine's restart"),
+        pytest.param("stock", 101_675, id="messages of a process before, unread while the next one answers"),
+        pytest.param("stock", 100_007, id="a rank that was whole, and was told in part"),
+    ],
+)
+def test_what_went_wrong_once_does_not_again(kind, seed):
+    play(plan_of(seed, (kind,)))
+
+
 @given(seed=st.integers(0, 1 << 16), steps=st.lists(STEP, max_size=40))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_no_short_history_leads_astray(seed, steps):

@@ -115,3 +115,14 @@ def test_what_names_tell_is_held_by_another_index_in_the_same_way(history, seed)
     assert copied.num_blocks == 0
     assert len(set(told.values())) == len(told)
     other.check_invariants()
+
+
+def test_a_block_with_another_name_in_another_tier_is_told_under_neither():
+    index = RadixIndex(seed=1)
+    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
+    residency.hold([1], [11], None, Tier.GPU)
+    residency.hold([2], [11], None, Tier.HOST)
+    residency.hold([3], [33], None, Tier.GPU)
+    told = {int(name): int(block) for names in residency.names() for name, block in zip(*names, strict=True)}
+    assert told == {3: 33}
+    assert not residency.is_told_by_names

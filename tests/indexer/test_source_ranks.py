@@ -91,3 +91,46 @@ def test_a_batch_without_a_rank_that_clears_leaves_nothing_missing(world):
 async def test_a_rank_that_cannot_be_is_refused(indexer, rank):
     with pytest.raises(InvalidValueError, match="rank"):
         indexer.add_source("w", "tcp://127.0.0.1:5557", rank=rank)
+
+
+def test_a_rank_that_holds_nothing_says_nothing_of_another_one_of_its_stream(world):
+    first, _, *rest = batches(
+        [[stored(1)], 0],
+        [[stored(2)], 3],
+        [[stored(3)], 0],
+        [[{"type": "AllBlocksCleared"}], 0],
+        [[stored(4)], 0],
+        [[stored(5)], 3],
+    )
+    for message in (first, *rest):  # what is lost may be of a rank that was never heard
+        world.take(MessageBlock.of([message]))
+    states = world.source.states()
+    assert states == {0: SourceState.LIVE, 3: SourceState.PARTIAL}
+    lost = Message(b"", 9, rest[0].payload)
+    world.take(MessageBlock.of([lost]))
+    assert world.source.states() == {0: SourceState.PARTIAL, 3: SourceState.PARTIAL}
+
+
+def test_who_is_not_level_with_the_connection_cannot_vouch_for_the_process(world):
+    if world.source.engine is None:
+        world.take(batches([[stored(1)], 0]))
+
+    class Connection:
+        num_connects = 0
+        is_caught_up = True
+        num_malformed = 0
+
+    world.source.subscription = connection = Connection()
+    if world.source.progress() is None:
+        return  # followed without compiled code, of which nothing is told
+    assert not world.source.progress().is_in_doubt
+    connection.is_caught_up = False
+    assert world.source.progress().is_in_doubt
+    connection.is_caught_up, connection.num_connects = True, 1
+    assert world.source.progress().is_in_doubt
+    world.source.reconnected(2.0)
+    assert world.source.progress().is_in_doubt  # until an answer proves it
+    (question,) = world.source.questions(2.0)
+    for _ in world.source.answered(question, None, 2.0):
+        pass
+    assert not world.source.progress().is_in_doubt

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist.events.session import SourceState
+from kvist.events.session import SessionLimits, SourceState
 from kvist.events.transports import Message
 from kvist.publisher.engine_feed import IDLE_S, EngineFeed
 
@@ -143,3 +143,98 @@ def test_a_malformed_batch_is_counted_and_its_number_used_up(payload, caplog):
     assert copy.applied == [5.0]
     assert feed.num_malformed == 2
     assert caplog.text.count("malformed batch skipped") == 1
+
+
+def ask(feed: EngineFeed, engine: Engine | None, now_s: float, *, is_caught_up: bool = False) -> int:
+    """Answer what is asked, or be silent; return the number of questions."""
+    questions = feed.questions(now_s)
+    for question in questions:
+        answer = None if engine is None else engine.replay(question.request.start_sequence)
+        list(feed.answered(question._replace(is_caught_up=is_caught_up), answer, now_s))
+    return len(questions)
+
+
+def test_what_is_left_unread_of_a_process_before_is_not_believed_behind_another_ones_answer():
+    copy = Copy()
+    feed = EngineFeed("vllm", "test", copy)
+    first, second = Engine(1000.0, 1000), Engine(2000.0, 1000)
+    feed.reconnected(0.0)
+    feed.received(first.publish(), 0.0)
+    unread = [first.publish() for _ in range(4)]
+    second.publish()
+    second.publish()
+    feed.received(unread[1], 1.0)  # one is lost, so that it is asked, and the other process answers
+    assert ask(feed, second, 2.0)
+    for now_s, message in enumerate(unread[1:], 3):
+        feed.received(message, now_s)
+        assert copy.applied == second.published
+        assert ask(feed, second, now_s + 0.5) == 1
+        assert (feed.session.state, copy.applied) == (SourceState.LIVE, second.published)
+    feed.reconnected(8.0)
+    second.publish()
+    exhaust(feed, second, 9.0)
+    feed.received(second.publish(), 100.0)
+    exhaust(feed, second, 101.0)
+    assert (feed.session.state, copy.applied) == (SourceState.LIVE, second.published)
+
+
+def test_a_connection_that_stands_while_its_process_answers_is_asked_about_no_more():
+    feed, engine = EngineFeed("vllm", "test", copy := Copy()), Engine(1000.0, 1000)
+    engine.publish()
+    feed.reconnected(0.0)
+    assert ask(feed, engine, 1.0, is_caught_up=True) == 1
+    feed.received(engine.publish(), 2.0)
+    assert (feed.session.state, copy.applied) == (SourceState.LIVE, engine.published)
+
+
+def test_a_message_that_the_answer_has_shows_whose_the_connection_is():
+    feed, engine = EngineFeed("vllm", "test", copy := Copy()), Engine(1000.0, 1000)
+    last = engine.publish()
+    feed.reconnected(0.0)
+    assert ask(feed, engine, 1.0) == 1
+    feed.received(last, 2.0)
+    feed.received(engine.publish(), 2.0)
+    assert (feed.session.state, copy.applied) == (SourceState.LIVE, engine.published)
+
+
+def be_lost(feed: EngineFeed, engine: Engine) -> float:
+    """Have the feed miss a message while nobody answers; return the time."""
+    feed.reconnected(0.0)
+    exhaust(feed, engine, 0.0)
+    feed.received(engine.publish(), 50.0)
+    engine.publish()
+    feed.received(engine.publish(), 100.0)
+    for now_s in (101.0, 103.0, 106.0):
+        assert ask(feed, None, now_s) == 1
+    assert feed.session.state is SourceState.PARTIAL
+    return 106.0
+
+
+def test_an_engine_that_could_not_be_asked_is_asked_for_everything_once_it_can_be():
+    feed, engine = EngineFeed("vllm", "test", copy := Copy()), Engine(1000.0, 1000)
+    now_s = be_lost(feed, engine)
+    assert feed.questions(now_s) == []  # not at once
+    assert ask(feed, None, now_s + 1.0) == 1
+    assert feed.session.state is SourceState.PARTIAL  # what is there counts meanwhile
+    feed.received(engine.publish(), now_s + 1.5)
+    assert ask(feed, engine, now_s + 4.0) == 1
+    assert (feed.session.state, copy.applied) == (SourceState.LIVE, engine.published)
+
+
+def test_an_engine_that_has_forgotten_the_beginning_is_asked_for_it_once():
+    feed, engine = EngineFeed("vllm", "test", copy := Copy()), Engine(1000.0, 2)
+    now_s = be_lost(feed, engine)
+    assert ask(feed, engine, now_s + 1.0) == 1
+    assert (feed.session.state, copy.applied) == (SourceState.PARTIAL, engine.published[-1:])
+    assert not any(question.request.start_sequence == 0 for question in feed.questions(now_s + 1000.0))
+
+
+def test_an_engine_that_is_away_for_good_is_asked_for_everything_so_often_and_no_more():
+    feed, engine = EngineFeed("vllm", "test", Copy()), Engine(1000.0, 2)
+    now_s, num_questions = be_lost(feed, engine), 0
+    for second in range(1000):
+        heals = [question for question in feed.questions(now_s + second) if question.request.start_sequence == 0]
+        num_questions += len(heals)
+        for question in heals:
+            list(feed.answered(question, None, now_s + second))
+    assert num_questions == SessionLimits().max_heals

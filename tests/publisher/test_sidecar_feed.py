@@ -267,3 +267,26 @@ def test_an_incomplete_rank_says_so_and_stays_it_when_it_is_saved(start, publica
     assert (second.held(), second.state) == ({block_of(4)}, SourceState.PARTIAL)
     second.publisher.close()
     assert not publication.heartbeats()[-1].events[0].is_complete
+
+
+def test_a_rank_that_holds_nothing_is_complete_and_another_one_of_its_stream_is_not(publication):
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
+    feed = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), lambda _: publisher)
+    payload = Engine(1, 1).change(1).payload
+    timestamp_s, events, _ = msgspec.msgpack.decode(payload)
+    for sequence, what, rank in (
+        *((0, events, 0), (1, events, 1), (3, events, 0)),
+        *((4, [{"type": "AllBlocksCleared"}], 0), (5, events, 1)),
+    ):
+        message = Message(b"", sequence, msgspec.msgpack.encode([timestamp_s, what, rank]))
+        for _ in feed.received_all([message], 1.0):
+            pass
+        for question in feed.questions(1.0):
+            for _ in feed.answered(question, None, 1.0):
+                pass
+    seen: dict[int, bool] = {}
+    publisher.between_events(
+        lambda streams: seen.update({rank: stream.is_complete for rank, stream in streams.items()})
+    ).result(20)
+    assert seen == {0: True, 1: False}
+    publisher.close()

@@ -95,6 +95,10 @@ class Subscription(Protocol):
         """Whether the publisher is known to have ended or died; False where the transport cannot know."""
 
     @property
+    def is_caught_up(self) -> bool:
+        """Whether a peer is connected and all that it brought was received, as far as can be told from here."""
+
+    @property
     def problem(self) -> str | None:
         """Why nothing can be received just now, for people to read; None while all is well. It names no secret."""
 

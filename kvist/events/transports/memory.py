@@ -129,6 +129,11 @@ class MemorySubscription:
         """Leave the endpoint."""
         _hub.unsubscribe(self._address, self)
 
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether a publication is there and the queue empty."""
+        return not self._queue and _hub.publication(self._address) is not None
+
     def connected(self) -> None:
         """Count a publication that came; called by it, from any thread."""
         self.num_connects += 1

@@ -12,6 +12,7 @@ requests without one. Losses are by high-water mark: a PUB socket drops for the 
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -163,19 +164,38 @@ class ZmqSubscription:
     problem: str | None = None
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._num_connects = 0
+        self._num_connects = self._num_handshakes = self._num_disconnects = 0
+        # Whether messages of a connection may be handed out beside those of the one that came next.
+        self._is_mixed = False
+        self._is_waiting = False
         self._endpoint = endpoint
         self._malformed = MalformedCounter(endpoint.address)
         self._replay_client = ReplayClient(endpoint, self._malformed)
 
     @property
     def num_connects(self) -> int:
-        """How often the peer was connected so far; ZeroMQ announces a connection before it hands out what it brings."""
+        """How often the peer was connected so far; ZeroMQ announces a connection before it hands out what it brings.
+
+        But it also hands out what an earlier one left unread, in any order with that. So a connection that is announced
+        while there may be such messages counts again once they are gone.
+        """
         with suppress(zmq.Again):
             while True:
-                self._monitor.recv_multipart(zmq.NOBLOCK)
+                event, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
+                if int.from_bytes(event[:2], sys.byteorder) == zmq.EVENT_DISCONNECTED:
+                    self._num_disconnects += 1
+                    continue
+                self._num_handshakes += 1
+                is_alone = self._is_waiting and not self._stream.has_messages()
+                self._is_mixed |= self._num_connects > 0 and not is_alone
                 self._num_connects += 1
         return self._num_connects
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether a peer is connected, and nothing is left of what it or others brought."""
+        is_connected = self.num_connects > 0 and self._num_handshakes > self._num_disconnects
+        return is_connected and not self._is_mixed and not self._stream.has_messages()
 
     @property
     def num_malformed(self) -> int:
@@ -191,7 +211,7 @@ class ZmqSubscription:
         self._stream.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(base.PING_TIMEOUT_S * 1000))
         self._stream.socket.setsockopt(zmq.RECONNECT_IVL, int(base.MIN_RECONNECT_S * 1000))
         self._stream.socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(base.MAX_RECONNECT_S * 1000))
-        self._monitor = self._stream.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitor = self._stream.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             if self._endpoint.is_bound:
                 bind(self._stream.socket, self._endpoint.address)
@@ -216,7 +236,15 @@ class ZmqSubscription:
     async def receive(self) -> list[Message]:
         """Wait for at least one message; return at most `MAX_DRAIN`."""
         while True:
-            received = [message_of(frames, self._malformed) for frames in await self._stream.receive()]
+            self._is_waiting = not self._stream.has_messages()
+            if self._is_mixed and self._is_waiting:
+                self._is_mixed = False
+                self._num_connects += 1
+            try:
+                frames_of_all = await self._stream.receive()
+            finally:
+                self._is_waiting = False
+            received = [message_of(frames, self._malformed) for frames in frames_of_all]
             messages = [message for message in received if message is not None]
             if messages:
                 return messages

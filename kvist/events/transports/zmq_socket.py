@@ -31,9 +31,15 @@ class LoopSocket:
         self._fd = int(self.socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._on_readable)
 
-    def _on_readable(self) -> None:
-        if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+    def has_messages(self) -> bool:
+        """Return whether messages can be received at once, and wake who waits for them: nothing else may any more."""
+        is_readable = bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        if is_readable:
             self._readable.set()
+        return is_readable
+
+    def _on_readable(self) -> None:
+        self.has_messages()
 
     async def receive(self) -> list[list[bytes]]:
         """Wait for at least one message; return at most `MAX_DRAIN`, each as its frames."""
@@ -45,7 +51,7 @@ class LoopSocket:
             if messages:
                 return messages
             self._readable.clear()
-            if not int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            if not self.has_messages():
                 await self._readable.wait()
 
     def close(self) -> None:

@@ -269,3 +269,35 @@ async def test_an_answer_that_never_ends_is_given_up(open_socket, monkeypatch, l
         endless = asyncio.create_task(answer_for_ever(router, b""))
         assert await asker.replay(ReplayRequest(b"", 0), timeout_s=10) is None
         endless.cancel()
+
+
+async def counted(subscription, num_connects):
+    """Return once so many connections were counted, while nothing is received."""
+    async with asyncio.timeout(60):
+        while subscription.num_connects < num_connects:  # noqa: ASYNC110 - ZeroMQ tells it to who asks
+            await asyncio.sleep(0.01)
+
+
+async def test_what_a_connection_left_unread_is_told_apart_from_what_the_next_one_brings(open_socket, tmp_path):
+    address = f"ipc://{tmp_path}/stream"
+    async with ZmqSubscription(Endpoint.parse(f"{address}?bind=1")) as subscription:
+        first = open_socket(zmq.PUB)
+        first.connect(address)
+        await connected(first, subscription)
+        assert subscription.num_connects == 1
+        first.send_multipart([b"t", be64(0), b"old"])
+        first.close(linger=1000)
+        second = open_socket(zmq.PUB)
+        second.connect(address)
+        await counted(subscription, 2)
+        assert not subscription.is_caught_up
+        assert [message.payload for message in await subscription.receive()] == [b"old"]
+        assert subscription.num_connects == 2
+        receiving = asyncio.create_task(subscription.receive())
+        await counted(subscription, 3)
+        assert subscription.is_caught_up
+        while not receiving.done():
+            second.send_multipart([b"t", be64(0), b"new"])
+            await asyncio.wait([receiving], timeout=0.02)
+        assert receiving.result()[0].payload == b"new"
+        assert subscription.num_connects == 3

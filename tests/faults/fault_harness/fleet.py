@@ -26,9 +26,6 @@ from kvist.radix import RadixIndex
 QUIET_S = 240.0
 """How long after the last fault everything must be exact, at the latest: questions become ever rarer."""
 
-GRACE_S = 3.0
-"""How long an engine's own stream may be shown as what no process ever held."""
-
 BAD_ANSWERS = (
     "replay refused",
     "replay interrupted",
@@ -210,7 +207,6 @@ class Fleet:
             link.tells_departure = settings["tells_departure"]
             link.queue_capacity = settings["queue_capacity"]
         self._lost: set[tuple[int, int]] = set()
-        self._wrong_since_s: dict[tuple[int, int], float] = {}
         self._is_restarting = False
         self._lost_ever: set[tuple[int, int]] = set()
 
@@ -409,11 +405,7 @@ class Fleet:
         self.tally.num_checks += 1
         if is_right:
             self._lost.discard((number, rank))
-            self._wrong_since_s.pop((number, rank), None)
-            return
-        # What an engine's last connection brought may be taken after another process answered: until it connects.
-        since_s = self._wrong_since_s.setdefault((number, rank), self._loop.time())
-        if not isinstance(worker, StockWorker) or self._loop.time() - since_s > GRACE_S:
+        else:
             assert (number, rank) in self._lost, f"{worker.name} rank {rank} at {position}: {digest}, not {expected}"
 
     async def _become_quiet(self, watching: asyncio.Task[None]) -> None:

@@ -198,6 +198,10 @@ class WireSubscription:
         if is_direct:
             self.take_with = self._take_with
 
+    @property
+    def is_caught_up(self) -> bool:
+        return not self._queue and self._link.publication is not None and not self._link.is_cut
+
     async def __aenter__(self) -> Self:
         self._link.subscriptions.append(self)
         if self._link.publication is not None and not self._link.is_cut:

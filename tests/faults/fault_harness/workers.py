@@ -104,8 +104,6 @@ class Worker:
                 rank,
                 report,
                 has_groups=self._settings["has_groups"],
-                # Engines give each rank a stream of its own; where they share one, a clearing tells of one rank alone.
-                has_clears=not isinstance(self, StockWorker) or self._settings["num_ranks"] == 1,
                 has_created=self._settings["has_created"] and not isinstance(self, StockWorker),
             )
             for rank in range(self._settings["num_ranks"])

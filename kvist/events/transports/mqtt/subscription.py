@@ -33,6 +33,8 @@ UNSUBSCRIBE_TIMEOUT_S = 1.0
 class MqttSubscription:
     """Follows one worker. Its publisher is gone once it said so, or the broker did in its place."""
 
+    is_caught_up = True
+
     def __init__(self, url: BrokerUrl) -> None:
         """`url` names a worker. Raises InvalidValueError for TLS files that cannot be used."""
         self._url = url.with_worker(None)

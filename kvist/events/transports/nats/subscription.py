@@ -35,6 +35,7 @@ class NatsSubscription:
     """
 
     is_peer_gone = False
+    is_caught_up = True
 
     def __init__(self, url: BrokerUrl) -> None:
         self.num_connects = 0

@@ -105,6 +105,17 @@ class Link:
         self._flush()
         self._await_reader()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether there is nothing to read, the connection's end included."""
+        try:
+            self._sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
     async def watch(self) -> None:
         """Return once the connection is over, or was silent for too long; close the socket in any case."""
         try:

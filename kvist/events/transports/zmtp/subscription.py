@@ -67,6 +67,12 @@ class ZmtpSubscription:
         return self._num_past_connects + (self._connection is not None and self._connection.is_ready)
 
     @property
+    def is_caught_up(self) -> bool:
+        """Whether a publisher is connected, nothing of what it sent is unread, and the connection has no end yet."""
+        is_ready = self._connection is not None and self._connection.is_ready
+        return is_ready and self._inbox.is_empty and self._link is not None and self._link.is_quiet
+
+    @property
     def num_malformed(self) -> int:
         """How many messages were skipped, and peers left, because they are not the transport's."""
         return self._malformed.num

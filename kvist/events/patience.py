@@ -1,0 +1,106 @@
+"""When a subscriber asks: after a random moment, and after an ever longer one if it asked in vain. No I/O, no clock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """The bounds of a session's memory and patience."""
+
+    max_held_messages: int = 1024
+    """Messages kept behind a gap; beyond them the oldest goes, since the replay brings it again."""
+    max_asks: int = 3
+    """Questions in a row without the whole answer before what is missing counts as lost."""
+    max_heals: int = 10
+    """Questions for all that an engine keeps, once it could not be asked: it may be able to tell later."""
+    jitter_s: float = 0.02
+    """The first question waits up to this long, so that the subscribers of one publisher do not ask at once."""
+    retry_s: float = 0.5
+    """The wait before the second question; doubles with each, up to `max_retry_s`."""
+    max_retry_s: float = 30.0
+    epoch_grace_s: float = 3.0
+    """After this much silence an earlier epoch is believed: the publisher's clock went back."""
+    silence_s: float = 10.0
+    """A publisher that sends heartbeats and is silent this long is no longer trusted."""
+
+
+NO_REPLAY = SessionLimits(max_asks=1, max_heals=0, jitter_s=0.0)
+"""For a peer that nobody can ask: what is missing is lost at once."""
+
+
+class Patience:
+    """Knows whether something is asked for, when the question is due, and whether it is worth another one."""
+
+    def __init__(self, limits: SessionLimits, rng: random.Random) -> None:
+        """Wait as long as the limits say; `rng` chooses the random moments."""
+        self.is_healing = False
+        """Whether everything is asked for, to make a partial copy whole."""
+        self._limits = limits
+        self._rng = rng
+        self._ask_at_s: float | None = None
+        self._num_unanswered = 0
+        self._num_heals_in_a_row = 0
+        self._heal_at_s = 0.0
+
+    @property
+    def is_asking(self) -> bool:
+        """Return whether something is asked for, now or in a while."""
+        return self._ask_at_s is not None
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether a question may be put."""
+        return self._ask_at_s is not None and now_s >= self._ask_at_s
+
+    def ask(self, now_s: float, after_s: float = 0.0) -> None:
+        """Have a question put after a while, and a random moment more."""
+        self._ask_at_s = now_s + after_s + self._rng.random() * self._limits.jitter_s
+
+    def ask_at(self, at_s: float | None) -> None:
+        """Have a question put at a time; None for none."""
+        self._ask_at_s = at_s
+
+    def asks_again(self, now_s: float) -> bool:
+        """Have the question put again later, if patience is left and what is asked for is needed; return whether."""
+        if self.is_healing or self._num_unanswered + 1 >= self._limits.max_asks:
+            return False
+        self._num_unanswered += 1
+        self.ask(now_s, self.retry_after_s(self._num_unanswered))
+        return True
+
+    def may_heal(self, now_s: float) -> bool:
+        """Return whether everything may be asked for: it was not a short while ago."""
+        return now_s >= self._heal_at_s
+
+    def heal(self, now_s: float) -> None:
+        """Have everything asked for, if it may be."""
+        if self.may_heal(now_s):
+            self.heals_later(now_s)
+            self.is_healing = True
+            self.ask(now_s)
+
+    def heals_later(self, now_s: float) -> None:
+        """Ask for everything after a wait that is longer each time."""
+        self._num_heals_in_a_row += 1
+        wait_s = self.retry_after_s(self._num_heals_in_a_row)
+        self._heal_at_s = now_s + wait_s + self._rng.random() * self._limits.jitter_s
+
+    def settle(self) -> None:
+        """Take the question as answered."""
+        self._ask_at_s = None
+        self.is_healing = False
+
+    def renew(self) -> None:
+        """Be as patient as ever: nothing is missing any more."""
+        self._num_unanswered = 0
+
+    def healed(self) -> None:
+        """Ask for everything at once when that is called for next."""
+        self._num_heals_in_a_row = 0
+
+    def retry_after_s(self, num_times: int) -> float:
+        """Return the wait after something that happened so many times in a row."""
+        delay_s: float = self._limits.retry_s * 2 ** min(num_times - 1, 30)
+        return min(delay_s, self._limits.max_retry_s)
