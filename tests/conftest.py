@@ -32,7 +32,8 @@ _random = random.SystemRandom()  # tests seed the other one
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--fault-seed", type=int, help="play this history of tests/faults alone, as a failure named it")
+    help_ = "play this history of tests/faults alone, as a failure named it, or those from FIRST up to END"
+    parser.addoption("--fault-seed", metavar="SEED|FIRST:END", help=help_)
 
 
 @pytest.fixture

@@ -17,10 +17,13 @@ def tally(request: pytest.FixtureRequest) -> Tally:
 
 
 @pytest.fixture
-def seeds(request: pytest.FixtureRequest) -> list[int] | None:
-    """The one seed to play, None for those of the test."""
-    seed = request.config.getoption("--fault-seed")
-    return None if seed is None else [seed]
+def seeds(request: pytest.FixtureRequest) -> range | None:
+    """The seeds to play, None for those of the test."""
+    said = request.config.getoption("--fault-seed")
+    if said is None:
+        return None
+    first, _, end = said.partition(":")
+    return range(int(first), int(end) if end else int(first) + 1)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

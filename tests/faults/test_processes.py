@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from fault_harness.processes import play_live
+
+TRANSPORTS = ["tcp", "nats", "jetstream", "mqtt", "sidecar"]
 
 
 @pytest.fixture
 def broker_of(start_nats_server, start_mqtt_broker):
     """Return a function that starts what carries a transport's messages, None where nothing does."""
-    return lambda transport: {"nats": start_nats_server, "mqtt": start_mqtt_broker}.get(transport, lambda: None)()
+    brokers = {
+        "nats": start_nats_server,
+        "jetstream": partial(start_nats_server, has_jetstream=True),
+        "mqtt": start_mqtt_broker,
+    }
+    return lambda transport: brokers.get(transport, lambda: None)()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nats", "mqtt"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_killed_processes_leave_the_index_exact(transport, free_port, broker_of, seeds, tally):
     for seed in seeds or (1,):
-        broker = broker_of(transport)
-        tally.add(
-            await play_live(transport, seed, free_port, broker, num_workers=2, num_steps=8, rate=0.1, num_ranks=2)
-        )
+        options = {"num_workers": 2, "num_steps": 8, "rate": 0.1, "num_ranks": 1 if transport == "sidecar" else 2}
+        tally.add(await play_live(transport, seed, free_port, broker_of(transport), has_state=True, **options))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("transport", ["tcp", "nats", "mqtt"])
-async def test_a_soak_of_killed_processes(transport, free_port, broker_of, seeds, tally):
-    for seed in seeds or range(100, 120):
-        broker = broker_of(transport)
-        tally.add(
-            await play_live(transport, seed, free_port, broker, num_workers=3, num_steps=20, rate=0.1, num_ranks=2)
-        )
+@pytest.mark.parametrize("has_state", [False, True], ids=["without state", "with state"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_soak_of_killed_processes(transport, has_state, free_port, broker_of, seeds, tally):
+    for seed in seeds or range(100, 105):
+        options = {"num_workers": 3, "num_steps": 20, "rate": 0.1, "num_ranks": 1 if transport == "sidecar" else 2}
+        tally.add(await play_live(transport, seed, free_port, broker_of(transport), has_state=has_state, **options))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """An engine as a process: reads commands from standard input, and tells what it holds; ends by kill -9.
 
-`engine_process.py URL WORKER SEED NUM_RANKS RATE MAX_BLOCKS` answers each line "live N", "fill N", "quiet" or "tell".
+`engine_process.py KIND URL WORKER SEED NUM_RANKS RATE MAX_BLOCKS` answers each line "live N", "fill N", "quiet" or
+"tell". Its KIND is `embedded`, with our publisher inside, or `stock`, with a stream of its own as vLLM has.
 """
 
 from __future__ import annotations
@@ -9,26 +10,66 @@ import json
 import random
 import sys
 import time
+from collections import Counter, deque
+from collections.abc import Iterator
+
+import msgspec
 
 from fault_harness.engine import BLOCK_SIZE, Engine, digest_of
 from fault_harness.lossy import LossyPublication
+from fault_harness.workers import as_vllm
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Publication, open_publication
+from kvist.events.engine import EngineEvent
+from kvist.events.transports import Message, Publication, ReplayRequest, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 BIND_TIMEOUT_S = 20.0
+NUM_KEPT = 10_000
 
 
-def main(url: str, worker: str, seed: int, num_ranks: int, rate: float, max_blocks: int) -> None:
+class StockPublisher:
+    """The event side of a vLLM process: each event is a numbered batch, the last of which it sends again."""
+
+    def __init__(self, publication: Publication, rng: random.Random, rate: float) -> None:
+        self.faults: Counter[str] = Counter()
+        self.rate = rate
+        self._publication = publication
+        self._rng = rng
+        self._kept: deque[Message] = deque(maxlen=NUM_KEPT)
+        self._num_sent = 0
+        publication.serve_replay(self)
+
+    def replay(self, request: ReplayRequest) -> Iterator[Message]:
+        return iter([message for message in list(self._kept) if message.sequence >= request.start_sequence])
+
+    def report(self, event: EngineEvent) -> None:
+        payload = msgspec.msgpack.encode([time.time(), [as_vllm(event)], event.rank])
+        message = Message(b"", self._num_sent, payload)
+        self._num_sent += 1
+        self._kept.append(message)
+        if self._rng.random() < self.rate:  # as at a full queue; a connection neither repeats nor reorders
+            self.faults["dropped"] += 1
+        else:
+            self._publication.send(message)
+
+
+def main(kind: str, url: str, worker: str, seed: int, num_ranks: int, rate: float, max_blocks: int) -> None:
     rng = random.Random(seed)
-    publication = LossyPublication(_bound(url, worker), rng, rate)
-    limits = PublisherLimits(coalesce_s=0.002, heartbeat_s=0.2, replay_max_batches=rng.choice((3, 50, 10_000)))
-    publisher = KvEventPublisher(publication, worker=worker, block_size=BLOCK_SIZE, num_ranks=num_ranks, limits=limits)
+    bound = _bound(url, worker)
+    publisher: KvEventPublisher | None = None
+    if kind == "stock":
+        lossy: StockPublisher | LossyPublication = (stock := StockPublisher(bound, rng, rate))
+        report = stock.report
+    else:
+        lossy = LossyPublication(bound, rng, rate)
+        limits = PublisherLimits(coalesce_s=0.002, heartbeat_s=0.2, replay_max_batches=rng.choice((3, 50, 10_000)))
+        publisher = KvEventPublisher(lossy, worker=worker, block_size=BLOCK_SIZE, num_ranks=num_ranks, limits=limits)
+        report = publisher.report
     options = {"max_blocks": max_blocks}
     if max_blocks > 1000:  # prompts of which nearly all differ
         options |= {"num_branches": 1 << 20, "max_depth": 16}
     rngs = [random.Random(rng.getrandbits(32)) for _ in range(num_ranks)]
-    engines = [Engine(each, rank, publisher.report, **options) for rank, each in enumerate(rngs)]
+    engines = [Engine(each, rank, report, **options) for rank, each in enumerate(rngs)]
     print("ready", flush=True)
     for line in sys.stdin:
         what, _, number = line.strip().partition(" ")
@@ -41,13 +82,13 @@ def main(url: str, worker: str, seed: int, num_ranks: int, rate: float, max_bloc
             for engine in engines:
                 while engine.num_blocks < int(number):
                     engine.store(4)
-                    while publisher.statistics().num_waiting_events > 10_000:
+                    while publisher is not None and publisher.statistics().num_waiting_events > 10_000:
                         time.sleep(0.01)
         elif what == "quiet":
-            publication.rate = 0.0
+            lossy.rate = 0.0
         held = [digest_of(engine.held) for engine in engines] if what == "tell" else []
-        lost = publisher.statistics().num_lost_events
-        told = {"held": held, "faults": publication.faults, "blocks": sum(e.num_stored for e in engines), "lost": lost}
+        lost = 0 if publisher is None else publisher.statistics().num_lost_events
+        told = {"held": held, "faults": lossy.faults, "blocks": sum(e.num_stored for e in engines), "lost": lost}
         print(json.dumps(told), flush=True)
 
 
@@ -64,5 +105,5 @@ def _bound(url: str, worker: str) -> Publication:
 
 
 if __name__ == "__main__":
-    url, worker, seed, num_ranks, rate, max_blocks = sys.argv[1:]
-    main(url, worker, int(seed), int(num_ranks), float(rate), int(max_blocks))
+    kind, url, worker, seed, num_ranks, rate, max_blocks = sys.argv[1:]
+    main(kind, url, worker, int(seed), int(num_ranks), float(rate), int(max_blocks))

@@ -186,7 +186,7 @@ class StockProcess:
                     other.rank, self._incarnation, self.next_sequence + 1, held, digest_of(held or Held())
                 )
             if events:
-                self._publish([_as_vllm(event) for event in events], engine.rank, is_lost=is_lost)
+                self._publish([as_vllm(event) for event in events], engine.rank, is_lost=is_lost)
                 self._account.note(
                     engine.rank, self._incarnation, self.next_sequence, engine.held, digest_of(engine.held)
                 )
@@ -248,7 +248,7 @@ class StockWorker(Worker):
             self.process = None
 
 
-def _as_vllm(event: EngineEvent) -> dict[str, Any]:
+def as_vllm(event: EngineEvent) -> dict[str, Any]:
     """Return an event as vLLM's encoder makes it."""
     if isinstance(event, EngineCleared):
         return {"type": "AllBlocksCleared"}
