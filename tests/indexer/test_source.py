@@ -15,7 +15,7 @@ from kvist.events.follow import Question
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock, ReplayRequest
-from kvist.events.types import Batch, Heartbeat, Stored
+from kvist.events.types import Batch, Cleared, Heartbeat, Stored
 from kvist.indexer.source import MAX_PROBE_DOUBLINGS, PROBE_S, SILENCE_S, Source
 from kvist.radix import RadixIndex
 
@@ -314,3 +314,22 @@ def test_how_far_a_stream_was_followed_is_told_amid_a_gap_but_not_amid_an_answer
     assert (next_sequence(), source.is_taking_answer) == (None, True)
     exhaust(taking)
     assert (next_sequence(), source.is_taking_answer) == (4, False)
+
+
+def test_a_partial_rank_that_holds_nothing_lacks_nothing(world):
+    for message in (publishers(0, 1), publishers(3, 2)):  # nobody can be asked for what is between
+        world.take(message)
+    assert world.source.states() == {0: SourceState.PARTIAL}
+    world.take(canonical(4, Cleared()), publishers(5, 3))
+    assert world.source.states() == {0: SourceState.LIVE}
+    assert world.holds(3)
+
+
+def test_what_is_lost_behind_a_clearing_in_one_answer_leaves_the_rank_partial():
+    world = World(is_block=False, options="")
+    world.take(publishers(0, 1), publishers(5, 2))
+    for answer in (None, None, [canonical(1, Cleared()), publishers(2, 3)]):
+        world.now_s += 5.0
+        world.answer(answer)
+    assert world.source.states() == {0: SourceState.PARTIAL}
+    assert world.holds(2)
