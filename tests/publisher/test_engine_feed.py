@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvist.events.session import SessionLimits, SourceState
+from kvist.events.session import NO_REPLAY, SessionLimits, SourceState
 from kvist.events.transports import Message
 from kvist.publisher.engine_feed import IDLE_S, EngineFeed
 
@@ -238,3 +238,21 @@ def test_an_engine_that_is_away_for_good_is_asked_for_everything_so_often_and_no
         for question in heals:
             list(feed.answered(question, None, now_s + second))
     assert num_questions == SessionLimits().max_heals
+
+
+@pytest.mark.parametrize("is_shown", [True, False])
+def test_what_was_taken_over_in_doubt_is_believed_without_a_replay_once_the_connection_brings_some_of_it(is_shown):
+    engine, peer = Engine(1000.0, 0), EngineFeed("vllm", "test", Copy())
+    messages = [engine.publish() for _ in range(4)]
+    for message in messages[:3]:
+        peer.received(message, 0.0)
+    copy = Copy()
+    feed = EngineFeed("vllm", "test", copy, NO_REPLAY)
+    feed.resume(3, peer.restarts.remembered(), 1.0, is_complete=True)
+    feed.reconnected(1.0)
+    for message in messages[2 if is_shown else 3 :]:
+        feed.received(message, 1.0)
+    assert feed.session.state is SourceState.RESYNCING
+    assert ask(feed, None, 1.0) == 1
+    assert feed.session.state is (SourceState.LIVE if is_shown else SourceState.PARTIAL)
+    assert (copy.num_cleared, copy.applied) == (0 if is_shown else 1, engine.published[3:])
