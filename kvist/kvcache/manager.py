@@ -60,6 +60,9 @@ class KvCacheManager:
     `open` or `grow` to `settle`, `revoke` or `close`. Those blocks are never found and never reported. The slots go to
     the next step's sequences; that is safe because one stream computes all steps in order.
 
+    A sequence whose content comes from elsewhere is `reserve`d instead, and after `accept` it is like any other. Until
+    then nothing of it can be found.
+
     Knows tokens, not tensors or time. Group ids, windows and hashes in the events it reports are those of `groups`.
     """
 
@@ -146,6 +149,47 @@ class KvCacheManager:
         self._take(sequence, needs)
         self._advance(sequence, token_ids, num_tokens)
         return sequence
+
+    def reserve(
+        self, hit: PrefixHit, chain: BlockHashChain, token_ids: Sequence[int], num_tokens: int
+    ) -> SequenceBlocks | None:
+        """Return a sequence with room for what a query at position `num_tokens` sees, or None, with nothing changed.
+
+        It holds what the hit has of that; the other blocks are the caller's to fill, then to `accept` or `close`. A
+        window's table begins at what the query sees: what the prefix needed before that is not asked for. `hit` and
+        `chain` are those of `match`. None means that some group has too few free blocks now.
+        """
+        assert hit.num_tokens <= num_tokens <= len(token_ids), "reserve less than the hit, or more than there is"
+        size, tables = self.block_size, []
+        for pool, block_ids, hit_first in zip(self.pools, hit.block_ids, hit.first_held, strict=True):
+            first = stale_range(num_tokens, pool.group.window, size).end
+            tables.append(BlockTable(array("i", [ABSENT] * first + block_ids[first - hit_first :]), first))
+        missing = [num_blocks_for(num_tokens, size) - len(table.block_ids) for table in tables]
+        for pool, table, num_missing in zip(self.pools, tables, missing, strict=True):
+            if sum(map(pool.is_free, table.held())) + num_missing > pool.num_free:
+                return None
+        for pool, table, num_missing in zip(self.pools, tables, missing, strict=True):
+            pool.acquire(table.held())
+            table.block_ids.extend(pool.allocate(num_missing))
+        return SequenceBlocks(tuple(tables), chain, num_tokens, hit.num_tokens, is_scratch_allowed=False)
+
+    def accept(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
+        """Note that a reserved sequence's blocks hold what they should: they can be found, and it can grow.
+
+        Between steps only: what is accepted is no part of a step, and no failing step takes it back.
+        """
+        assert not self._stepped, "accept within a step"
+        num_cached = sequence.num_final_tokens // self.block_size
+        self._num_hit_tokens += sequence.num_final_tokens
+        self._num_queried_tokens += sequence.num_tokens
+        sequence.num_final_tokens = sequence.num_tokens
+        if not self._has_prefix_cache:
+            return
+        sequence.chain.extend(token_ids, sequence.num_tokens)
+        num_final = sequence.num_tokens // self.block_size
+        for pool, table in zip(self.pools, sequence.tables, strict=True):
+            pool.cache(table.block_ids, num_cached, num_final, sequence.chain, token_ids)
+            pool.settle()
 
     def grow(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> bool:
         """Give the sequence slots for the first `num_tokens` of `token_ids`; on False nothing has changed."""

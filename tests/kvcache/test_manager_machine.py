@@ -77,6 +77,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         self.prefix_ids: dict[tuple[int, int], int] = {}
         self.promised: dict[bytes, list[int]] = {}
         self.lives: list[Life] = []
+        self.reserved: list[Life] = []
 
     @rule(
         data=st.data(),
@@ -201,6 +202,54 @@ class KvCacheMachine(RuleBasedStateMachine):
         life.computed = num_tokens
         del life.tokens[max(num_tokens, len(life.prompt)) :]
 
+    @rule(prompt=PROMPTS)
+    def reserve(self, prompt: tuple[int, int, int, bool]) -> None:
+        """Make room for a prompt that is computed elsewhere; nothing of it can be found yet."""
+        stem, length, tail, _ = prompt
+        tokens = [1000 * stem + i for i in range(length)] + [50 + i for i in range(tail)]
+        chain = BlockHashChain(B)
+        hit = self.manager.match(chain, [*tokens, 0])
+        assert hit.num_tokens <= len(tokens)
+        before = self.manager.statistics()
+        blocks = self.manager.reserve(hit, chain, tokens, len(tokens))
+        after = self.manager.statistics()
+        if blocks is None:
+            assert before == after
+            return
+        for pool_before, pool_after in zip(before.pools, after.pools, strict=True):
+            assert pool_after.num_cached <= pool_before.num_cached, "reserved blocks can be found"
+        for table, window in zip(blocks.tables, WINDOWS, strict=True):
+            assert table.first_held == stale_range(len(tokens), window, B).end
+            assert len(table.held()) == len(table.block_ids) - table.first_held
+        self.reserved.append(Life(tokens.copy(), tokens, chain, blocks, hit.num_tokens))
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def accept(self, data: st.DataObject) -> None:
+        """Write what the hit lacks, as another worker would, and let it be read like any other sequence."""
+        life = data.draw(st.sampled_from(self.reserved))
+        self.reserved.remove(life)
+        self.note_promises(life)
+        for group_id, num_layers in enumerate(NUM_LAYERS):
+            table = life.blocks.tables[group_id]
+            for layer in range(num_layers):
+                for position in range(max(life.computed, table.first_held * B), len(life.tokens)):
+                    place = self.place(table, group_id, layer, position)
+                    self.content[group_id][place] = (layer, self.prefix_id(life, position))
+        self.manager.accept(life.blocks, life.tokens)
+        life.computed = len(life.tokens)
+        self.lives.append(life)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """Close what was never filled: nothing of it becomes known, whatever was written to it."""
+        life = data.draw(st.sampled_from(self.reserved))
+        self.reserved.remove(life)
+        before = [dict(pool._cached) for pool in self.manager.pools]
+        self.manager.close(life.blocks)
+        assert before == [pool._cached for pool in self.manager.pools]
+
     @precondition(lambda self: self.lives)
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
@@ -224,7 +273,7 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_consistent(self) -> None:
-        self.manager.check_invariants(life.blocks for life in self.lives)
+        self.manager.check_invariants(life.blocks for life in self.lives + self.reserved)
         for pool, statistics in zip(self.manager.pools, self.manager.statistics().pools, strict=True):
             assert self.sink.held[pool.group.group_id] == pool.cached_hashes()
             assert statistics.num_scratch == 0
@@ -239,7 +288,7 @@ class KvCacheMachine(RuleBasedStateMachine):
                         assert [content[page, i] for i in range(B)] == [(layer, prefix_id) for prefix_id in promised]
 
     def teardown(self) -> None:
-        for life in self.lives:
+        for life in self.lives + self.reserved:
             self.manager.close(life.blocks)
         assert all(pool.num_free == pool.num_blocks for pool in self.manager.pools)
 
