@@ -240,6 +240,19 @@ async def test_no_receive_brings_messages_of_two_connections(peer, say):
         assert subscription.num_connects == 2
 
 
+async def test_who_has_unread_messages_or_a_connection_that_ended_is_not_caught_up(peer, say, until):
+    async with ZmtpSubscription(peer.endpoint) as subscription:
+        assert not subscription.is_caught_up
+        _, writer = await peer.accept(say.hello())
+        await until(lambda: subscription.is_caught_up)
+        writer.write(say.message(Message(b"t", 0, b"")))
+        await until(lambda: not subscription.is_caught_up)
+        await subscription.receive()
+        assert subscription.is_caught_up
+        writer.close()
+        await until(lambda: not subscription.is_caught_up)
+
+
 async def test_a_consumer_that_does_not_take_stops_the_reading_and_loses_nothing(peer, say, until):
     sent = numbered(1000, num_bytes=64 << 10)
     async with ZmtpSubscription(peer.endpoint) as subscription:
