@@ -52,17 +52,17 @@ def decode_tile(num_rows: int, head_dim: int, dtype: torch.dtype) -> TileShape:
 def prefill_tile(head_dim: int, dtype: torch.dtype, is_fp8: bool, capability: int) -> TileShape:
     """The largest tile of prefill whose accumulators stay in registers, also with a soft cap and a window.
 
-    More rows read the keys less often; sm_90 and sm_100 have 227 KiB of shared memory and products that take an
-    operand from it. What was tried and spills (Triton 3.7.1, 2026-11): 128 x 64 at 128 and 128 x 32 at 256 on sm_80,
-    as 128 x 32 at 128 does over e4m3; 128 x 128 at 128 and 128 x 64 at 256 on sm_90; 64 rows at 512 on both. At 512
-    the rows are too few for sm_90's warpgroup products: it runs on sm_80's.
+    More rows read the keys less often; sm_90 has 227 KiB of shared memory and products that take an operand from it.
+    Every other target gets tiles that fit into 99 KiB. What was tried and spills (Triton 3.7.1, 2026-11): 128 x 64 at
+    128 and 128 x 32 at 256 on sm_80, as 128 x 32 at 128 does over e4m3; 128 x 128 at 128 and 128 x 64 at 256 on sm_90;
+    64 rows at 512 on both. At 512 the rows are too few for sm_90's warpgroup products: it runs on sm_80's.
     """
-    width = pad_head_dim(head_dim)
+    width, is_sm_90 = pad_head_dim(head_dim), capability // 10 == 9
     if dtype == torch.float32:
         return TileShape(rows=16, keys=16, num_warps=4, num_stages=3)
     if width > 256:
-        return TileShape(rows=32, keys=32, num_warps=8, num_stages=5 if capability // 10 in (9, 10) else 3)
-    if capability // 10 in (9, 10):
+        return TileShape(rows=32, keys=32, num_warps=8, num_stages=5 if is_sm_90 else 3)
+    if is_sm_90:
         return TileShape(rows=128, keys=64 if width <= 128 else 32, num_warps=8, num_stages=5)
     if width > 128 or (is_fp8 and width > 64):
         return TileShape(rows=64, keys=32, num_warps=8, num_stages=3)
