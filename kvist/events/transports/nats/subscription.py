@@ -126,8 +126,8 @@ class NatsSubscription:
                 await subscription.unsubscribe()
 
     def _connected(self) -> None:
+        # Publications stay known: this may be told behind the first message of one, whose next would be taken for it.
         self.num_connects += 1
-        self._publications.clear()
 
     async def _received(self, message: Msg) -> None:
         """Queue a live message, and lose what does not fit."""
