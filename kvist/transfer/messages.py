@@ -1,0 +1,235 @@
+"""What two workers say to each other before and around a transfer, as msgpack arrays.
+
+The handshake comes first: both send a `Hello` and refuse the other's, with a reason and both values, unless their
+blocks mean the same. Tensor-parallel sizes may differ; then heads are split differently. Fields are only appended, with
+defaults; `protocol_version` stays the first field of a `Hello` for ever, so that any version can be refused by name.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from itertools import zip_longest
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+
+from kvist.errors import MalformedMessageError
+from kvist.events.windows import FULL
+from kvist.kvcache.plan import WindowPlan
+
+PROTOCOL_VERSION: Final = 1
+
+# Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
+_DECODE_ERRORS: Final = (ValueError, RecursionError)
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+
+
+class RefusalReason(Enum):
+    """Why a worker will not do what the other one asks."""
+
+    PROTOCOL_VERSION = "protocol_version"
+    MODEL = "model"
+    BLOCK_SIZE = "block_size"
+    HASH_SEED = "hash_seed"
+    DTYPE = "dtype"
+    LAYER_PLAN = "layer_plan"
+    AGENT = "agent"
+    UNKNOWN_REQUEST = "unknown_request"
+    ALREADY_ENDED = "already_ended"
+    BLOCK_COUNT_MISMATCH = "block_count_mismatch"
+    BUSY = "busy"
+
+
+class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What the blocks of one group hold, in all ranks together; `window` is None for full attention."""
+
+    window: Positive | None
+    num_kv_heads: Positive
+    head_dim: Positive
+    dtype: Name
+    kv_factor: Annotated[int, msgspec.Meta(ge=1, le=2)]
+    layer_indices: tuple[Count, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Return how many layers the group has."""
+        return len(self.layer_indices)
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
+    """Who a worker's rank is, what its blocks mean, and how its memory is reached.
+
+    `hash_seed` tells whether equal tokens get equal names; `agent_metadata` is for the agent called `agent`.
+    """
+
+    protocol_version: Count
+    worker: Name
+    model: Name
+    block_size: Positive
+    hash_seed: Count
+    groups: tuple[GroupShape, ...]
+    tensor_parallel_size: Positive
+    tensor_parallel_rank: Count
+    agent: Name
+    agent_metadata: bytes
+
+
+class ForeignHello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
+    """The greeting of another version, of which nothing but its number is understood."""
+
+    protocol_version: Count
+
+
+class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
+    """The receiver asks one rank of the sender for a held request's blocks, into blocks that it has reserved.
+
+    The lists are suffixes that end at `token_end`; a group's starts at the token in `dst_start_tokens` if that is later
+    than its length says. `bounce_base` is where this sender may put everything in one piece, of `bounce_size_bytes`.
+    """
+
+    transfer_id: Count
+    request_id: Name
+    token_start: Count
+    token_end: Count
+    prompt_len: Count
+    block_ids_per_group: tuple[tuple[Count, ...], ...]
+    num_receivers: Positive = 1
+    dst_start_tokens: tuple[Count, ...] | None = None
+    bounce_base: Count | None = None
+    bounce_size_bytes: Count | None = None
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True, gc=False):
+    """The receiver wants no more of a transfer, and is told by a result when nothing is under way."""
+
+    transfer_id: Count
+    request_id: Name
+
+
+class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=False):
+    """A greeting or a request is not accepted; nothing is or will be written for it.
+
+    For a greeting there is no transfer, and `ours` and `theirs` are what differs, as the one who refuses sees it.
+    """
+
+    reason: RefusalReason
+    transfer_id: Count | None = None
+    ours: str = ""
+    theirs: str = ""
+
+    def __str__(self) -> str:
+        """Return the reason and both values, for logs and error messages."""
+        return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
+
+
+Message: TypeAlias = Hello | ReceiveRequest | Cancel | Refusal
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Hello | ReceiveRequest | Cancel | Refusal)
+_foreign_decoder = msgspec.msgpack.Decoder(ForeignHello)
+
+
+def encode_message(message: Message) -> bytes:
+    """Return the message as msgpack; equal messages give equal bytes."""
+    return _encoder.encode(message)
+
+
+def decode_message(payload: bytes, source: str) -> Message | ForeignHello:
+    """Return the message in `payload`, checked; raises MalformedMessageError, naming `source` and the wrong field."""
+    try:
+        message = _decoder.decode(payload)
+    except _DECODE_ERRORS as error:
+        return _decode_foreign(payload, source, error)
+    if isinstance(message, Hello) and message.protocol_version != PROTOCOL_VERSION:
+        return ForeignHello(message.protocol_version)
+    _check(message, source)
+    return message
+
+
+def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
+    """Return the groups of a whole model's plan, not of one rank's, as a greeting tells them."""
+    return tuple(
+        GroupShape(
+            None if group.window is FULL else group.window,
+            group.layer.num_kv_heads,
+            group.layer.head_dim,
+            group.layer.dtype.value,
+            group.layer.kv_factor,
+            group.layer_indices,
+        )
+        for group in plan.groups
+    )
+
+
+def judge_hello(ours: Hello, theirs: Hello | ForeignHello) -> Refusal | None:
+    """Return why the two must not exchange blocks, None if they may; symmetric but for which value is whose."""
+    if isinstance(theirs, ForeignHello) or theirs.protocol_version != ours.protocol_version:
+        return _refusal(RefusalReason.PROTOCOL_VERSION, ours.protocol_version, theirs.protocol_version)
+    facts = (
+        (RefusalReason.MODEL, ours.model, theirs.model),
+        (RefusalReason.BLOCK_SIZE, ours.block_size, theirs.block_size),
+        (RefusalReason.HASH_SEED, ours.hash_seed, theirs.hash_seed),
+        (RefusalReason.AGENT, ours.agent, theirs.agent),
+    )
+    for reason, our_value, their_value in facts:
+        if our_value != their_value:
+            return _refusal(reason, our_value, their_value)
+    for group_id, (our_group, their_group) in enumerate(zip_longest(ours.groups, theirs.groups)):
+        if our_group != their_group:
+            return _group_refusal(group_id, our_group, their_group)
+    return None
+
+
+def _refusal(reason: RefusalReason, our_value: object, their_value: object) -> Refusal:
+    return Refusal(reason, None, str(our_value), str(their_value))
+
+
+def _group_refusal(group_id: int, ours: GroupShape | None, theirs: GroupShape | None) -> Refusal:
+    """Name the first field of a group that differs; the group itself where one side has none."""
+    if ours is None or theirs is None:
+        return _refusal(RefusalReason.LAYER_PLAN, _told(group_id, ours), _told(group_id, theirs))
+    name = next(name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(theirs, name))
+    reason = RefusalReason.DTYPE if name == "dtype" else RefusalReason.LAYER_PLAN
+    values = (f"group {group_id} {name} {getattr(group, name)}" for group in (ours, theirs))
+    return _refusal(reason, *values)
+
+
+def _told(group_id: int, group: GroupShape | None) -> str:
+    return f"no group {group_id}" if group is None else f"group {group_id} of {group.num_layers} layers"
+
+
+def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignHello:
+    try:
+        foreign = _foreign_decoder.decode(payload)
+    except _DECODE_ERRORS:
+        raise MalformedMessageError(source, str(error)) from error
+    if foreign.protocol_version == PROTOCOL_VERSION:  # it should have been understood
+        raise MalformedMessageError(source, str(error)) from error
+    return foreign
+
+
+def _check(message: Message, source: str) -> None:
+    """Raise MalformedMessageError for fields that contradict each other."""
+    match message:
+        case Hello(tensor_parallel_rank=rank, tensor_parallel_size=size) if rank >= size:
+            raise MalformedMessageError(source, f"tensor_parallel_rank is {rank}, expected less than {size}")
+        case ReceiveRequest():
+            _check_request(message, source)
+        case _:
+            pass
+
+
+def _check_request(request: ReceiveRequest, source: str) -> None:
+    start, end = request.token_start, request.token_end
+    if not start <= end <= request.prompt_len:
+        raise MalformedMessageError(
+            source, f"tokens {start} to {end}, expected a range of the {request.prompt_len} prompt tokens"
+        )
+    starts, num_groups = request.dst_start_tokens, len(request.block_ids_per_group)
+    if starts is not None and len(starts) != num_groups:
+        raise MalformedMessageError(source, f"{len(starts)} dst_start_tokens, expected {num_groups}")
+    if (request.bounce_base is None) != (request.bounce_size_bytes is None):
+        raise MalformedMessageError(source, "bounce_base and bounce_size_bytes, expected both or neither")

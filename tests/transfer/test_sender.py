@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.transfer.frames import ResultStatus
+from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason
+from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
+from kvist.transfer.sessions import TransferLimits
+
+LIMITS = TransferLimits(transfer_timeout_s=10.0, hold_timeout_s=20.0)
+D = "decode-0"
+
+Input = Callable[[Sender], list[SenderAction]]
+
+
+def request(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1) -> ReceiveRequest:
+    return ReceiveRequest(transfer_id, request_id, 0, 4, 4, ((1,),), num_receivers)
+
+
+def asks(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1) -> Input:
+    return lambda sender: sender.requested(D, request(transfer_id, request_id, num_receivers), 1.0)
+
+
+def written(transfer_id: int = 7, *, is_ok: bool = True) -> Input:
+    return lambda sender: sender.written(D, transfer_id, is_ok=is_ok)
+
+
+def cancels(transfer_id: int = 7, request_id: str = "r") -> Input:
+    return lambda sender: sender.cancelled(D, Cancel(transfer_id, request_id))
+
+
+def ticks(now_s: float) -> Input:
+    return lambda sender: sender.tick(now_s)
+
+
+def withdrawn(sender: Sender) -> list[SenderAction]:
+    return sender.withdraw("r")
+
+
+def gone(sender: Sender) -> list[SenderAction]:
+    return sender.receiver_gone(D)
+
+
+def result(status: ResultStatus, transfer_id: int = 7) -> SendResult:
+    return SendResult(D, transfer_id, status)
+
+
+def refusal(reason: RefusalReason, transfer_id: int = 7) -> SendRefusal:
+    return SendRefusal(D, Refusal(reason, transfer_id))
+
+
+SUCCESS, FAILED, CANCELLED = ResultStatus.SUCCESS, ResultStatus.FAILED, ResultStatus.CANCELLED
+FETCHED, GIVEN_UP = Free("r", True), Free("r", False)
+ENDED = refusal(RefusalReason.ALREADY_ENDED)
+UNKNOWN = refusal(RefusalReason.UNKNOWN_REQUEST)
+
+# How to come into each state of a held request "r" and its transfer 7.
+WAYS: dict[str, list[Input]] = {
+    "held": [],
+    "active": [asks()],
+    "active, one of two": [asks(num_receivers=2), asks(8, num_receivers=2), written(8)],
+    "waiting for the second": [asks(num_receivers=2), written()],
+    "quarantined": [asks(), cancels()],
+    "completed": [asks(), written()],
+    "failed": [asks(), written(is_ok=False)],
+    "expired": [ticks(20)],
+}
+
+TABLE: list[tuple[str, Input, list[SenderAction]]] = [
+    ("held", asks(), [StartWrite(D, request())]),
+    ("held", asks(request_id="other"), [UNKNOWN]),
+    ("held", written(), []),
+    ("held", cancels(), [result(CANCELLED), GIVEN_UP]),
+    ("held", cancels(request_id="other"), [result(CANCELLED)]),
+    ("held", withdrawn, [GIVEN_UP]),
+    ("held", gone, []),
+    ("held", ticks(19.9), []),
+    ("held", ticks(20), [GIVEN_UP]),
+    ("active", asks(), []),
+    ("active", asks(8), [refusal(RefusalReason.BUSY, 8)]),
+    ("active", written(), [result(SUCCESS), FETCHED]),
+    ("active", written(is_ok=False), [result(FAILED), GIVEN_UP]),
+    ("active", written(8), []),
+    ("active", cancels(), [AbortWrite(D, 7)]),
+    ("active", cancels(8), [result(CANCELLED, 8), AbortWrite(D, 7)]),
+    ("active", withdrawn, [AbortWrite(D, 7)]),
+    ("active", gone, [AbortWrite(D, 7)]),
+    ("active", ticks(10.9), []),
+    ("active", ticks(11), [AbortWrite(D, 7)]),
+    ("active, one of two", written(), [result(SUCCESS), FETCHED]),
+    ("active, one of two", written(is_ok=False), [result(FAILED), GIVEN_UP]),
+    ("active, one of two", cancels(8), [result(CANCELLED, 8), AbortWrite(D, 7)]),
+    ("waiting for the second", asks(8, num_receivers=9), [StartWrite(D, request(8, num_receivers=9))]),
+    ("waiting for the second", asks(), [ENDED]),
+    ("waiting for the second", ticks(20), [GIVEN_UP]),
+    ("quarantined", asks(), []),
+    ("quarantined", asks(8, num_receivers=2), [refusal(RefusalReason.ALREADY_ENDED, 8)]),
+    ("quarantined", written(), [result(CANCELLED), GIVEN_UP]),
+    ("quarantined", written(is_ok=False), [result(CANCELLED), GIVEN_UP]),
+    ("quarantined", cancels(), []),
+    ("quarantined", withdrawn, []),
+    ("quarantined", gone, []),
+    ("quarantined", ticks(1e9), []),
+    *(
+        (ended, one_input, actions)
+        for ended in ("completed", "failed", "expired")
+        for one_input, actions in (
+            (asks(8), [refusal(RefusalReason.ALREADY_ENDED, 8)]),
+            (asks(), [ENDED]),
+            (written(), []),
+            (cancels(), [result(CANCELLED)]),
+            (withdrawn, []),
+            (gone, []),
+            (ticks(1e9), []),
+        )
+    ),
+]
+
+
+def held_sender(*inputs: Input, limits: TransferLimits = LIMITS) -> Sender:
+    sender = Sender(limits)
+    sender.hold("r", 0.0)
+    for one_input in inputs:
+        one_input(sender)
+    return sender
+
+
+@pytest.mark.parametrize(("way", "one_input", "actions"), TABLE)
+def test_each_input_in_each_state_does_what_the_table_says(
+    way: str, one_input: Input, actions: list[SenderAction]
+) -> None:
+    assert one_input(held_sender(*WAYS[way])) == actions
+
+
+def test_a_request_that_comes_after_its_cancel_writes_nothing() -> None:
+    sender = held_sender(cancels())
+    assert asks()(sender) == [ENDED]
+
+
+def test_a_receiver_that_fails_takes_the_writes_of_its_other_ranks_with_it() -> None:
+    sender = held_sender(asks(num_receivers=2), asks(8, num_receivers=2))
+    assert written(is_ok=False)(sender) == [result(FAILED), AbortWrite(D, 8)]
+    assert written(8)(sender) == [result(CANCELLED, 8), GIVEN_UP], "blocks are freed when the last write has ended"
+
+
+def test_receivers_may_number_their_transfers_alike() -> None:
+    sender = held_sender(asks())
+    sender.hold("s", 0.0)
+    assert sender.requested("decode-1", request(7, "s"), 1.0) == [StartWrite("decode-1", request(7, "s"))]
+    assert sender.written("decode-1", 7, is_ok=True)[-1] == Free("s", True)
+    assert written()(sender) == [result(SUCCESS), FETCHED]
+
+
+def test_an_id_is_held_once() -> None:
+    sender = held_sender()
+    with pytest.raises(InvalidValueError, match="request_id"):
+        sender.hold("r", 1.0)
+    withdrawn(sender)
+    with pytest.raises(InvalidValueError, match="request_id"):
+        sender.hold("r", 2.0)
+
+
+def test_what_ended_long_ago_is_forgotten_and_still_not_served() -> None:
+    sender = held_sender(asks(), written(), limits=TransferLimits(max_tombstones=2))
+    assert asks()(sender) == [ENDED]
+    for idx in range(3):
+        sender.hold(f"later-{idx}", 0.0)
+        sender.withdraw(f"later-{idx}")
+        cancels(100 + idx, "nobody's")(sender)
+    assert asks()(sender) == [UNKNOWN]
+
+
+def test_requests_are_counted_by_how_they_ended() -> None:
+    sender = held_sender(asks(), written())
+    sender.hold("s", 0.0)
+    sender.hold("t", 0.0)
+    asks(9, "t")(sender)
+    sender.withdraw("s")
+    asks(10, "s")(sender)
+    statistics = sender.statistics()
+    assert (statistics.num_held, statistics.num_writing) == (1, 1)
+    assert (statistics.num_fetched, statistics.num_given_up, statistics.num_refused) == (1, 1, 1)
