@@ -30,9 +30,11 @@ NUM_KEPT = 10_000
 class StockPublisher:
     """The event side of a vLLM process: each event is a numbered batch, the last of which it sends again."""
 
+    num_lost = num_waiting = 0
+
     def __init__(self, publication: Publication, rng: random.Random, rate: float) -> None:
         self.faults: Counter[str] = Counter()
-        self.rate = rate
+        self._rate = rate
         self._publication = publication
         self._rng = rng
         self._kept: deque[Message] = deque(maxlen=NUM_KEPT)
@@ -47,29 +49,58 @@ class StockPublisher:
         message = Message(b"", self._num_sent, payload)
         self._num_sent += 1
         self._kept.append(message)
-        if self._rng.random() < self.rate:  # as at a full queue; a connection neither repeats nor reorders
+        if self._rng.random() < self._rate:  # as at a full queue; a connection neither repeats nor reorders
             self.faults["dropped"] += 1
         else:
             self._publication.send(message)
 
+    def be_kind(self) -> None:
+        """Lose nothing from here on."""
+        self._rate = 0.0
+
+
+class EmbeddedPublisher:
+    """Our publisher, behind a publication that meddles."""
+
+    def __init__(
+        self, publication: Publication, rng: random.Random, rate: float, worker: str = "", num_ranks: int = 1
+    ) -> None:
+        self._lossy = LossyPublication(publication, rng, rate)
+        limits = PublisherLimits(coalesce_s=0.002, heartbeat_s=0.2, replay_max_batches=rng.choice((3, 50, 10_000)))
+        self._publisher = KvEventPublisher(
+            self._lossy, worker=worker, block_size=BLOCK_SIZE, num_ranks=num_ranks, limits=limits
+        )
+        self.report = self._publisher.report
+
+    @property
+    def faults(self) -> Counter[str]:
+        return self._lossy.faults
+
+    @property
+    def num_lost(self) -> int:
+        return self._publisher.statistics().num_lost_events
+
+    @property
+    def num_waiting(self) -> int:
+        return self._publisher.statistics().num_waiting_events
+
+    def be_kind(self) -> None:
+        """Meddle no more."""
+        self._lossy.rate = 0.0
+
 
 def main(kind: str, url: str, worker: str, seed: int, num_ranks: int, rate: float, max_blocks: int) -> None:
     rng = random.Random(seed)
-    bound = _bound(url, worker)
-    publisher: KvEventPublisher | None = None
+    publication = _bound(url, worker)
     if kind == "stock":
-        lossy: StockPublisher | LossyPublication = (stock := StockPublisher(bound, rng, rate))
-        report = stock.report
+        publisher: StockPublisher | EmbeddedPublisher = StockPublisher(publication, rng, rate)
     else:
-        lossy = LossyPublication(bound, rng, rate)
-        limits = PublisherLimits(coalesce_s=0.002, heartbeat_s=0.2, replay_max_batches=rng.choice((3, 50, 10_000)))
-        publisher = KvEventPublisher(lossy, worker=worker, block_size=BLOCK_SIZE, num_ranks=num_ranks, limits=limits)
-        report = publisher.report
+        publisher = EmbeddedPublisher(publication, rng, rate, worker, num_ranks)
     options = {"max_blocks": max_blocks}
     if max_blocks > 1000:  # prompts of which nearly all differ
         options |= {"num_branches": 1 << 20, "max_depth": 16}
     rngs = [random.Random(rng.getrandbits(32)) for _ in range(num_ranks)]
-    engines = [Engine(each, rank, report, **options) for rank, each in enumerate(rngs)]
+    engines = [Engine(each, rank, publisher.report, **options) for rank, each in enumerate(rngs)]
     print("ready", flush=True)
     for line in sys.stdin:
         what, _, number = line.strip().partition(" ")
@@ -82,13 +113,13 @@ def main(kind: str, url: str, worker: str, seed: int, num_ranks: int, rate: floa
             for engine in engines:
                 while engine.num_blocks < int(number):
                     engine.store(4)
-                    while publisher is not None and publisher.statistics().num_waiting_events > 10_000:
+                    while publisher.num_waiting > 10_000:
                         time.sleep(0.01)
         elif what == "quiet":
-            lossy.rate = 0.0
+            publisher.be_kind()
         held = [digest_of(engine.held) for engine in engines] if what == "tell" else []
-        lost = 0 if publisher is None else publisher.statistics().num_lost_events
-        told = {"held": held, "faults": lossy.faults, "blocks": sum(e.num_stored for e in engines), "lost": lost}
+        num_blocks = sum(engine.num_stored for engine in engines)
+        told = {"held": held, "faults": publisher.faults, "blocks": num_blocks, "lost": publisher.num_lost}
         print(json.dumps(told), flush=True)
 
 
