@@ -24,7 +24,7 @@ def _copy_pages_kernel(
 ):
     # fmt: on
     """Program (page, part of it) copies up to WORDS words. PAIRED: everything is a multiple of two, counted in twos."""
-    page_id = tl.load(page_ids_ptr + tl.program_id(0)).to(tl.int64)
+    page_id = tl.load(page_ids_ptr + tl.program_id(0))  # int64, and so is every offset
     words = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     pool_ptr += page_id * pool_stride * (2 if PAIRED else 1) + words
     buffer_ptr += tl.program_id(0).to(tl.int64) * buffer_stride * (2 if PAIRED else 1) + words
