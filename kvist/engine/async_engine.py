@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvist.engine.core import EngineCore, EngineStatistics
-from kvist.engine.request import RequestOutput
+from kvist.engine.request import Handoff, RequestOutput
 from kvist.engine.text import Detokenizer
 from kvist.errors import KvistError
 from kvist.openai.requests import SamplingParams
@@ -47,6 +47,7 @@ class SequenceInput(NamedTuple):
     detokenizer: Detokenizer | None = None
     cache_salt: str | None = None
     swa_scratch: bool | None = None
+    handoff: Handoff | None = None
 
 
 class Generation:
@@ -102,8 +103,9 @@ class Generation:
 class AsyncEngine:
     """Runs an `EngineCore` in a thread of its own for as long as the context is open.
 
-    At most `max_num_open` sequences are open at once: beyond that, `generate` refuses. All methods belong to the event
-    loop the context was entered in. If the thread dies, every open sequence gets an error, and `is_alive` says so.
+    At most `max_num_open` sequences are open at once: beyond that, `generate` refuses. All methods but `submit` belong
+    to the event loop the context was entered in. If the thread dies, every open sequence gets an error, and `is_alive`
+    says so.
     """
 
     def __init__(self, core: EngineCore, max_num_open: int, close_timeout_s: float = 2.0) -> None:
@@ -151,7 +153,7 @@ class AsyncEngine:
         """
         self.check_room(len(inputs))
         for each in inputs:
-            self._core.check(each.prompt_token_ids, each.params, each.swa_scratch)
+            self._core.check(each.prompt_token_ids, each.params, each.swa_scratch, each.handoff)
         request_ids = [str(next(self._ids)) for _ in inputs]
         generation = Generation(request_ids, self._abort)
         for request_id, each in zip(request_ids, inputs, strict=True):
@@ -180,6 +182,10 @@ class AsyncEngine:
 
         self._commands.put(flush)
         await done
+
+    def submit(self, command: Command) -> None:
+        """Have a call made on the engine's thread, between steps; any thread may ask for it, and none waits."""
+        self._commands.put(command)
 
     def statistics(self) -> EngineStatistics:
         """Return the core's counts, which change while they are read."""

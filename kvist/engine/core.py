@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvist.engine.request import Request, RequestOutput, TokenLogprobs
+from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, KvTransfers, check_handoff
+from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill, Request, RequestOutput, TokenLogprobs
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import sample
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
@@ -36,6 +38,7 @@ class EngineStatistics:
     kv_cache: KvCacheStatistics
     num_output_tokens: int
     num_failed_steps: int
+    handoffs: HandoffStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,23 +54,40 @@ class EngineCore:
     """Continuous batching, one step at a time. Not thread-safe: one thread calls everything.
 
     A step that fails ends the requests it was for, with an error each, and gives back their blocks; the others go on.
+
+    With `attach`, a prompt's blocks can be held for another worker, or come from one: whoever moves them reports by
+    `release` and the `fetch_*` methods, between steps.
     """
 
     def __init__(self, limits: ModelLimits, kv_cache: KvCacheManager, scheduler: Scheduler, runner: Runner) -> None:
         self.limits = limits
         self.kv_cache = kv_cache
+        self._handoffs: Handoffs | None = None
         self._scheduler = scheduler
         self._runner = runner
         self._requests: dict[str, Request] = {}
+        self._unreserved: deque[Request] = deque()
+        self._outputs: list[RequestOutput] = []
+        self._is_stuck = False
         self._num_output_tokens = 0
         self._num_failed_steps = 0
 
+    def attach(self, transfers: KvTransfers, limits: HandoffLimits) -> None:
+        """Take part in transfers; before the first request."""
+        self._handoffs = Handoffs(self.kv_cache, transfers, limits)
+
     @property
     def has_work(self) -> bool:
-        """Return whether `step` has something to do."""
-        return self._scheduler.has_work
+        """Return whether `step` has something to do; not when all there is waits for blocks in another's reach."""
+        return bool(self._outputs) or (not self._is_stuck and (self._scheduler.has_work or bool(self._unreserved)))
 
-    def check(self, prompt_token_ids: Sequence[int], params: SamplingParams, swa_scratch: bool | None = None) -> int:
+    def check(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        swa_scratch: bool | None = None,
+        handoff: Handoff | None = None,
+    ) -> int:
         """Return how many tokens the request may generate; raises InvalidValueError for one that cannot be served.
 
         Without a limit of its own a request may fill the context. Reads only what never changes: any thread may call.
@@ -83,6 +103,14 @@ class EngineCore:
             raise InvalidValueError("prompt", largest, f"token ids below {self.limits.vocab_size}")
         if swa_scratch and not self.kv_cache.has_scratch:
             raise InvalidValueError("swa_scratch", True, "false: this engine was started without scratch slots")
+        if handoff is not None:
+            if self._handoffs is None:
+                raise InvalidValueError(
+                    "kv_transfer_params", "a handoff", "none: this engine takes no part in transfers"
+                )
+            check_handoff(handoff, num_prompt, self.limits.vocab_size)
+        if isinstance(handoff, RemoteDecode):
+            return 1
         return longest - num_prompt if params.token_limit is None else params.token_limit
 
     def add_request(
@@ -93,37 +121,93 @@ class EngineCore:
         detokenizer: Detokenizer | None = None,
         cache_salt: str | None = None,
         swa_scratch: bool | None = None,
+        handoff: Handoff | None = None,
     ) -> None:
         """Queue one sequence, `params.n` being the caller's to unfold; raises InvalidValueError as `check`.
 
         `swa_scratch` False keeps its blocks out of scratch slots, so that all of its prompt can be reused; None means
-        True in an engine with scratch slots, and False in others.
+        True in an engine with scratch slots, and False in others. A prompt that another worker has computed is computed
+        here all the same if log probabilities are wanted: those of its first token are not known.
         """
         request = Request(
             request_id,
             prompt_token_ids,
             params,
-            max_tokens=self.check(prompt_token_ids, params, swa_scratch),
+            max_tokens=self.check(prompt_token_ids, params, swa_scratch, handoff),
             chain=BlockHashChain(self.kv_cache.block_size, cache_salt=cache_salt),
             text=TextStream(detokenizer, params.stop_strings, params.include_stop_str_in_output),
             random=random.Random(params.seed),
             end_token_ids=self._end_token_ids(params),
             is_scratch_allowed=self.kv_cache.has_scratch and swa_scratch is not False,
+            handoff=handoff,
         )
         assert request_id not in self._requests, "request ids are unique"
         self._requests[request_id] = request
-        self._scheduler.add(request)
+        self._is_stuck = False
+        if isinstance(handoff, RemotePrefill) and params.num_logprobs is None:
+            self._unreserved.append(request)
+        else:
+            self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks; one that has finished, or never was, is no error."""
+        """Drop a request and free its blocks; one that has finished, or never was, is no error.
+
+        Blocks that another worker may still write to are free once it is known that none does.
+        """
         request = self._requests.pop(request_id, None)
-        if request is not None:
+        if request is None:
+            return
+        self._is_stuck = False
+        if request in self._unreserved:
+            self._unreserved.remove(request)
+        elif self._handoffs is not None and self._handoffs.abandon(request):
+            self._scheduler.leave(request)
+        else:
             self._scheduler.remove(request)
+
+    def release(self, remote_request_id: str) -> None:
+        """Give back blocks that were held for another worker: it has them, or will not get them."""
+        self._reported().release(remote_request_id)
+
+    def fetch_completed(self, request_id: str) -> None:
+        """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""
+        request = self._reported().completed(request_id)
+        if request is not None:
+            assert isinstance(request.handoff, RemotePrefill)
+            self._scheduler.run(request)
+            if request.params.temperature > 0:
+                request.random.random()  # the first token has taken one number, wherever it was sampled
+            self._outputs.append(self._advance(request, request.handoff.first_token_ids[0], None))
+
+    def fetch_failed(self, request_id: str, reason: str) -> None:
+        """Compute a request's prompt here, or end it with the reason; its blocks stay out of use until released."""
+        handoffs = self._reported()
+        request = handoffs.failed(request_id, reason)
+        if request is None:
+            return
+        self._scheduler.leave(request)
+        if handoffs.limits.is_fallback_allowed:
+            self._scheduler.add(request)
+            return
+        del self._requests[request_id]
+        self._outputs.append(RequestOutput(request_id, error=f"kv transfer failed: {reason}"))
+
+    def fetch_released(self, request_id: str) -> None:
+        """Give back the blocks of a fetch that failed: nobody writes to them any more."""
+        self._reported().released(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return what it added to each request that got a token, or an error."""
+        outputs, self._outputs = self._outputs, []
+        return outputs + self._step()
+
+    def _step(self) -> list[RequestOutput]:
+        num_preemptions = self._scheduler.statistics().num_preemptions
+        has_reserved = self._reserve()
         scheduled = self._scheduler.schedule()
         if not scheduled:
+            has_preempted = self._scheduler.statistics().num_preemptions > num_preemptions
+            self._is_stuck = not (has_reserved or has_preempted)
             return []
         sampled = [each.request for each in scheduled if each.is_sampled]
         try:
@@ -141,14 +225,34 @@ class EngineCore:
     def statistics(self) -> EngineStatistics:
         """Return the counts."""
         return EngineStatistics(
-            self._scheduler.statistics(), self.kv_cache.statistics(), self._num_output_tokens, self._num_failed_steps
+            self._scheduler.statistics(),
+            self.kv_cache.statistics(),
+            self._num_output_tokens,
+            self._num_failed_steps,
+            HandoffStatistics() if self._handoffs is None else self._handoffs.statistics(),
         )
 
     def check_invariants(self) -> None:
         """Assert that requests, scheduler and memory agree."""
         counts = self._scheduler.statistics()
-        assert len(self._requests) == counts.num_running + counts.num_waiting
-        self._scheduler.check_invariants()
+        num_known = counts.num_running + counts.num_waiting + counts.num_receiving + len(self._unreserved)
+        assert len(self._requests) == num_known
+        self._scheduler.check_invariants([] if self._handoffs is None else self._handoffs.sequences())
+
+    def _reported(self) -> Handoffs:
+        """Return the handoffs, one of which has got further: that may be what `step` was stuck for."""
+        assert self._handoffs is not None, "a report on a transfer in an engine without any"
+        self._is_stuck = False
+        return self._handoffs
+
+    def _reserve(self) -> bool:
+        """Reserve blocks for prompts that other workers have computed, in order; return whether any got theirs."""
+        has_reserved = False
+        while self._unreserved and self._scheduler.reserve(self._unreserved[0]):
+            assert self._handoffs is not None
+            self._handoffs.fetch(self._unreserved.popleft())
+            has_reserved = True
+        return has_reserved
 
     def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         request.token_ids.append(token_id)
@@ -162,10 +266,19 @@ class EngineCore:
             reason = "stop"
         elif request.num_output_tokens >= request.max_tokens:
             reason = "length"
+        remote_request_id = None
         if reason is not None:
             text += request.text.finish()
             del self._requests[request.request_id]
-            self._scheduler.remove(request)
+            if isinstance(request.handoff, RemoteDecode):
+                assert self._handoffs is not None
+                if not self._handoffs.has_room_to_hold:
+                    self._scheduler.remove(request)
+                    return RequestOutput(request.request_id, error="kv transfer failed: too many prompts are held")
+                blocks = self._scheduler.detach(request)
+                remote_request_id = self._handoffs.offer(blocks, len(request.prompt_token_ids))
+            else:
+                self._scheduler.remove(request)
         return RequestOutput(
             request.request_id,
             (token_id,),
@@ -173,6 +286,7 @@ class EngineCore:
             () if logprobs is None else (logprobs,),
             request.num_cached_tokens or 0,
             reason,
+            remote_request_id=remote_request_id,
         )
 
     def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:

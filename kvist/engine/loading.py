@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +48,27 @@ class _Facts:
     plan: WindowPlan
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine and the memory it computes in, for whoever moves KV in and out of it."""
+
+    core: EngineCore
+    plan: WindowPlan
+    tensors: KvTensors
+
+
 def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCore:
     """Return an engine with its weights and KV memory in place; cache events go to `sink`.
 
     Raises InvalidValueError for a directory, setting or memory that cannot work. Sets torch's thread count.
     """
+    return load_with_memory(config, sink).core
+
+
+def load_with_memory(
+    config: EngineConfig, sink: EventSink | None = None, allocate: Callable[[int], torch.Tensor] | None = None
+) -> LoadedEngine:
+    """Return `load_engine`'s engine and its memory, which `allocate` gave, as `KvTensors` says."""
     torch.set_num_threads(config.num_threads)
     facts = _facts(config)
     model = load_model(config.model_dir, facts.model, facts.max_model_len, facts.dtype, facts.device)
@@ -59,7 +76,7 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
     num_blocks = _num_blocks(config, facts)
     check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
     try:
-        tensors = KvTensors(facts.plan, num_blocks, size, facts.device)
+        tensors = KvTensors(facts.plan, num_blocks, size, facts.device, allocate)
     except RuntimeError as error:  # torch's word for out of memory, on the CPU as on a GPU
         raise InvalidValueError("num_blocks", num_blocks, f"no more than fit into memory ({error})") from error
     graphs = None
@@ -79,12 +96,13 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
         facts.plan.check_scratch()
     scratch = ScratchPolicy() if config.has_swa_scratch else None
     kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache, scratch)
-    return EngineCore(
+    core = EngineCore(
         ModelLimits(facts.model.vocab_size, longest, facts.model.eos_token_ids),
         kv_cache,
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
         Runner(model, facts.plan, tensors, size, graphs),
     )
+    return LoadedEngine(core, facts.plan, tensors)
 
 
 def _facts(config: EngineConfig) -> _Facts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from kvist.engine.text import TextStream
 from kvist.kvcache import BlockHashChain, SequenceBlocks
@@ -28,8 +28,29 @@ class TokenLogprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteDecode:
+    """Compute the prompt and its first token here; another worker fetches the blocks and goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefill:
+    """The prompt has been computed at `endpoint`, where its blocks are to be fetched; its output has begun there."""
+
+    endpoint: str
+    remote_request_id: str
+    num_tokens: int
+    first_token_ids: tuple[int, ...]
+
+
+Handoff: TypeAlias = RemoteDecode | RemotePrefill
+
+
+@dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What one step added to a request. The last output of a request has a `finish_reason` or an `error`."""
+    """What one step added to a request. The last output of a request has a `finish_reason` or an `error`.
+
+    Of one whose blocks are kept for another worker, the last has the `remote_request_id` to fetch them by.
+    """
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -38,6 +59,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    remote_request_id: str | None = None
 
     def __add__(self, later: RequestOutput) -> RequestOutput:
         """Return this output followed by a later one of the same request."""
@@ -49,6 +71,7 @@ class RequestOutput:
             max(self.num_cached_tokens, later.num_cached_tokens),
             later.finish_reason,
             later.error,
+            later.remote_request_id,
         )
 
     @property
@@ -64,7 +87,8 @@ class Request:
     `token_ids` is the prompt, then the output. The first `num_computed_tokens` of them are in `blocks`; the last token
     has never been computed when it was just sampled. `num_cached_tokens` is what the prefix cache served at first
     admission; after a preemption the request starts over, keeping its tokens and its random state. With
-    `is_scratch_allowed`, blocks that one of its steps makes stale itself go to scratch slots.
+    `is_scratch_allowed`, blocks that one of its steps makes stale itself go to scratch slots. A `handoff` says
+    which part of it is another worker's.
     """
 
     request_id: str
@@ -76,6 +100,7 @@ class Request:
     random: random.Random
     end_token_ids: frozenset[int] = frozenset()
     is_scratch_allowed: bool = False
+    handoff: Handoff | None = None
     token_ids: list[int] = field(init=False)
     blocks: SequenceBlocks | None = None
     num_computed_tokens: int = 0

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvist.engine.request import Request
-from kvist.kvcache import KvCacheManager, PrefixHit, can_resume
+from kvist.engine.request import RemotePrefill, Request
+from kvist.kvcache import KvCacheManager, PrefixHit, SequenceBlocks, can_resume
 from kvist.kvcache.stale import num_blocks_for
 
 logger = logging.getLogger(__name__)
@@ -29,11 +29,12 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStatistics:
-    """Requests now, and preemptions since the start."""
+    """Requests now, and preemptions since the start; receiving ones hold blocks that another worker fills."""
 
     num_running: int
     num_waiting: int
     num_preemptions: int
+    num_receiving: int = 0
 
 
 class Scheduler:
@@ -42,6 +43,9 @@ class Scheduler:
     Running requests come first, oldest first; then waiting ones are admitted in order, each with what the prefix cache
     does not serve. When memory runs out, the youngest running request gives its blocks back and starts over from the
     head of the queue: what it computed is still in the prefix cache, unless somebody needed the room.
+
+    A request whose prompt another worker computes takes a seat when its blocks are reserved, and runs once they are
+    filled.
     """
 
     def __init__(self, kv_cache: KvCacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -50,11 +54,12 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._receiving: list[Request] = []
         self._num_preemptions = 0
 
     @property
     def has_work(self) -> bool:
-        """Return whether any request is unfinished."""
+        """Return whether any request is unfinished, but for those that wait to be filled."""
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> None:
@@ -89,6 +94,39 @@ class Scheduler:
             self.remove(request)
         self._kv_cache.revoke()
 
+    def reserve(self, request: Request) -> bool:
+        """Give a request that another worker has computed a seat and blocks to fill; False if it has to wait."""
+        assert isinstance(request.handoff, RemotePrefill)
+        if self._num_seated >= self._max_num_seqs:
+            return False
+        prompt = request.token_ids
+        hit = self._kv_cache.match(request.chain, prompt, is_next_known=True)
+        request.blocks = self._kv_cache.reserve(hit, request.chain, prompt, len(prompt))
+        if request.blocks is None:
+            return False
+        request.num_cached_tokens = hit.num_tokens
+        self._receiving.append(request)
+        return True
+
+    def run(self, request: Request) -> None:
+        """Let a reserved request run: its blocks hold its prompt."""
+        self._receiving.remove(request)
+        self._running.append(request)
+        request.num_computed_tokens = len(request.prompt_token_ids)
+
+    def leave(self, request: Request) -> None:
+        """Take the seat of a reserved request that will not be filled; its blocks are not in it any more."""
+        assert request.blocks is None
+        self._receiving.remove(request)
+        request.num_cached_tokens = None
+
+    def detach(self, request: Request) -> SequenceBlocks:
+        """Forget a running request, but leave its blocks to the caller."""
+        assert request.blocks is not None
+        self._running.remove(request)
+        blocks, request.blocks = request.blocks, None
+        return blocks
+
     def remove(self, request: Request) -> None:
         """Forget a finished or aborted request and give back its blocks."""
         if request.blocks is None:
@@ -99,16 +137,21 @@ class Scheduler:
 
     def statistics(self) -> SchedulerStatistics:
         """Return the counts."""
-        return SchedulerStatistics(len(self._running), len(self._waiting), self._num_preemptions)
+        return SchedulerStatistics(len(self._running), len(self._waiting), self._num_preemptions, len(self._receiving))
 
-    def check_invariants(self) -> None:
-        """Assert that exactly the running requests hold blocks, and that the pools agree."""
+    def check_invariants(self, others: Sequence[SequenceBlocks] = ()) -> None:
+        """Assert that exactly the running requests and `others` hold blocks, and that the pools agree."""
         assert all(request.blocks is None for request in self._waiting)
-        self._kv_cache.check_invariants([request.blocks for request in self._running if request.blocks is not None])
+        running = [request.blocks for request in self._running if request.blocks is not None]
+        self._kv_cache.check_invariants([*running, *others])
+
+    @property
+    def _num_seated(self) -> int:
+        return len(self._running) + len(self._receiving)
 
     def _admit(self, budget: int) -> list[ScheduledRequest]:
         admitted: list[ScheduledRequest] = []
-        while self._waiting and budget and len(self._running) < self._max_num_seqs:
+        while self._waiting and budget and self._num_seated < self._max_num_seqs:
             request = self._waiting[0]
             hit = self._kv_cache.match(request.chain, request.token_ids)
             num_new = min(len(request.token_ids) - hit.num_tokens, budget)

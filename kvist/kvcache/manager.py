@@ -99,15 +99,17 @@ class KvCacheManager:
         """Return whether pages can be counted this way: None if that depends on whether a step has scratch slots."""
         return True if self._scratch is None or mode is PageIndexMode.PER_LAYER else None
 
-    def match(self, chain: BlockHashChain, token_ids: Sequence[int]) -> PrefixHit:
+    def match(self, chain: BlockHashChain, token_ids: Sequence[int], *, is_next_known: bool = False) -> PrefixHit:
         """Return what the cache can serve of a sequence of these tokens, at most all but its last token.
 
-        The last token is always computed, because its logits are wanted. Takes no references: valid until the next
-        call that changes the manager. Extends the chain over the sequence's full blocks.
+        The last token is always computed, because its logits are wanted, unless the token after it is known. Takes no
+        references: valid until the next call that changes the manager. Extends the chain over the sequence's full
+        blocks.
         """
         chain.extend(token_ids)
         size = self.block_size
-        num_full_blocks = (len(token_ids) - 1) // size if self._has_prefix_cache else 0
+        num_wanted = len(token_ids) if is_next_known else len(token_ids) - 1
+        num_full_blocks = num_wanted // size if self._has_prefix_cache else 0
         coverage = [(pool.group.window, self._coverage(pool, chain.digests)) for pool in self.pools]
         num_tokens = reusable_prefix(num_full_blocks * size, size, coverage)
         first_held = tuple(stale_range(num_tokens, pool.group.window, size).end for pool in self.pools)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,9 +24,17 @@ class KvTensors:
     """Every group's pool, and a layer's pages in it under either numbering.
 
     Zeroed: what a kernel reads and then masks must not be NaN. Raises RuntimeError when the device lacks the memory.
+    `allocate` gives so many zeroed bytes, a contiguous uint8 tensor on the device, for pools that others shall reach.
     """
 
-    def __init__(self, plan: WindowPlan, num_slots: Sequence[int], block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        plan: WindowPlan,
+        num_slots: Sequence[int],
+        block_size: int,
+        device: torch.device,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         self.device = device
         self.layouts = [
             SlotLayout(count, len(group.layer_indices)) for group, count in zip(plan.groups, num_slots, strict=True)
@@ -34,7 +43,11 @@ class KvTensors:
         for group, layout in zip(plan.groups, self.layouts, strict=True):
             layer = group.layer
             shape = (layout.num_slots, layout.scale, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
-            self.pools.append(torch.zeros(shape, dtype=TORCH_DTYPES[layer.dtype], device=device))
+            dtype = TORCH_DTYPES[layer.dtype]
+            if allocate is None:
+                self.pools.append(torch.zeros(shape, dtype=dtype, device=device))
+            else:
+                self.pools.append(allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape))
         self._places = plan.places
 
     def by_slot(self, layer_idx: int) -> torch.Tensor:

@@ -208,7 +208,8 @@ class KvCacheMachine(RuleBasedStateMachine):
         stem, length, tail, _ = prompt
         tokens = [1000 * stem + i for i in range(length)] + [50 + i for i in range(tail)]
         chain = BlockHashChain(B)
-        hit = self.manager.match(chain, [*tokens, 0])
+        hit = self.manager.match(chain, tokens, is_next_known=True)
+        assert len(chain.digests) == len(tokens) // B
         assert hit.num_tokens <= len(tokens)
         before = self.manager.statistics()
         blocks = self.manager.reserve(hit, chain, tokens, len(tokens))

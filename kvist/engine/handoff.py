@@ -1,0 +1,196 @@
+"""A prompt computed by one worker and decoded by another, as the engine sees it: what is offered, and what is fetched.
+
+The engine moves no bytes. It tells a `KvTransfers` which blocks are to be fetched or filled, and is told, by calls on
+its own thread, how that ended. A block in another's reach is not used for anything else until it is told so.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from kvist.engine.request import RemoteDecode, RemotePrefill, Request
+from kvist.errors import InvalidValueError
+from kvist.kvcache import KvCacheManager, SequenceBlocks
+
+logger = logging.getLogger(__name__)
+
+BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBlocks:
+    """A computed prompt's blocks: a list a group by ordinal, ABSENT where no later query sees them."""
+
+    remote_request_id: str
+    num_tokens: int
+    block_ids_per_group: BlockLists
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """A prompt's blocks to fill, as `OfferedBlocks`; those of the first `num_cached_tokens` tokens are filled."""
+
+    request_id: str
+    source: RemotePrefill
+    num_tokens: int
+    num_cached_tokens: int
+    block_ids_per_group: BlockLists
+
+
+class KvTransfers(Protocol):
+    """Moves blocks between workers. No method waits or raises; the answers are calls of `EngineCore`."""
+
+    def offer(self, offered: OfferedBlocks) -> None:
+        """Let the blocks be fetched once; later, whatever happened, `release` is called."""
+
+    def fetch(self, wanted: WantedBlocks) -> None:
+        """Have the blocks filled; later either `fetch_completed`, or `fetch_failed` and `fetch_released` are called."""
+
+    def cancel(self, request_id: str) -> None:
+        """End a fetch that nobody waits for: it fails, unless it is complete already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffLimits:
+    """How many prompts may wait to be fetched, and whether one that cannot be fetched is computed here."""
+
+    max_num_held: int = 256
+    is_fallback_allowed: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise InvalidValueError for a number below 1."""
+        if self.max_num_held < 1:
+            raise InvalidValueError("max_num_held", self.max_num_held, "at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStatistics:
+    """Sequences in the reach of other workers now, and counts since the start.
+
+    `num_held` wait to be fetched, `num_receiving` to be filled; the blocks of `num_abandoned` are not wanted any more,
+    but may still be written to.
+    """
+
+    num_held: int = 0
+    num_receiving: int = 0
+    num_abandoned: int = 0
+    num_offered: int = 0
+    num_fetched: int = 0
+    num_failed: int = 0
+    num_fallbacks: int = 0
+
+
+class Handoffs:
+    """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
+
+    def __init__(self, kv_cache: KvCacheManager, transfers: KvTransfers, limits: HandoffLimits) -> None:
+        self.limits = limits
+        self._kv_cache = kv_cache
+        self._transfers = transfers
+        self._held: dict[str, SequenceBlocks] = {}
+        self._receiving: dict[str, Request] = {}
+        self._abandoned: dict[str, SequenceBlocks] = {}
+        self._num_offered = self._num_fetched = self._num_failed = self._num_fallbacks = 0
+
+    @property
+    def has_room_to_hold(self) -> bool:
+        """Return whether one more sequence may be offered."""
+        return len(self._held) < self.limits.max_num_held
+
+    def offer(self, blocks: SequenceBlocks, num_tokens: int) -> str:
+        """Hold a computed prompt's blocks; return the name to fetch them by, which nobody can guess or meet twice."""
+        remote_request_id = uuid.uuid4().hex
+        self._held[remote_request_id] = blocks
+        self._num_offered += 1
+        self._transfers.offer(OfferedBlocks(remote_request_id, num_tokens, _lists(blocks)))
+        return remote_request_id
+
+    def release(self, remote_request_id: str) -> None:
+        """Give back what was held under this name."""
+        self._kv_cache.close(self._held.pop(remote_request_id))
+
+    def fetch(self, request: Request) -> None:
+        """Have the request's reserved blocks filled."""
+        assert request.blocks is not None
+        assert isinstance(request.handoff, RemotePrefill)
+        self._receiving[request.request_id] = request
+        blocks = request.blocks
+        self._transfers.fetch(
+            WantedBlocks(
+                request.request_id, request.handoff, blocks.num_tokens, blocks.num_final_tokens, _lists(blocks)
+            )
+        )
+
+    def completed(self, request_id: str) -> Request | None:
+        """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""
+        request = self._receiving.pop(request_id, None)
+        if request is None:
+            self.released(request_id)
+            return None
+        assert request.blocks is not None
+        self._kv_cache.accept(request.blocks, request.token_ids)
+        self._num_fetched += 1
+        return request
+
+    def failed(self, request_id: str, reason: str) -> Request | None:
+        """Return the request whose blocks will not be filled, without them: they may still be written to."""
+        request = self._receiving.get(request_id)
+        if request is None:
+            return None
+        logger.warning("kv transfer failed request_id=%s reason=%s", request_id, reason)
+        self._leave(request)
+        self._num_failed += 1
+        self._num_fallbacks += self.limits.is_fallback_allowed
+        return request
+
+    def released(self, request_id: str) -> None:
+        """Give back the blocks of a fetch that failed, or that nobody waits for."""
+        self._kv_cache.close(self._abandoned.pop(request_id))
+
+    def abandon(self, request: Request) -> bool:
+        """End the fetch of a request that is dropped; False if it has none under way."""
+        if request.request_id not in self._receiving:
+            return False
+        self._leave(request)
+        self._transfers.cancel(request.request_id)
+        return True
+
+    def statistics(self) -> HandoffStatistics:
+        """Return the counts."""
+        return HandoffStatistics(
+            len(self._held),
+            len(self._receiving),
+            len(self._abandoned),
+            self._num_offered,
+            self._num_fetched,
+            self._num_failed,
+            self._num_fallbacks,
+        )
+
+    def sequences(self) -> list[SequenceBlocks]:
+        """Return every sequence that is not in the scheduler's hands."""
+        receiving = [request.blocks for request in self._receiving.values() if request.blocks is not None]
+        return [*self._held.values(), *receiving, *self._abandoned.values()]
+
+    def _leave(self, request: Request) -> None:
+        """Part a request from blocks that are still in another's reach."""
+        assert request.blocks is not None
+        del self._receiving[request.request_id]
+        self._abandoned[request.request_id] = request.blocks
+        request.blocks = None
+
+
+def check_handoff(handoff: RemoteDecode | RemotePrefill, num_prompt_tokens: int, vocab_size: int) -> None:
+    """Raise InvalidValueError unless what another worker says of a prompt fits it."""
+    match handoff:
+        case RemotePrefill(num_tokens=num_tokens) if num_tokens != num_prompt_tokens:
+            raise InvalidValueError("kv_transfer_params.num_tokens", num_tokens, f"{num_prompt_tokens}, as the prompt")
+        case RemotePrefill(first_token_ids=token_ids) if len(token_ids) != 1 or token_ids[0] >= vocab_size:
+            raise InvalidValueError("kv_transfer_params.first_token_ids", token_ids, f"one token below {vocab_size}")
+
+
+def _lists(blocks: SequenceBlocks) -> BlockLists:
+    return tuple(tuple(table.block_ids) for table in blocks.tables)

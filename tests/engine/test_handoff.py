@@ -1,0 +1,296 @@
+"""Prompts computed by one engine and decoded by another, their blocks copied by hand, step by step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvist.engine.config import EngineConfig
+from kvist.engine.core import EngineCore
+from kvist.engine.handoff import HandoffLimits, OfferedBlocks, WantedBlocks
+from kvist.engine.loading import LoadedEngine, load_with_memory
+from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
+from kvist.errors import InvalidValueError
+from kvist.kvcache import ABSENT
+
+B = 4
+
+
+def make_prompt(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+@dataclass
+class Notes:
+    """Transfers that do nothing but note what they are asked."""
+
+    offered: list[OfferedBlocks] = field(default_factory=list)
+    wanted: list[WantedBlocks] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+
+    def offer(self, offered: OfferedBlocks) -> None:
+        self.offered.append(offered)
+
+    def fetch(self, wanted: WantedBlocks) -> None:
+        self.wanted.append(wanted)
+
+    def cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
+
+
+@dataclass
+class Worker:
+    loaded: LoadedEngine
+    notes: Notes
+    outputs: dict[str, list[RequestOutput]] = field(default_factory=dict)
+
+    @property
+    def core(self) -> EngineCore:
+        return self.loaded.core
+
+    def run(self) -> None:
+        """Step until nothing is left to do, checking the memory after each."""
+        while self.core.has_work:
+            for output in self.core.step():
+                self.outputs.setdefault(output.request_id, []).append(output)
+            self.core.check_invariants()
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token_id for output in self.outputs[request_id] for token_id in output.token_ids]
+
+    @property
+    def num_used(self) -> int:
+        return self.core.statistics().kv_cache.num_used
+
+
+@pytest.fixture
+def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
+    def make(name: str, limits: HandoffLimits | None = None, **settings: Any) -> Worker:
+        defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
+        loaded = load_with_memory(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)))
+        worker = Worker(loaded, Notes())
+        loaded.core.attach(worker.notes, limits or HandoffLimits())
+        return worker
+
+    return make
+
+
+def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> RemotePrefill:
+    """Compute a prompt and its first token; return where the rest is to go on from."""
+    worker.core.add_request(request_id, prompt, params, handoff=RemoteDecode())
+    worker.run()
+    last = worker.outputs[request_id][-1]
+    assert last.finish_reason is not None
+    assert last.remote_request_id == worker.notes.offered[-1].remote_request_id
+    return RemotePrefill("tcp://here:1", last.remote_request_id, len(prompt), tuple(worker.tokens(request_id)))
+
+
+def copy(source: Worker, target: Worker, wanted: WantedBlocks) -> int:
+    """Copy the wanted blocks; return how many there were. The rest of them must be held already."""
+    offered = next(o for o in source.notes.offered if o.remote_request_id == wanted.source.remote_request_id)
+    num_copied = 0
+    for group_id, (theirs, ours) in enumerate(
+        zip(offered.block_ids_per_group, wanted.block_ids_per_group, strict=True)
+    ):
+        assert [each == ABSENT for each in theirs] == [each == ABSENT for each in ours], "the two see different blocks"
+        from_pool, to_pool = source.loaded.tensors.pools[group_id], target.loaded.tensors.pools[group_id]
+        for ordinal, (from_id, to_id) in enumerate(zip(theirs, ours, strict=True)):
+            if to_id != ABSENT and ordinal >= wanted.num_cached_tokens // B:
+                to_pool[to_id] = from_pool[from_id]
+                num_copied += 1
+            elif to_id != ABSENT:
+                assert to_pool[to_id].equal(from_pool[from_id]), "a cached block differs"
+    return num_copied
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "chunked prefill": ({"max_num_batched_tokens": 7, "max_num_seqs": 3}, {}),
+    "scratch slots": ({"has_swa_scratch": True}, {"has_swa_scratch": True}),
+    "no prefix cache": ({"has_prefix_cache": False}, {"has_prefix_cache": False}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3-sliding"])
+def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, variant: str, make_worker, greedy) -> None:
+    source, target = (make_worker(name, **settings) for settings in VARIANTS[variant])
+    alone = make_worker(name)
+    stem = make_prompt(33)
+    prompts = [stem, [*stem, *make_prompt(12, 1)], make_prompt(40, 2), stem[:24], make_prompt(3, 3), [*stem, 5, 6, 7]]
+    num_wanted = num_copied = 0
+    for i, prompt in enumerate(prompts):
+        alone.core.add_request(str(i), prompt, greedy(20))
+        remote = prefill(source, str(i), prompt, greedy(20))
+        target.core.add_request(str(i), prompt, greedy(20), handoff=remote)
+        target.run()
+        wanted = target.notes.wanted[-1]
+        num_copied += copy(source, target, wanted)
+        num_wanted += sum(each != ABSENT for ids in wanted.block_ids_per_group for each in ids)
+        target.core.fetch_completed(str(i))
+        source.core.release(remote.remote_request_id)
+        target.run()
+        alone.run()
+        assert target.tokens(str(i)) == alone.tokens(str(i))
+        assert target.outputs[str(i)][-1].finish_reason == "length"
+    assert source.num_used == target.num_used == 0
+    assert (num_copied < num_wanted) == (variant != "no prefix cache"), "a prefix that is there is not fetched again"
+
+
+def test_random_tokens_are_those_of_one_worker(make_worker, greedy) -> None:
+    source, target, alone = (make_worker("gemma3") for _ in range(3))
+    prompt, params = make_prompt(30), greedy(12, temperature=1.0, seed=7)
+    alone.core.add_request("0", prompt, params)
+    alone.run()
+    target.core.add_request("0", prompt, params, handoff=prefill(source, "0", prompt, params))
+    target.run()
+    copy(source, target, target.notes.wanted[0])
+    target.core.fetch_completed("0")
+    target.run()
+    assert target.tokens("0") == alone.tokens("0")
+
+
+def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> None:
+    source = make_worker("gemma3")
+    remote = prefill(source, "0", make_prompt(30), greedy(5))
+    assert source.tokens("0") == list(remote.first_token_ids)
+    assert len(remote.first_token_ids) == 1
+    assert source.core.statistics().handoffs.num_held == 1
+    assert source.num_used > 0
+    source.core.check_invariants()
+    source.core.release(remote.remote_request_id)
+    assert source.num_used == 0
+    assert source.core.statistics().handoffs.num_held == 0
+
+
+def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy) -> None:
+    source = make_worker("gemma3", HandoffLimits(max_num_held=1))
+    remote = prefill(source, "0", make_prompt(30), greedy(5))
+    source.core.add_request("1", make_prompt(30, 1), greedy(5), handoff=RemoteDecode())
+    source.run()
+    assert source.outputs["1"][-1].error == "kv transfer failed: too many prompts are held"
+    source.core.release(remote.remote_request_id)
+    assert source.num_used == 0
+
+
+@pytest.mark.parametrize("is_released_first", [False, True])
+def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
+    is_released_first: bool, make_worker, greedy
+) -> None:
+    target, alone = make_worker("gemma3"), make_worker("gemma3")
+    prompt = make_prompt(31)
+    alone.core.add_request("0", prompt, greedy(9))
+    alone.run()
+    target.core.add_request("0", prompt, greedy(9), handoff=RemotePrefill("tcp://x:1", "gone", 31, (300,)))
+    target.run()
+    reserved = set(target.notes.wanted[0].block_ids_per_group[0])
+    target.core.fetch_failed("0", "the peer is gone")
+    if is_released_first:
+        target.core.fetch_released("0")
+    assert target.core.has_work
+    target.core.step()
+    held = {each for table in target.core._requests["0"].blocks.tables[:1] for each in table.held()}
+    assert is_released_first or not held & reserved
+    target.run()
+    if not is_released_first:
+        assert target.core.statistics().handoffs.num_abandoned == 1
+        assert target.num_used > 0
+        target.core.fetch_released("0")
+    assert target.core._requests == {}
+    assert target.num_used == 0
+    assert target.core.statistics().handoffs.num_fallbacks == 1
+
+
+def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worker, greedy) -> None:
+    target = make_worker("gemma3", HandoffLimits(is_fallback_allowed=False))
+    remote = RemotePrefill("tcp://x:1", "gone", 31, (300,))
+    target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
+    target.run()
+    target.core.fetch_failed("0", "unknown_request")
+    target.core.fetch_released("0")
+    target.run()
+    assert target.outputs["0"][-1].error == "kv transfer failed: unknown_request"
+    assert target.num_used == 0
+
+
+@pytest.mark.parametrize("ending", ["completed", "failed"])
+def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: str, make_worker, greedy) -> None:
+    target = make_worker("gemma3")
+    remote = RemotePrefill("tcp://x:1", "id", 31, (300,))
+    target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
+    target.run()
+    target.core.abort("0")
+    target.core.check_invariants()
+    assert target.notes.cancelled == ["0"]
+    assert target.num_used > 0, "a late write could land in them"
+    if ending == "completed":
+        target.core.fetch_completed("0")
+    else:
+        target.core.fetch_failed("0", "cancelled")
+        target.core.fetch_released("0")
+    target.run()
+    assert target.num_used == 0
+    assert target.outputs == {}
+
+
+def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, greedy) -> None:
+    target = make_worker("gemma3", max_num_seqs=2)
+    for i in range(4):
+        remote = RemotePrefill("tcp://x:1", f"id{i}", 20, (300,))
+        target.core.add_request(str(i), make_prompt(20, i), greedy(3), handoff=remote)
+    target.run()
+    assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1"]
+    assert not target.core.has_work, "the engine would spin"
+    target.core.abort("2")
+    target.core.check_invariants()
+    target.core.fetch_failed("0", "gone")
+    target.core.fetch_released("0")
+    target.run()
+    assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1", "3"]
+    for request_id in ("1", "3"):
+        target.core.fetch_completed(request_id)
+    target.run()
+    assert target.num_used == 0
+
+
+def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released(make_worker, greedy) -> None:
+    source = make_worker("llama", num_blocks=24, max_model_len=96, max_num_batched_tokens=96)
+    remote = prefill(source, "0", make_prompt(60), greedy(5))
+    source.core.add_request("1", make_prompt(60, 1), greedy(5))
+    source.run()
+    assert "1" not in source.outputs
+    source.core.release(remote.remote_request_id)
+    source.run()
+    assert source.outputs["1"][-1].finish_reason == "length"
+
+
+def test_log_probabilities_make_the_prompt_be_computed_here(make_worker, greedy) -> None:
+    target = make_worker("gemma3")
+    remote = RemotePrefill("tcp://x:1", "id", 31, (300,))
+    target.core.add_request("0", make_prompt(31), greedy(3, logprobs=True), handoff=remote)
+    target.run()
+    assert target.notes.wanted == []
+    assert len(target.outputs["0"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "first_token_ids", "field"),
+    [(30, (5,), "num_tokens"), (31, (), "first_token_ids"), (31, (512,), "first_token_ids")],
+)
+def test_a_handoff_that_does_not_fit_the_prompt_is_refused(
+    num_tokens: int, first_token_ids: tuple[int, ...], field: str, make_worker, greedy
+) -> None:
+    remote = RemotePrefill("tcp://x:1", "id", num_tokens, first_token_ids)
+    with pytest.raises(InvalidValueError, match=field):
+        make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
+
+
+def test_an_engine_without_transfers_refuses_handoffs(make_core, greedy) -> None:
+    with pytest.raises(InvalidValueError, match="kv_transfer_params"):
+        make_core("gemma3").check(make_prompt(31), greedy(3), handoff=RemoteDecode())
