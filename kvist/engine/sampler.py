@@ -90,6 +90,7 @@ def _most_likely(probs: torch.Tensor, filters: _Filters) -> tuple[torch.Tensor, 
     is_cut_clear = (best[:, -2] > best[:, -1]) | (best[:, -1] == 0)
     has_top_k = filters.top_k[:, 0] <= num_best
     has_top_p = best[:, :num_best].sum(-1) >= filters.top_p[:, 0] * probs.sum(-1)
+    has_top_p &= filters.top_k[:, 0] == probs.shape[-1]  # else top_p is a share of the top_k
     token_ids, by_id = token_ids[:, :num_best].sort()
     best, by_prob = best[:, :num_best].gather(1, by_id).sort(descending=True, stable=True)
     return best, token_ids.gather(1, by_prob), is_cut_clear & (has_top_k | has_top_p)
