@@ -13,9 +13,10 @@ from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
-from kvist.errors import MalformedMessageError
+from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
 from kvist.kvcache.plan import WindowPlan
+from kvist.transfer.frames import Extent
 
 PROTOCOL_VERSION: Final = 1
 
@@ -59,10 +60,25 @@ class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
         return len(self.layer_indices)
 
 
+class PoolPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Where one rank has a group's pool: block i is the i-th piece of `slot_bytes` from `base_address` on."""
+
+    base_address: Count
+    slot_bytes: Positive
+    num_slots: Count
+
+    def block(self, block_id: int) -> Extent:
+        """Return where a block is; raises InvalidValueError for one that the pool does not have."""
+        if not 0 <= block_id < self.num_slots:
+            raise InvalidValueError("block_id", block_id, f"0 to {self.num_slots - 1}")
+        return Extent(self.base_address + block_id * self.slot_bytes, self.slot_bytes)
+
+
 class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
     """Who a worker's rank is, what its blocks mean, and how its memory is reached.
 
-    `hash_seed` tells whether equal tokens get equal names; `agent_metadata` is for the agent called `agent`.
+    `hash_seed` tells whether equal tokens get equal names; `agent_metadata` is for the agent called `agent`, and
+    `pools` are this rank's, a pool a group.
     """
 
     protocol_version: Count
@@ -75,6 +91,7 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False)
     tensor_parallel_rank: Count
     agent: Name
     agent_metadata: bytes
+    pools: tuple[PoolPlace, ...]
 
 
 class ForeignHello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
@@ -213,13 +230,14 @@ def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignHel
 
 def _check(message: Message, source: str) -> None:
     """Raise MalformedMessageError for fields that contradict each other."""
-    match message:
-        case Hello(tensor_parallel_rank=rank, tensor_parallel_size=size) if rank >= size:
+    if isinstance(message, ReceiveRequest):
+        _check_request(message, source)
+    elif isinstance(message, Hello):
+        rank, size = message.tensor_parallel_rank, message.tensor_parallel_size
+        if rank >= size:
             raise MalformedMessageError(source, f"tensor_parallel_rank is {rank}, expected less than {size}")
-        case ReceiveRequest():
-            _check_request(message, source)
-        case _:
-            pass
+        if len(message.pools) != len(message.groups):
+            raise MalformedMessageError(source, f"{len(message.pools)} pools, expected {len(message.groups)}")
 
 
 def _check_request(request: ReceiveRequest, source: str) -> None:

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from kvist.errors import MalformedMessageError
+from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
 from kvist.kvcache.dtypes import KvDtype
 from kvist.kvcache.groups import LayerKv
@@ -16,6 +16,7 @@ from kvist.transfer.messages import (
     GroupShape,
     Hello,
     Message,
+    PoolPlace,
     ReceiveRequest,
     Refusal,
     RefusalReason,
@@ -26,14 +27,15 @@ from kvist.transfer.messages import (
 )
 
 GROUPS = (GroupShape(None, 8, 128, "bfloat16", 2, (1,)), GroupShape(512, 4, 64, "bfloat16", 2, (0, 2)))
-HELLO = Hello(1, "decode-0", "tiny", 16, 1337, GROUPS, 2, 1, "nixl", b"\x01\x02")
+POOLS = (PoolPlace(0x8000, 64, 4), PoolPlace(0x9000, 32, 2))
+HELLO = Hello(1, "decode-0", "tiny", 16, 1337, GROUPS, 2, 1, "nixl", b"\x01\x02", POOLS)
 REQUEST = ReceiveRequest(7, "held-1", 0, 100, 100, ((22, 23), (24,)), 2, (32, 48), 0x100000, 59392)
 MESSAGES: list[tuple[Message, str]] = [
     (
         HELLO,
-        "9b a568656c6c6f 01 a86465636f64652d30 a474696e79 10 cd0539"
+        "9c a568656c6c6f 01 a86465636f64652d30 a474696e79 10 cd0539"
         "92 96c008cc80a862666c6f61743136029101 96cd02000440a862666c6f61743136029200 02"
-        "02 01 a46e69786c c4020102",
+        "02 01 a46e69786c c4020102 92 93cd80004004 93cd90002002",
     ),
     (
         REQUEST,
@@ -102,7 +104,7 @@ def test_workers_whose_blocks_differ_refuse_each_other_with_both_values(
 
 
 def test_workers_may_differ_in_name_and_in_how_they_split_heads() -> None:
-    theirs = changed(worker="prefill-0", tensor_parallel_size=4, tensor_parallel_rank=3, agent_metadata=b"")
+    theirs = changed(worker="prefill-0", tensor_parallel_size=4, tensor_parallel_rank=3, agent_metadata=b"", pools=())
     assert judge_hello(HELLO, theirs) is None
     assert str(Refusal(RefusalReason.BUSY, 7)) == "busy"
 
@@ -127,6 +129,7 @@ def test_a_plan_is_told_group_by_group() -> None:
     ("message", "named"),
     [
         (changed(tensor_parallel_rank=2), "tensor_parallel_rank is 2"),
+        (changed(pools=POOLS[:1]), "1 pools, expected 2"),
         (msgspec.structs.replace(REQUEST, token_end=101), "tokens 0 to 101"),
         (msgspec.structs.replace(REQUEST, token_start=101), "tokens 101 to 100"),
         (msgspec.structs.replace(REQUEST, dst_start_tokens=(0,)), "1 dst_start_tokens, expected 2"),
@@ -140,6 +143,13 @@ def test_a_plan_is_told_group_by_group() -> None:
 def test_a_message_that_contradicts_itself_is_malformed_by_field(message: Message, named: str) -> None:
     with pytest.raises(MalformedMessageError, match=named):
         decode_message(encode_message(message), "peer")
+
+
+def test_a_block_is_where_its_pool_has_it() -> None:
+    assert POOLS[0].block(3) == (0x80C0, 64)
+    for block_id in (-1, 4):
+        with pytest.raises(InvalidValueError, match="block_id"):
+            POOLS[0].block(block_id)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x91" * 100_000, b"\x91\xa5hello", b"\x92\xa5hello\x01", b"\x80"])

@@ -1,0 +1,385 @@
+"""Both ends of many transfers, on a wire that drops, doubles, delays and reorders; real bytes are written late."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvist.transfer.frames import BounceTail, Extent, Result, ResultStatus, decode_report, encode_report
+from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, decode_message, encode_message
+from kvist.transfer.receiver import (
+    Complete,
+    Fail,
+    Fetch,
+    Receiver,
+    ReceiverAction,
+    Release,
+    SendCancel,
+    SendRequest,
+    StartScatter,
+)
+from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
+from kvist.transfer.sessions import TransferLimits
+
+LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0, max_tombstones=64)
+RANKS = (0, 1)
+PIECE = 4
+NUM_PIECES = 2
+PART = PIECE * NUM_PIECES  # what one rank writes of one transfer
+BLOCK = PART * len(RANKS)
+NUM_REGIONS, NUM_BLOCKS = 3, 4
+BLOCKS_AT = 0x1000  # regions lie at 0
+
+
+@dataclass
+class Write:
+    """A write that is under way: what is still to land, piece by piece, and what it will report."""
+
+    rank: int
+    prefill: str
+    receiver: str
+    request: ReceiveRequest
+    pieces: list[tuple[int, bytes]]
+    tail: BounceTail
+    is_doomed: bool
+
+
+@dataclass
+class Task:
+    """One transfer as its engine sees it."""
+
+    fetch: Fetch
+    block_idx: int
+    region_idx: int | None
+    seen: list[str] = field(default_factory=list)
+
+
+def content(transfer_id: int, rank: int, piece: int) -> bytes:
+    return bytes([transfer_id % 251, rank, piece, 0xA5])
+
+
+class World:
+    """One worker that decodes and, one after the other, workers that prefill; each may be killed at any moment."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.wire: list[Callable[[], None]] = []
+        self.num_ids = self.num_prefills = self.num_decodes = 0
+        self.freed: Counter[tuple[str, int, str]] = Counter()
+        self.held: list[tuple[str, int, str]] = []
+        self.outcomes: Counter[str] = Counter()
+        self.senders: dict[tuple[str, int], Sender] = {}
+        self.writes: list[Write] = []
+        self.start_prefill()
+        self.start_decode()
+
+    def start_prefill(self) -> None:
+        self.num_prefills += 1
+        self.prefill = f"prefill-{self.num_prefills}"
+        self.senders |= {(self.prefill, rank): Sender(LIMITS) for rank in RANKS}
+
+    def start_decode(self) -> None:
+        self.num_decodes += 1
+        self.decode = f"decode-{self.num_decodes}"
+        self.receiver = Receiver(LIMITS)
+        self.memory = bytearray(BLOCKS_AT + NUM_BLOCKS * BLOCK)
+        self.tasks: dict[int, Task] = {}
+        self.free_regions, self.free_blocks = list(range(NUM_REGIONS)), list(range(NUM_BLOCKS))
+        self.scatters: list[StartScatter] = []
+
+    # What may happen next; each is one event of the test's.
+
+    def open(self) -> None:
+        if not self.free_blocks:
+            return
+        self.num_ids += 1
+        is_bounced = self.rng.random() < 0.6 and self.free_regions
+        block_idx, region_idx = self.free_blocks.pop(), self.free_regions.pop() if is_bounced else None
+        bases = {rank: None if region_idx is None else Extent(region_idx * BLOCK + rank * PART, PART) for rank in RANKS}
+        block = Extent(BLOCKS_AT + block_idx * BLOCK, BLOCK)
+        self.tasks[self.num_ids] = Task(Fetch(self.num_ids, self.prefill, bases, (block,)), block_idx, region_idx)
+        for rank in RANKS:
+            self.senders[self.prefill, rank].hold(f"r{self.num_ids}", self.now_s)
+            self.held.append((self.prefill, rank, f"r{self.num_ids}"))
+        self.receiver.open(self.tasks[self.num_ids].fetch, self.now_s)
+
+    def start(self) -> None:
+        if self.tasks:
+            self.obey(self.receiver.start(self.rng.choice(list(self.tasks))))
+
+    def deliver(self) -> None:
+        """Let a message arrive, not at all, or one more time; not always the first."""
+        if not self.wire:
+            return
+        idx = self.rng.choice((0, self.rng.randrange(len(self.wire))))
+        fate = self.rng.random()
+        if fate < 0.1:
+            self.wire[idx]()
+        elif (message := self.wire.pop(idx)) and fate > 0.2:
+            message()
+
+    def write(self) -> None:
+        """Let a piece of a write land, or the write end."""
+        if self.writes:
+            self.advance(self.rng.choice(self.writes))
+
+    def scatter(self) -> None:
+        if not self.scatters:
+            return
+        scatter = self.scatters.pop(self.rng.randrange(len(self.scatters)))
+        is_ok = self.rng.random() < 0.9
+        for copy in scatter.copies if is_ok else ():
+            piece = self.memory[copy.src_address : copy.src_address + copy.size_bytes]
+            self.memory[copy.dst_address : copy.dst_address + copy.size_bytes] = piece
+        self.obey(self.receiver.scattered(scatter.transfer_id, None if is_ok else "bad copy", self.now_s))
+
+    def cancel(self) -> None:
+        if self.tasks:
+            self.obey(self.receiver.cancel(self.rng.choice(list(self.tasks)), "client left", self.now_s))
+
+    def withdraw(self) -> None:
+        if self.held:
+            name, rank, request_id = self.rng.choice(self.held)
+            if (name, rank) in self.senders:
+                self.obey_sender(name, rank, self.senders[name, rank].withdraw(request_id))
+
+    def pass_time(self) -> None:
+        self.now_s += self.rng.choice((0.1, 1.0, 5.0))
+        self.obey(self.receiver.tick(self.now_s))
+        for (name, rank), sender in list(self.senders.items()):
+            self.obey_sender(name, rank, sender.tick(self.now_s))
+
+    def kill_a_prefill_rank(self) -> None:
+        """Its writes end where they are; that it is dead is known at some later time."""
+        victim = (self.prefill, self.rng.choice(RANKS))
+        del self.senders[victim]
+        self.writes = [write for write in self.writes if (write.prefill, write.rank) != victim]
+        self.start_prefill()
+
+    def kill_the_decode(self) -> None:
+        """Its memory goes with it: writes that are under way land nowhere."""
+        gone = self.decode
+        self.start_decode()
+        for write in self.writes:
+            if write.receiver == gone:
+                write.pieces.clear()
+        for (name, rank), sender in list(self.senders.items()):
+            self.obey_sender(name, rank, sender.receiver_gone(gone))
+
+    def notice_the_dead(self) -> None:
+        for name in {task.fetch.sender for task in self.tasks.values()}:
+            for rank in RANKS:
+                if (name, rank) not in self.senders:
+                    self.obey(self.receiver.sender_gone(name, rank, self.now_s))
+
+    # What the two ends ask for.
+
+    def obey(self, actions: list[ReceiverAction]) -> None:
+        for action in actions:
+            task = self.tasks[action.transfer_id]
+            match action:
+                case SendRequest(rank=rank):
+                    self.to_sender(task, rank, self.request_of(task, rank))
+                case SendCancel(transfer_id=transfer_id, rank=rank):
+                    self.to_sender(task, rank, Cancel(transfer_id, f"r{transfer_id}"))
+                case StartScatter():
+                    self.scatters.append(action)
+                case Complete() | Fail():
+                    task.seen.append("complete" if isinstance(action, Complete) else "fail")
+                    self.outcomes[task.seen[-1]] += 1
+                    if isinstance(action, Complete):
+                        self.check_bytes(task)
+                        self.free_blocks.append(task.block_idx)  # its engine has read it
+                case Release():
+                    assert "release" not in task.seen, "released twice"
+                    task.seen.append("release")
+                    if task.region_idx is not None:
+                        self.free_regions.append(task.region_idx)
+                    if "fail" in task.seen:
+                        self.free_blocks.append(task.block_idx)
+            assert sorted(task.seen) in ([], ["fail"], ["release"], ["complete", "release"], ["fail", "release"])
+
+    def obey_sender(self, name: str, rank: int, actions: list[SenderAction]) -> None:
+        for action in actions:
+            match action:
+                case StartWrite(receiver=receiver, request=request):
+                    self.writes.append(self.write_of(name, rank, receiver, request))
+                case AbortWrite(receiver=receiver, transfer_id=transfer_id):
+                    (write,) = [w for w in self.writes_of(name, rank) if w.request.transfer_id == transfer_id]
+                    if self.rng.random() < 0.5 and write.receiver == receiver:
+                        write.pieces.clear()
+                case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
+                    self.report(name, rank, receiver, transfer_id, status)
+                case SendRefusal(receiver=receiver, refusal=refusal):
+                    self.refuse(name, rank, receiver, refusal)
+                case Free(request_id=request_id):
+                    self.freed[name, rank, request_id] += 1
+                    reads = [write.request.request_id for write in self.writes_of(name, rank)]
+                    assert request_id not in reads, "freed what a write still reads"
+
+    def writes_of(self, name: str, rank: int) -> list[Write]:
+        return [write for write in self.writes if (write.prefill, write.rank) == (name, rank)]
+
+    def request_of(self, task: Task, rank: int) -> ReceiveRequest:
+        transfer_id, region = task.fetch.transfer_id, task.fetch.regions[rank]
+        base, size = (None, None) if region is None else region
+        blocks = ((task.block_idx,),)
+        return ReceiveRequest(transfer_id, f"r{transfer_id}", 0, 4, 4, blocks, 1, None, base, size)
+
+    def write_of(self, name: str, rank: int, receiver: str, request: ReceiveRequest) -> Write:
+        """Bounce if there is a region, and sometimes not even then: a sender may lack a slot of its own."""
+        block = BLOCKS_AT + request.block_ids_per_group[0][0] * BLOCK
+        places = tuple(block + piece * PART + rank * PIECE for piece in range(NUM_PIECES))
+        parts = [content(request.transfer_id, rank, piece) for piece in range(NUM_PIECES)]
+        tail, addresses = BounceTail((), (), 0), places
+        if request.bounce_base is not None and self.rng.random() < 0.8:
+            tail = BounceTail(places, (PIECE,) * NUM_PIECES, request.bounce_base)
+            addresses = tuple(request.bounce_base + piece * PIECE for piece in range(NUM_PIECES))
+        pieces = list(zip(addresses, parts, strict=True)) if receiver == self.decode else []
+        return Write(rank, name, receiver, request, pieces, tail, self.rng.random() < 0.1)
+
+    def advance(self, write: Write) -> None:
+        if write.pieces and not (write.is_doomed and self.rng.random() < 0.5):
+            address, piece = write.pieces.pop()
+            assert "release" not in self.tasks[write.request.transfer_id].seen, "written after its memory was released"
+            self.memory[address : address + PIECE] = piece
+            return
+        sender = self.senders[write.prefill, write.rank]
+        self.sent_tail = write.tail
+        actions = sender.written(write.receiver, write.request.transfer_id, is_ok=not (write.is_doomed or write.pieces))
+        self.writes.remove(write)
+        self.obey_sender(write.prefill, write.rank, actions)
+
+    # The wire: everything goes over it as bytes.
+
+    def to_sender(self, task: Task, rank: int, message: ReceiveRequest | Cancel) -> None:
+        name, decode, payload = task.fetch.sender, self.decode, encode_message(message)
+
+        def arrive() -> None:
+            sender = self.senders.get((name, rank))
+            received = decode_message(payload, decode)
+            if sender is not None and isinstance(received, ReceiveRequest):
+                self.obey_sender(name, rank, sender.requested(decode, received, self.now_s))
+            elif sender is not None and isinstance(received, Cancel):
+                self.obey_sender(name, rank, sender.cancelled(decode, received))
+
+        self.wire.append(arrive)
+
+    def report(self, name: str, rank: int, decode: str, transfer_id: int, status: ResultStatus) -> None:
+        tail = self.sent_tail if status is ResultStatus.SUCCESS else None
+        size_bytes = None if tail is None else sum(tail.sizes_bytes)
+        frames = encode_report(Result(rank, transfer_id, 0, True, status, size_bytes), tail)
+        if self.rng.random() < 0.03:
+            frames[-1] = frames[-1][:-1]  # the sender's memory is broken
+
+        def arrive() -> None:
+            if decode == self.decode and len(frames[0]) >= 26:
+                self.obey(self.receiver.reported(name, decode_report(frames, name), self.now_s))
+
+        self.wire.append(arrive)
+
+    def refuse(self, name: str, rank: int, decode: str, refusal: Refusal) -> None:
+        payload = encode_message(refusal)
+
+        def arrive() -> None:
+            received = decode_message(payload, name)
+            assert isinstance(received, Refusal)
+            if decode == self.decode and received.transfer_id is not None:
+                reason = str(received)
+                self.obey(self.receiver.refused(name, rank, received.transfer_id, reason, self.now_s))
+
+        self.wire.append(arrive)
+
+    # What must hold.
+
+    def check_bytes(self, task: Task) -> None:
+        base = BLOCKS_AT + task.block_idx * BLOCK
+        expected = b"".join(
+            content(task.fetch.transfer_id, rank, piece) for piece in range(NUM_PIECES) for rank in RANKS
+        )
+        assert bytes(self.memory[base : base + BLOCK]) == expected, "complete before every byte was in its place"
+
+    def settle(self) -> None:
+        """Let everything arrive and end; nothing is lost any more, and the dead are known to be."""
+        for _ in range(40):
+            self.start()
+            self.notice_the_dead()
+            while self.wire or self.writes or self.scatters:
+                if self.wire:
+                    self.wire.pop(0)()
+                self.write()
+                self.scatter()
+            self.pass_time()
+
+    def check_nothing_is_left(self) -> None:
+        statistics = self.receiver.statistics()
+        assert (statistics.num_active, statistics.num_quarantined) == (0, 0)
+        assert statistics.num_completed + statistics.num_failed == len(self.tasks)
+        assert (len(self.free_regions), len(self.free_blocks)) == (NUM_REGIONS, NUM_BLOCKS)
+        for task in self.tasks.values():
+            assert sorted(task.seen) in (["complete", "release"], ["fail", "release"])
+        for name, rank, request_id in self.held:
+            is_alive = (name, rank) in self.senders
+            assert self.freed[name, rank, request_id] == 1 or not is_alive
+        assert max(self.freed.values(), default=1) == 1
+        for sender in self.senders.values():
+            assert (sender.statistics().num_held, sender.statistics().num_writing) == (0, 0)
+
+
+EVENTS: dict[Callable[[World], None], int] = {
+    World.open: 8,
+    World.start: 10,
+    World.deliver: 30,
+    World.write: 30,
+    World.scatter: 6,
+    World.pass_time: 6,
+    World.cancel: 1,
+    World.withdraw: 1,
+    World.notice_the_dead: 2,
+    World.kill_a_prefill_rank: 1,
+    World.kill_the_decode: 1,
+}
+
+
+@pytest.mark.parametrize("faults", ["all", "no deaths", "slow"])
+def test_whatever_is_lost_late_doubled_or_killed_nothing_is_overwritten_and_nothing_leaks(faults: str) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(120):
+        world = World(seed)
+        weights = dict(EVENTS)
+        if faults != "all":
+            weights[World.kill_a_prefill_rank] = weights[World.kill_the_decode] = 0
+        if faults == "slow":  # writes that outlive timeouts and cancels
+            weights[World.write], weights[World.pass_time], weights[World.cancel] = 5, 15, 4
+        for event in world.rng.choices(list(weights), list(weights.values()), k=300):
+            event(world)
+        world.settle()
+        world.check_nothing_is_left()
+        outcomes += world.outcomes
+    assert min(outcomes["complete"], outcomes["fail"]) > 50, outcomes
+
+
+@pytest.mark.parametrize("num_events", range(0, 60, 3))
+@pytest.mark.parametrize("end", [World.cancel, World.kill_a_prefill_rank, World.kill_the_decode, World.withdraw])
+def test_an_end_at_any_point_leaves_a_worker_that_serves_the_next_request(
+    num_events: int, end: Callable[[World], None]
+) -> None:
+    world = World(num_events)
+    world.open()
+    for event in world.rng.choices([World.start, World.deliver, World.write, World.scatter], k=num_events):
+        event(world)
+    end(world)
+    world.settle()
+    world.check_nothing_is_left()
+    world.rng = random.Random(1)  # in which no write and no copy fails
+    before = world.outcomes["complete"]
+    for _ in range(8):
+        world.open()
+        world.settle()
+    assert world.outcomes["complete"] > before
+    world.check_nothing_is_left()
