@@ -12,6 +12,10 @@ from kvist.kvcache.stale import num_blocks_for
 
 BudgetPolicy = Literal["uniform", "bounded"]
 
+# A cached prompt is found only while both its blocks and its last window are there. Most are far shorter than the
+# longest that a model takes: sized for those alone, the windows run out while most of the full blocks lie idle.
+_BALANCED_WINDOWS = 16
+
 
 def block_bytes(group: KvGroup, block_size: int) -> int:
     """Return the bytes of one block over all layers of the group: of one slot."""
@@ -103,9 +107,9 @@ def _bounded(
 
     Windowed groups get one sequence's peak, since one step's tokens are all that is computed at a time, and a unit a
     sequence, running or finished: its window. A finished one leaves it in the cache, and without it the full groups'
-    blocks of that sequence could not be reused. They get units for as many sequences as the full groups can hold at
-    full length. Since most sequences are shorter, they get units up to `max_num_seqs` while that takes at most a third
-    of the memory.
+    blocks of that sequence could not be reused. They get units for as many sequences as the full groups can hold, each
+    of `_BALANCED_WINDOWS` windows if a sequence can be that long. Where that is little they get units for
+    `max_num_seqs`, while those take at most a third of the memory.
     """
     sizes = [block_bytes(group, block_size) for group in groups]
     units = [
@@ -114,9 +118,13 @@ def _bounded(
     ]
     unit_bytes = _product(units, sizes)
     full_bytes = sum(peak * size for unit, peak, size in zip(units, peaks, sizes, strict=True) if not unit)
+    longest = _BALANCED_WINDOWS * max(units) or max(peaks)
+    typical_bytes = sum(
+        min(peak, longest) * size for unit, peak, size in zip(units, peaks, sizes, strict=True) if not unit
+    )
     peak_bytes = _product(peaks, sizes) - full_bytes
     work_bytes = peak_bytes - unit_bytes
-    balanced = work_bytes + (memory_bytes - work_bytes) * unit_bytes // (unit_bytes + full_bytes)
+    balanced = work_bytes + (memory_bytes - work_bytes) * unit_bytes // (unit_bytes + typical_bytes)
     wanted = max(peak_bytes, balanced, min(work_bytes + max_num_seqs * unit_bytes, memory_bytes // 3))
     extra = min(wanted, memory_bytes - full_bytes) - peak_bytes
     counts = [unit and peak + extra * unit // unit_bytes for unit, peak in zip(units, peaks, strict=True)]

@@ -100,6 +100,18 @@ def test_bounded_gives_windows_room_for_all_sequences_when_that_is_cheap() -> No
     assert whole > 2 * 256
 
 
+def test_bounded_keeps_a_window_for_every_prompt_of_16_windows_that_the_full_group_can_cache() -> None:
+    sliding, full = (KvGroup(i, LayerKv(w, 2, 64, BFLOAT16), (0,)) for i, w in ((1, 64), (0, FULL)))
+    groups = [full, sliding]
+    num_full, num_sliding = split_memory(
+        groups, 16, 2**28, max_model_len=131_072, max_num_seqs=8, max_step_tokens=512, policy="bounded"
+    )
+    blocks_of_window = 64 // 16 + 1
+    num_prompts = num_full // (16 * blocks_of_window)
+    assert num_prompts > 100
+    assert num_sliding >= num_prompts * blocks_of_window
+
+
 LAYERS = st.builds(
     LayerKv,
     st.one_of(st.just(FULL), st.integers(1, 300)),
