@@ -9,14 +9,17 @@ Result and tail are one multi-frame message. Decoding is strict: what is not exa
 from __future__ import annotations
 
 import struct
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvist.errors import InvalidValueError, MalformedMessageError
+
+Int64s: TypeAlias = NDArray[np.int64]
 
 _RESULT = struct.Struct("<qqqBB")
 _I64 = struct.Struct("<q")
@@ -44,13 +47,37 @@ class Result:
     size_bytes: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class BounceTail:
-    """What lies in a written region from `src_base` on, without gaps, and where each piece belongs."""
+    """What lies in a written region from `src_base` on, without gaps, and where each piece belongs.
 
-    dst_addresses: tuple[int, ...]
-    sizes_bytes: tuple[int, ...]
-    src_base: int
+    Arrays of int64, not to be changed: there can be a piece a head, layer and block, 131,072 of them in half a GiB.
+    """
+
+    __slots__ = ("dst_addresses", "sizes_bytes", "src_base")
+
+    def __init__(self, dst_addresses: ArrayLike, sizes_bytes: ArrayLike, src_base: int) -> None:
+        """Raise InvalidValueError for pieces that lack a size or a place."""
+        self.dst_addresses: Int64s = np.asarray(dst_addresses, np.int64)
+        self.sizes_bytes: Int64s = np.asarray(sizes_bytes, np.int64)
+        self.src_base = src_base
+        if len(self.dst_addresses) != len(self.sizes_bytes):
+            raise InvalidValueError("sizes_bytes", len(self.sizes_bytes), f"{len(self.dst_addresses)} sizes")
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both say the same."""
+        return (
+            isinstance(other, BounceTail)
+            and self.src_base == other.src_base
+            and np.array_equal(self.dst_addresses, other.dst_addresses)
+            and np.array_equal(self.sizes_bytes, other.sizes_bytes)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing was bounced: the sender has written each piece to its place."""
+        return len(self.sizes_bytes) == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +99,6 @@ class Extent(NamedTuple):
     def end(self) -> int:
         """Return the address behind the last byte."""
         return self.base + self.size_bytes
-
-
-class ScatterCopy(NamedTuple):
-    """One piece's way out of a region."""
-
-    src_address: int
-    dst_address: int
-    size_bytes: int
 
 
 def encode_result(result: Result) -> bytes:
@@ -108,11 +127,9 @@ def decode_result(frame: bytes, source: str) -> Result:
 
 
 def encode_report(result: Result, tail: BounceTail | None = None) -> list[bytes]:
-    """Return the frames of one message; raises InvalidValueError for a tail whose pieces lack a size or a place."""
+    """Return the frames of one message; raises InvalidValueError for numbers that are negative."""
     frames = [encode_result(result)]
     if tail is not None:
-        if len(tail.dst_addresses) != len(tail.sizes_bytes):
-            raise InvalidValueError("sizes_bytes", len(tail.sizes_bytes), f"{len(tail.dst_addresses)} sizes")
         frames += [encode_i64s(tail.dst_addresses), encode_i64s(tail.sizes_bytes), encode_i64s([tail.src_base])]
     return frames
 
@@ -133,9 +150,12 @@ def decode_report(frames: Sequence[bytes], source: str) -> Report:
         return Report(result, defect=error.reason)
 
 
-def encode_i64s(numbers: Sequence[int]) -> bytes:
-    """Return the numbers as packed little-endian i64; raises InvalidValueError for one that is negative or beyond."""
-    return struct.pack(f"<{len(numbers)}q", *(_fitting("tail", n) for n in numbers))
+def encode_i64s(numbers: ArrayLike) -> bytes:
+    """Return the numbers as packed little-endian i64; raises InvalidValueError for a negative one."""
+    array = np.asarray(numbers, "<i8")
+    if array.min(initial=0) < 0:
+        raise InvalidValueError("tail", int(array.min()), "at least 0")
+    return array.tobytes()
 
 
 def check_tail(
@@ -143,41 +163,57 @@ def check_tail(
 ) -> None:
     """Raise MalformedMessageError unless every piece comes out of `region` and goes where a block was reserved.
 
-    `region` is this sender's own part, `destinations` are the reserved blocks, sorted, touching or not, never
-    overlapping. The sizes must sum to what the result declares. O(n log n).
+    `region` is this sender's own part, `destinations` are the reserved blocks, sorted, never overlapping; a piece lies
+    within one of them. The sizes must sum to what the result declares. O(n log n).
     """
-    size_bytes = sum(tail.sizes_bytes)
+    sizes = tail.sizes_bytes
+    smallest, largest = int(sizes.min(initial=region.size_bytes)), int(sizes.max(initial=0))
+    if smallest < 1 or largest > region.size_bytes or len(sizes) > region.size_bytes:
+        raise MalformedMessageError(
+            source, f"{len(sizes)} pieces of {smallest} to {largest} bytes do not fit in {region.size_bytes}"
+        )
+    size_bytes = _sum(sizes)
     if size_bytes != declared_bytes:
         raise MalformedMessageError(source, f"sizes sum to {size_bytes}, the result declares {declared_bytes}")
-    if min(tail.sizes_bytes, default=1) < 1:
-        raise MalformedMessageError(source, f"a piece of {min(tail.sizes_bytes)} bytes, expected at least 1")
     if tail.src_base < region.base or tail.src_base + size_bytes > region.end:
         raise MalformedMessageError(
             source, f"{size_bytes} bytes at {tail.src_base:#x} are not within {region.base:#x}..{region.end:#x}"
         )
-    bases = [extent.base for extent in destinations]
-    for address, size in zip(tail.dst_addresses, tail.sizes_bytes, strict=True):
-        idx = bisect_right(bases, address) - 1
-        if idx < 0 or address + size > destinations[idx].end:
-            raise MalformedMessageError(source, f"{size} bytes for {address:#x} are outside every reserved block")
+    blocks = np.array(destinations, np.int64).reshape(-1, 2)
+    idx = np.searchsorted(blocks[:, 0], tail.dst_addresses, side="right") - 1
+    # Distances instead of ends: an address near the largest number must not wrap round into a block.
+    is_outside = idx < 0
+    if len(blocks):
+        is_outside |= tail.dst_addresses - blocks[idx, 0] > blocks[idx, 1] - sizes
+    if is_outside.any():
+        first = int(is_outside.argmax())
+        raise MalformedMessageError(
+            source, f"{sizes[first]} bytes for {tail.dst_addresses[first]:#x} are outside every reserved block"
+        )
     check_disjoint([tail], source)
 
 
-def check_disjoint(tails: Iterable[BounceTail], source: str) -> None:
-    """Raise MalformedMessageError if any two pieces go to the same bytes."""
-    pieces = sorted(pair for tail in tails for pair in zip(tail.dst_addresses, tail.sizes_bytes, strict=True))
-    for (address, size), (following, _) in pairwise(pieces):
-        if address + size > following:
-            raise MalformedMessageError(source, f"pieces for {address:#x} and {following:#x} overlap")
+def check_disjoint(tails: Sequence[BounceTail], source: str) -> None:
+    """Raise MalformedMessageError if any two pieces of tails that fit by themselves go to the same bytes."""
+    addresses = np.concatenate([tail.dst_addresses for tail in tails])
+    sizes = np.concatenate([tail.sizes_bytes for tail in tails])
+    order = np.argsort(addresses, kind="stable")
+    ordered = addresses[order]
+    is_overlapping = ordered[:-1] + sizes[order][:-1] > ordered[1:]
+    if is_overlapping.any():
+        first = int(is_overlapping.argmax())
+        raise MalformedMessageError(source, f"pieces for {ordered[first]:#x} and {ordered[first + 1]:#x} overlap")
 
 
-def plan_scatter(tails: Iterable[BounceTail]) -> list[ScatterCopy]:
-    """Return the copies out of a region that several senders filled, by address in it, whoever reported first."""
-    copies: list[ScatterCopy] = []
-    for tail in sorted(tails, key=lambda tail: tail.src_base):
-        starts = accumulate(tail.sizes_bytes, initial=tail.src_base)
-        copies.extend(map(ScatterCopy, starts, tail.dst_addresses, tail.sizes_bytes))
-    return copies
+def plan_scatter(tails: Sequence[BounceTail]) -> Int64s:
+    """Return the copies `[num_pieces, 3]` out of a region that several senders filled: source, destination, size.
+
+    By address in the region, whoever reported first.
+    """
+    ordered = sorted(tails, key=lambda tail: tail.src_base)
+    starts = [tail.src_base + np.cumsum(tail.sizes_bytes) - tail.sizes_bytes for tail in ordered]
+    columns = (starts, [tail.dst_addresses for tail in ordered], [tail.sizes_bytes for tail in ordered])
+    return np.stack([np.concatenate(column) for column in columns], axis=1)
 
 
 def _decode_tail(frames: Sequence[bytes], source: str) -> BounceTail:
@@ -188,16 +224,22 @@ def _decode_tail(frames: Sequence[bytes], source: str) -> BounceTail:
         raise MalformedMessageError(source, f"{len(addresses)} addresses, but {len(sizes)} sizes")
     if len(bases) != 1:
         raise MalformedMessageError(source, f"{len(bases)} bases of the source, expected 1")
-    return BounceTail(addresses, sizes, bases[0])
+    return BounceTail(addresses, sizes, int(bases[0]))
 
 
-def _decode_i64s(frame: bytes, source: str) -> tuple[int, ...]:
+def _decode_i64s(frame: bytes, source: str) -> Int64s:
     if len(frame) % _I64.size:
         raise MalformedMessageError(source, f"a tail frame of {len(frame)} bytes, expected a multiple of {_I64.size}")
-    numbers: tuple[int, ...] = struct.unpack(f"<{len(frame) // _I64.size}q", frame)
-    if min(numbers, default=0) < 0:
-        raise MalformedMessageError(source, f"{min(numbers)} in a tail, expected at least 0")
+    numbers = np.frombuffer(frame, "<i8")
+    if numbers.min(initial=0) < 0:
+        raise MalformedMessageError(source, f"{numbers.min()} in a tail, expected at least 0")
     return numbers
+
+
+def _sum(sizes: Int64s) -> int:
+    """Return the exact sum of sizes, also of hostile ones that do not fit in 64 bits together."""
+    halves = (int((sizes >> 32).sum()), int((sizes & 0xFFFF_FFFF).sum()))
+    return (halves[0] << 32) + halves[1]
 
 
 def _fitting(field: str, number: int) -> int:

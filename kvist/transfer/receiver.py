@@ -14,9 +14,9 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.frames import (
     BounceTail,
     Extent,
+    Int64s,
     Report,
     ResultStatus,
-    ScatterCopy,
     check_disjoint,
     check_tail,
     plan_scatter,
@@ -59,10 +59,15 @@ class SendCancel(NamedTuple):
 
 
 class StartScatter(NamedTuple):
-    """Copy out of the region, then call `scattered`."""
+    """Copy out of the region what the tails say, then call `scattered`."""
 
     transfer_id: int
-    copies: tuple[ScatterCopy, ...]
+    tails: tuple[BounceTail, ...]
+
+    @property
+    def copies(self) -> Int64s:
+        """Return `[num_pieces, 3]`: source, destination, size."""
+        return plan_scatter(self.tails)
 
 
 class Release(NamedTuple):
@@ -122,7 +127,7 @@ class Receiving:
             self._slices[rank].add(report.result.slice_id)
             if report.result.is_last:
                 self._num_slices[rank] = report.result.slice_id + 1
-            if report.tail is not None and report.tail.dst_addresses:
+            if report.tail is not None and not report.tail.is_empty:
                 self._tails.append(report.tail)
             is_all = len(self._slices[rank]) == self._num_slices.get(rank)
             return self._quiet(rank, None, now_s) if is_all else []
@@ -176,7 +181,7 @@ class Receiving:
             return self._fail(error.reason, now_s)
         self.state = TransferState.SCATTERING
         self._is_scattering = True
-        return [StartScatter(self.fetch.transfer_id, tuple(plan_scatter(self._tails)))]
+        return [StartScatter(self.fetch.transfer_id, tuple(self._tails))]
 
     def _complete(self) -> list[ReceiverAction]:
         self.state = TransferState.COMPLETED
@@ -212,7 +217,7 @@ class Receiving:
             return f"slice {result.slice_id} is behind the last one"
         if result.is_last and max(self._slices[result.rank], default=0) > result.slice_id:
             return f"slice {result.slice_id} is not the last one"
-        if tail is None or not tail.dst_addresses:
+        if tail is None or tail.is_empty:
             return None
         if region is None:
             return "a tail, but there is no region to bounce through"

@@ -99,6 +99,18 @@ def test_a_malformed_tail_still_tells_whose_transfer_it_is(tail: list[bytes], na
     assert named in report.defect
 
 
+def test_tails_are_equal_when_they_say_the_same() -> None:
+    tail = BounceTail((100, 200), (64, 64), 0)
+    assert tail == BounceTail([100, 200], [64, 64], 0)
+    for other in (
+        BounceTail((100, 201), (64, 64), 0),
+        BounceTail((100, 200), (64, 63), 0),
+        BounceTail((), (), 0),
+        None,
+    ):
+        assert tail != other
+
+
 def test_a_message_without_frames_is_malformed() -> None:
     with pytest.raises(MalformedMessageError, match="no frames"):
         decode_report([], "peer")
@@ -123,7 +135,7 @@ def test_random_bytes_decode_or_are_malformed_and_nothing_else() -> None:
         except MalformedMessageError:
             continue
         num_decoded += 1
-        if report.tail is not None and report.tail.dst_addresses:
+        if report.tail is not None and not report.tail.is_empty:
             try:
                 check_tail(report.tail, report.result.size_bytes, REGION, BLOCKS, "peer")
             except MalformedMessageError:
@@ -137,7 +149,11 @@ def test_random_bytes_decode_or_are_malformed_and_nothing_else() -> None:
     [
         ((0x8000,), (64,), 0x1000, 65, "sizes sum to 64, the result declares 65"),
         ((0x8000,), (64,), 0x1000, None, "the result declares None"),
-        ((0x8000, 0x9000), (64, 0), 0x1000, 64, "a piece of 0 bytes"),
+        ((0x8000, 0x9000), (64, 0), 0x1000, 64, "pieces of 0 to 64 bytes"),
+        ((0x8000,), (257,), 0x1000, 257, "do not fit in 256"),
+        ((0x8000,), (64,), (1 << 63) - 1, 64, "not within"),
+        (((1 << 63) - 1,), (64,), 0x1000, 64, "outside every reserved block"),
+        ((0,), (64,), 0x1000, 64, "outside every reserved block"),
         ((0x8000,), (64,), 0xFFF, 64, "not within"),
         ((0x8000,), (64,), 0x1000 + 193, 64, "not within"),
         ((0x8000 + 37,), (64,), 0x1000, 64, "outside every reserved block"),
@@ -158,6 +174,15 @@ def test_a_tail_that_fits_to_the_byte_passes() -> None:
     check_tail(BounceTail((0x8000,), (56,), 0x1000 + 200), 56, REGION, BLOCKS, "peer")
 
 
+def test_sizes_that_do_not_fit_in_64_bits_together_are_not_added_up_to_something_small() -> None:
+    huge = Extent(0, (1 << 63) - 1)
+    tail = BounceTail((0, 0, 0), ((1 << 62), (1 << 62), (1 << 63) - 1), 0)
+    with pytest.raises(MalformedMessageError, match=f"sizes sum to {2**64 - 1},"):
+        check_tail(tail, 64, huge, (huge,), "peer")
+    with pytest.raises(MalformedMessageError, match="outside every reserved block"):
+        check_tail(BounceTail((0x8000,), (64,), 0x1000), 64, REGION, (), "peer")
+
+
 def test_two_senders_must_not_write_the_same_bytes() -> None:
     with pytest.raises(MalformedMessageError, match="overlap"):
         check_disjoint([BounceTail((100,), (64,), 0), BounceTail((163,), (1,), 64)], "peer")
@@ -166,12 +191,12 @@ def test_two_senders_must_not_write_the_same_bytes() -> None:
 
 def test_tails_are_scattered_by_their_place_in_the_region_whoever_reported_first() -> None:
     tails = [BounceTail((300,), (64,), 0x100080), BounceTail((100, 200), (64, 64), 0x100000)]
-    assert plan_scatter(tails) == [(0x100000, 100, 64), (0x100040, 200, 64), (0x100080, 300, 64)]
+    assert plan_scatter(tails).tolist() == [[0x100000, 100, 64], [0x100040, 200, 64], [0x100080, 300, 64]]
 
 
 def test_what_cannot_be_said_is_refused_where_it_is_built() -> None:
     with pytest.raises(InvalidValueError, match="sizes_bytes"):
-        encode_report(RESULT, BounceTail((1, 2), (3,), 0))
+        BounceTail((1, 2), (3,), 0)
     with pytest.raises(InvalidValueError, match="tail"):
         encode_report(RESULT, BounceTail((-1,), (3,), 0))
     with pytest.raises(InvalidValueError, match="size_bytes"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.frames import BounceTail, Extent, Report, Result, ResultStatus, ScatterCopy
+from kvist.transfer.frames import BounceTail, Extent, Report, Result, ResultStatus
 from kvist.transfer.receiver import (
     Complete,
     Fail,
@@ -29,16 +29,6 @@ BLOCKS = (Extent(0x8000, 128), Extent(0x9000, 128))
 TAILS = {0: BounceTail((0x8000, 0x9000), (64, 64), 0x1000), 1: BounceTail((0x8040, 0x9040), (64, 64), 0x1080)}
 BOUNCED = Fetch(ID, "prefill-0", REGIONS, BLOCKS)
 DIRECT = Fetch(ID, "prefill-0", {0: None, 1: None}, BLOCKS)
-COPIES = tuple(
-    ScatterCopy(*copy)
-    for copy in (
-        (0x1000, 0x8000, 64),
-        (0x1040, 0x9000, 64),
-        (0x1080, 0x8040, 64),
-        (0x10C0, 0x9040, 64),
-    )
-)
-
 Input = Callable[[Receiving], list[ReceiverAction]]
 
 
@@ -51,7 +41,7 @@ def report(
     is_last: bool = True,
     defect: str | None = None,
 ) -> Report:
-    size_bytes = None if tail is None else sum(tail.sizes_bytes)
+    size_bytes = None if tail is None else int(tail.sizes_bytes.sum())
     return Report(Result(rank, ID, slice_id, is_last, status, size_bytes), tail, defect)
 
 
@@ -136,11 +126,11 @@ TABLE: list[tuple[str, Input, list[ReceiverAction], TransferState]] = [
     ("active", hears(report(5)), [], ACTIVE),
     ("active, one reported", bounced(1), [], ACTIVE),
     ("active, one reported", failed(1), [], ACTIVE),
-    ("active, one reported", bounced(0), [StartScatter(ID, COPIES)], SCATTERING),
+    ("active, one reported", bounced(0), [StartScatter(ID, (TAILS[1], TAILS[0]))], SCATTERING),
     ("active, one reported", failed(0), [REPORTS_FAILED, RELEASE], FAILED),
     ("active, one reported", quiet(0), [GONE, RELEASE], FAILED),
     ("active, one reported", quiet(1), [], ACTIVE),
-    ("active, one reported", direct(0), [StartScatter(ID, COPIES[2:])], SCATTERING),
+    ("active, one reported", direct(0), [StartScatter(ID, (TAILS[1],))], SCATTERING),
     ("active, direct", direct(0), [RELEASE, Complete(ID)], COMPLETED),
     ("active, direct", hears(report(0, tail=BounceTail((), (), 0))), [RELEASE, Complete(ID)], COMPLETED),
     ("scattering", bounced(0), [], SCATTERING),
@@ -187,6 +177,20 @@ def test_each_input_in_each_state_does_what_the_table_says(
     assert transfer.state is reached
     assert one_input(transfer) == actions
     assert transfer.state is state
+
+
+def test_what_two_senders_bounced_is_copied_by_address_in_the_region() -> None:
+    transfer = Receiving(BOUNCED, LIMITS, 0.0)
+    for earlier in (start, bounced(1)):
+        earlier(transfer)
+    (scatter,) = bounced(0)(transfer)
+    assert isinstance(scatter, StartScatter)
+    assert scatter.copies.tolist() == [
+        [0x1000, 0x8000, 64],
+        [0x1040, 0x9000, 64],
+        [0x1080, 0x8040, 64],
+        [0x10C0, 0x9040, 64],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +261,7 @@ def test_a_sender_has_reported_when_all_slices_up_to_the_last_have_in_any_order(
     ],
 )
 def test_slices_that_contradict_each_other_or_share_a_region_fail_the_task(reports: list[Report], named: str) -> None:
-    transfer = Receiving(BOUNCED, LIMITS, 0.0)
+    transfer = Receiving(Fetch(ID, "prefill-0", {0: REGIONS[0]}, BLOCKS), LIMITS, 0.0)
     transfer.start()
     actions = [action for one in reports for action in transfer.reported(one, 1.0)]
     assert isinstance(actions[0], Fail)

@@ -133,9 +133,8 @@ class World:
             return
         scatter = self.scatters.pop(self.rng.randrange(len(self.scatters)))
         is_ok = self.rng.random() < 0.9
-        for copy in scatter.copies if is_ok else ():
-            piece = self.memory[copy.src_address : copy.src_address + copy.size_bytes]
-            self.memory[copy.dst_address : copy.dst_address + copy.size_bytes] = piece
+        for source, destination, size in scatter.copies.tolist() if is_ok else ():
+            self.memory[destination : destination + size] = self.memory[source : source + size]
         self.obey(self.receiver.scattered(scatter.transfer_id, None if is_ok else "bad copy", self.now_s))
 
     def cancel(self) -> None:
@@ -197,6 +196,7 @@ class World:
                         self.free_blocks.append(task.block_idx)  # its engine has read it
                 case Release():
                     assert "release" not in task.seen, "released twice"
+                    assert action.transfer_id not in [scatter.transfer_id for scatter in self.scatters], "still read"
                     task.seen.append("release")
                     if task.region_idx is not None:
                         self.free_regions.append(task.region_idx)
@@ -272,7 +272,7 @@ class World:
 
     def report(self, name: str, rank: int, decode: str, transfer_id: int, status: ResultStatus) -> None:
         tail = self.sent_tail if status is ResultStatus.SUCCESS else None
-        size_bytes = None if tail is None else sum(tail.sizes_bytes)
+        size_bytes = None if tail is None else int(tail.sizes_bytes.sum())
         frames = encode_report(Result(rank, transfer_id, 0, True, status, size_bytes), tail)
         if self.rng.random() < 0.03:
             frames[-1] = frames[-1][:-1]  # the sender's memory is broken
