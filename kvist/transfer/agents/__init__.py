@@ -1,0 +1,31 @@
+"""Agents move bytes from registered memory here into registered memory of a peer's.
+
+`base` says what each of them promises. `SharedMemoryAgent` reaches processes of the same host and needs nothing else;
+`kvist.transfer.agents.nixl.NixlAgent` reaches other hosts and GPUs, and needs the extra `nixl`. Neither imports torch.
+"""
+
+from kvist.transfer.agents.base import (
+    AgentStatistics,
+    Fragment,
+    Fragments,
+    PeerId,
+    PeerUnreachableError,
+    RegionId,
+    Transfer,
+    TransferAgent,
+    WriteState,
+)
+from kvist.transfer.agents.shared_memory import SharedMemoryAgent
+
+__all__ = [
+    "AgentStatistics",
+    "Fragment",
+    "Fragments",
+    "PeerId",
+    "PeerUnreachableError",
+    "RegionId",
+    "SharedMemoryAgent",
+    "Transfer",
+    "TransferAgent",
+    "WriteState",
+]

@@ -1,0 +1,241 @@
+"""Writes between hosts, or processes of one, through NIXL and its UCX backend, from host or GPU memory.
+
+Only this module imports NIXL. Its traps, as of 1.5.1: posting a write may block for most of a second, so a thread does
+it; a target over TCP has to be polled, so the progress thread is on; `UCX_TLS` without tcp finds no way to connect, so
+it is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+import msgspec
+import numpy as np
+
+from kvist.errors import InvalidValueError, MissingExtraError
+from kvist.transfer.agents.base import (
+    AgentMetadata,
+    AgentStatistics,
+    Bytes,
+    Fragments,
+    Int64s,
+    PeerId,
+    PeerUnreachableError,
+    Region,
+    RegionId,
+    RegionTable,
+    Transfer,
+    allocate_pages,
+    as_array,
+    check_region,
+    decode_metadata,
+)
+from kvist.transfer.agents.write_thread import Steps, WriteFailedError, WriteThread
+
+try:
+    from nixl import _bindings
+    from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
+except ModuleNotFoundError as error:
+    raise MissingExtraError("nixl", str(error.name)) from error
+
+KIND = "nixl"
+_logger = logging.getLogger(__name__)
+# The bindings' errors have no root of their own but Exception.
+_NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
+
+
+class NixlAgent:
+    """A `TransferAgent` over NIXL; `num_threads` is UCX's, None leaves its default."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        max_pending_writes: int = 1024,
+        write_timeout_s: float = 30.0,
+        num_threads: int | None = None,
+    ) -> None:
+        """Raise InvalidValueError for a `UCX_TLS` that cannot work."""
+        check_ucx_transports(os.environ.get("UCX_TLS"))
+        self.name = name
+        config = nixl_agent_config(
+            enable_prog_thread=True,
+            num_threads=num_threads or 0,
+            backends=["UCX"],
+            sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+        )
+        self._agent = nixl_agent(name, config)
+        self._lock = threading.Lock()
+        self._regions: dict[RegionId, Region] = {}
+        self._handles: dict[RegionId, object] = {}
+        self._num_registered = 0
+        self._table = RegionTable(f"agent {name!r}", ())
+        self._peers: dict[PeerId, RegionTable] = {}
+        self._is_closed = False
+        self._thread = WriteThread(name, max_pending_writes, write_timeout_s)
+
+    def allocate(self, size_bytes: int) -> Bytes:
+        """Return host memory; any other can be registered as well."""
+        return allocate_pages(size_bytes)
+
+    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
+        """Register memory of the host's or of a GPU; raises InvalidValueError."""
+        with self._lock:
+            check_region(address, size_bytes, self._regions.values())
+            kind = "DRAM" if device_idx is None else "VRAM"
+            try:
+                handle = self._agent.register_memory([(address, size_bytes, device_idx or 0, "")], kind)
+            except _NIXL_ERRORS as error:
+                got = f"{size_bytes} bytes at {address:#x}"
+                raise InvalidValueError("address", got, f"{kind} that NIXL can register ({error})") from error
+            region = RegionId(self._num_registered)
+            self._num_registered += 1
+            self._handles[region] = handle
+            self._regions[region] = Region(address, size_bytes, device_idx)
+            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+            return region
+
+    def deregister(self, region: RegionId) -> None:
+        """Take a region back; raises InvalidValueError for one that is not registered."""
+        with self._lock:
+            if self._regions.pop(region, None) is None:
+                raise InvalidValueError("region", region, "one that is registered")
+            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+            self._release(self._handles.pop(region))
+
+    def metadata(self) -> bytes:
+        """Return the regions, and what NIXL wants a peer to know."""
+        with self._lock:
+            details = self._agent.get_agent_metadata()
+            return msgspec.msgpack.encode(AgentMetadata(KIND, self.name, tuple(self._regions.values()), details))
+
+    def connect(self, metadata: bytes) -> PeerId:
+        """Load a peer's metadata; raises MalformedMessageError or PeerUnreachableError."""
+        decoded = decode_metadata(metadata, KIND)
+        with self._lock:
+            if decoded.name in self._peers:
+                self._agent.remove_remote_agent(decoded.name)
+            try:
+                self._agent.add_remote_agent(decoded.details)
+            except _NIXL_ERRORS as error:
+                self._peers.pop(PeerId(decoded.name), None)
+                raise PeerUnreachableError(decoded.name, f"NIXL does not take its metadata ({error})") from error
+            self._peers[PeerId(decoded.name)] = RegionTable(f"peer {decoded.name!r}", decoded.regions)
+        return PeerId(decoded.name)
+
+    def write(self, peer: PeerId, fragments: Fragments) -> Transfer:
+        """Begin to write; raises InvalidValueError."""
+        array = as_array(fragments)
+        with self._lock:
+            known, table = self._peers.get(peer), self._table
+        if known is None:
+            raise InvalidValueError("peer", peer, "one that is connected")
+        local = _descriptors("local_address", table, array[:, 0], array[:, 2])
+        remote = _descriptors("remote_address", known, array[:, 1], array[:, 2])
+        transfer = Transfer(len(array), int(array[:, 2].sum()))
+        return self._thread.submit(peer, transfer, self._steps(peer, local, remote))
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget a peer and its connection."""
+        with self._lock:
+            if self._peers.pop(peer, None) is None:
+                raise InvalidValueError("peer", peer, "one that is connected")
+            self._thread.fail_peer(peer, "disconnected")
+            self._forget(peer)
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End every write, then deregister; memory that a write may still touch stays registered, and is logged."""
+        has_ended = self._thread.close(timeout_s)
+        with self._lock:
+            if self._is_closed:
+                return has_ended
+            self._is_closed = True
+            if not has_ended or self._thread.statistics().num_abandoned:
+                _logger.warning("memory stays registered: a write has not ended: agent=%s", self.name)
+                return False
+            for peer in self._peers:
+                self._forget(peer)
+            self._peers.clear()
+            for handle in self._handles.values():
+                self._release(handle)
+            self._handles.clear()
+            self._regions.clear()
+            self._table = RegionTable(f"agent {self.name!r}", ())
+        return has_ended
+
+    def statistics(self) -> AgentStatistics:
+        """Return the counters."""
+        return self._thread.statistics()
+
+    def _forget(self, peer: PeerId) -> None:
+        try:
+            self._agent.remove_remote_agent(peer)
+        except _NIXL_ERRORS as error:
+            _logger.warning("a peer could not be forgotten: peer=%s error=%s", peer, error)
+
+    def _release(self, handle: object) -> None:
+        try:
+            self._agent.deregister_memory(handle)
+        except _NIXL_ERRORS as error:
+            _logger.warning("memory could not be deregistered: agent=%s error=%s", self.name, error)
+
+    def _steps(self, peer: PeerId, local: tuple[str, Int64s], remote: tuple[str, Int64s]) -> Steps:
+        """Post one write of all descriptors and poll it; whatever ends it early, NIXL is asked to cancel it."""
+        handle = None
+        try:
+            descriptors = (self._agent.get_xfer_descs(rows.astype(np.uint64), kind) for kind, rows in (local, remote))
+            handle = self._agent.initialize_xfer("WRITE", *descriptors, peer)
+            state = self._agent.transfer(handle)
+            while state == "PROC":
+                yield False
+                state = self._agent.check_xfer_state(handle)
+            if state != "DONE":
+                raise WriteFailedError(f"NIXL reports {state} for a write to {peer!r}")
+            self._agent.release_xfer_handle(handle)
+        except (WriteFailedError, *_NIXL_ERRORS) as error:
+            raise WriteFailedError(self._reason(peer, error), is_quiescent=self._is_released(handle)) from error
+
+    def _reason(self, peer: PeerId, error: Exception) -> str:
+        return error.reason if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
+
+    def _is_released(self, handle: object | None) -> bool:
+        """Return whether a write is no longer under way: NIXL refuses to release one that it cannot cancel."""
+        if handle is None:
+            return True
+        try:
+            self._agent.release_xfer_handle(handle)
+        except _NIXL_ERRORS as error:
+            _logger.warning("a write could not be cancelled: agent=%s error=%s", self.name, error)
+            return False
+        return True
+
+
+def check_ucx_transports(setting: str | None) -> None:
+    """Raise InvalidValueError for a `UCX_TLS` that lacks tcp, over which UCX connects its other transports."""
+    if setting is None or setting.startswith("^"):
+        return
+    if not {"all", "tcp"} & {name.strip() for name in setting.split(",")}:
+        raise InvalidValueError("UCX_TLS", setting, "a list with tcp in it, or all")
+
+
+def parse_num_threads(setting: str | None) -> int | None:
+    """Return the number of UCX threads asked for; anything but a positive integer is ignored, and logged."""
+    if setting is None:
+        return None
+    try:
+        num_threads = int(setting)
+    except ValueError:
+        num_threads = 0
+    if num_threads < 1:
+        _logger.warning("the number of NIXL threads is ignored, expected a positive integer: value=%r", setting)
+        return None
+    return num_threads
+
+
+def _descriptors(field: str, table: RegionTable, addresses: Int64s, sizes: Int64s) -> tuple[str, Int64s]:
+    """Return the kind of memory, and rows of address, size and device."""
+    idx = table.find(field, addresses, sizes)
+    is_device, devices = table.devices_of(field, idx)
+    return "VRAM" if is_device else "DRAM", np.stack((addresses, sizes, devices), axis=1)

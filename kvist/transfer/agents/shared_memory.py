@@ -1,0 +1,250 @@
+"""Writes between processes of one host by copying into memory of the peer's that this process has mapped as well.
+
+Memory is an anonymous file of its owner's; a peer opens it through the owner's descriptor in /proc. So both must run as
+the same user and see each other's process ids. Nothing is left over when a process dies, however it dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer.agents.base import (
+    AgentMetadata,
+    AgentStatistics,
+    Bytes,
+    Fragments,
+    Int64s,
+    PeerId,
+    PeerUnreachableError,
+    Region,
+    RegionId,
+    RegionTable,
+    Transfer,
+    allocate_pages,
+    as_array,
+    check_region,
+    decode_metadata,
+)
+from kvist.transfer.agents.write_thread import Steps, WriteFailedError, WriteThread
+
+KIND = "shared_memory"
+
+# Between two looks at the peer and at other writes: under a millisecond of copying.
+_STEP_BYTES = 4 << 20
+_STEP_FRAGMENTS = 256
+
+
+class _File(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """An allocation: its address at the owner, and the descriptor by which the owner holds it."""
+
+    address: int
+    size_bytes: int
+    fd: int
+    inode: int
+
+
+class _Details(msgspec.Struct, array_like=True, frozen=True):
+    pid: int
+    files: tuple[_File, ...]
+
+
+_details_decoder = msgspec.msgpack.Decoder(_Details)
+
+
+class _Peer:
+    """A peer's mapped memory, and a descriptor that tells when its process has ended. Freed with the last user."""
+
+    def __init__(self, metadata: AgentMetadata, details: _Details) -> None:
+        self.name = metadata.name
+        self.table = RegionTable(f"peer {self.name!r}", metadata.regions)
+        self._files = sorted(details.files, key=lambda file: file.address)
+        self._bases = np.array([file.address for file in self._files], np.int64)
+        try:
+            self._pidfd = os.pidfd_open(details.pid)
+        except (OSError, ValueError, OverflowError) as error:
+            raise PeerUnreachableError(self.name, f"no process {details.pid} here ({error})") from error
+        self._poll = select.poll()
+        self._poll.register(self._pidfd, select.POLLIN)
+        self._mappings = [self._map(details.pid, file) for file in self._files]
+        local = np.array([mapping.ctypes.data for mapping in self._mappings], np.int64)
+        self._offsets = local - self._bases
+        # The process that the descriptor is of was alive while its files were opened, so they are its own.
+        if self.has_died():
+            raise PeerUnreachableError(self.name, f"process {details.pid} has died")
+
+    def __del__(self) -> None:
+        """Let go of the process; a constructor that failed may not have got hold of it."""
+        if hasattr(self, "_pidfd"):
+            os.close(self._pidfd)
+
+    def has_died(self) -> bool:
+        """Return whether the process has ended."""
+        return bool(self._poll.poll(0))
+
+    def local_addresses(self, remote: Int64s) -> Int64s:
+        """Return where the peer's addresses, which lie in its regions, are mapped here."""
+        return remote + self._offsets[np.searchsorted(self._bases, remote, side="right") - 1]
+
+    def _map(self, pid: int, file: _File) -> Bytes:
+        try:
+            fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise PeerUnreachableError(self.name, f"its memory cannot be opened ({error})") from error
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != file.inode or status.st_size < file.size_bytes:
+                raise PeerUnreachableError(self.name, f"descriptor {file.fd} of process {pid} is not its memory")
+            return allocate_pages(file.size_bytes, fd)
+        finally:
+            os.close(fd)
+
+
+class SharedMemoryAgent:
+    """A `TransferAgent` for processes of one host and one user; needs no extra install, moves host memory only."""
+
+    def __init__(self, name: str, *, max_pending_writes: int = 1024, write_timeout_s: float = 30.0) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._allocations: dict[int, tuple[_File, Bytes]] = {}
+        self._regions: dict[RegionId, Region] = {}
+        self._num_registered = 0
+        self._table = RegionTable(f"agent {name!r}", ())
+        self._peers: dict[PeerId, _Peer] = {}
+        self._is_closed = False
+        self._thread = WriteThread(name, max_pending_writes, write_timeout_s)
+
+    def allocate(self, size_bytes: int) -> Bytes:
+        """Return memory that a peer can map; the agent keeps it until it is closed."""
+        fd = os.memfd_create(f"kvist-{self.name}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, max(size_bytes, 0))
+            memory = allocate_pages(size_bytes, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        address = memory.ctypes.data
+        with self._lock:
+            self._allocations[address] = (_File(address, size_bytes, fd, os.fstat(fd).st_ino), memory)
+        return memory
+
+    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
+        """Let peers write there. Raises InvalidValueError for memory that `allocate` has not given."""
+        if device_idx is not None:
+            raise InvalidValueError("device_idx", device_idx, "None: shared memory is the host's")
+        with self._lock:
+            check_region(address, size_bytes, self._regions.values())
+            if not any(f.address <= address <= f.address + f.size_bytes - size_bytes for f, _ in self._files()):
+                raise InvalidValueError(
+                    "address", f"{size_bytes} bytes at {address:#x}", f"memory that {self.name!r} allocated"
+                )
+            region = RegionId(self._num_registered)
+            self._num_registered += 1
+            self._regions[region] = Region(address, size_bytes)
+            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+            return region
+
+    def deregister(self, region: RegionId) -> None:
+        """Tell no further peer of a region; who has mapped it keeps it."""
+        with self._lock:
+            if self._regions.pop(region, None) is None:
+                raise InvalidValueError("region", region, "one that is registered")
+            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+
+    def metadata(self) -> bytes:
+        """Return the regions, and how to open the files they are in."""
+        with self._lock:
+            details = _Details(os.getpid(), tuple(file for file, _ in self._files()))
+            metadata = AgentMetadata(KIND, self.name, tuple(self._regions.values()), msgspec.msgpack.encode(details))
+            return msgspec.msgpack.encode(metadata)
+
+    def connect(self, metadata: bytes) -> PeerId:
+        """Map a peer's memory; raises MalformedMessageError or PeerUnreachableError."""
+        decoded = decode_metadata(metadata, KIND)
+        try:
+            details = _details_decoder.decode(decoded.details)
+        except (ValueError, RecursionError) as error:
+            raise MalformedMessageError(f"agent {decoded.name!r}", f"its files: {error}") from error
+        _check_contained(decoded, details)
+        peer = _Peer(decoded, details)
+        with self._lock:
+            self._peers[PeerId(decoded.name)] = peer
+        return PeerId(decoded.name)
+
+    def write(self, peer: PeerId, fragments: Fragments) -> Transfer:
+        """Begin to copy; raises InvalidValueError."""
+        array = as_array(fragments)
+        with self._lock:
+            known, table = self._peers.get(peer), self._table
+        if known is None:
+            raise InvalidValueError("peer", peer, "one that is connected")
+        table.find("local_address", array[:, 0], array[:, 2])
+        known.table.find("remote_address", array[:, 1], array[:, 2])
+        transfer = Transfer(len(array), int(array[:, 2].sum()))
+        return self._thread.submit(peer, transfer, _copy(known, array))
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget a peer; its memory is unmapped when the last write into it has ended."""
+        with self._lock:
+            if self._peers.pop(peer, None) is None:
+                raise InvalidValueError("peer", peer, "one that is connected")
+        self._thread.fail_peer(peer, "disconnected")
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End every write and let go of all memory; what peers have mapped stays theirs, so late writes do no harm."""
+        has_ended = self._thread.close(timeout_s)
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._peers.clear()
+                self._regions.clear()
+                self._table = RegionTable(f"agent {self.name!r}", ())
+                for file, _ in self._allocations.values():
+                    os.close(file.fd)
+                if has_ended:
+                    self._allocations.clear()
+        return has_ended
+
+    def statistics(self) -> AgentStatistics:
+        """Return the counters."""
+        return self._thread.statistics()
+
+    def _files(self) -> Sequence[tuple[_File, Bytes]]:
+        return list(self._allocations.values())
+
+
+def _check_contained(metadata: AgentMetadata, details: _Details) -> None:
+    """Raise MalformedMessageError unless every region of a peer lies in one of its files, so that it is mapped."""
+    for region in metadata.regions:
+        end = region.address + region.size_bytes
+        if not any(f.address <= region.address and end <= f.address + f.size_bytes for f in details.files):
+            raise MalformedMessageError(f"agent {metadata.name!r}", f"its region at {region.address:#x} is in no file")
+
+
+def _copy(peer: _Peer, fragments: Int64s) -> Steps:
+    """Copy in steps, and look before each and at the end whether the peer still lives."""
+    targets = peer.local_addresses(fragments[:, 1])
+    rows = zip(targets.tolist(), fragments[:, 0].tolist(), fragments[:, 2].tolist(), strict=True)
+    num_bytes = num_fragments = 0
+    for row in rows:
+        target, source, size = row
+        while size:
+            piece = min(size, _STEP_BYTES - num_bytes)
+            ctypes.memmove(target, source, piece)
+            target, source, size = target + piece, source + piece, size - piece
+            num_bytes += piece
+            num_fragments += 1
+            if num_bytes == _STEP_BYTES or num_fragments == _STEP_FRAGMENTS:
+                num_bytes = num_fragments = 0
+                if peer.has_died():
+                    raise WriteFailedError(f"peer {peer.name!r} has died")
+                yield True
+    if peer.has_died():
+        raise WriteFailedError(f"peer {peer.name!r} has died")

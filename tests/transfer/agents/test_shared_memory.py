@@ -1,0 +1,85 @@
+"""What is shared memory's own: which memory it takes, and what it finds out about a peer before it maps anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAgent, WriteState
+
+
+@pytest.fixture
+def agent() -> SharedMemoryAgent:
+    return SharedMemoryAgent("writer")
+
+
+def forge(metadata: bytes, **changes: object) -> bytes:
+    kind, name, regions, details = msgspec.msgpack.decode(metadata)
+    pid, files = msgspec.msgpack.decode(details)
+    address, size_bytes, fd, inode = files[0]
+    pid = changes.get("pid", pid)
+    file = [address, changes.get("size_bytes", size_bytes), changes.get("fd", fd), changes.get("inode", inode)]
+    regions = changes.get("regions", regions)
+    return msgspec.msgpack.encode([kind, name, regions, msgspec.msgpack.encode([pid, [file]])])
+
+
+def test_memory_of_somebody_else_and_of_a_device_is_refused(agent: SharedMemoryAgent) -> None:
+    memory = np.zeros(4096, np.uint8)
+    with pytest.raises(InvalidValueError, match="memory that 'writer' allocated"):
+        agent.register(memory.ctypes.data, 4096)
+    shared = agent.allocate(4096)
+    with pytest.raises(InvalidValueError, match="memory that 'writer' allocated"):
+        agent.register(shared.ctypes.data, 4097)
+    with pytest.raises(InvalidValueError, match="device_idx"):
+        agent.register(shared.ctypes.data, 4096, device_idx=0)
+    agent.close()
+
+
+def test_a_peer_that_has_died_or_lies_about_its_files_cannot_be_reached(agent: SharedMemoryAgent) -> None:
+    target = SharedMemoryAgent("target")
+    address = target.allocate(4096).ctypes.data
+    target.register(address, 4096)
+    metadata = target.metadata()
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    for changes in ({"pid": int(dead.stdout)}, {"fd": 99_999}, {"inode": 1}, {"pid": -1}, {"pid": 1 << 62}):
+        with pytest.raises(PeerUnreachableError, match="'target' cannot be reached"):
+            agent.connect(forge(metadata, **changes))
+    with pytest.raises(PeerUnreachableError, match="is not its memory"):
+        agent.connect(forge(metadata, size_bytes=1 << 30))
+    with pytest.raises(MalformedMessageError, match="is in no file"):
+        agent.connect(forge(metadata, regions=[[address, 4097, None]]))
+    agent.close()
+    target.close()
+
+
+def test_what_a_peer_has_mapped_outlives_the_owner_so_that_a_late_write_does_no_harm(agent: SharedMemoryAgent) -> None:
+    source = agent.allocate(4096)
+    agent.register(source.ctypes.data, 4096)
+    target = SharedMemoryAgent("target")
+    address = target.allocate(4096).ctypes.data
+    target.register(address, 4096)
+    peer = agent.connect(target.metadata())
+    assert target.close()
+    transfer = agent.write(peer, [Fragment(source.ctypes.data, address, 4096)])
+    assert transfer.wait(30.0)
+    assert transfer.state is WriteState.DONE
+    agent.close()
+
+
+def test_no_descriptor_is_left_over_after_agents_were_closed() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        first, second = SharedMemoryAgent("first"), SharedMemoryAgent("second")
+        for one in (first, second):
+            one.register(one.allocate(4096).ctypes.data, 4096)
+        first.connect(second.metadata())
+        second.connect(first.metadata())
+        first.close()
+        second.close()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
