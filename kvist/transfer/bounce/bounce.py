@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from kvist.transfer.agents.base import Fragments, Int64s, PeerId, TransferAgent,
 from kvist.transfer.bounce.allocator import RegionAllocator
 from kvist.transfer.bounce.gate import CostModel
 from kvist.transfer.bounce.region import BounceConfig, split_extent
-from kvist.transfer.frames import BounceTail, Extent, ScatterCopy
+from kvist.transfer.frames import BounceTail, Extent
 
 M = TypeVar("M")
 M_in = TypeVar("M_in", contravariant=True)
@@ -124,8 +124,8 @@ class Bounce(Protocol):
         """Gather, and write to `base` at the peer; None if there is no room to gather in: write fragments instead."""
         ...
 
-    def scatter(self, lease: Lease, copies: Sequence[ScatterCopy]) -> Scattering:
-        """Copy out of a lease's room; the transfer is complete when that is done, not before."""
+    def scatter(self, lease: Lease, copies: Int64s) -> Scattering:
+        """Copy out of a lease's room: [n, 3] of source, target and size. The transfer is complete when that is done."""
         ...
 
     def close(self) -> bool:
@@ -166,7 +166,7 @@ class NullBounce:
         """Return None."""
         return None
 
-    def scatter(self, lease: Lease, copies: Sequence[ScatterCopy]) -> Scattering:  # noqa: ARG002
+    def scatter(self, lease: Lease, copies: Int64s) -> Scattering:  # noqa: ARG002
         """Return a scatter that has failed: no lease is of this transport."""
         scattering = Scattering()
         scattering.error, scattering.is_done = "bouncing is off", True
@@ -258,11 +258,11 @@ class RegionBounce(Generic[M]):
         if offset is None:
             self._count("refused_for_room")
             return None
-        outgoing = Outgoing(BounceTail(tuple(array[:, 1].tolist()), tuple(array[:, 2].tolist()), base))
+        outgoing = Outgoing(BounceTail(array[:, 1], array[:, 2], base))
         self._jobs.put(lambda: self._gather_and_write(outgoing, peer, array, offset, size_bytes))
         return outgoing
 
-    def scatter(self, lease: Lease, copies: Sequence[ScatterCopy]) -> Scattering:
+    def scatter(self, lease: Lease, copies: Int64s) -> Scattering:
         """Copy on the thread; an error is the scatter's alone."""
         scattering = Scattering()
         with self._changed:
@@ -353,14 +353,14 @@ class RegionBounce(Generic[M]):
             self._give_back(self._send_room, offset)
         if state is WriteState.DONE:
             self._count("num_sent")
-            self._count("bytes_sent", sum(outgoing.tail.sizes_bytes))
+            self._count("bytes_sent", int(outgoing.tail.sizes_bytes.sum()))
             self._count("num_fragments_sent", len(outgoing.tail.sizes_bytes))
         else:
             self._count("num_failed")
         outgoing.reason = reason
         outgoing.state = state
 
-    def _copy_out(self, scattering: Scattering, lease: Lease, copies: Sequence[ScatterCopy]) -> None:
+    def _copy_out(self, scattering: Scattering, lease: Lease, copies: Int64s) -> None:
         base = self._receive_memory.address
         first = lease.extents[0].base
         try:
@@ -378,10 +378,9 @@ class RegionBounce(Generic[M]):
         scattering.is_done = True
 
 
-def _contiguous(copies: Sequence[ScatterCopy]) -> list[tuple[int, Int64s]]:
+def _contiguous(copies: Int64s) -> list[tuple[int, Int64s]]:
     """Return the copies in runs whose sources touch, each with its first address: [n, 3] of source, target, size."""
-    if not copies:
+    if len(copies) == 0:
         return []
-    array = np.asarray(copies, dtype=np.int64)
-    breaks = np.flatnonzero(array[1:, 0] != array[:-1, 0] + array[:-1, 2]) + 1
-    return [(int(run[0, 0]), run) for run in np.split(array, breaks)]
+    breaks = np.flatnonzero(copies[1:, 0] != copies[:-1, 0] + copies[:-1, 2]) + 1
+    return [(int(run[0, 0]), run) for run in np.split(copies, breaks)]
