@@ -41,6 +41,7 @@ class RefusalReason(Enum):
     UNKNOWN_REQUEST = "unknown_request"
     ALREADY_ENDED = "already_ended"
     BLOCK_COUNT_MISMATCH = "block_count_mismatch"
+    UNKNOWN_BLOCK = "unknown_block"
     BUSY = "busy"
 
 
@@ -103,6 +104,7 @@ class ForeignHello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc
 class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
     """The receiver asks one rank of the sender for a held request's blocks, into blocks that it has reserved.
 
+    A receiver never uses a `transfer_id` twice, not even after a restart under the same name: late reports name it.
     The lists are suffixes that end at `token_end`; a group's starts at the token in `dst_start_tokens` if that is later
     than its length says. `bounce_base` is where this sender may put everything in one piece, of `bounce_size_bytes`.
     """

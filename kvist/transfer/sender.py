@@ -141,6 +141,13 @@ class Sender:
         held.num_fetched += 1
         return [result, *self._free_if_done(request_id)]
 
+    def rejected(self, receiver: str, transfer_id: int, reason: RefusalReason) -> list[SenderAction]:
+        """Take note that a write could not be begun because of what its request asks for: the receiver hears why."""
+        refusal = SendRefusal(receiver, Refusal(reason, transfer_id))
+        self._num_refused += TransferKey(receiver, transfer_id) in self._request_ids
+        actions = self.written(receiver, transfer_id, is_ok=False)
+        return [refusal if isinstance(action, SendResult) else action for action in actions]
+
     def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
         """Take a receiver's cancel: it is told at once if nothing is under way, else when the write has ended.
 

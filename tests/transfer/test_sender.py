@@ -28,6 +28,10 @@ def written(transfer_id: int = 7, *, is_ok: bool = True) -> Input:
     return lambda sender: sender.written(D, transfer_id, is_ok=is_ok)
 
 
+def rejected(sender: Sender) -> list[SenderAction]:
+    return sender.rejected(D, 7, RefusalReason.BLOCK_COUNT_MISMATCH)
+
+
 def cancels(transfer_id: int = 7, request_id: str = "r") -> Input:
     return lambda sender: sender.cancelled(D, Cancel(transfer_id, request_id))
 
@@ -84,6 +88,9 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
     ("active", written(), [result(SUCCESS), FETCHED]),
     ("active", written(is_ok=False), [result(FAILED), GIVEN_UP]),
     ("active", written(8), []),
+    ("active", rejected, [refusal(RefusalReason.BLOCK_COUNT_MISMATCH), GIVEN_UP]),
+    ("held", rejected, []),
+    ("quarantined", rejected, [refusal(RefusalReason.BLOCK_COUNT_MISMATCH), GIVEN_UP]),
     ("active", cancels(), [AbortWrite(D, 7)]),
     ("active", cancels(8), [result(CANCELLED, 8), AbortWrite(D, 7)]),
     ("active", withdrawn, [AbortWrite(D, 7)]),
@@ -180,6 +187,9 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     asks(9, "t")(sender)
     sender.withdraw("s")
     asks(10, "s")(sender)
+    rejected(sender)
     statistics = sender.statistics()
     assert (statistics.num_held, statistics.num_writing) == (1, 1)
     assert (statistics.num_fetched, statistics.num_given_up, statistics.num_refused) == (1, 1, 1)
+    assert sender.rejected(D, 9, RefusalReason.UNKNOWN_BLOCK)[-1] == Free("t", False)
+    assert sender.statistics().num_refused == 2
