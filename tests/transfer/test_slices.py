@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -244,3 +245,25 @@ def test_every_token_that_will_be_read_lands_where_the_receiver_looks_for_it(
     assert landed == expected
     if landed:
         assert pairs.start_token == min(block_id - 2000 for block_id in landed) * block_size
+
+
+def test_slices_of_a_prompt_together_bring_what_the_whole_prompt_would() -> None:
+    rng = random.Random(18554)
+    for _ in range(1000):
+        block_size, prompt_len = rng.choice((1, 4, 16)), rng.randint(1, 100)
+        window: KnownWindow = rng.choice((FULL, rng.randint(1, prompt_len + 20)))
+        group = SliceGroup(0, window, block_size, prompt_len)
+        total = num_blocks_for(prompt_len, block_size)
+        num_stale = min(stale_range(prompt_len, window, block_size).end, total)
+        source = list(range(1000, 1000 + total))
+        destination = [ABSENT] * num_stale + list(range(2000 + num_stale, 2000 + total))
+        num_cached = rng.randint(0, prompt_len)
+        cuts = sorted({0, prompt_len, *(rng.randint(0, prompt_len) for _ in range(rng.randint(0, 4)))})
+        landed: dict[int, int] = {}
+        for start, end in pairwise(cuts):
+            part = TokenRange(start, end)
+            ours, theirs = slice_of_tables([source, destination], part, block_size, (0, num_cached)).block_ids_per_group
+            pairs = pair_blocks(group, ours, theirs, end)
+            landed |= zip(pairs.destination_ids, pairs.source_ids, strict=True)
+        first = max(num_stale, num_cached // block_size)
+        assert landed == {2000 + block: 1000 + block for block in range(first, total)}
