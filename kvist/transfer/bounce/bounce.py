@@ -259,7 +259,11 @@ class RegionBounce(Generic[M]):
             self._count("refused_for_room")
             return None
         outgoing = Outgoing(BounceTail(array[:, 1], array[:, 2], base))
-        self._jobs.put(lambda: self._gather_and_write(outgoing, peer, array, offset, size_bytes))
+        with self._changed:
+            if self._is_closed:  # since room was found; nothing runs behind the end of the queue
+                self._send_room.free(offset)
+                return None
+            self._jobs.put(lambda: self._gather_and_write(outgoing, peer, array, offset, size_bytes))
         return outgoing
 
     def scatter(self, lease: Lease, copies: Int64s) -> Scattering:

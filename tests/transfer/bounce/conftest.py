@@ -1,0 +1,85 @@
+"""Bounces between two agents of this process, with costs that always, or never, prefer them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from kvist.transfer.agents import PeerId, SharedMemoryAgent
+from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
+from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.bounce.gate import CostCurve
+
+torch.set_num_threads(1)
+
+
+def costs(*, per_descriptor_s: float) -> CostModel:
+    """Return costs of a host that copies 10 GB/s, and takes this long for a descriptor on top of that."""
+    sizes = (1 << 10, 1 << 18)
+    copies = CostCurve(sizes, tuple(size / 10e9 for size in sizes))
+    writes = CostCurve(sizes, tuple(per_descriptor_s + size / 10e9 for size in sizes))
+    return CostModel(writes, copies, copies, write_fixed_s=per_descriptor_s)
+
+
+@dataclass
+class End:
+    """One end: an agent, its pool, and its bounce."""
+
+    agent: SharedMemoryAgent
+    pool: npt.NDArray[np.uint8]
+    bounce: RegionBounce[torch.Tensor]
+
+    @property
+    def base(self) -> int:
+        """Return the pool's address."""
+        return int(self.pool.ctypes.data)
+
+    def connect(self, other: End) -> PeerId:
+        """Connect to the other end."""
+        return self.agent.connect(other.agent.metadata())
+
+
+@pytest.fixture
+def new_end() -> Iterator[Callable[..., End]]:
+    """Return a function that makes one end; bounces and agents are closed at the end."""
+    ends: list[End] = []
+
+    def make(
+        name: str,
+        *,
+        pool_bytes: int = 1 << 16,
+        region_bytes: int = 1 << 16,
+        wrap: Callable[[Any], Any] = lambda copier: copier,
+        config: BounceConfig | None = None,
+        **options: Any,
+    ) -> End:
+        agent = SharedMemoryAgent(name)
+        pool = agent.allocate(pool_bytes)
+        agent.register(pool.ctypes.data, pool_bytes)
+        bounce = RegionBounce(
+            agent,
+            wrap(TorchCopier([torch.from_numpy(pool)])),
+            lambda: host_region(agent, region_bytes),
+            options.pop("costs", costs(per_descriptor_s=1.0)),
+            config or BounceConfig(close_timeout_s=0.05),
+            **options,
+        )
+        ends.append(End(agent, pool, bounce))
+        return ends[-1]
+
+    yield make
+    for end in ends:
+        end.bounce.close()
+        end.agent.close()
+
+
+@pytest.fixture
+def new_costs() -> Callable[..., CostModel]:
+    """Return `costs`."""
+    return costs

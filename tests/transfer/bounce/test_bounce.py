@@ -1,0 +1,336 @@
+"""Bounces between real agents: every byte arrives, completion comes after the scatter, and no room is lost."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.transfer.agents import RegionId, SharedMemoryAgent, WriteState
+from kvist.transfer.bounce import Bounce, BounceConfig, Lease, NullBounce, Outgoing, RegionBounce, Scattering
+from kvist.transfer.frames import BounceTail, Extent, plan_scatter
+
+DEADLINE_S = 60.0
+NewEnd = Callable[..., Any]
+
+
+class BlockedCopier:
+    """A copier whose copies wait until they are let go, or raise."""
+
+    def __init__(self, copier: Any) -> None:
+        self.copier = copier
+        self.may_go = threading.Event()
+        self.has_begun = threading.Event()
+        self.error: Exception | None = None
+
+    def gather(self, *args: Any) -> None:
+        self._wait()
+        self.copier.gather(*args)
+
+    def scatter(self, *args: Any) -> None:
+        self._wait()
+        self.copier.scatter(*args)
+
+    def _wait(self) -> None:
+        self.has_begun.set()
+        assert self.may_go.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+
+
+def finished(condition: Callable[[], bool]) -> None:
+    """Poll with a deadline, as the service that uses a bounce does."""
+    pause = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.005)):
+        if condition():
+            return
+        pause.wait(0.005)
+    raise AssertionError("not within the deadline")
+
+
+def sent(outgoing: Outgoing | None) -> Outgoing:
+    assert outgoing is not None
+    finished(lambda: outgoing.state is not WriteState.PENDING)
+    return outgoing
+
+
+def scattered(scattering: Scattering) -> Scattering:
+    finished(lambda: scattering.is_done)
+    return scattering
+
+
+def fragments_of(source: Any, target: Any, size_bytes: int, count: int, start: int = 0) -> Any:
+    order = np.random.default_rng(start).permutation(count) * size_bytes + start
+    rows = (source.base + order, target.base + order[::-1], np.full_like(order, size_bytes))
+    return np.stack(rows, axis=1)
+
+
+def expected_pool(target: Any, source: Any, fragments: Any) -> Any:
+    pool = np.zeros_like(target.pool)
+    for local, remote, size in fragments.tolist():
+        pool[remote - target.base : remote - target.base + size] = source.pool[local - source.base :][:size]
+    return pool
+
+
+@pytest.fixture
+def ends(new_end: NewEnd) -> tuple[Any, Any]:
+    source, target = new_end("source"), new_end("target")
+    source.pool[:] = np.random.default_rng(0).integers(1, 256, len(source.pool), dtype=np.uint8)
+    return source, target
+
+
+@pytest.mark.parametrize("size_bytes", [16, 24, 1024])
+def test_many_fragments_arrive_by_one_write(ends: tuple[Any, Any], size_bytes: int) -> None:
+    source, target = ends
+    fragments = fragments_of(source, target, size_bytes, 30)
+    lease = target.bounce.reserve(30 * size_bytes, 30)
+    outgoing = sent(source.bounce.send(source.connect(target), fragments, lease.extents[0].base))
+    assert (outgoing.state, outgoing.reason) == (WriteState.DONE, None)
+    assert source.agent.statistics().num_fragments_written == 1
+    assert not target.pool.any()
+    assert scattered(target.bounce.scatter(lease, plan_scatter([outgoing.tail]))).error is None
+    assert np.array_equal(target.pool, expected_pool(target, source, fragments))
+    target.bounce.release(lease)
+    assert source.bounce.statistics().num_fragments_sent == 30
+    assert source.bounce.statistics().bytes_sent == 30 * size_bytes
+    assert source.bounce.statistics().send_bytes == target.bounce.statistics().receive_bytes == 0
+
+
+def test_several_writers_share_one_part_and_may_report_in_any_order(new_end: NewEnd) -> None:
+    target, sources = new_end("target"), [new_end(f"rank {rank}") for rank in range(4)]
+    lease = target.bounce.reserve(4 * 2048, 8, num_writers=4)
+    assert [extent.base - lease.extents[0].base for extent in lease.extents] == [0, 2048, 4096, 6144]
+    tails, expected = [], np.zeros_like(target.pool)
+    for rank, source in enumerate(sources):
+        source.pool[:] = rank + 1
+        fragments = fragments_of(source, target, 1024, 2, start=rank * 2048)
+        expected += expected_pool(target, source, fragments)
+        tails.append(sent(source.bounce.send(source.connect(target), fragments, lease.extents[rank].base)).tail)
+    assert scattered(target.bounce.scatter(lease, plan_scatter([tails[i] for i in (2, 0, 3, 1)]))).error is None
+    assert np.array_equal(target.pool, expected)
+    target.bounce.release(lease)
+    assert target.bounce.statistics().receive_bytes == 0
+
+
+def test_completion_waits_for_a_scatter_that_is_held_up(new_end: NewEnd) -> None:
+    copiers: list[BlockedCopier] = []
+
+    def wrap(copier: Any) -> BlockedCopier:
+        copiers.append(BlockedCopier(copier))
+        return copiers[-1]
+
+    source, target = new_end("source"), new_end("target", wrap=wrap)
+    source.pool[:] = 7
+    fragments = fragments_of(source, target, 512, 4)
+    lease = target.bounce.reserve(2048, 4)
+    outgoing = sent(source.bounce.send(source.connect(target), fragments, lease.extents[0].base))
+    scattering = target.bounce.scatter(lease, plan_scatter([outgoing.tail]))
+    assert copiers[0].has_begun.wait(DEADLINE_S)
+    assert not scattering.is_done
+    assert not target.pool.any()
+    copiers[0].may_go.set()
+    scattered(scattering)
+    assert target.pool[:2048].all()
+    target.bounce.release(lease)
+
+
+def test_a_scatter_that_fails_is_its_transfers_alone(new_end: NewEnd) -> None:
+    copiers: list[BlockedCopier] = []
+
+    def wrap(copier: Any) -> BlockedCopier:
+        copiers.append(BlockedCopier(copier))
+        copiers[-1].may_go.set()
+        return copiers[-1]
+
+    target = new_end("target", wrap=wrap)
+    first, second = target.bounce.reserve(1024, 16), target.bounce.reserve(1024, 16)
+    copiers[0].error = RuntimeError("the device is lost")
+    plan = plan_scatter([BounceTail([target.base], [64], first.extents[0].base)])
+    assert scattered(target.bounce.scatter(first, plan)).error == "the device is lost"
+    copiers[0].error = None
+    plan = plan_scatter([BounceTail([target.base], [64], second.extents[0].base)])
+    assert scattered(target.bounce.scatter(second, plan)).error is None
+    assert target.bounce.statistics().num_failed == target.bounce.statistics().num_scattered == 1
+    target.bounce.release(first)
+    target.bounce.release(second)
+
+
+def test_a_scatter_out_of_somebody_elses_room_or_into_no_pool_fails(ends: tuple[Any, Any]) -> None:
+    _, target = ends
+    first, second = target.bounce.reserve(1024, 16), target.bounce.reserve(1024, 16)
+    for address, base in ((target.base, second.extents[0].base), (16, first.extents[0].base)):
+        scattering = scattered(target.bounce.scatter(first, plan_scatter([BounceTail([address], [64], base)])))
+        assert scattering.error is not None
+    assert not target.pool.any()
+    target.bounce.release(first)
+    target.bounce.release(second)
+
+
+def test_a_transfer_that_does_not_fit_divide_or_pay_is_not_reserved_and_says_why(
+    new_end: NewEnd, new_costs: Callable[..., Any]
+) -> None:
+    target = new_end("target")
+    refused = [(0, 4, 1), (-8, 4, 1), (65537, 4, 1), (1024, 4, 3), (1024, 4, 0), (1024, 0, 1)]
+    assert [target.bounce.reserve(*asked) for asked in refused] == [None] * len(refused)
+    assert target.bounce.statistics().refused_by_size == len(refused)
+    cheap = new_end("cheap", costs=new_costs(per_descriptor_s=1e-9))
+    assert cheap.bounce.reserve(4096, 4) is None
+    assert cheap.bounce.statistics().refused_by_gate == 1
+
+
+def test_reserving_gives_up_when_the_clock_says_so_and_finds_room_that_is_given_back(new_end: NewEnd) -> None:
+    now = [0.0]
+    target = new_end("target", clock=lambda: now[0], config=BounceConfig(reserve_timeout_s=DEADLINE_S))
+    whole = target.bounce.reserve(65536, 4)
+    assert target.bounce.reserve(512, 4, timeout_s=0.0) is None
+    assert target.bounce.statistics().refused_for_room == 1
+    found: list[Lease | None] = []
+    waiting = threading.Thread(target=lambda: found.append(target.bounce.reserve(512, 4)))
+    waiting.start()
+    target.bounce.release(whole)
+    waiting.join(DEADLINE_S)
+    assert found[0] is not None
+    target.bounce.release(found[0])
+
+
+def test_room_without_a_holder_is_free_again_and_released_once(ends: tuple[Any, Any]) -> None:
+    _, target = ends
+    lease = target.bounce.reserve(1024, 4)
+    target.bounce.quarantine(lease)
+    assert target.bounce.statistics().quarantined_bytes == target.bounce.statistics().receive_bytes == 1024
+    target.bounce.release(lease)
+    after = target.bounce.reserve(1024, 4)
+    target.bounce.release(lease)
+    target.bounce.quarantine(lease)
+    assert target.bounce.statistics().quarantined_bytes == 0
+    assert target.bounce.statistics().receive_bytes == 1024
+    assert scattered(target.bounce.scatter(lease, np.empty((0, 3), np.int64))).error == "the room is released"
+    target.bounce.release(after)
+    assert target.bounce.statistics().receive_bytes == 0
+
+
+def test_a_sender_without_room_writes_fragments_as_they_are(new_end: NewEnd) -> None:
+    source, target = new_end("source", region_bytes=1024), new_end("target")
+    peer = source.connect(target)
+    fragments = fragments_of(source, target, 512, 4)
+    lease = target.bounce.reserve(2048, 4)
+    assert source.bounce.send(peer, fragments, lease.extents[0].base, timeout_s=0.0) is None
+    assert source.bounce.statistics().refused_for_room == 1
+    transfer = source.agent.write(peer, fragments)
+    assert transfer.wait(DEADLINE_S)
+    assert np.array_equal(target.pool, expected_pool(target, source, fragments))
+    target.bounce.release(lease)
+
+
+def test_a_send_that_cannot_be_written_fails_with_a_reason_and_gives_its_room_back(ends: tuple[Any, Any]) -> None:
+    source, target = ends
+    peer = source.connect(target)
+    fragments = fragments_of(source, target, 512, 4)
+    outgoing = sent(source.bounce.send(peer, fragments, 4096))
+    assert outgoing.state is WriteState.FAILED
+    assert "remote_address: got '2048 bytes at 0x1000'" in str(outgoing.reason)
+    fragments[0, 0] = 16
+    outgoing = sent(source.bounce.send(peer, fragments, target.base))
+    assert outgoing.state is WriteState.FAILED
+    assert "within a pool" in str(outgoing.reason)
+    assert source.bounce.statistics().send_bytes == 0
+
+
+class CountingAgent(SharedMemoryAgent):
+    """An agent that counts what is registered, and refuses the k-th registration."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__("counting")
+        self.fails_at = fails_at
+        self.registered: list[RegionId] = []
+        self.deregistered: list[RegionId] = []
+
+    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
+        if len(self.registered) == self.fails_at:
+            raise InvalidValueError("address", address, "room in the device's table")
+        self.registered.append(super().register(address, size_bytes, device_idx))
+        return self.registered[-1]
+
+    def deregister(self, region: RegionId) -> None:
+        super().deregister(region)
+        self.deregistered.append(region)
+
+
+def bounce_of(agent: CountingAgent, new_costs: Callable[..., Any], copier: Any = None) -> RegionBounce[Any]:
+    from kvist.transfer.bounce.copier import host_region
+
+    config = BounceConfig(close_timeout_s=0.05)
+    return RegionBounce(agent, copier, lambda: host_region(agent, 4096), new_costs(per_descriptor_s=1.0), config)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_bounce_that_cannot_be_set_up_leaves_nothing_registered(step: int, new_costs: Callable[..., Any]) -> None:
+    agent = CountingAgent(fails_at=step)
+    with pytest.raises(InvalidValueError, match="room in the device's table"):
+        bounce_of(agent, new_costs)
+    assert agent.deregistered == agent.registered
+    agent.close()
+
+
+def test_closing_takes_each_region_back_once(new_costs: Callable[..., Any]) -> None:
+    agent = CountingAgent()
+    bounce = bounce_of(agent, new_costs)
+    assert bounce.close()
+    assert bounce.close()
+    assert sorted(agent.deregistered) == agent.registered
+    assert bounce.reserve(1024, 4) is None
+    agent.close()
+
+
+def test_closing_leaves_regions_that_a_lease_needs_and_takes_them_back_later(
+    new_costs: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    agent = CountingAgent()
+    bounce = bounce_of(agent, new_costs)
+    lease = bounce.reserve(1024, 4)
+    assert lease is not None
+    bounce.quarantine(lease)
+    assert not bounce.close()
+    assert "bounce regions stay registered" in caplog.text
+    assert agent.deregistered == []
+    bounce.release(lease)
+    assert bounce.close()
+    assert sorted(agent.deregistered) == agent.registered
+    agent.close()
+
+
+def test_closing_is_bounded_while_a_copy_hangs_and_finishes_what_was_queued(new_end: NewEnd) -> None:
+    copiers: list[BlockedCopier] = []
+
+    def wrap(copier: Any) -> BlockedCopier:
+        copiers.append(BlockedCopier(copier))
+        return copiers[-1]
+
+    target = new_end("target", wrap=wrap)
+    leases = [target.bounce.reserve(64, 16) for _ in range(2)]
+    plans = [plan_scatter([BounceTail([target.base], [64], lease.extents[0].base)]) for lease in leases]
+    scatterings = [target.bounce.scatter(lease, plan) for lease, plan in zip(leases, plans, strict=True)]
+    assert not target.bounce.close()
+    late = target.bounce.scatter(leases[0], plans[0])
+    assert (late.is_done, late.error) == (True, "bouncing is closed")
+    copiers[0].may_go.set()
+    for lease, scattering in zip(leases, scatterings, strict=True):
+        assert scattered(scattering).error is None
+        target.bounce.release(lease)
+    assert target.bounce.close()
+
+
+def test_the_transport_that_never_bounces_answers_every_call() -> None:
+    bounce: Bounce = NullBounce()
+    lease = Lease(0, (Extent(0, 1),))
+    assert bounce.reserve(1 << 30, 1 << 20) is None
+    assert bounce.send("peer", [], 0) is None  # type: ignore[arg-type]
+    assert bounce.scatter(lease, np.empty((0, 3), np.int64)).error == "bouncing is off"
+    bounce.quarantine(lease)
+    bounce.release(lease)
+    assert bounce.statistics() == bounce.statistics()
+    assert bounce.close()
