@@ -31,7 +31,7 @@ _MAX_KNOWN_PUBLICATIONS = 8
 class NatsSubscription:
     """Subscribes over the loop's one connection to the URL's servers.
 
-    A connection counts as one to the publisher, and each publication heard of after the connection's first as another.
+    A connection counts as one to the publisher, and each publication that is heard of after another as one more.
     """
 
     is_peer_gone = False
