@@ -6,7 +6,8 @@ transfer is faster bounced, from costs measured at start. `RegionBounce` does it
 """
 
 from kvist.transfer.bounce.allocator import RegionAllocator
-from kvist.transfer.bounce.bounce import Bounce, BounceStatistics, Lease, NullBounce, Outgoing, RegionBounce, Scattering
+from kvist.transfer.bounce.base import Bounce, BounceStatistics, Lease, NullBounce, Outgoing, Scattering
+from kvist.transfer.bounce.bounce import RegionBounce
 from kvist.transfer.bounce.gate import CostModel, calibrate
 from kvist.transfer.bounce.region import BounceConfig
 

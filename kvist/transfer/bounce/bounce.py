@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import SimpleQueue
 from time import monotonic
 from typing import Generic, Protocol, TypeVar
@@ -20,6 +20,7 @@ import numpy as np
 from kvist.errors import KvistError
 from kvist.transfer.agents.base import Fragments, Int64s, PeerId, TransferAgent, WriteState, as_array
 from kvist.transfer.bounce.allocator import RegionAllocator
+from kvist.transfer.bounce.base import BounceStatistics, Lease, Outgoing, Scattering
 from kvist.transfer.bounce.gate import CostModel
 from kvist.transfer.bounce.region import BounceConfig, split_extent
 from kvist.transfer.frames import BounceTail, Extent
@@ -52,133 +53,6 @@ class RegionMemory(Protocol[M_out]):
     def part(self, offset: int, size_bytes: int) -> M_out:
         """Return a view of a part."""
         ...
-
-
-class Lease:
-    """A part of the receive region, reserved for one transfer; `extents` is each writer's own, by rank."""
-
-    __slots__ = ("extents", "is_released", "offset")
-
-    def __init__(self, offset: int, extents: tuple[Extent, ...]) -> None:
-        self.offset = offset
-        self.extents = extents
-        self.is_released = False
-
-
-class Outgoing:
-    """A send under way: `state` is polled; the tail says what the region of the peer will hold."""
-
-    __slots__ = ("reason", "state", "tail")
-
-    def __init__(self, tail: BounceTail) -> None:
-        self.tail = tail
-        self.state = WriteState.PENDING
-        self.reason: str | None = None
-
-
-class Scattering:
-    """A scatter under way: `is_done` is polled; `error` says why it failed."""
-
-    __slots__ = ("error", "is_done")
-
-    def __init__(self) -> None:
-        self.error: str | None = None
-        self.is_done = False
-
-
-@dataclass(frozen=True, slots=True)
-class BounceStatistics:
-    """What was bounced, why it was not, and what is taken now."""
-
-    num_sent: int = 0
-    bytes_sent: int = 0
-    num_fragments_sent: int = 0
-    num_scattered: int = 0
-    num_failed: int = 0
-    refused_by_gate: int = 0
-    refused_by_size: int = 0
-    refused_for_room: int = 0
-    receive_bytes: int = 0
-    send_bytes: int = 0
-    quarantined_bytes: int = 0
-
-
-class Bounce(Protocol):
-    """What both transports offer; callers have no branches for the one that never bounces."""
-
-    def reserve(
-        self, size_bytes: int, num_fragments: int, num_writers: int = 1, timeout_s: float | None = None
-    ) -> Lease | None:
-        """Return room for a transfer from so many writers, waiting for it for `timeout_s` at most; None: as it is."""
-        ...
-
-    def release(self, lease: Lease) -> None:
-        """Give room back that no write can reach any more; again does nothing."""
-        ...
-
-    def quarantine(self, lease: Lease) -> None:
-        """Count room as lost until it is released: its transfer has failed, but may still be written."""
-        ...
-
-    def send(self, peer: PeerId, fragments: Fragments, base: int, timeout_s: float | None = None) -> Outgoing | None:
-        """Gather, and write to `base` at the peer; None if there is no room to gather in: write fragments instead."""
-        ...
-
-    def scatter(self, lease: Lease, copies: Int64s) -> Scattering:
-        """Copy out of a lease's room: [n, 3] of source, target and size. The transfer is complete when that is done."""
-        ...
-
-    def close(self) -> bool:
-        """Finish what is queued and take the regions back, once; False if a write or a lease still needs them."""
-        ...
-
-    def statistics(self) -> BounceStatistics:
-        """Return the counters."""
-        ...
-
-
-class NullBounce:
-    """Never bounces."""
-
-    def reserve(
-        self,
-        size_bytes: int,  # noqa: ARG002
-        num_fragments: int,  # noqa: ARG002
-        num_writers: int = 1,  # noqa: ARG002
-        timeout_s: float | None = None,  # noqa: ARG002
-    ) -> Lease | None:
-        """Return None."""
-        return None
-
-    def release(self, lease: Lease) -> None:
-        """Do nothing: there are no leases."""
-
-    def quarantine(self, lease: Lease) -> None:
-        """Do nothing: there are no leases."""
-
-    def send(
-        self,
-        peer: PeerId,  # noqa: ARG002
-        fragments: Fragments,  # noqa: ARG002
-        base: int,  # noqa: ARG002
-        timeout_s: float | None = None,  # noqa: ARG002
-    ) -> Outgoing | None:
-        """Return None."""
-        return None
-
-    def scatter(self, lease: Lease, copies: Int64s) -> Scattering:  # noqa: ARG002
-        """Return a scatter that has failed: no lease is of this transport."""
-        scattering = Scattering()
-        scattering.error, scattering.is_done = "bouncing is off", True
-        return scattering
-
-    def close(self) -> bool:
-        """Return True."""
-        return True
-
-    def statistics(self) -> BounceStatistics:
-        """Return zeros."""
-        return BounceStatistics()
 
 
 class RegionBounce(Generic[M]):
@@ -271,8 +145,7 @@ class RegionBounce(Generic[M]):
         scattering = Scattering()
         with self._changed:
             if self._is_closed or lease.is_released:
-                scattering.error = "bouncing is closed" if self._is_closed else "the room is released"
-                scattering.is_done = True
+                scattering.end("bouncing is closed" if self._is_closed else "the room is released")
                 return scattering
             self._jobs.put(lambda: self._copy_out(scattering, lease, copies))
         return scattering
@@ -361,8 +234,7 @@ class RegionBounce(Generic[M]):
             self._count("num_fragments_sent", len(outgoing.tail.sizes_bytes))
         else:
             self._count("num_failed")
-        outgoing.reason = reason
-        outgoing.state = state
+        outgoing.end(state, reason)
 
     def _copy_out(self, scattering: Scattering, lease: Lease, copies: Int64s) -> None:
         base = self._receive_memory.address
@@ -375,11 +247,11 @@ class RegionBounce(Generic[M]):
                 self._copier.scatter(run[:, 1], run[:, 2], self._receive_memory.part(start - base, size_bytes))
         except (KvistError, RuntimeError, ValueError, IndexError) as error:
             _logger.warning("a scatter has failed: agent=%s error=%s", self._agent.name, error)
-            scattering.error = str(error)
             self._count("num_failed")
+            scattering.end(str(error))
         else:
             self._count("num_scattered")
-        scattering.is_done = True
+            scattering.end()
 
 
 def _contiguous(copies: Int64s) -> list[tuple[int, Int64s]]:

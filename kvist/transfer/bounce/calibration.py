@@ -23,7 +23,7 @@ class CalibrationError(KvistError):
         self.reason = reason
 
 
-def calibrate_agents(source: TransferAgent, target: TransferAgent, total_bytes: int = 4 << 20) -> CostModel:
+def calibrate_agents(source: TransferAgent, target: TransferAgent, total_bytes: int = 8 << 20) -> CostModel:
     """Measure writes from one agent to another of this process, and copies in host memory; some tenths of a second.
 
     On one host that is what transfers cost; between hosts writes cost more, so that this bounces rather too seldom.

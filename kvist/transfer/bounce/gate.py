@@ -14,7 +14,7 @@ Measure: TypeAlias = Callable[[int, int], float]
 
 FRAGMENT_SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
 # Predictions are of a quiet host: bounced must be better by this much before it is chosen.
-_MARGIN = 1.15
+_MARGIN = 1.25
 _REPETITIONS = 3
 
 
@@ -76,18 +76,21 @@ class CostModel:
 def calibrate(
     write: Measure, gather: Measure, scatter: Measure, total_bytes: int, sizes_bytes: Sequence[int] = FRAGMENT_SIZES
 ) -> CostModel:
-    """Measure each operation on fragments of each size, `total_bytes` of them at a time, and one small write.
+    """Measure each operation on fragments of each size, `total_bytes` at a time, and a write of the smallest alone.
 
     The least of some repetitions counts: whatever else the host does only adds. Raises InvalidValueError.
     """
     if total_bytes < max(sizes_bytes):
         raise InvalidValueError("total_bytes", total_bytes, f"at least the largest fragment, {max(sizes_bytes)}")
 
-    def curve(measure: Measure) -> CostCurve:
+    def curve(measure: Measure, sizes_bytes: Sequence[int]) -> CostCurve:
         seconds = [_least(measure, total_bytes // size, size) / (total_bytes // size) for size in sizes_bytes]
         return CostCurve(tuple(sizes_bytes), tuple(seconds))
 
-    return CostModel(curve(write), curve(gather), curve(scatter), _least(write, 1, min(sizes_bytes)))
+    # A bounce writes one large piece: what that costs is measured as well.
+    pieces = [*sizes_bytes, total_bytes] if total_bytes > max(sizes_bytes) else sizes_bytes
+    fixed_s = _least(write, 1, min(sizes_bytes))
+    return CostModel(curve(write, pieces), curve(gather, sizes_bytes), curve(scatter, sizes_bytes), fixed_s)
 
 
 def _least(measure: Measure, num_fragments: int, size_bytes: int) -> float:

@@ -24,7 +24,7 @@ def costs(*, per_descriptor_s: float) -> CostModel:
     sizes = (1 << 10, 1 << 18)
     copies = CostCurve(sizes, tuple(size / 10e9 for size in sizes))
     writes = CostCurve(sizes, tuple(per_descriptor_s + size / 10e9 for size in sizes))
-    return CostModel(writes, copies, copies, write_fixed_s=per_descriptor_s)
+    return CostModel(writes, copies, copies, write_fixed_s=per_descriptor_s / 10)
 
 
 @dataclass

@@ -42,24 +42,14 @@ class BlockedCopier:
             raise self.error
 
 
-def finished(condition: Callable[[], bool]) -> None:
-    """Poll with a deadline, as the service that uses a bounce does."""
-    pause = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.005)):
-        if condition():
-            return
-        pause.wait(0.005)
-    raise AssertionError("not within the deadline")
-
-
 def sent(outgoing: Outgoing | None) -> Outgoing:
     assert outgoing is not None
-    finished(lambda: outgoing.state is not WriteState.PENDING)
+    assert outgoing.wait(DEADLINE_S)
     return outgoing
 
 
 def scattered(scattering: Scattering) -> Scattering:
-    finished(lambda: scattering.is_done)
+    assert scattering.wait(DEADLINE_S)
     return scattering
 
 

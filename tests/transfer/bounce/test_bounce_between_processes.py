@@ -42,8 +42,7 @@ sys.stdin.readline()
 offsets = np.arange(count) * size
 rows = (pool.ctypes.data + offsets, np.array(asked["targets"]), np.full_like(offsets, size))
 outgoing = bounce.send(peer, np.stack(rows, axis=1), asked["base"])
-while outgoing.state.value == "pending":
-    pass
+assert outgoing.wait(60.0)
 frames = encode_report(Result(rank, 1, 0, True, ResultStatus.SUCCESS, size * count), outgoing.tail)
 print(json.dumps([base64.b64encode(frame).decode() for frame in frames]), flush=True)
 sys.stdin.readline()
@@ -114,8 +113,7 @@ def test_two_processes_fill_one_part_and_the_next_transfer_works_after_one_was_k
         assert report.defect is None
         tails.append(report.tail)
     scattering = target.bounce.scatter(lease, plan_scatter([tail for tail in tails if tail is not None]))
-    while not scattering.is_done:
-        pass
+    assert scattering.wait(60.0)
     assert scattering.error is None
     for rank in range(2):
         sent = np.random.default_rng(rank).integers(0, 256, SIZE * COUNT, dtype=np.uint8).reshape(COUNT, SIZE)
