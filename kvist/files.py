@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -71,6 +72,23 @@ def write_atomically(path: Path, pieces: Iterable[bytes]) -> int:
         file.discard()
         raise
     return file.size_bytes
+
+
+async def in_thread(write: Callable[..., object], *arguments: object) -> None:
+    """Write in a thread, to the end however often this is cancelled: or it would go on beside the next to write."""
+    writing = asyncio.create_task(asyncio.to_thread(write, *arguments), name="kvist-write")
+    cancelled: asyncio.CancelledError | None = None
+    while not writing.done():
+        try:
+            await asyncio.wait([writing])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is None:
+        writing.result()
+    else:
+        with suppress(OSError):
+            writing.result()
+        raise cancelled
 
 
 @contextmanager

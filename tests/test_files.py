@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.files import AtomicFile, exclusive_folder, write_atomically
+from kvist.files import AtomicFile, exclusive_folder, in_thread, write_atomically
 
 
 def test_the_pieces_replace_what_was_there(tmp_path):
@@ -55,6 +57,32 @@ def test_a_file_that_is_given_up_leaves_no_trace(tmp_path):
     file.discard()
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+async def test_writing_that_is_cancelled_again_and_again_ends_first():
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    def write():
+        assert may_end.wait(60)
+        has_ended.set()
+        raise OSError("full")
+
+    writing = asyncio.create_task(in_thread(write))
+    for _ in range(3):
+        assert not (await asyncio.wait([writing], timeout=0.01))[0]
+        writing.cancel()
+    may_end.set()
+    await asyncio.wait([writing])
+    assert writing.cancelled()
+    assert has_ended.is_set()
+
+
+async def test_what_fails_in_the_thread_is_raised():
+    def write(path):
+        raise FileNotFoundError(path)
+
+    with pytest.raises(FileNotFoundError, match="there"):
+        await in_thread(write, "there")
 
 
 def test_a_folder_belongs_to_one_at_a_time_and_says_to_whom(tmp_path):

@@ -21,6 +21,7 @@ from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint, open_publication, open_subscription
 from kvist.events.windows import KnownWindow
+from kvist.files import in_thread
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
 from kvist.publisher.sidecar_feed import SidecarFeed
 from kvist.publisher.state import EngineProgress, SidecarState
@@ -231,7 +232,7 @@ class Sidecar:
             started_s = time.monotonic()
             state = await self._copy(self._publisher, streams)
             try:
-                await asyncio.to_thread(store.save, state)
+                await in_thread(store.save, state)
             except OSError as error:
                 _logger.error("state cannot be saved: %s path=%s", error, store.path)
             else:

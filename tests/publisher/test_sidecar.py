@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from kvist.events.hashing import block_hashes
 from kvist.events.transports import Endpoint, open_publication, open_subscription
 from kvist.publisher import PublisherLimits
 from kvist.publisher.sidecar import Sidecar
+from kvist.publisher.state_store import StateStore
 
 QUICK = PublisherLimits(heartbeat_s=0.05)
 
@@ -193,6 +195,31 @@ async def test_a_sidecar_whose_publishing_fails_ends_and_says_why(start_vllm, po
         await sidecar.run()
     with pytest.raises(BrokenPipeError, match="no route"):
         sidecar.close()
+
+
+async def test_a_sidecar_cancelled_while_it_saves_its_state_ends_once_that_is_saved(
+    start_vllm, port, until, tmp_path, monkeypatch
+):
+    save, is_saving, may_save = StateStore.save, threading.Event(), threading.Event()
+
+    def save_late(store, state):
+        is_saving.set()
+        assert may_save.wait(60)
+        return save(store, state)
+
+    monkeypatch.setattr("kvist.publisher.sidecar.SAVE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(StateStore, "save", save_late)
+    start_vllm(port).store(1, tokens_of(1))
+    with sidecar_of(port, block_size=4, state_dir=tmp_path) as sidecar:
+        running = asyncio.create_task(sidecar.run())
+        await until(is_saving.is_set)
+        for _ in range(2):
+            running.cancel()
+            assert not (await asyncio.wait([running], timeout=0.02))[0]
+        may_save.set()
+        await asyncio.wait([running])
+        assert running.cancelled()
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["sidecar-w.state", "sidecar-w.state.lock"]
 
 
 def _broken_send(self, message):  # noqa: ARG001 - as ZmqPublication.send

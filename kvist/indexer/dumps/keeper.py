@@ -10,14 +10,14 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from kvist.errors import MalformedMessageError
 from kvist.events.session import SourceState
-from kvist.files import AtomicFile, exclusive_folder
+from kvist.files import AtomicFile, exclusive_folder, in_thread
 from kvist.indexer.dumps.dumper import Dumper, Namespaced
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead
 from kvist.indexer.dumps.statistics import StateStatistics
@@ -236,12 +236,12 @@ class StateKeeper:
         async def flush() -> None:
             joined = b"".join(pieces)
             pieces.clear()
-            await _in_thread(file.write, joined)
+            await in_thread(file.write, joined)
 
         try:
             await self._dumper.dump(self._indexes(), write)
             await flush()
-            await _in_thread(file.commit)
+            await in_thread(file.commit)
         except BaseException:
             file.discard()
             raise
@@ -258,14 +258,3 @@ class StateKeeper:
     def _cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
-
-
-async def _in_thread(work: Callable[..., None], *arguments: object) -> None:
-    """Do blocking work in a thread, to its end also if cancelled: or it would go on beside what comes next."""
-    working = asyncio.create_task(asyncio.to_thread(work, *arguments), name="kvist-state-write")
-    try:
-        await asyncio.shield(working)
-    except asyncio.CancelledError:
-        with suppress(OSError):
-            await working
-        raise
