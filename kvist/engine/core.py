@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, KvTransfers, check_handoff
+from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, check_handoff
 from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill, Request, RequestOutput, TokenLogprobs
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import sample
@@ -18,6 +18,7 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
 from kvist.openai.requests import SamplingParams
 from kvist.openai.responses import FinishReason
+from kvist.transfer.handoff import KvTransfers
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,6 @@
 """A prompt computed by one worker and decoded by another, as the engine sees it: what is offered, and what is fetched.
 
-The engine moves no bytes. It tells a `KvTransfers` which blocks are to be fetched or filled, and is told, by calls on
-its own thread, how that ended. A block in another's reach is not used for anything else until it is told so.
+The engine moves no bytes: `kvist.transfer.handoff` is what it says to those who do, and what it hears from them.
 """
 
 from __future__ import annotations
@@ -9,48 +8,13 @@ from __future__ import annotations
 import logging
 import uuid
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
 
 from kvist.engine.request import RemoteDecode, RemotePrefill, Request
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvCacheManager, SequenceBlocks
+from kvist.transfer.handoff import BlockLists, KvTransfers, OfferedBlocks, WantedBlocks
 
 logger = logging.getLogger(__name__)
-
-BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedBlocks:
-    """A computed prompt's blocks: a list a group by ordinal, ABSENT where no later query sees them."""
-
-    remote_request_id: str
-    num_tokens: int
-    block_ids_per_group: BlockLists
-
-
-@dataclass(frozen=True, slots=True)
-class WantedBlocks:
-    """A prompt's blocks to fill, as `OfferedBlocks`; those of the first `num_cached_tokens` tokens are filled."""
-
-    request_id: str
-    source: RemotePrefill
-    num_tokens: int
-    num_cached_tokens: int
-    block_ids_per_group: BlockLists
-
-
-class KvTransfers(Protocol):
-    """Moves blocks between workers. No method waits or raises; the answers are calls of `EngineCore`."""
-
-    def offer(self, offered: OfferedBlocks) -> None:
-        """Let the blocks be fetched once; later, whatever happened, `release` is called."""
-
-    def fetch(self, wanted: WantedBlocks) -> None:
-        """Have the blocks filled; later either `fetch_completed`, or `fetch_failed` and `fetch_released` are called."""
-
-    def cancel(self, request_id: str) -> None:
-        """End a fetch that nobody waits for: it fails, unless it is complete already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +78,19 @@ class Handoffs:
 
     def fetch(self, request: Request) -> None:
         """Have the request's reserved blocks filled."""
-        assert request.blocks is not None
-        assert isinstance(request.handoff, RemotePrefill)
+        blocks, source = request.blocks, request.handoff
+        assert blocks is not None
+        assert isinstance(source, RemotePrefill)
         self._receiving[request.request_id] = request
-        blocks = request.blocks
-        self._transfers.fetch(
-            WantedBlocks(
-                request.request_id, request.handoff, blocks.num_tokens, blocks.num_final_tokens, _lists(blocks)
-            )
+        wanted = WantedBlocks(
+            request.request_id,
+            source.endpoint,
+            source.remote_request_id,
+            blocks.num_tokens,
+            blocks.num_final_tokens,
+            _lists(blocks),
         )
+        self._transfers.fetch(wanted)
 
     def completed(self, request_id: str) -> Request | None:
         """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""

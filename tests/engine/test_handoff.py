@@ -12,11 +12,12 @@ import pytest
 
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
-from kvist.engine.handoff import HandoffLimits, OfferedBlocks, WantedBlocks
+from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.errors import InvalidValueError
 from kvist.kvcache import ABSENT
+from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
 
 B = 4
 
@@ -93,7 +94,7 @@ def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> 
 
 def copy(source: Worker, target: Worker, wanted: WantedBlocks) -> int:
     """Copy the wanted blocks; return how many there were. The rest of them must be held already."""
-    offered = next(o for o in source.notes.offered if o.remote_request_id == wanted.source.remote_request_id)
+    offered = next(o for o in source.notes.offered if o.remote_request_id == wanted.remote_request_id)
     num_copied = 0
     for group_id, (theirs, ours) in enumerate(
         zip(offered.block_ids_per_group, wanted.block_ids_per_group, strict=True)

@@ -1,0 +1,62 @@
+"""What an engine and whoever moves its blocks between workers tell each other.
+
+The engine says which blocks may be fetched and which are to be filled, and hears how that ended. A block in another
+worker's reach is not used for anything else until the engine has heard of its end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedBlocks:
+    """A computed prompt's blocks: a list a group by ordinal, ABSENT where no later query sees them."""
+
+    remote_request_id: str
+    num_tokens: int
+    block_ids_per_group: BlockLists
+
+
+@dataclass(frozen=True, slots=True)
+class WantedBlocks:
+    """A prompt's blocks to fill, as `OfferedBlocks`; those of the first `num_cached_tokens` tokens are filled."""
+
+    request_id: str
+    endpoint: str
+    remote_request_id: str
+    num_tokens: int
+    num_cached_tokens: int
+    block_ids_per_group: BlockLists
+
+
+class KvTransfers(Protocol):
+    """Moves blocks between workers. No method waits or raises; the answers are calls of `TransferReports`."""
+
+    def offer(self, offered: OfferedBlocks) -> None:
+        """Let the blocks be fetched once; later, whatever happened, `release` is called."""
+
+    def fetch(self, wanted: WantedBlocks) -> None:
+        """Have the blocks filled; later either `fetch_completed`, or `fetch_failed` and `fetch_released` are called."""
+
+    def cancel(self, request_id: str) -> None:
+        """End a fetch that nobody waits for: it fails, unless it is complete already."""
+
+
+class TransferReports(Protocol):
+    """How offers and fetches end; all calls come on the engine's thread."""
+
+    def release(self, remote_request_id: str) -> None:
+        """Nobody reads an offer's blocks any more: they have been fetched, or will not be."""
+
+    def fetch_completed(self, request_id: str) -> None:
+        """Every byte is in its block."""
+
+    def fetch_failed(self, request_id: str, reason: str) -> None:
+        """Some bytes will not come; others may still, until the blocks are released."""
+
+    def fetch_released(self, request_id: str) -> None:
+        """Nobody writes to a failed fetch's blocks any more."""

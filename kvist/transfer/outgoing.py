@@ -1,0 +1,241 @@
+"""A worker's half that sends: greets receivers, writes held blocks into their memory, and reports."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer.agents import PeerId, PeerUnreachableError, Transfer, TransferAgent, WriteState
+from kvist.transfer.frames import Result, encode_report
+from kvist.transfer.handoff import OfferedBlocks
+from kvist.transfer.memory import KvMemory
+from kvist.transfer.messages import (
+    Cancel,
+    ForeignHello,
+    Hello,
+    PoolPlace,
+    ReceiveRequest,
+    Refusal,
+    RefusalReason,
+    decode_message,
+    encode_message,
+    judge_hello,
+)
+from kvist.transfer.sender import Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
+from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.slices import BlockCountMismatchError
+from kvist.transfer.wire import MESSAGE, PING, REPORT
+
+logger = logging.getLogger(__name__)
+
+_MAX_RECEIVERS = 1024
+_MAX_MESSAGES_READ = 256  # in a turn, so that writes are polled however many come
+
+
+@dataclass(frozen=True, slots=True)
+class _Receiver:
+    """A worker that has greeted, and how its memory is reached."""
+
+    greeting: bytes
+    peer: PeerId
+    pools: tuple[PoolPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    receiver: str
+    transfer_id: int
+    request_id: str
+    transfer: Transfer
+    began_s: float
+
+
+class Outgoing:
+    """Serves receivers on a bound ROUTER socket; they are known by the name that each gives itself.
+
+    `free` is called for every offer once, when nothing reads its blocks any more. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        agent: TransferAgent,
+        memory: KvMemory,
+        hello: Hello,
+        limits: TransferLimits,
+        free: Callable[[str], None],
+    ) -> None:
+        self._router = router
+        self._agent = agent
+        self._memory = memory
+        self._hello = hello
+        self._free = free
+        self._sender = Sender(limits)
+        self._offered: dict[str, OfferedBlocks] = {}
+        self._receivers: OrderedDict[str, _Receiver] = OrderedDict()
+        self._writes: list[_Write] = []
+        self.sender = self._sender
+        self.num_malformed = 0
+        self.num_refused_greetings = 0
+        self.write_seconds = 0.0
+
+    @property
+    def has_writes(self) -> bool:
+        """Return whether `poll_writes` has something to look at."""
+        return bool(self._writes)
+
+    def offer(self, offered: OfferedBlocks, now_s: float) -> None:
+        """Hold blocks until they are fetched, or nobody has come in time."""
+        self._offered[offered.remote_request_id] = offered
+        self._sender.hold(offered.remote_request_id, now_s)
+
+    def read(self) -> list[list[bytes]]:
+        """Return the messages that have arrived, for `take`."""
+        messages: list[list[bytes]] = []
+        while len(messages) < _MAX_MESSAGES_READ and self._router.poll(0):
+            messages.append(self._router.recv_multipart())
+        return messages
+
+    def take(self, messages: list[list[bytes]], now_s: float) -> None:
+        """Do what the messages ask. Whatever was offered before they were read must have been offered here."""
+        for frames in messages:
+            name = frames[0].decode(errors="replace")
+            try:
+                if len(frames) != 3 or frames[1] != MESSAGE:
+                    raise MalformedMessageError(name, f"{len(frames)} frames, expected a name, a kind and a message")
+                self._take(name, frames[2], now_s)
+            except MalformedMessageError as error:
+                self.num_malformed += 1
+                logger.warning("malformed transfer message ignored source=%s reason=%s", name, error.reason)
+
+    def poll_writes(self, now_s: float) -> None:
+        """Report the writes that have ended."""
+        for write in list(self._writes):
+            state = write.transfer.state
+            if state is WriteState.PENDING:
+                continue
+            self._writes.remove(write)
+            self.write_seconds += now_s - write.began_s
+            if state is not WriteState.DONE:
+                reason = write.transfer.reason
+                logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
+                self._forget(write.receiver)
+            if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
+                self._do(self._sender.withdraw(write.request_id), now_s)
+                continue
+            is_ok = state is WriteState.DONE
+            self._do(self._sender.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Give up what nobody comes for."""
+        self._do(self._sender.tick(now_s), now_s)
+
+    def ping(self, now_s: float) -> None:
+        """Forget receivers whose connection is gone, and let go of their memory; whoever lives greets again."""
+        for name in list(self._receivers):
+            if not self._send(name, [PING]):
+                logger.info("receiver gone name=%s", name)
+                self._forget(name)
+                self._do(self._sender.receiver_gone(name), now_s)
+
+    def _take(self, name: str, payload: bytes, now_s: float) -> None:
+        match decode_message(payload, name):
+            case Hello() | ForeignHello() as hello:
+                self._greet(name, payload, hello)
+            case ReceiveRequest() as request if name in self._receivers:
+                self._do(self._sender.requested(name, request, now_s), now_s)
+            case ReceiveRequest(transfer_id=transfer_id):
+                self._send_message(name, Refusal(RefusalReason.AGENT, transfer_id, "a greeting first", "no greeting"))
+            case Cancel() as cancel:
+                self._do(self._sender.cancelled(name, cancel), now_s)
+            case Refusal() as refusal:
+                logger.warning("receiver refuses us name=%s reason=%s", name, refusal)
+
+    def _greet(self, name: str, payload: bytes, hello: Hello | ForeignHello) -> None:
+        known = self._receivers.get(name)
+        if known is not None and known.greeting == payload:
+            self._receivers.move_to_end(name)
+            self._send_message(name, self._hello)
+            return
+        refusal = judge_greeting(self._hello, hello)
+        if refusal is None and isinstance(hello, Hello):
+            try:
+                peer = self._agent.connect(hello.agent_metadata)
+            except PeerUnreachableError as error:
+                refusal = Refusal(RefusalReason.AGENT, None, self._hello.agent, error.reason)
+            else:
+                self._receivers[name] = _Receiver(payload, peer, hello.pools)
+                while len(self._receivers) > _MAX_RECEIVERS:
+                    self._forget(next(iter(self._receivers)))
+                self._send_message(name, self._hello)
+                return
+        if refusal is not None:
+            self.num_refused_greetings += 1
+            logger.warning("greeting refused name=%s reason=%s", name, refusal)
+            self._send_message(name, refusal)
+
+    def _do(self, actions: list[SenderAction], now_s: float) -> None:
+        for action in actions:
+            match action:
+                case StartWrite(receiver=receiver, request=request):
+                    self._write(receiver, request, now_s)
+                case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
+                    result = Result(0, transfer_id, 0, True, status)
+                    self._send(receiver, [REPORT, *encode_report(result)])
+                case SendRefusal(receiver=receiver, refusal=refusal):
+                    self._send_message(receiver, refusal)
+                case Free(request_id=request_id):
+                    if self._offered.pop(request_id, None) is not None:
+                        self._free(request_id)
+                case _:  # a write cannot be ended early: it is short, and its end is waited for
+                    pass
+
+    def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:
+        receiver, offered = self._receivers[name], self._offered[request.request_id]
+        try:
+            fragments = self._memory.fragments(offered.block_ids_per_group, offered.num_tokens, request, receiver.pools)
+            transfer = self._agent.write(receiver.peer, fragments) if len(fragments) else None
+        except (BlockCountMismatchError, InvalidValueError) as error:
+            logger.warning("kv write refused receiver=%s reason=%s", name, error)
+            self._do(self._sender.rejected(name, request.transfer_id, RefusalReason.BLOCK_COUNT_MISMATCH), now_s)
+            return
+        if transfer is None:
+            self._do(self._sender.written(name, request.transfer_id, is_ok=True), now_s)
+        else:
+            self._writes.append(_Write(name, request.transfer_id, request.request_id, transfer, now_s))
+
+    def _forget(self, name: str) -> None:
+        receiver = self._receivers.pop(name, None)
+        if receiver is not None:
+            self._agent.disconnect(receiver.peer)
+
+    def _send_message(self, name: str, message: Hello | Refusal) -> None:
+        self._send(name, [MESSAGE, encode_message(message)])
+
+    def _send(self, name: str, frames: list[bytes]) -> bool:
+        """Return whether the receiver is there; one that reads nothing loses the message, and will ask again."""
+        try:
+            self._router.send_multipart([name.encode(), *frames], zmq.DONTWAIT)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+
+def judge_greeting(ours: Hello, theirs: Hello | ForeignHello) -> Refusal | None:
+    """Return why two workers must not exchange blocks, also those whose heads are split differently."""
+    refusal = judge_hello(ours, theirs)
+    if refusal is None and isinstance(theirs, Hello):
+        slots = [[pool.slot_bytes for pool in hello.pools] for hello in (ours, theirs)]
+        if slots[0] != slots[1]:
+            told = (f"slots of {sizes} bytes" for sizes in slots)
+            refusal = Refusal(RefusalReason.LAYER_PLAN, None, *told)
+    return refusal

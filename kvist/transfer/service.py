@@ -1,0 +1,240 @@
+"""A worker's part in transfers: one thread that listens, asks, writes and reports, beside the engine's."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import zmq
+
+from kvist.errors import InvalidValueError
+from kvist.kvcache import KvGroup
+from kvist.kvcache.chain import root_digest
+from kvist.transfer.agents import AgentStatistics, TransferAgent
+from kvist.transfer.handoff import OfferedBlocks, TransferReports, WantedBlocks
+from kvist.transfer.incoming import Incoming
+from kvist.transfer.memory import KvMemory
+from kvist.transfer.messages import PROTOCOL_VERSION, GroupShape, Hello, PoolPlace
+from kvist.transfer.outgoing import Outgoing
+from kvist.transfer.receiver import ReceiverStatistics
+from kvist.transfer.sender import SenderStatistics
+from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.wire import MAX_MESSAGE_BYTES
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_PING_S = 5.0
+_WRITE_POLL_S = 0.0005
+
+Command = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """What a worker has sent and received, and what it has under way; seconds are summed over transfers."""
+
+    sender: SenderStatistics
+    receiver: ReceiverStatistics
+    agent: AgentStatistics
+    bytes_received: int
+    quarantined_bytes: int
+    write_seconds: float
+    fetch_seconds: float
+    num_refused_greetings: int
+    num_malformed: int
+
+
+def make_hello(
+    model: str,
+    block_size: int,
+    groups: tuple[GroupShape, ...],
+    pools: tuple[PoolPlace, ...],
+    agent: TransferAgent,
+    agent_kind: str,
+) -> Hello:
+    """Return how a worker introduces itself, under a name that no other process has or had."""
+    return Hello(
+        protocol_version=PROTOCOL_VERSION,
+        worker=uuid.uuid4().hex,
+        model=model,
+        block_size=block_size,
+        hash_seed=int.from_bytes(root_digest(None, None)[:7]),
+        groups=groups,
+        tensor_parallel_size=1,
+        tensor_parallel_rank=0,
+        agent=agent_kind,
+        agent_metadata=agent.metadata(),
+        pools=pools,
+    )
+
+
+class KvTransferService:
+    """Offers and fetches blocks for as long as it is open; `submit` has a call made on the engine's thread.
+
+    A `KvTransfers`: its methods may be called from any thread, and none waits. It is bound once it is constructed; the
+    port may be 0.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        agent: TransferAgent,
+        groups: Sequence[KvGroup],
+        hello: Hello,
+        reports: TransferReports,
+        submit: Callable[[Command], None],
+        limits: TransferLimits | None = None,
+    ) -> None:
+        limits = TransferLimits() if limits is None else limits
+        self._agent = agent
+        self._reports = _Submitted(reports, submit)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.ROUTER_HANDOVER, 1),
+        ):
+            self._router.setsockopt(option, value)
+        try:
+            self._router.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise InvalidValueError("kv_transfer", endpoint, f"an endpoint to listen on ({error})") from None
+        self.endpoint = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._poller = zmq.Poller()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+        memory = KvMemory(tuple(groups), hello.block_size, hello.pools)
+        self._outgoing = Outgoing(self._router, agent, memory, hello, limits, self._reports.release)
+        self._incoming = Incoming(self._context, self._poller, memory, hello, limits, self._reports)
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._is_closing = False
+        self._has_ended = False
+        self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether transfers are served."""
+        return self._thread.is_alive() and not self._has_ended
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Serve no more, and let go of all memory; what is under way is not waited for."""
+        self._is_closing = True
+        self._wake()
+        if self._thread.ident is None:
+            self._context.destroy(linger=0)
+        else:
+            self._thread.join(timeout_s)
+        self._agent.close(timeout_s)
+
+    def offer(self, offered: OfferedBlocks) -> None:
+        """Let blocks be fetched once."""
+        if self._has_ended:
+            self._reports.release(offered.remote_request_id)
+        else:
+            self._command(lambda: self._outgoing.offer(offered, time.monotonic()))
+
+    def fetch(self, wanted: WantedBlocks) -> None:
+        """Have blocks filled by the worker that offers them."""
+        if self._has_ended:
+            self._reports.fetch_failed(wanted.request_id, "transfers have stopped")
+            self._reports.fetch_released(wanted.request_id)
+        else:
+            self._command(lambda: self._incoming.fetch(wanted, time.monotonic()))
+
+    def cancel(self, request_id: str) -> None:
+        """End a fetch that nobody waits for."""
+        self._command(lambda: self._incoming.cancel(request_id, time.monotonic()))
+
+    def statistics(self) -> TransferStatistics:
+        """Return the counts, which change while they are read."""
+        return TransferStatistics(
+            self._outgoing.sender.statistics(),
+            self._incoming.receiver.statistics(),
+            self._agent.statistics(),
+            self._incoming.bytes_received,
+            self._incoming.quarantined_bytes,
+            self._outgoing.write_seconds,
+            self._incoming.fetch_seconds,
+            self._outgoing.num_refused_greetings,
+            self._outgoing.num_malformed + self._incoming.num_malformed,
+        )
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._has_ended = True
+            if not self._is_closing:
+                logger.critical("transfer thread died")
+                self._incoming.fail_all("transfers have stopped")
+            self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        next_tick_s = next_ping_s = time.monotonic()
+        while not self._is_closing:
+            timeout_s = _WRITE_POLL_S if self._outgoing.has_writes else _TICK_S
+            self._poller.poll(max(1, round(timeout_s * 1000)))
+            messages = self._outgoing.read()
+            self._run_commands()  # the engine offers a prompt before anybody is told of it
+            self._outgoing.take(messages, time.monotonic())
+            self._outgoing.poll_writes(time.monotonic())
+            self._incoming.receive(time.monotonic())
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                next_tick_s = now_s + _TICK_S
+                self._outgoing.tick(now_s)
+                self._incoming.tick(now_s)
+            if now_s >= next_ping_s:
+                next_ping_s = now_s + _PING_S
+                self._outgoing.ping(now_s)
+
+    def _run_commands(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        while not self._commands.empty():
+            self._commands.get()()
+
+    def _command(self, command: Command) -> None:
+        self._commands.put(command)
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._has_ended:
+            os.eventfd_write(self._wakeup, 1)
+
+
+class _Submitted:
+    """Takes reports to the engine's thread."""
+
+    def __init__(self, reports: TransferReports, submit: Callable[[Command], None]) -> None:
+        self._reports = reports
+        self._submit = submit
+
+    def release(self, remote_request_id: str) -> None:
+        self._submit(partial(self._reports.release, remote_request_id))
+
+    def fetch_completed(self, request_id: str) -> None:
+        self._submit(partial(self._reports.fetch_completed, request_id))
+
+    def fetch_failed(self, request_id: str, reason: str) -> None:
+        self._submit(partial(self._reports.fetch_failed, request_id, reason))
+
+    def fetch_released(self, request_id: str) -> None:
+        self._submit(partial(self._reports.fetch_released, request_id))

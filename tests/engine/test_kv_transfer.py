@@ -1,0 +1,215 @@
+"""Two engines with a transfer service each, in one process: real sockets, real shared memory, real answers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+
+from kvist.engine.async_engine import AsyncEngine, SequenceInput
+from kvist.engine.config import EngineConfig
+from kvist.engine.handoff import HandoffLimits
+from kvist.engine.loading import LoadedEngine, load_with_memory
+from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
+from kvist.transfer.agents import SharedMemoryAgent
+from kvist.transfer.messages import PoolPlace, encode_message, group_shapes
+from kvist.transfer.service import KvTransferService, make_hello
+from kvist.transfer.sessions import TransferLimits
+
+B = 4
+FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
+
+
+def make_prompt(count: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 512) for _ in range(count)]
+
+
+@dataclass
+class Worker:
+    loaded: LoadedEngine
+    engine: AsyncEngine
+    service: KvTransferService
+
+    async def answer(self, prompt: list[int], params: Any, handoff: Any = None) -> RequestOutput:
+        answer = None
+        async with self.engine.generate([SequenceInput(prompt, params, handoff=handoff)]) as generation:
+            async for _, output in generation.outputs():
+                answer = output if answer is None else answer + output
+        assert answer is not None
+        return answer
+
+    async def prefill(self, prompt: list[int], params: Any) -> RemotePrefill:
+        answer = await self.answer(prompt, params, RemoteDecode())
+        assert answer.error is None
+        assert answer.remote_request_id is not None
+        return RemotePrefill(self.service.endpoint, answer.remote_request_id, len(prompt), answer.token_ids)
+
+    @property
+    def num_used(self) -> int:
+        return self.engine.statistics().kv_cache.num_used
+
+
+@pytest.fixture
+def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
+    @asynccontextmanager
+    async def open_(
+        name: str,
+        limits: TransferLimits | None = None,
+        handoff_limits: HandoffLimits | None = None,
+        model: str = "m",
+        **settings: Any,
+    ) -> AsyncIterator[Worker]:
+        agent = SharedMemoryAgent(f"agent-{random.getrandbits(64):x}")
+        defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
+        config = EngineConfig(model_dir=checkpoint(name), **(defaults | settings))
+        loaded = load_with_memory(config, None, lambda size: torch.from_numpy(agent.allocate(size)))
+        pools = []
+        for pool in loaded.tensors.pools:
+            agent.register(pool.data_ptr(), pool.nbytes)
+            pools.append(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)))
+        hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent, "shared_memory")
+        engine = AsyncEngine(loaded.core, max_num_open=40)
+        service = KvTransferService(
+            "tcp://127.0.0.1:*", agent, loaded.plan.groups, hello, loaded.core, engine.submit, limits
+        )
+        loaded.core.attach(service, handoff_limits or HandoffLimits())
+        async with engine:
+            service.start()
+            try:
+                yield Worker(loaded, engine, service)
+            finally:
+                service.close()
+
+    return open_
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chunks and scratch slots": {"has_swa_scratch": True, "max_num_batched_tokens": 23, "max_num_seqs": 5},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+async def test_many_prompts_at_once_are_answered_as_by_one_worker(
+    name: str, variant: str, open_worker, greedy, until
+) -> None:
+    stem = make_prompt(30)
+    prompts = [[*stem[: 5 * i], *make_prompt(3 + 4 * i, i)] for i in range(7)] + [stem, stem]
+    async with (
+        open_worker(name, **VARIANTS[variant]) as source,
+        open_worker(name, **VARIANTS[variant]) as target,
+        open_worker(name) as alone,
+    ):
+
+        async def both(prompt: list[int]) -> RequestOutput:
+            return await target.answer(prompt, greedy(15), await source.prefill(prompt, greedy(15)))
+
+        answers = await asyncio.gather(*map(both, prompts))
+        expected = await asyncio.gather(*(alone.answer(prompt, greedy(15)) for prompt in prompts))
+        assert [answer.token_ids for answer in answers] == [answer.token_ids for answer in expected]
+        await until(lambda: source.num_used == target.num_used == 0)
+        sent, received = source.service.statistics(), target.service.statistics()
+        assert sent.sender.num_fetched == received.receiver.num_completed == len(prompts)
+        assert sent.agent.bytes_written == received.bytes_received > 0
+        assert received.quarantined_bytes == 0
+        handoffs = target.engine.statistics().handoffs
+        assert (handoffs.num_fetched, handoffs.num_fallbacks) == (len(prompts), 0)
+
+
+async def test_the_fetched_bytes_are_those_of_the_sender(open_worker, greedy, until) -> None:
+    prompt = make_prompt(61)
+    async with open_worker("gemma3") as source, open_worker("gemma3") as target:
+        offers, fetches = [], []
+        for notes, worker, method in ((offers, source, "offer"), (fetches, target, "fetch")):
+            original = getattr(worker.service, method)
+            setattr(worker.service, method, lambda each, n=notes, o=original: (n.append(each), o(each)))
+        remote = await source.prefill(prompt, greedy(1))
+        before = [pool.clone() for pool in source.loaded.tensors.pools]
+        assert (await target.answer(prompt, greedy(1), remote)).token_ids == remote.first_token_ids
+        num_compared = 0
+        for group_id, (from_pool, to_pool) in enumerate(zip(before, target.loaded.tensors.pools, strict=True)):
+            pairs = zip(offers[0].block_ids_per_group[group_id], fetches[0].block_ids_per_group[group_id], strict=True)
+            for from_id, to_id in pairs:
+                assert (from_id < 0) == (to_id < 0)
+                if to_id >= 0:
+                    assert to_pool[to_id].equal(from_pool[from_id])
+                    num_compared += 1
+        assert num_compared == 16 + 3
+        await until(lambda: source.num_used == target.num_used == 0)
+
+
+async def test_a_prompt_that_nobody_fetches_is_given_up(open_worker, greedy, until) -> None:
+    async with open_worker("gemma3", FAST) as source:
+        await source.prefill(make_prompt(30), greedy(5))
+        assert source.engine.statistics().handoffs.num_held == 1
+        await until(lambda: source.num_used == 0)
+        assert source.service.statistics().sender.num_given_up == 1
+
+
+@pytest.mark.parametrize("fault", ["unknown request", "nobody there", "not an endpoint", "another model"])
+async def test_a_fetch_that_cannot_be_is_computed_here(fault: str, open_worker, greedy, until) -> None:
+    prompt = make_prompt(30)
+    other = "other" if fault == "another model" else "m"
+    async with open_worker("gemma3", FAST, model=other) as source, open_worker("gemma3", FAST) as target:
+        endpoint = {"nobody there": "tcp://127.0.0.1:1", "not an endpoint": "nonsense"}.get(
+            fault, source.service.endpoint
+        )
+        remote = RemotePrefill(endpoint, "nobody's", len(prompt), (300,))
+        expected = await source.answer(prompt, greedy(8))
+        assert (await target.answer(prompt, greedy(8), remote)).token_ids == expected.token_ids
+        assert target.engine.statistics().handoffs.num_fallbacks == 1
+        await until(lambda: target.num_used == 0)
+        assert target.service.statistics().quarantined_bytes == 0
+        good = await source.prefill(prompt, greedy(8))
+        assert (await target.answer(prompt, greedy(8), good)).token_ids == expected.token_ids
+        await until(lambda: source.num_used == target.num_used == 0)
+        refused = source.service.statistics().num_refused_greetings
+        assert bool(refused) == (fault == "another model")
+
+
+async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_known_to_have_ended(
+    open_worker, greedy, until
+) -> None:
+    limits = HandoffLimits(is_fallback_allowed=False)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        silent.setsockopt(zmq.LINGER, 0)
+        silent.bind("tcp://127.0.0.1:*")
+        endpoint = silent.getsockopt_string(zmq.LAST_ENDPOINT)
+        async with open_worker("gemma3", FAST, limits) as target, open_worker("gemma3") as other:
+            remote = RemotePrefill(endpoint, "x", 30, (300,))
+            answering = asyncio.create_task(target.answer(make_prompt(30), greedy(3), remote))
+            async with asyncio.timeout(20):
+                while not await asyncio.to_thread(silent.poll, 100):
+                    pass
+            name = silent.recv_multipart()[0]
+            hello = other.service._outgoing._hello
+            silent.send_multipart([name, b"m", encode_message(hello)])
+            answer = await answering
+            assert answer.error == "kv transfer failed: no completion within 1 s"
+            assert target.num_used > 0
+            assert target.service.statistics().quarantined_bytes > 0
+            silent.close()
+            await until(lambda: target.num_used == 0)
+            assert target.service.statistics().quarantined_bytes == 0
+
+
+async def test_an_aborted_fetch_leaves_nothing_on_either_side(open_worker, greedy, until) -> None:
+    async with open_worker("gemma3", FAST) as source, open_worker("gemma3", FAST) as target:
+        for i in range(6):
+            remote = await source.prefill(make_prompt(40, i), greedy(5))
+            task = asyncio.create_task(target.answer(make_prompt(40, i), greedy(50), remote))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        await until(lambda: source.num_used == target.num_used == 0)
