@@ -6,25 +6,29 @@ import argparse
 import asyncio
 import signal
 import socket
+import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvist.cli._kv_transfer import add_transfer_arguments, open_agent, open_service
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     import uvicorn
+    from prometheus_client.registry import Collector
     from starlette.applications import Starlette
 
     from kvist.engine.async_engine import AsyncEngine
-    from kvist.engine.core import EngineCore
+    from kvist.engine.loading import LoadedEngine
     from kvist.publisher import KvEventPublisher
+    from kvist.transfer.agents import TransferAgent
 
 HELP = "serve a model with the bundled engine"
 
 # Together below the 5 s that whoever sends SIGTERM should have to wait.
-_HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S = 2, 1.0, 1.0
+_HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S = 2, 1.0, 1.0, 0.5
 _DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
 
 
@@ -55,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel of a decode step")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
+    add_transfer_arguments(parser)
 
 
 def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +88,7 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     from kvist.engine.config import EngineConfig
-    from kvist.engine.loading import load_engine
+    from kvist.engine.loading import load_with_memory
     from kvist.publisher import KvEventPublisher, PublisherLimits
 
     config = EngineConfig(
@@ -105,12 +110,15 @@ def run(args: argparse.Namespace) -> int:
         num_threads=args.threads,
     )
     with _listen(args.host, args.port) as listener:
-        if args.kv_events == "none":
-            return asyncio.run(_serve(args, listener, load_engine(config), None))
         worker = f"{args.host}:{listener.getsockname()[1]}"
+        transfers = open_agent(args, f"{worker}/{uuid.uuid4().hex}")
+        agent, allocate = (None, None) if transfers is None else transfers
+        if args.kv_events == "none":
+            return asyncio.run(_serve(args, listener, load_with_memory(config, None, allocate), None, agent))
         limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
         with KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits) as publisher:
-            return asyncio.run(_serve(args, listener, load_engine(config, publisher), publisher))
+            loaded = load_with_memory(config, publisher, allocate)
+            return asyncio.run(_serve(args, listener, loaded, publisher, agent))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -122,25 +130,42 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    args: argparse.Namespace, listener: socket.socket, core: EngineCore, publisher: KvEventPublisher | None
+    args: argparse.Namespace,
+    listener: socket.socket,
+    loaded: LoadedEngine,
+    publisher: KvEventPublisher | None,
+    agent: TransferAgent | None,
 ) -> int:
     from kvist.cli._publisher_metrics import PublisherCollector
+    from kvist.cli._transfer_metrics import TransferCollector
     from kvist.engine.async_engine import AsyncEngine
-    from kvist.engine.server.app import ServedModel, create_app
+    from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
     from kvist.openai.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(args.model)
-    model = ServedModel(
-        names=tuple(args.served_model_name or [str(args.model)]),
-        block_size=args.block_size,
-        max_model_len=core.limits.max_model_len,
-        kv_events_endpoint=None if publisher is None else publisher.endpoint,
-    )
+    names = tuple(args.served_model_name or [str(args.model)])
     url = f"http://{args.host}:{listener.getsockname()[1]}"
     events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
-    async with AsyncEngine(core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S) as engine:
-        app = create_app(engine, tokenizer, model, collectors=[PublisherCollector(publisher)] if publisher else [])
-        server = _server(app, engine, ready_line=f"kvist serve: {model.names[0]} on {url}, {events}")
+    collectors: list[Collector] = [PublisherCollector(publisher)] if publisher else []
+    engine = AsyncEngine(loaded.core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S)
+    async with AsyncExitStack() as exits:
+        served = None
+        if agent is not None:
+            service = open_service(args, names[0], agent, loaded, engine)
+            exits.callback(service.close, _TRANSFER_CLOSE_S)
+            collectors.append(TransferCollector(service))
+            served = ServedTransfers(role=args.role, endpoint=service.endpoint, agent=args.kv_transfer_agent)
+            service.start()
+        await exits.enter_async_context(engine)
+        model = ServedModel(
+            names=names,
+            block_size=args.block_size,
+            max_model_len=loaded.core.limits.max_model_len,
+            kv_events_endpoint=None if publisher is None else publisher.endpoint,
+            transfers=served,
+        )
+        app = create_app(engine, tokenizer, model, collectors=collectors)
+        server = _server(app, engine, ready_line=f"kvist serve: {names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         await server.serve(sockets=[listener])

@@ -126,11 +126,31 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
-Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, SamplingParams)
+class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Which part of a request is another worker's; the field is named as in vLLM.
+
+    Asked with `do_remote_decode`, a worker computes the prompt and one token, keeps the blocks, and answers with the
+    params of `do_remote_prefill`. With those, the same request goes on at another worker, which fetches the blocks.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_endpoint: str | None = None
+    remote_request_id: str | None = None
+    num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    first_token_ids: list[TokenId] | None = None
+
+
+class _WithKvTransfer(msgspec.Struct, frozen=True):
+    kv_transfer_params: KvTransferParams | None = None
+
+
+Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, SamplingParams, _WithKvTransfer)
 
 _chat_decoder = msgspec.json.Decoder(ChatCompletionRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
 _sampling_decoder = msgspec.json.Decoder(SamplingParams)
+_kv_transfer_decoder = msgspec.json.Decoder(_WithKvTransfer)
 
 
 def decode_chat_request(body: bytes) -> ChatCompletionRequest:
@@ -153,6 +173,22 @@ def decode_sampling_params(body: bytes) -> SamplingParams:
         )
     if params.top_logprobs and params.logprobs is not True:
         raise RequestError(400, "top_logprobs: expected only together with logprobs=true", param="top_logprobs")
+    return params
+
+
+def decode_kv_transfer_params(body: bytes) -> KvTransferParams | None:
+    """Return the `kv_transfer_params` of a body, None without; raises RequestError (400) for a part of them."""
+    params = _decode(_kv_transfer_decoder, body).kv_transfer_params
+    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+        return None
+    if params.do_remote_decode and params.do_remote_prefill:
+        expected = "one of do_remote_decode and do_remote_prefill"
+        raise RequestError(400, f"kv_transfer_params: got both, expected {expected}", param="kv_transfer_params")
+    if params.do_remote_prefill:
+        for name in ("remote_endpoint", "remote_request_id", "num_tokens", "first_token_ids"):
+            if getattr(params, name) is None:
+                message = f"kv_transfer_params.{name}: missing, expected with do_remote_prefill"
+                raise RequestError(400, message, param="kv_transfer_params")
     return params
 
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from kvist.openai.requests import KvTransferParams
+
 FinishReason = Literal["stop", "length", "abort"]
 
 
@@ -82,6 +84,7 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     object: str = "chat.completion"
+    kv_transfer_params: KvTransferParams | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatDelta(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -138,6 +141,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     object: str = "text_completion"
+    kv_transfer_params: KvTransferParams | msgspec.UnsetType = msgspec.UNSET
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

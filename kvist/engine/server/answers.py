@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
 from kvist.openai.errors import RequestError, error_body
+from kvist.openai.requests import KvTransferParams
 from kvist.openai.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -32,11 +35,12 @@ from kvist.openai.tokenization import ChatTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What every body of one answer repeats."""
+    """What every body of one answer repeats, and where the blocks of a prompt that goes on elsewhere can be fetched."""
 
     id: str
     created: int
     model: str
+    kv_transfer_endpoint: str | None = None
 
 
 class Shape(Protocol):
@@ -82,7 +86,15 @@ class ChatShape:
             for index, output in enumerate(outputs)
         ]
         head = self._heading
-        return ChatCompletion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+        params = _transfer_params(head, outputs, usage)
+        return ChatCompletion(
+            id=head.id,
+            created=head.created,
+            model=head.model,
+            choices=choices,
+            usage=usage,
+            kv_transfer_params=params,
+        )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
         head = self._heading
@@ -124,7 +136,9 @@ class CompletionShape:
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
         """Return one text a choice."""
-        return self._completion([self._choice(*each) for each in enumerate(outputs)], usage)
+        answer = self._completion([self._choice(*each) for each in enumerate(outputs)], usage)
+        params = _transfer_params(self._heading, outputs, usage)
+        return msgspec.structs.replace(answer, kv_transfer_params=params)
 
     def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
         head = self._heading
@@ -198,6 +212,21 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
         if job.has_stream_usage:
             yield encode_event(shape.usage_chunk(counter.usage()))
     yield DONE
+
+
+def _transfer_params(
+    heading: Heading, outputs: Sequence[RequestOutput], usage: Usage
+) -> KvTransferParams | msgspec.UnsetType:
+    """Return what another worker needs to go on from the only output, if its blocks are kept for one."""
+    if outputs[0].remote_request_id is None:
+        return msgspec.UNSET
+    return KvTransferParams(
+        do_remote_prefill=True,
+        remote_endpoint=heading.kv_transfer_endpoint,
+        remote_request_id=outputs[0].remote_request_id,
+        num_tokens=usage.prompt_tokens,
+        first_token_ids=list(outputs[0].token_ids),
+    )
 
 
 def _reason(output: RequestOutput) -> FinishReason:

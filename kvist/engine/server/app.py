@@ -41,6 +41,15 @@ MakeShape = Callable[[Heading, ChatTokenizer], Shape]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTransfers:
+    """How this worker takes part in transfers; the role says what routers should use it for, not what it can do."""
+
+    role: str
+    endpoint: str
+    agent: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """What the server says about itself. The first name is the one in answers; requests may use any."""
 
@@ -48,6 +57,7 @@ class ServedModel:
     block_size: int
     max_model_len: int
     kv_events_endpoint: str | None = None
+    transfers: ServedTransfers | None = None
 
 
 def create_app(
@@ -103,7 +113,9 @@ class _Server:
         job = await read_job(body, self._tokenizer, self._model.names)
         self._engine.check_room(job.num_sequences)  # first: a short body can ask for millions
         generation = self._engine.generate(job.sequences(self._tokenizer))
-        heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0])
+        transfers = self._model.transfers
+        endpoint = None if transfers is None else transfers.endpoint
+        heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0], endpoint)
         shape = make_shape(heading, self._tokenizer)
         if job.is_stream:
             return _EventStream(generation, stream_events(generation, job, shape))
@@ -130,7 +142,7 @@ class _Server:
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _server_info(self, _: Request) -> Response:
-        endpoint = self._model.kv_events_endpoint
+        endpoint, transfers = self._model.kv_events_endpoint, self._model.transfers
         return _json(
             {
                 "engine": "kvist",
@@ -139,6 +151,10 @@ class _Server:
                 "block_size": self._model.block_size,
                 "max_model_len": self._model.max_model_len,
                 "kv_events": None if endpoint is None else {"endpoint": endpoint},
+                "role": "both" if transfers is None else transfers.role,
+                "kv_transfer": None
+                if transfers is None
+                else {"endpoint": transfers.endpoint, "agent": transfers.agent},
             }
         )
 

@@ -11,13 +11,16 @@ import msgspec
 from starlette.requests import Request
 
 from kvist.engine.async_engine import SequenceInput
+from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    KvTransferParams,
     SamplingParams,
     decode_chat_request,
     decode_completion_request,
+    decode_kv_transfer_params,
     decode_sampling_params,
     is_text_part,
 )
@@ -41,6 +44,7 @@ class Job:
     swa_scratch: bool | None
     is_stream: bool
     has_stream_usage: bool
+    handoff: Handoff | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -51,7 +55,12 @@ class Job:
         """Return one input a choice; with a seed, each choice of a prompt gets its own."""
         return [
             SequenceInput(
-                prompt, self._choice_params(choice), tokenizer.detokenizer(), self.cache_salt, self.swa_scratch
+                prompt,
+                self._choice_params(choice),
+                tokenizer.detokenizer(),
+                self.cache_salt,
+                self.swa_scratch,
+                self.handoff,
             )
             for prompt in self.prompts
             for choice in range(self.params.n)
@@ -85,7 +94,7 @@ async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[st
     params = _check(request, decode_sampling_params(body), model_names)
     _check_is_text(request)
     prompt = await _off_loop(lambda: tokenizer.tokenize_chat(request), len(body))
-    return _job(request, params, (prompt,))
+    return _job(request, params, (prompt,), _handoff(body))
 
 
 async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
@@ -99,7 +108,7 @@ async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tu
         add = request.add_special_tokens
         return tuple(tokenizer.tokenize_prompt(prompt, add_special_tokens=add) for prompt in request.prompts)
 
-    return _job(request, params, await _off_loop(tokenize, len(body)))
+    return _job(request, params, await _off_loop(tokenize, len(body)), _handoff(body))
 
 
 def _check(
@@ -136,10 +145,36 @@ def _unsupported(params: SamplingParams) -> Iterator[tuple[str, object]]:
 
 
 def _job(
-    request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, prompts: tuple[list[int], ...]
+    request: ChatCompletionRequest | CompletionRequest,
+    params: SamplingParams,
+    prompts: tuple[list[int], ...],
+    handoff: Handoff | None,
 ) -> Job:
+    if handoff is not None and len(prompts) * params.n != 1:
+        message = f"kv_transfer_params: got {len(prompts)} prompts and n={params.n}, expected one of each"
+        raise RequestError(400, message, param="kv_transfer_params")
+    if isinstance(handoff, RemoteDecode) and request.stream:
+        raise RequestError(400, "stream: got true, expected false with do_remote_decode", param="stream")
     has_usage = request.stream_options is not None and request.stream_options.include_usage
-    return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage)
+    return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage, handoff)
+
+
+def _handoff(body: bytes) -> Handoff | None:
+    """Return which part of the request is another worker's; raises RequestError that names the field."""
+    params = decode_kv_transfer_params(body) if b"kv_transfer_params" in body else None
+    match params:
+        case None:
+            return None
+        case KvTransferParams(
+            do_remote_prefill=True,
+            remote_endpoint=str(endpoint),
+            remote_request_id=str(request_id),
+            num_tokens=int(num_tokens),
+            first_token_ids=list(token_ids),
+        ):
+            return RemotePrefill(endpoint, request_id, num_tokens, tuple(token_ids))
+        case _:
+            return RemoteDecode()
 
 
 async def _off_loop(tokenize: Callable[[], _T], num_bytes: int) -> _T:

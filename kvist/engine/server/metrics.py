@@ -40,6 +40,14 @@ class EngineCollector(Collector):
             free.add_metric(labels, pool.num_free)
             cached.add_metric(labels, pool.num_cached)
         yield from (used, scratch, free, cached)
+        handoffs = statistics.handoffs
+        yield _gauge("prompts_held", "Prompts whose blocks wait to be fetched.", handoffs.num_held)
+        yield _gauge("requests_receiving", "Requests whose blocks are being fetched.", handoffs.num_receiving)
+        yield _gauge("fetches_abandoned", "Fetches whose blocks may still be written to.", handoffs.num_abandoned)
+        yield _counter("prompts_offered", "Prompts held for another worker.", handoffs.num_offered)
+        yield _counter("prompts_fetched", "Prompts fetched from another worker.", handoffs.num_fetched)
+        yield _counter("fetches_failed", "Prompts that could not be fetched.", handoffs.num_failed)
+        yield _counter("fallbacks", "Those of them that were computed here instead.", handoffs.num_fallbacks)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

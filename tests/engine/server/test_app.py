@@ -225,6 +225,8 @@ def test_the_server_says_what_it_is(served) -> None:
         "block_size": 16,
         "max_model_len": 8192,
         "kv_events": {"endpoint": "tcp://127.0.0.1:5557"},
+        "role": "both",
+        "kv_transfer": None,
     }
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == 8192

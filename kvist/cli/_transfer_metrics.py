@@ -1,0 +1,46 @@
+"""A transfer service's counters for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvist.transfer.service import KvTransferService
+
+
+class TransferCollector(Collector):
+    """What a `KvTransferService` did, under names that begin with `kvist_transfer_`."""
+
+    def __init__(self, service: KvTransferService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        statistics = self._service.statistics()
+        sender, receiver, agent = statistics.sender, statistics.receiver, statistics.agent
+        yield _counter("sent", "Prompts that another worker has fetched.", sender.num_fetched)
+        yield _counter("given_up", "Prompts that were held and not fetched.", sender.num_given_up)
+        yield _counter("received", "Prompts fetched.", receiver.num_completed)
+        yield _counter("failed", "Prompts that could not be fetched.", receiver.num_failed)
+        yield _counter("sent_bytes", "Bytes written into other workers' memory.", agent.bytes_written)
+        yield _counter("sent_descriptors", "Pieces they were written in.", agent.num_fragments_written)
+        yield _counter("received_bytes", "Bytes that other workers wrote here.", statistics.bytes_received)
+        yield _counter("write_seconds", "Seconds that writes took, summed.", statistics.write_seconds)
+        yield _counter("fetch_seconds", "Seconds from asking for a prompt to having it.", statistics.fetch_seconds)
+        yield _counter("refused_greetings", "Workers whose blocks are not like ours.", statistics.num_refused_greetings)
+        yield _counter("malformed", "Messages that were ignored.", statistics.num_malformed)
+        yield _gauge("held", "Prompts that wait to be fetched.", sender.num_held)
+        yield _gauge("active", "Fetches under way.", receiver.num_active)
+        yield _gauge(
+            "quarantined_bytes", "Bytes of failed fetches that may be written to.", statistics.quarantined_bytes
+        )
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"kvist_transfer_{name}", text, value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"kvist_transfer_{name}", text, value)

@@ -1,0 +1,175 @@
+"""Prefill and decode workers as processes of this machine, asked as a router would ask them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+
+from kvist.cli import main
+from kvist.engine import bundled_model_path
+
+MODEL = str(bundled_model_path())
+READY = re.compile(r"kvist serve: \S+ on (http://127\.0\.0\.1:\d+), ")
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    client: httpx.AsyncClient
+    process: asyncio.subprocess.Process
+
+    async def post(self, body: dict[str, Any]) -> httpx.Response:
+        return await self.client.post("/v1/completions", json={"temperature": 0, "ignore_eos": True} | body)
+
+    async def text(self, body: dict[str, Any]) -> str:
+        answer = await self.post(body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    async def prefill(self, prompt: list[int]) -> dict[str, Any]:
+        answer = await self.post({"prompt": prompt, "max_tokens": 40, "kv_transfer_params": {"do_remote_decode": True}})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["kv_transfer_params"]
+
+    async def metric(self, name: str) -> float:
+        """Return a metric's sum over its labels."""
+        lines = (await self.client.get("/metrics")).text.splitlines()
+        values = [float(line.rpartition(" ")[2]) for line in lines if re.match(rf"kvist_{name}(_total)?[ {{]", line)]
+        assert values, f"no metric {name}"
+        return sum(values)
+
+    async def reaches(self, name: str, value: float) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            while await self.metric(name) != value:
+                pass  # a request is wait enough
+
+    async def is_idle(self) -> None:
+        """Fail unless soon nothing is held here, reserved or kept out of use."""
+        for name in ("engine_kv_blocks_used", "engine_prompts_held", "engine_requests_receiving"):
+            await self.reaches(name, 0)
+        await self.reaches("transfer_quarantined_bytes", 0)
+
+    async def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def serve(*flags: str) -> AsyncIterator[Worker]:
+    command = (sys.executable, "-m", "kvist", "--log-level", "error", "serve", "--model", MODEL, "--port", "0")
+    common = ("--kv-events", "none", "--kv-transfer", "tcp://127.0.0.1:0", "--served-model-name", "tiny")
+    process = await asyncio.create_subprocess_exec(*command, *common, *flags, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(120):
+            line = (await process.stdout.readline()).decode()
+        match = READY.match(line)
+        assert match, line
+        async with httpx.AsyncClient(base_url=match[1], timeout=60) as client:
+            yield Worker(client, process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def make_prompt(count: int, seed: int) -> list[int]:
+    return [3 + (seed * 37 + i * i) % 200 for i in range(count)]
+
+
+async def test_one_worker_computes_prompts_and_another_goes_on() -> None:
+    async with serve("--role", "prefill") as source, serve("--role", "decode") as target:
+        info = (await source.client.get("/server_info")).json()
+        assert info["role"] == "prefill"
+        assert info["kv_transfer"]["agent"] == "shared_memory"
+
+        async def both(prompt: list[int]) -> str:
+            params = await source.prefill(prompt)
+            assert params["do_remote_prefill"] is True
+            assert params["remote_endpoint"] == info["kv_transfer"]["endpoint"]
+            return await target.text({"prompt": prompt, "max_tokens": 20, "kv_transfer_params": params})
+
+        prompts = [make_prompt(20 + 15 * (i % 7), i // 2) for i in range(14)]
+        texts = await asyncio.gather(*map(both, prompts))
+        assert await target.metric("engine_prompts_fetched") == 14
+        assert await target.metric("engine_fallbacks") == 0
+        assert await source.metric("transfer_sent_bytes") == await target.metric("transfer_received_bytes") > 0
+        assert await source.metric("transfer_sent_descriptors") > 0
+        for prompt, text in zip(prompts, texts, strict=True):
+            assert text == await source.text({"prompt": prompt, "max_tokens": 20})
+        await source.is_idle()
+        await target.is_idle()
+
+
+async def test_a_stream_goes_on_from_the_first_token() -> None:
+    prompt = make_prompt(50, 3)
+    async with serve() as source, serve() as target:
+        params = await source.prefill(prompt)
+        body = {"prompt": prompt, "max_tokens": 9, "temperature": 0, "ignore_eos": True, "stream": True}
+        answer = await target.client.post("/v1/completions", json=body | {"kv_transfer_params": params})
+        alone = await source.client.post("/v1/completions", json=body)
+        texts = [re.findall(r'"text":"(.*?)","finish', each.text) for each in (answer, alone)]
+        assert "".join(texts[0]) == "".join(texts[1]) != ""
+
+
+async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on() -> None:
+    flags = ("--kv-transfer-timeout", "1")
+    async with serve(*flags) as survivor:
+        prompt = make_prompt(60, 1)
+        expected = await survivor.text({"prompt": prompt, "max_tokens": 20})
+        async with serve(*flags) as source:
+            params = await source.prefill(prompt)
+            other = await source.prefill(make_prompt(80, 2))
+            assert await survivor.text({"prompt": prompt, "max_tokens": 20, "kv_transfer_params": params}) == expected
+            await source.kill()  # with a prompt held that nobody can fetch any more
+            text = await survivor.text({"prompt": make_prompt(80, 2), "max_tokens": 20, "kv_transfer_params": other})
+            assert text == await survivor.text({"prompt": make_prompt(80, 2), "max_tokens": 20})
+            assert await survivor.metric("engine_fallbacks") == 1
+        await survivor.is_idle()
+        async with serve(*flags) as target:
+            params = await survivor.prefill(prompt)
+            assert await target.text({"prompt": prompt, "max_tokens": 20, "kv_transfer_params": params}) == expected
+            await survivor.prefill(make_prompt(70, 5))
+            await target.kill()  # before it asks
+        await survivor.is_idle()
+
+
+async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_allowed() -> None:
+    async with serve("--no-kv-transfer-fallback") as target, serve() as source:
+        prompt = make_prompt(40, 1)
+        params = await source.prefill(prompt) | {"remote_request_id": "nobody's"}
+        answer = await target.post({"prompt": prompt, "max_tokens": 5, "kv_transfer_params": params})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "kv transfer failed: unknown_request"
+        for body, field in (
+            ({"kv_transfer_params": {"do_remote_prefill": True}}, "remote_endpoint: missing"),
+            ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "got both"),
+            ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream: got true"),
+            ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "n=2"),
+            ({"kv_transfer_params": params | {"num_tokens": 7}}, "num_tokens: got 7"),
+        ):
+            refused = await target.post({"prompt": prompt, "max_tokens": 5} | body)
+            assert refused.status_code == 400, refused.text
+            assert field in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--role", "prefill"], "--kv-transfer to be given as well"),
+        (["--kv-transfer", "tcp://0.0.0.0:0"], "other workers can reach"),
+        (["--kv-transfer", "ipc://x"], "other workers can reach"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--model", MODEL, "--port", "0", *flags]) == 2
+    assert reason in capsys.readouterr().err
