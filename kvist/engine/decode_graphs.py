@@ -19,22 +19,32 @@ from kvist.kvcache.tensors import KvTensors
 Compute = Callable[[], torch.Tensor]
 
 
-def capture_cuda_graph(compute: Compute) -> Compute:
-    """Return a function that replays what `compute` launched, into the same tensors; nothing is synchronised then."""
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        compute()  # Triton compiles and cuBLAS takes its workspace here: neither may happen in a capture.
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = compute()
+def cuda_graph_capture(device: torch.device) -> Callable[[Compute], Compute]:
+    """Return a function that captures what its argument launches on the device, and returns the replay.
 
-    def replay() -> torch.Tensor:
-        graph.replay()
-        return result
+    A replay gives the same tensor each time and synchronises nothing. All graphs share one stream and so one pool of
+    memory: what one gave is valid until another is replayed.
+    """
+    with torch.cuda.device(device):
+        stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
-    return replay
+    def capture(compute: Compute) -> Compute:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):  # or work for another device than the current one is not in the graph
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                compute()  # Triton compiles and cuBLAS takes its workspace here: neither may happen in a capture.
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                result = compute()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return capture
 
 
 class DecodeGraphs:
@@ -51,7 +61,7 @@ class DecodeGraphs:
         tensors: KvTensors,
         table_widths: Sequence[int],
         max_num_seqs: int,
-        capture: Callable[[Compute], Compute] = capture_cuda_graph,
+        capture: Callable[[Compute], Compute],
     ) -> None:
         self._buffers = _Buffers(plan, tensors, table_widths, max_num_seqs)
         self._sizes = [size for size in (1, 2, 4) if size < max_num_seqs]

@@ -10,7 +10,7 @@ import torch
 
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
-from kvist.engine.decode_graphs import DecodeGraphs
+from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.weights import load_model
@@ -71,6 +71,8 @@ def load_with_memory(
     """Return `load_engine`'s engine and its memory, which `allocate` gave, as `KvTensors` says."""
     torch.set_num_threads(config.num_threads)
     facts = _facts(config)
+    if config.has_swa_scratch:
+        facts.plan.check_scratch()
     model = load_model(config.model_dir, facts.model, facts.max_model_len, facts.dtype, facts.device)
     groups, size, longest = facts.plan.groups, config.block_size, facts.max_model_len
     num_blocks = _num_blocks(config, facts)
@@ -82,7 +84,8 @@ def load_with_memory(
     graphs = None
     if config.has_cuda_graphs and _is_capturable(facts):
         widths = [peak_num_blocks(group, size, longest, 1) for group in groups]
-        graphs = DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs)
+        capture = cuda_graph_capture(facts.device)
+        graphs = DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs, capture)
     logger.info(
         "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d dtype=%s device=%s",
         facts.model.architecture,
@@ -92,8 +95,6 @@ def load_with_memory(
         facts.dtype,
         facts.device,
     )
-    if config.has_swa_scratch:
-        facts.plan.check_scratch()
     scratch = ScratchPolicy() if config.has_swa_scratch else None
     kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache, scratch)
     core = EngineCore(

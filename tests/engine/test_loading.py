@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from kvist.engine import loading
 from kvist.engine.config import EngineConfig
+from kvist.engine.models.config import ModelConfig
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
+from kvist.kvcache import KvDtype, LayerKv, SharedKv
 
 
 @pytest.mark.parametrize(
@@ -46,6 +49,20 @@ def test_memory_is_split_by_the_policy_and_all_of_it_is_used(make_core) -> None:
     assert full == sliding
     full, sliding = num_blocks(kv_memory_mib=3, kv_cache_dtype="float16")
     assert 0 <= 3 * 2**20 - (full + 5 * sliding) * layer_bytes // 2 < layer_bytes // 2
+
+
+def test_scratch_slots_that_cannot_be_are_refused_before_weights_are_read(make_core, monkeypatch) -> None:
+    # Layer 5 reads what layer 2 wrote; layer 4, which is made an owner here, writes to the same scratch slots between.
+    layer_kv = ModelConfig.layer_kv
+
+    def with_another_owner(self: ModelConfig, dtype: KvDtype) -> list[LayerKv | SharedKv]:
+        layers = layer_kv(self, dtype)
+        return [layers[0] if i == 4 else layer for i, layer in enumerate(layers)]
+
+    monkeypatch.setattr(ModelConfig, "layer_kv", with_another_owner)
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("reads the weights first"))
+    with pytest.raises(InvalidValueError, match=r"layers\[5\].source: got 2, expected layer 4"):
+        make_core("gemma4-shared", has_swa_scratch=True)
 
 
 def test_more_memory_than_there_is_is_refused(make_core) -> None:

@@ -86,6 +86,7 @@ def test_end_tokens_come_from_both_files(edited: Edit) -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "factor: got None, expected a value"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: got 0.5"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": []}, r"layer_types: got \[\], expected 2 entries, not 0"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
         ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None}, "sliding_window"),
         ({"sliding_window": "8"}, "sliding_window: got '8', expected `int`"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager, nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from kvist.engine.decode_graphs import DecodeGraphs
+from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.runner import Runner
 from kvist.kvcache import peak_num_blocks
 
@@ -42,3 +44,30 @@ def test_padded_steps_on_static_buffers_give_the_logits_of_eager_ones(name: str,
         for model, requests in pairs:
             for request in requests:
                 model.close(request)
+
+
+def test_all_graphs_are_captured_on_the_models_device_in_one_stream_and_pool(monkeypatch) -> None:
+    devices: list[str] = []
+    captures: list[tuple[str, object, object]] = []
+
+    @contextmanager
+    def on(device):
+        devices.append(str(device))
+        yield
+        devices.pop()
+
+    def graph(_, *, pool, stream):
+        captures.append((devices[-1], pool, stream))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    for name in ("Stream", "current_stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock(side_effect=lambda: MagicMock()))
+    capture = cuda_graph_capture(torch.device("cuda:1"))
+    results = [capture(lambda value=value: torch.tensor(value))() for value in (3, 4)]
+    assert [int(result) for result in results] == [3, 4]
+    assert captures[0] == captures[1]
+    assert captures[0][0] == "cuda:1"

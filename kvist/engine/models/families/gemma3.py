@@ -34,7 +34,7 @@ def gemma3(raw: Raw) -> ModelConfig:
         raise InvalidValueError("use_bidirectional_attention", True, "false: this is a decoder")
     raw = _DEFAULTS | raw
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
-    types = raw.get("layer_types") or every_nth_full(raw, pattern)
+    types = raw.get("layer_types", every_nth_full(raw, pattern))
     by_type, sizes, length = raw.get("rope_parameters") or {}, layer_sizes(raw), raw["max_position_embeddings"]
     whole = by_type.get(WHOLE) or raw.get("rope_scaling") or {}
     ropes = {

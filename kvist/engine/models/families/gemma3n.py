@@ -58,7 +58,7 @@ def gemma3n(raw: Raw) -> ModelConfig:
 
 
 def _layers(raw: Raw) -> tuple[LayerConfig, ...]:
-    types = raw.get("layer_types") or every_nth_full(raw, 5)
+    types = raw.get("layer_types", every_nth_full(raw, 5))
     ropes, sources = _ropes(raw), shared_sources(types, raw.get("num_kv_shared_layers", 15))
     intermediate_sizes = _by_layer(raw, "intermediate_size", raw["intermediate_size"])
     sparsities = _by_layer(raw, "activation_sparsity_pattern", raw.get("activation_sparsity_pattern", _sparsity(raw)))

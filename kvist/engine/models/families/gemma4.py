@@ -50,7 +50,7 @@ def gemma4(raw: Raw) -> ModelConfig:
 
 
 def _layers(raw: Raw) -> tuple[LayerConfig, ...]:
-    types = [*(raw.get("layer_types") or every_nth_full(raw, 6))[:-1], WHOLE]
+    types = [*(raw.get("layer_types", every_nth_full(raw, 6)))[:-1], WHOLE]
     sources = shared_sources(types, raw.get("num_kv_shared_layers", 0))
     ropes, sizes, moe = _ropes(raw), _sizes(raw, types), _moe(raw)
     is_value_key, is_double_wide = raw.get("attention_k_eq_v", False), raw.get("use_double_wide_mlp", False)

@@ -27,7 +27,7 @@ def gpt_oss(raw: Raw) -> ModelConfig:
     )
     has_rope = "rope_parameters" in raw or "rope_scaling" in raw
     rope, sizes = single_rope(raw if has_rope else raw | {"rope_parameters": _YARN}, 150_000.0), layer_sizes(raw)
-    types = raw.get("layer_types") or every_nth_full(raw, 2)
+    types = raw.get("layer_types", every_nth_full(raw, 2))
     layers = tuple(LayerConfig(window=window, rope=rope, **sizes, moe=moe) for window in windows(raw, types))
     return ModelConfig(
         **common({"rms_norm_eps": 1e-5, "attention_bias": True} | raw),

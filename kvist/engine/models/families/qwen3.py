@@ -22,7 +22,7 @@ def qwen3(raw: Raw) -> ModelConfig:
     default = [SLIDING if is_sliding and i >= first_sliding else WHOLE for i in range(raw["num_hidden_layers"])]
     rope, sizes = single_rope(raw), layer_sizes(raw)
     layers = tuple(
-        LayerConfig(window=window, rope=rope, **sizes) for window in windows(raw, raw.get("layer_types") or default)
+        LayerConfig(window=window, rope=rope, **sizes) for window in windows(raw, raw.get("layer_types", default))
     )
     return ModelConfig(**common(raw), layers=layers, has_qk_norm=True, renamed_weights=PRE_NORM)
 
