@@ -28,9 +28,10 @@ from _common import report, table
 
 from kvist.errors import MissingExtraError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, WriteState
-from kvist.transfer.bounce import BounceConfig, RegionBounce
-from kvist.transfer.bounce.calibration import calibrate_agents
+from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
+from kvist.transfer.bounce.calibration import calibrate_peer
 from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.bounce.gate import CostCurve
 
 MIB = 1 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))
@@ -97,10 +98,6 @@ class End:
         self.pool = self.agent.allocate(pool_bytes)
         self.pool[:] = 1  # every page is there before anything is timed
         self.agent.register(self.pool.ctypes.data, pool_bytes)
-        source, target = new_agent(f"{name} a"), new_agent(f"{name} b")
-        self.costs = calibrate_agents(source, target)
-        source.close()
-        target.close()
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
         size_bytes = max(REGION_BYTES, pool_bytes)
         # The gate is asked apart, so that both ways can be timed whatever it says.
@@ -108,7 +105,8 @@ class End:
         for memory in self.memory:
             memory.part(0, size_bytes).fill_(1)
         regions = iter(self.memory)
-        self.bounce = RegionBounce(self.agent, self.copier, lambda: next(regions), self.costs, BounceConfig())
+        never_asked = CostModel(*[CostCurve((1,), (1.0,))] * 3, write_fixed_s=1.0)
+        self.bounce = RegionBounce(self.agent, self.copier, lambda: next(regions), never_asked, BounceConfig())
 
 
 def serve(kind: str, pool_bytes: int) -> None:
@@ -180,7 +178,9 @@ def waited(transfer: Any) -> None:
         raise SystemExit(f"a write has failed: {transfer.reason}")
 
 
-def measure(kind: str, end: End, peer: PeerProcess, size: int, total_bytes: int, num_turns: int) -> Case:
+def measure(
+    kind: str, end: End, peer: PeerProcess, costs: CostModel, size: int, total_bytes: int, num_turns: int
+) -> Case:
     """Time both ways and each step in turns, after a turn that does not count."""
     peer_id = end.agent.connect(base64.b64decode(peer.facts["metadata"]))
     count = total_bytes // size
@@ -209,7 +209,7 @@ def measure(kind: str, end: End, peer: PeerProcess, size: int, total_bytes: int,
             for name, taken in times.items():
                 seconds[name].append(taken)
     medians = {name: median(taken) for name, taken in seconds.items()}
-    prefers = end.costs.prefers_bounce(count, total_bytes)
+    prefers = costs.prefers_bounce(count, total_bytes)
     steps = (medians["fragments"], medians["bounced"], medians["gather"], medians["write"], medians["scatter"])
     return Case(kind, size, count, *steps, prefers)
 
@@ -228,7 +228,9 @@ def run(quick: bool) -> list[Case]:
         with suppress(MissingExtraError):
             agent_class(kind)
             peer, end = PeerProcess(kind, total_bytes), End(kind, "bench", total_bytes)
-            cases += [measure(kind, end, peer, size, total_bytes, num_turns) for size in sizes]
+            peer_id = end.agent.connect(base64.b64decode(peer.facts["metadata"]))
+            costs = calibrate_peer(end.agent, peer_id, peer.facts["region"])
+            cases += [measure(kind, end, peer, costs, size, total_bytes, num_turns) for size in sizes]
             end.bounce.close()
             end.agent.close()
             peer.end()

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvist.errors import KvistError
-from kvist.transfer.agents.base import Int64s, TransferAgent, WriteState
+from kvist.transfer.agents.base import Int64s, PeerId, TransferAgent, WriteState
 from kvist.transfer.bounce.copier import TorchCopier
 from kvist.transfer.bounce.gate import CostModel, calibrate
 
@@ -24,22 +24,36 @@ class CalibrationError(KvistError):
 
 
 def calibrate_agents(source: TransferAgent, target: TransferAgent, total_bytes: int = 8 << 20) -> CostModel:
-    """Measure writes from one agent to another of this process, and copies in host memory; some tenths of a second.
+    """Measure from one agent of this process to another; some tenths of a second. Raises CalibrationError.
 
-    On one host that is what transfers cost; between hosts writes cost more, so that this bounces rather too seldom.
-    Raises CalibrationError.
+    A peer of another process or host costs more: measure that one, where it is known, with `calibrate_peer`.
     """
-    pools = [agent.allocate(total_bytes) for agent in (source, target)]
-    regions = [agent.register(m.ctypes.data, total_bytes) for agent, m in zip((source, target), pools, strict=True)]
+    memory = target.allocate(total_bytes)
+    region = target.register(memory.ctypes.data, total_bytes)
     peer = source.connect(target.metadata())
-    pool = torch.from_numpy(pools[0])
-    copier, buffer = TorchCopier([pool]), torch.empty(total_bytes, dtype=torch.uint8)
+    try:
+        return calibrate_peer(source, peer, memory.ctypes.data, total_bytes)
+    finally:
+        source.disconnect(peer)
+        target.deregister(region)
+
+
+def calibrate_peer(agent: TransferAgent, peer: PeerId, remote_address: int, total_bytes: int = 8 << 20) -> CostModel:
+    """Measure writes to a connected peer, and copies in host memory here. Raises CalibrationError.
+
+    Overwrites `total_bytes` of registered memory at the peer, which has to be nobody's: an unused bounce region.
+    """
+    memory = agent.allocate(total_bytes)
+    memory[:] = 0  # every page is there before anything is timed
+    region = agent.register(memory.ctypes.data, total_bytes)
+    pool, buffer = torch.from_numpy(memory), torch.zeros(total_bytes, dtype=torch.uint8)
+    copier = TorchCopier([pool])
 
     def write(num_fragments: int, size_bytes: int) -> float:
         offsets = _scattered(num_fragments, size_bytes)
-        rows = (pools[0].ctypes.data + offsets, pools[1].ctypes.data + offsets[::-1], np.full_like(offsets, size_bytes))
+        rows = (memory.ctypes.data + offsets, remote_address + offsets[::-1], np.full_like(offsets, size_bytes))
         began = perf_counter()
-        transfer = source.write(peer, np.stack(rows, axis=1))
+        transfer = agent.write(peer, np.stack(rows, axis=1))
         if not transfer.wait(_WRITE_TIMEOUT_S) or transfer.state is not WriteState.DONE:
             raise CalibrationError(transfer.reason or f"not written within {_WRITE_TIMEOUT_S} s")
         return perf_counter() - began
@@ -59,9 +73,7 @@ def calibrate_agents(source: TransferAgent, target: TransferAgent, total_bytes: 
     try:
         return calibrate(write, gather, scatter, total_bytes)
     finally:
-        source.disconnect(peer)
-        for agent, region in zip((source, target), regions, strict=True):
-            agent.deregister(region)
+        agent.deregister(region)
 
 
 def _scattered(num_fragments: int, size_bytes: int) -> Int64s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp, inf, log
 from typing import TypeAlias
 
 from kvist.errors import InvalidValueError
@@ -15,7 +15,7 @@ Measure: TypeAlias = Callable[[int, int], float]
 FRAGMENT_SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
 # Predictions are of a quiet host: bounced must be better by this much before it is chosen.
 _MARGIN = 1.25
-_REPETITIONS = 3
+_REPETITIONS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,20 @@ def calibrate(
     if total_bytes < max(sizes_bytes):
         raise InvalidValueError("total_bytes", total_bytes, f"at least the largest fragment, {max(sizes_bytes)}")
 
-    def curve(measure: Measure, sizes_bytes: Sequence[int]) -> CostCurve:
-        seconds = [_least(measure, total_bytes // size, size) / (total_bytes // size) for size in sizes_bytes]
-        return CostCurve(tuple(sizes_bytes), tuple(seconds))
-
     # A bounce writes one large piece: what that costs is measured as well.
-    pieces = [*sizes_bytes, total_bytes] if total_bytes > max(sizes_bytes) else sizes_bytes
-    fixed_s = _least(write, 1, min(sizes_bytes))
+    pieces = [*sizes_bytes, total_bytes] if total_bytes > max(sizes_bytes) else list(sizes_bytes)
+    plan = {(write, 1, min(sizes_bytes)): inf}
+    for measure, sizes in ((write, pieces), (gather, sizes_bytes), (scatter, sizes_bytes)):
+        plan |= {(measure, total_bytes // size, size): inf for size in sizes}
+    for _ in range(_REPETITIONS):  # of all in turns: what disturbs one for a while does not disturb it each time
+        for measure, num_fragments, size in plan:
+            least = min(plan[measure, num_fragments, size], measure(num_fragments, size))
+            plan[measure, num_fragments, size] = max(least, 1e-9)
+
+    def curve(measure: Measure, sizes: Sequence[int]) -> CostCurve:
+        counts = [total_bytes // size for size in sizes]
+        seconds = [plan[measure, count, size] / count for count, size in zip(counts, sizes, strict=True)]
+        return CostCurve(tuple(sizes), tuple(seconds))
+
+    fixed_s = plan[write, 1, min(sizes_bytes)]
     return CostModel(curve(write, pieces), curve(gather, sizes_bytes), curve(scatter, sizes_bytes), fixed_s)
-
-
-def _least(measure: Measure, num_fragments: int, size_bytes: int) -> float:
-    return max(min(measure(num_fragments, size_bytes) for _ in range(_REPETITIONS)), 1e-9)
