@@ -83,7 +83,7 @@ class DecodeGraphs:
 
 
 class _Buffers:
-    """The tensors that captured graphs read: filled anew for each step, never moved."""
+    """All tensors that captured graphs read, which do not keep them alive: filled anew for each step, never moved."""
 
     def __init__(self, plan: WindowPlan, tensors: KvTensors, table_widths: Sequence[int], max_num_seqs: int) -> None:
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -93,6 +93,8 @@ class _Buffers:
         self._input_ids = zeros(max_num_seqs, dtype=torch.int64)
         self._positions = zeros(max_num_seqs, dtype=torch.int64)
         self._seq_lens = zeros(max_num_seqs, dtype=torch.int32)
+        self._prefill_start_loc = zeros(1, dtype=torch.int32)
+        self._logit_rows = torch.arange(max_num_seqs, device=tensors.device)
         self._block_tables = [zeros(max_num_seqs, width, dtype=torch.int32) for width in table_widths]
         self._page_offsets = [zeros(max_num_seqs, dtype=torch.int32) for _ in table_widths]
         self._slot_mappings = [zeros(max_num_seqs, dtype=torch.int64) for _ in table_widths]
@@ -104,14 +106,13 @@ class _Buffers:
             table, offsets = self._block_tables[place.group_id], self._page_offsets[place.group_id]
             slots = self._slot_mappings[place.group_id]
             layers.append(LayerPages(self._tensors.by_slot(layer_idx), table[:size], offsets[:size], slots[:size]))
-        device = self._tensors.device
         return ForwardBatch(
             input_ids=self._input_ids[:size],
             positions=self._positions[:size],
             seq_lens=self._seq_lens[:size],
             num_decodes=size,
-            prefill_start_loc=torch.zeros(1, dtype=torch.int32, device=device),
-            logit_rows=torch.arange(size, device=device),
+            prefill_start_loc=self._prefill_start_loc,
+            logit_rows=self._logit_rows[:size],
             layers=tuple(layers),
         )
 

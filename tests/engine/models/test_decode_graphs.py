@@ -46,6 +46,21 @@ def test_padded_steps_on_static_buffers_give_the_logits_of_eager_ones(name: str,
                 model.close(request)
 
 
+def test_graphs_of_all_sizes_read_the_same_memory_which_stays_theirs(harness) -> None:
+    paged, batches = harness("gemma3"), []
+
+    def capture(compute):
+        batches.append(*compute.args)
+        return compute
+
+    widths = [peak_num_blocks(group, 4, 512, 1) for group in paged.plan.groups]
+    DecodeGraphs(paged.model, paged.plan, paged.tensors, widths, 4, capture)
+    assert len(batches) == 3
+    for batch in batches[1:]:
+        for name in ("input_ids", "positions", "seq_lens", "prefill_start_loc", "logit_rows"):
+            assert getattr(batch, name).data_ptr() == getattr(batches[0], name).data_ptr(), name
+
+
 def test_all_graphs_are_captured_on_the_models_device_in_one_stream_and_pool(monkeypatch) -> None:
     devices: list[str] = []
     captures: list[tuple[str, object, object]] = []
