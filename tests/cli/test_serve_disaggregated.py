@@ -143,6 +143,51 @@ async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on() 
         await survivor.is_idle()
 
 
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGCONT])
+async def test_a_sender_that_stops_while_it_is_asked_costs_the_receiver_no_blocks(ending: signal.Signals) -> None:
+    prompt = make_prompt(60, 1)
+    async with serve("--kv-transfer-timeout", "1.5") as target, serve("--kv-transfer-timeout", "1.5") as source:
+        body = {"prompt": prompt, "max_tokens": 20}
+        greeting = make_prompt(30, 9)
+        await target.post({"prompt": greeting, "kv_transfer_params": await source.prefill(greeting)})
+        params = await source.prefill(prompt)
+        source.process.send_signal(signal.SIGSTOP)
+        answering = asyncio.create_task(target.text(body | {"kv_transfer_params": params}))
+        await target.reaches("engine_requests_receiving", 1)
+        assert await target.metric("engine_kv_blocks_used") > 0
+        if ending is signal.SIGKILL:
+            await source.kill()  # which is noticed, long before the time is up or not
+            text = await answering
+        else:
+            text = await answering  # computed there, while the reserved blocks stay out of use
+            assert await target.metric("transfer_quarantined_bytes") > 0
+            source.process.send_signal(signal.SIGCONT)
+            await source.is_idle()
+        await target.is_idle()
+        assert text == await target.text(body)
+        assert await target.metric("engine_fallbacks") == 1
+
+
+async def test_a_receiver_killed_while_it_is_written_to_costs_the_sender_no_blocks() -> None:
+    prompt = make_prompt(60, 1)
+    async with serve("--kv-transfer-timeout", "1.5") as source, serve() as target:
+        body = {"prompt": prompt, "max_tokens": 200}
+        params = await source.prefill(prompt)
+        target.process.send_signal(signal.SIGSTOP)
+        asking = asyncio.create_task(target.post(body | {"kv_transfer_params": params}))
+        other = await source.prefill(make_prompt(80, 2))
+        target.process.send_signal(signal.SIGCONT)
+        await source.reaches("transfer_sent", 1)
+        asking_too = asyncio.create_task(
+            target.post({"prompt": make_prompt(80, 2), "max_tokens": 200, "kv_transfer_params": other})
+        )
+        await target.kill()
+        for task in (asking, asking_too):
+            with pytest.raises(httpx.HTTPError):
+                await task
+        await source.is_idle()
+
+
 async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_allowed() -> None:
     async with serve("--no-kv-transfer-fallback") as target, serve() as source:
         prompt = make_prompt(40, 1)
