@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.agents import RegionId, SharedMemoryAgent, WriteState
+from kvist.transfer.agents import Fragment, Fragments, PeerId, RegionId, SharedMemoryAgent, Transfer, WriteState
 from kvist.transfer.bounce import Bounce, BounceConfig, Lease, NullBounce, Outgoing, RegionBounce, Scattering
+from kvist.transfer.bounce.copier import TorchCopier, host_region
 from kvist.transfer.frames import BounceTail, Extent, plan_scatter
 
 DEADLINE_S = 60.0
@@ -251,8 +253,6 @@ class CountingAgent(SharedMemoryAgent):
 
 
 def bounce_of(agent: CountingAgent, new_costs: Callable[..., Any], copier: Any = None) -> RegionBounce[Any]:
-    from kvist.transfer.bounce.copier import host_region
-
     config = BounceConfig(close_timeout_s=0.05)
     return RegionBounce(agent, copier, lambda: host_region(agent, 4096), new_costs(per_descriptor_s=1.0), config)
 
@@ -318,9 +318,32 @@ def test_the_transport_that_never_bounces_answers_every_call() -> None:
     bounce: Bounce = NullBounce()
     lease = Lease(0, (Extent(0, 1),))
     assert bounce.reserve(1 << 30, 1 << 20) is None
-    assert bounce.send("peer", [], 0) is None  # type: ignore[arg-type]
+    assert bounce.send(PeerId("peer"), [], 0) is None
     assert bounce.scatter(lease, np.empty((0, 3), np.int64)).error == "bouncing is off"
     bounce.quarantine(lease)
     bounce.release(lease)
     assert bounce.statistics() == bounce.statistics()
     assert bounce.close()
+
+
+class AbandoningAgent(CountingAgent):
+    """An agent none of whose writes can be stopped."""
+
+    def write(self, peer: PeerId, fragments: Fragments) -> Transfer:  # noqa: ARG002
+        transfer = Transfer(1, 64)
+        transfer.end(WriteState.ABANDONED, "not written within 30 s")
+        return transfer
+
+
+def test_room_that_an_abandoned_write_may_still_read_is_quarantined_and_stays_registered(
+    new_costs: Callable[..., Any],
+) -> None:
+    agent = AbandoningAgent()
+    pool = agent.allocate(4096)
+    bounce = bounce_of(agent, new_costs, TorchCopier([torch.from_numpy(pool)]))
+    outgoing = sent(bounce.send(PeerId("peer"), [Fragment(pool.ctypes.data, 4096, 64)], 4096))
+    assert (outgoing.state, outgoing.reason) == (WriteState.ABANDONED, "not written within 30 s")
+    assert bounce.statistics().quarantined_bytes == bounce.statistics().send_bytes == 512
+    assert not bounce.close()
+    assert agent.deregistered == []
+    agent.close()
