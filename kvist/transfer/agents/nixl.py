@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Generator
+from time import monotonic
 
 import msgspec
 import numpy as np
@@ -41,6 +43,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("nixl", str(error.name)) from error
 
 KIND = "nixl"
+_DRAIN_S = 1.0  # for a write that is to end early
 _logger = logging.getLogger(__name__)
 # The bindings' errors have no root of their own but Exception.
 _NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
@@ -195,21 +198,28 @@ class NixlAgent:
                 raise WriteFailedError(f"NIXL reports {state} for a write to {peer!r}")
             self._agent.release_xfer_handle(handle)
         except (WriteFailedError, *_NIXL_ERRORS) as error:
-            raise WriteFailedError(self._reason(peer, error), is_quiescent=self._is_released(handle)) from error
+            is_over = handle is None or (yield from self._drain(handle))
+            raise WriteFailedError(self._reason(peer, error), is_quiescent=is_over) from error
 
     def _reason(self, peer: PeerId, error: Exception) -> str:
         return error.reason if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
 
-    def _is_released(self, handle: object | None) -> bool:
-        """Return whether a write is no longer under way: NIXL refuses to release one that it cannot cancel."""
-        if handle is None:
-            return True
+    def _drain(self, handle: object) -> Generator[bool, None, bool]:
+        """Return whether a write is over: it has a while for that, since a cancelled one may still be under way."""
+        deadline_s = monotonic() + _DRAIN_S
+        is_pending = True
+        try:
+            while is_pending and monotonic() < deadline_s:
+                is_pending = self._agent.check_xfer_state(handle) == "PROC"
+                yield False
+        except _NIXL_ERRORS as error:  # of a peer that is gone: NIXL knows no more of the write
+            _logger.info("a write has no state any more: agent=%s error=%s", self.name, error)
+            is_pending = False
         try:
             self._agent.release_xfer_handle(handle)
         except _NIXL_ERRORS as error:
             _logger.warning("a write could not be cancelled: agent=%s error=%s", self.name, error)
-            return False
-        return True
+        return not is_pending
 
 
 def check_ucx_transports(setting: str | None) -> None:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 from kvist.transfer.agents.base import AgentStatistics, PeerId, Transfer, WriteState
 
 # A step yields whether bytes moved. The end of the generator is the end of the write; WriteFailedError is its failure.
+# One that is thrown in asks it to end: it may take some more steps, of its own bound.
 Steps: TypeAlias = Generator[bool, None, None]
 
 _IDLE_WAIT_S = 0.0002  # between polls of a library that moves the bytes by itself
@@ -27,7 +28,7 @@ class WriteFailedError(Exception):
 
 
 class _Write:
-    __slots__ = ("deadline_s", "failure", "peer", "steps", "transfer")
+    __slots__ = ("deadline_s", "failure", "is_ending", "peer", "steps", "transfer")
 
     def __init__(self, peer: PeerId, transfer: Transfer, steps: Steps, deadline_s: float) -> None:
         self.peer = peer
@@ -35,6 +36,7 @@ class _Write:
         self.steps = steps
         self.deadline_s = deadline_s
         self.failure: str | None = None
+        self.is_ending = False
 
 
 class WriteThread:
@@ -121,9 +123,10 @@ class WriteThread:
         if failure is None and monotonic() >= write.deadline_s:
             failure = f"not written within {self._timeout_s} s"
         try:
-            if failure is None:
+            if failure is None or write.is_ending:
                 return next(write.steps)
-            write.steps.throw(WriteFailedError(failure))
+            write.is_ending = True
+            return write.steps.throw(WriteFailedError(failure))
         except StopIteration:
             self._end(write, WriteState.DONE, None)
         except WriteFailedError as error:
