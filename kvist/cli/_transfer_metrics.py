@@ -20,12 +20,17 @@ class TransferCollector(Collector):
         """Yield the metrics as they are now."""
         statistics = self._service.statistics()
         sender, receiver, agent = statistics.sender, statistics.receiver, statistics.agent
+        bounce = statistics.bounce
         yield _counter("sent", "Prompts that another worker has fetched.", sender.num_fetched)
         yield _counter("given_up", "Prompts that were held and not fetched.", sender.num_given_up)
         yield _counter("received", "Prompts fetched.", receiver.num_completed)
         yield _counter("failed", "Prompts that could not be fetched.", receiver.num_failed)
         yield _counter("sent_bytes", "Bytes written into other workers' memory.", agent.bytes_written)
         yield _counter("sent_descriptors", "Pieces they were written in.", agent.num_fragments_written)
+        yield _counter("bounced_bytes", "Those of them that went through a bounce region.", bounce.bytes_sent)
+        yield _counter("bounced_descriptors", "Pieces that were gathered for that.", bounce.num_fragments_sent)
+        yield _gauge("bounce_used_bytes", "Bytes in use of both regions.", bounce.receive_bytes + bounce.send_bytes)
+        yield _gauge("bounce_quarantined_bytes", "Those that may be written to late.", bounce.quarantined_bytes)
         yield _counter("received_bytes", "Bytes that other workers wrote here.", statistics.bytes_received)
         yield _counter("write_seconds", "Seconds that writes took, summed.", statistics.write_seconds)
         yield _counter("fetch_seconds", "Seconds from asking for a prompt to having it.", statistics.fetch_seconds)

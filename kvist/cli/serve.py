@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.cli._kv_transfer import add_transfer_arguments, open_agent, open_service
+from kvist.cli._kv_transfer import Transfers, add_transfer_arguments, open_agent, open_service
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
     from kvist.publisher import KvEventPublisher
-    from kvist.transfer.agents import TransferAgent
 
 HELP = "serve a model with the bundled engine"
 
@@ -112,13 +111,13 @@ def run(args: argparse.Namespace) -> int:
     with _listen(args.host, args.port) as listener:
         worker = f"{args.host}:{listener.getsockname()[1]}"
         transfers = open_agent(args, f"{worker}/{uuid.uuid4().hex}")
-        agent, allocate = (None, None) if transfers is None else transfers
+        allocate = None if transfers is None else transfers.allocate
         if args.kv_events == "none":
-            return asyncio.run(_serve(args, listener, load_with_memory(config, None, allocate), None, agent))
+            return asyncio.run(_serve(args, listener, load_with_memory(config, None, allocate), None, transfers))
         limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
         with KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits) as publisher:
             loaded = load_with_memory(config, publisher, allocate)
-            return asyncio.run(_serve(args, listener, loaded, publisher, agent))
+            return asyncio.run(_serve(args, listener, loaded, publisher, transfers))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -134,7 +133,7 @@ async def _serve(
     listener: socket.socket,
     loaded: LoadedEngine,
     publisher: KvEventPublisher | None,
-    agent: TransferAgent | None,
+    transfers: Transfers | None,
 ) -> int:
     from kvist.cli._publisher_metrics import PublisherCollector
     from kvist.cli._transfer_metrics import TransferCollector
@@ -150,8 +149,8 @@ async def _serve(
     engine = AsyncEngine(loaded.core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S)
     async with AsyncExitStack() as exits:
         served = None
-        if agent is not None:
-            service = open_service(args, names[0], agent, loaded, engine)
+        if transfers is not None:
+            service = open_service(args, names[0], transfers, loaded, engine)
             exits.callback(service.close, _TRANSFER_CLOSE_S)
             collectors.append(TransferCollector(service))
             served = ServedTransfers(role=args.role, endpoint=service.endpoint, agent=args.kv_transfer_agent)

@@ -12,7 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvist.errors import MalformedMessageError
-from kvist.transfer.frames import decode_report
+from kvist.transfer.bounce import Bounce, Lease, Scattering
+from kvist.transfer.frames import decode_report, plan_scatter
 from kvist.transfer.handoff import TransferReports, WantedBlocks
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import (
@@ -25,7 +26,17 @@ from kvist.transfer.messages import (
     encode_message,
 )
 from kvist.transfer.outgoing import judge_greeting
-from kvist.transfer.receiver import Complete, Fail, Fetch, Receiver, ReceiverAction, Release, SendCancel, SendRequest
+from kvist.transfer.receiver import (
+    Complete,
+    Fail,
+    Fetch,
+    Receiver,
+    ReceiverAction,
+    Release,
+    SendCancel,
+    SendRequest,
+    StartScatter,
+)
 from kvist.transfer.sessions import TransferLimits
 from kvist.transfer.slices import TokenRange, raw_cached_tokens, slice_of_tables
 from kvist.transfer.wire import MAX_MESSAGE_BYTES, MESSAGE, PING, REPORT
@@ -55,6 +66,7 @@ class _Fetching:
     block_ids_per_group: tuple[tuple[int, ...], ...]
     num_bytes: int
     began_s: float
+    lease: Lease | None
     has_failed: bool = False
 
 
@@ -69,8 +81,11 @@ class Incoming:
         hello: Hello,
         limits: TransferLimits,
         reports: TransferReports,
+        bounce: Bounce,
     ) -> None:
         self._context = context
+        self._bounce = bounce
+        self._scatterings: dict[int, Scattering] = {}
         self._poller = poller
         self._memory = memory
         self._hello = hello
@@ -97,9 +112,12 @@ class Incoming:
         kv_slice = slice_of_tables(wanted.block_ids_per_group, TokenRange(0, wanted.num_tokens), size, cached)
         block_ids = kv_slice.block_ids_per_group
         num_bytes = self._memory.num_bytes(block_ids)
-        self._fetching[transfer_id] = _Fetching(wanted, block_ids, num_bytes, now_s)
+        lease = self._bounce.reserve(num_bytes, sum(map(len, block_ids)), timeout_s=0.0)
+        self._fetching[transfer_id] = _Fetching(wanted, block_ids, num_bytes, now_s, lease)
         self._transfer_ids[wanted.request_id] = transfer_id
-        self.receiver.open(Fetch(transfer_id, endpoint, {0: None}), now_s)
+        region = None if lease is None else lease.extents[0]
+        destinations = () if lease is None else self._memory.extents(block_ids)
+        self.receiver.open(Fetch(transfer_id, endpoint, {0: region}, destinations), now_s)
         try:
             source = self._source(endpoint)
         except zmq.ZMQError as error:
@@ -128,6 +146,18 @@ class Incoming:
                 except MalformedMessageError as error:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message ignored source=%s reason=%s", *_facts(error))
+
+    @property
+    def has_scatters(self) -> bool:
+        """Return whether `poll_scatters` has something to look at."""
+        return bool(self._scatterings)
+
+    def poll_scatters(self, now_s: float) -> None:
+        """Go on with the transfers whose bytes have come out of the bounce region."""
+        for transfer_id, scattering in list(self._scatterings.items()):
+            if scattering.is_done:
+                del self._scatterings[transfer_id]
+                self._do(self.receiver.scattered(transfer_id, scattering.error, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died."""
@@ -232,12 +262,19 @@ class Incoming:
                     self._send(source, _request(transfer_id, fetching))
                 case SendCancel(transfer_id=transfer_id) if source is not None:
                     self._send(source, Cancel(transfer_id, wanted.remote_request_id))
+                case StartScatter(transfer_id=transfer_id, tails=tails) if fetching.lease is not None:
+                    self._scatterings[transfer_id] = self._bounce.scatter(fetching.lease, plan_scatter(tails))
                 case Fail(reason=reason):
                     fetching.has_failed = True
+                    if fetching.lease is not None:
+                        self._bounce.quarantine(fetching.lease)
                     self._reports.fetch_failed(wanted.request_id, reason)
-                case Release(transfer_id=transfer_id) if fetching.has_failed:
-                    self._forget(transfer_id)
-                    self._reports.fetch_released(wanted.request_id)
+                case Release(transfer_id=transfer_id):
+                    if fetching.lease is not None:
+                        self._bounce.release(fetching.lease)
+                    if fetching.has_failed:
+                        self._forget(transfer_id)
+                        self._reports.fetch_released(wanted.request_id)
                 case Complete(transfer_id=transfer_id):
                     self._forget(transfer_id)
                     self.bytes_received += fetching.num_bytes
@@ -280,6 +317,7 @@ def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
 
 def _request(transfer_id: int, fetching: _Fetching) -> ReceiveRequest:
     wanted = fetching.wanted
+    region = None if fetching.lease is None else fetching.lease.extents[0]
     return ReceiveRequest(
         transfer_id=transfer_id,
         request_id=wanted.remote_request_id,
@@ -287,6 +325,8 @@ def _request(transfer_id: int, fetching: _Fetching) -> ReceiveRequest:
         token_end=wanted.num_tokens,
         prompt_len=wanted.num_tokens,
         block_ids_per_group=fetching.block_ids_per_group,
+        bounce_base=None if region is None else region.base,
+        bounce_size_bytes=None if region is None else region.size_bytes,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.kvcache import KvGroup
+from kvist.transfer.frames import Extent
 from kvist.transfer.messages import PoolPlace, ReceiveRequest
 from kvist.transfer.slices import BlockCountMismatchError, SliceGroup, pair_blocks, positional_block_ids
 
@@ -26,6 +27,17 @@ class KvMemory:
     def num_bytes(self, block_ids_per_group: Sequence[Sequence[int]]) -> int:
         """Return the bytes of these blocks, a list a group."""
         return sum(len(ids) * pool.slot_bytes for ids, pool in zip(block_ids_per_group, self.pools, strict=True))
+
+    def extents(self, block_ids_per_group: Sequence[Sequence[int]]) -> tuple[Extent, ...]:
+        """Return where these blocks lie, sorted by address; neighbours are one piece."""
+        merged: list[Extent] = []
+        places = zip(self.pools, block_ids_per_group, strict=True)
+        for extent in sorted(pool.block(block_id) for pool, ids in places for block_id in ids):
+            if merged and merged[-1].end == extent.base:
+                merged[-1] = Extent(merged[-1].base, merged[-1].size_bytes + extent.size_bytes)
+            else:
+                merged.append(extent)
+        return tuple(merged)
 
     def fragments(
         self, tables: Sequence[Sequence[int]], num_tokens: int, request: ReceiveRequest, peer_pools: Sequence[PoolPlace]

@@ -11,9 +11,11 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import PeerId, PeerUnreachableError, Transfer, TransferAgent, WriteState
-from kvist.transfer.frames import Result, encode_report
+from kvist.transfer.bounce import Bounce
+from kvist.transfer.bounce import Outgoing as Bounced
+from kvist.transfer.frames import BounceTail, Result, ResultStatus, encode_report
 from kvist.transfer.handoff import OfferedBlocks
-from kvist.transfer.memory import KvMemory
+from kvist.transfer.memory import Int64s, KvMemory
 from kvist.transfer.messages import (
     Cancel,
     ForeignHello,
@@ -51,8 +53,13 @@ class _Write:
     receiver: str
     transfer_id: int
     request_id: str
-    transfer: Transfer
+    transfer: Transfer | Bounced
     began_s: float
+
+    @property
+    def tail(self) -> BounceTail | None:
+        """Return what a bounced write has left in the receiver's region."""
+        return self.transfer.tail if isinstance(self.transfer, Bounced) else None
 
 
 class Outgoing:
@@ -69,8 +76,10 @@ class Outgoing:
         hello: Hello,
         limits: TransferLimits,
         free: Callable[[str], None],
+        bounce: Bounce,
     ) -> None:
         self._router = router
+        self._bounce = bounce
         self._agent = agent
         self._memory = memory
         self._hello = hello
@@ -129,7 +138,7 @@ class Outgoing:
                 self._do(self._sender.withdraw(write.request_id), now_s)
                 continue
             is_ok = state is WriteState.DONE
-            self._do(self._sender.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s)
+            self._do(self._sender.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s, write.tail)
 
     def tick(self, now_s: float) -> None:
         """Give up what nobody comes for."""
@@ -179,14 +188,18 @@ class Outgoing:
             logger.warning("greeting refused name=%s reason=%s", name, refusal)
             self._send_message(name, refusal)
 
-    def _do(self, actions: list[SenderAction], now_s: float) -> None:
+    def _do(self, actions: list[SenderAction], now_s: float, tail: BounceTail | None = None) -> None:
+        """Do what is to be done; `tail` is that of the write whose result is among it."""
         for action in actions:
             match action:
                 case StartWrite(receiver=receiver, request=request):
                     self._write(receiver, request, now_s)
                 case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
-                    result = Result(0, transfer_id, 0, True, status)
-                    self._send(receiver, [REPORT, *encode_report(result)])
+                    if status is not ResultStatus.SUCCESS:
+                        tail = None
+                    num_bytes = None if tail is None else int(tail.sizes_bytes.sum())
+                    result = Result(0, transfer_id, 0, True, status, num_bytes)
+                    self._send(receiver, [REPORT, *encode_report(result, tail)])
                 case SendRefusal(receiver=receiver, refusal=refusal):
                     self._send_message(receiver, refusal)
                 case Free(request_id=request_id):
@@ -199,7 +212,7 @@ class Outgoing:
         receiver, offered = self._receivers[name], self._offered[request.request_id]
         try:
             fragments = self._memory.fragments(offered.block_ids_per_group, offered.num_tokens, request, receiver.pools)
-            transfer = self._agent.write(receiver.peer, fragments) if len(fragments) else None
+            transfer = self._begin(receiver.peer, fragments, request) if len(fragments) else None
         except (BlockCountMismatchError, InvalidValueError) as error:
             logger.warning("kv write refused receiver=%s reason=%s", name, error)
             self._do(self._sender.rejected(name, request.transfer_id, RefusalReason.BLOCK_COUNT_MISMATCH), now_s)
@@ -208,6 +221,14 @@ class Outgoing:
             self._do(self._sender.written(name, request.transfer_id, is_ok=True), now_s)
         else:
             self._writes.append(_Write(name, request.transfer_id, request.request_id, transfer, now_s))
+
+    def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Transfer | Bounced:
+        """Write in one piece where the receiver has room for that and so have we, else as it is."""
+        if request.bounce_base is not None and fragments[:, 2].sum() <= (request.bounce_size_bytes or 0):
+            bounced = self._bounce.send(peer, fragments, request.bounce_base, timeout_s=0.0)
+            if bounced is not None:
+                return bounced
+        return self._agent.write(peer, fragments)
 
     def _forget(self, name: str) -> None:
         receiver = self._receivers.pop(name, None)

@@ -19,6 +19,7 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache import KvGroup
 from kvist.kvcache.chain import root_digest
 from kvist.transfer.agents import AgentStatistics, TransferAgent
+from kvist.transfer.bounce import Bounce, BounceStatistics, NullBounce
 from kvist.transfer.handoff import OfferedBlocks, TransferReports, WantedBlocks
 from kvist.transfer.incoming import Incoming
 from kvist.transfer.memory import KvMemory
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _PING_S = 5.0
-_WRITE_POLL_S = 0.0005
+_COPY_POLL_S = 0.001
 
 Command = Callable[[], None]
 
@@ -45,6 +46,7 @@ class TransferStatistics:
     sender: SenderStatistics
     receiver: ReceiverStatistics
     agent: AgentStatistics
+    bounce: BounceStatistics
     bytes_received: int
     quarantined_bytes: int
     write_seconds: float
@@ -93,9 +95,12 @@ class KvTransferService:
         reports: TransferReports,
         submit: Callable[[Command], None],
         limits: TransferLimits | None = None,
+        bounce: Bounce | None = None,
     ) -> None:
+        bounce = NullBounce() if bounce is None else bounce
         limits = TransferLimits() if limits is None else limits
         self._agent = agent
+        self._bounce = bounce
         self._reports = _Submitted(reports, submit)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -117,8 +122,8 @@ class KvTransferService:
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
         memory = KvMemory(tuple(groups), hello.block_size, hello.pools)
-        self._outgoing = Outgoing(self._router, agent, memory, hello, limits, self._reports.release)
-        self._incoming = Incoming(self._context, self._poller, memory, hello, limits, self._reports)
+        self._outgoing = Outgoing(self._router, agent, memory, hello, limits, self._reports.release, bounce)
+        self._incoming = Incoming(self._context, self._poller, memory, hello, limits, self._reports, bounce)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_closing = False
         self._has_ended = False
@@ -141,6 +146,7 @@ class KvTransferService:
             self._context.destroy(linger=0)
         else:
             self._thread.join(timeout_s)
+        self._bounce.close()
         self._agent.close(timeout_s)
 
     def offer(self, offered: OfferedBlocks) -> None:
@@ -168,6 +174,7 @@ class KvTransferService:
             self._outgoing.sender.statistics(),
             self._incoming.receiver.statistics(),
             self._agent.statistics(),
+            self._bounce.statistics(),
             self._incoming.bytes_received,
             self._incoming.quarantined_bytes,
             self._outgoing.write_seconds,
@@ -189,13 +196,15 @@ class KvTransferService:
     def _serve(self) -> None:
         next_tick_s = next_ping_s = time.monotonic()
         while not self._is_closing:
-            timeout_s = _WRITE_POLL_S if self._outgoing.has_writes else _TICK_S
+            has_copies = self._outgoing.has_writes or self._incoming.has_scatters
+            timeout_s = _COPY_POLL_S if has_copies else _TICK_S
             self._poller.poll(max(1, round(timeout_s * 1000)))
             messages = self._outgoing.read()
             self._run_commands()  # the engine offers a prompt before anybody is told of it
             self._outgoing.take(messages, time.monotonic())
             self._outgoing.poll_writes(time.monotonic())
             self._incoming.receive(time.monotonic())
+            self._incoming.poll_scatters(time.monotonic())
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + _TICK_S

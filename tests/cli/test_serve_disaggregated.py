@@ -86,8 +86,9 @@ def make_prompt(count: int, seed: int) -> list[int]:
     return [3 + (seed * 37 + i * i) % 200 for i in range(count)]
 
 
-async def test_one_worker_computes_prompts_and_another_goes_on() -> None:
-    async with serve("--role", "prefill") as source, serve("--role", "decode") as target:
+@pytest.mark.parametrize("flags", [(), ("--kv-transfer-bounce-mib", "32")], ids=["", "bounce regions"])
+async def test_one_worker_computes_prompts_and_another_goes_on(flags: tuple[str, ...]) -> None:
+    async with serve("--role", "prefill", *flags) as source, serve("--role", "decode", *flags) as target:
         info = (await source.client.get("/server_info")).json()
         assert info["role"] == "prefill"
         assert info["kv_transfer"]["agent"] == "shared_memory"
@@ -213,6 +214,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         (["--role", "prefill"], "--kv-transfer to be given as well"),
         (["--kv-transfer", "tcp://0.0.0.0:0"], "other workers can reach"),
         (["--kv-transfer", "ipc://x"], "other workers can reach"),
+        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-bounce-mib", "-1"], "size_mib"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

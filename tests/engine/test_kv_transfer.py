@@ -20,11 +20,16 @@ from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.transfer.agents import SharedMemoryAgent
+from kvist.transfer.bounce import BounceConfig, RegionBounce
+from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.bounce.gate import CostCurve, CostModel
 from kvist.transfer.messages import PoolPlace, encode_message, group_shapes
 from kvist.transfer.service import KvTransferService, make_hello
 from kvist.transfer.sessions import TransferLimits
 
 B = 4
+CHEAP = CostCurve((1,), (1e-9,))
+ALWAYS = CostModel(write=CostCurve((1, 1 << 20), (1.0, 1e-6)), gather=CHEAP, scatter=CHEAP, write_fixed_s=1e-9)
 FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
 
 
@@ -66,6 +71,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         limits: TransferLimits | None = None,
         handoff_limits: HandoffLimits | None = None,
         model: str = "m",
+        has_bounce: bool = False,
         **settings: Any,
     ) -> AsyncIterator[Worker]:
         agent = SharedMemoryAgent(f"agent-{random.getrandbits(64):x}")
@@ -76,10 +82,14 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         for pool in loaded.tensors.pools:
             agent.register(pool.data_ptr(), pool.nbytes)
             pools.append(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)))
+        bounce = None
+        if has_bounce:
+            copier = TorchCopier(loaded.tensors.pools)
+            bounce = RegionBounce(agent, copier, lambda: host_region(agent, 1 << 20), ALWAYS, BounceConfig(1))
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent, "shared_memory")
         engine = AsyncEngine(loaded.core, max_num_open=40)
         service = KvTransferService(
-            "tcp://127.0.0.1:*", agent, loaded.plan.groups, hello, loaded.core, engine.submit, limits
+            "tcp://127.0.0.1:*", agent, loaded.plan.groups, hello, loaded.core, engine.submit, limits, bounce
         )
         loaded.core.attach(service, handoff_limits or HandoffLimits())
         async with engine:
@@ -94,6 +104,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "bounced": {"has_bounce": True},
     "chunks and scratch slots": {"has_swa_scratch": True, "max_num_batched_tokens": 23, "max_num_seqs": 5},
 }
 
@@ -122,6 +133,9 @@ async def test_many_prompts_at_once_are_answered_as_by_one_worker(
         assert sent.sender.num_fetched == received.receiver.num_completed == len(prompts)
         assert sent.agent.bytes_written == received.bytes_received > 0
         assert received.quarantined_bytes == 0
+        assert (received.bounce.num_scattered > 0) == (variant == "bounced")
+        for each in (sent.bounce, received.bounce):
+            assert each.receive_bytes == each.send_bytes == each.quarantined_bytes == each.num_failed == 0
         handoffs = target.engine.statistics().handoffs
         assert (handoffs.num_fetched, handoffs.num_fallbacks) == (len(prompts), 0)
 
