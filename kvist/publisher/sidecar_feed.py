@@ -59,6 +59,12 @@ class SidecarFeed:
         return self._restored is None and self.feed.session.state is not SourceState.RESYNCING
 
     @property
+    def _is_asking(self) -> bool:
+        """Return whether what is known of the engine depends on an answer; it does not if it was asked in vain."""
+        session = self.feed.session
+        return session.state is SourceState.RESYNCING and not session.is_in_step
+
+    @property
     def is_complete(self) -> bool:
         """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
         return self.feed.session.state is SourceState.LIVE and self._num_lost == self._num_lost_before
@@ -133,6 +139,7 @@ class SidecarFeed:
         """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
         if self._restored is not None:
             _logger.warning("saved state is not believed: the engine did not prove to be the same source=%s", self.name)
+            self._ranks |= self._restored.keys()  # said to be empty: the engine may stay silent about them for long
             self._restored = None
         self._num_lost_before_of.clear()
         if self._publisher is not None:
@@ -162,8 +169,7 @@ class SidecarFeed:
     def _tell(self) -> None:
         """Have the publisher say whether it lacks blocks."""
         told = (self._complete_ranks, len(self._ranks))
-        is_known = self.feed.session.state is not SourceState.RESYNCING
-        if self._publisher is not None and is_known and told != self._told:
+        if self._publisher is not None and not self._is_asking and told != self._told:
             self._told = told
             self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=told[0]))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvist.events import EngineCleared, EngineRemoved, Tier
+from kvist.events import Cleared, EngineCleared, EngineRemoved, Tier
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, Message
@@ -211,6 +211,28 @@ def test_an_engine_restarted_meanwhile_is_noticed_although_it_is_further_than_it
     assert second.held() == {block_of(number) for number in (1, 4, 5, 6, 7)}
     assert (second.state, second.feed.num_resumed) == (SourceState.LIVE, 0)
     assert "saved state is not believed" in caplog.text
+
+
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_of_an_engine_restarted_meanwhile_that_stays_silent_it_is_said_that_it_holds_nothing(
+    start, publication, has_answer
+):
+    engine = Engine(1, 1000)
+    first = start()
+    first.receive(engine.change(1), 1.0)
+    first.settle(engine, 1.0)
+    second = start(first.save(), 2.0)
+    publication.messages.clear()
+    for now_s in (33.0, 66.0, 99.0):
+        for question in second.feed.questions(now_s):
+            list(second.feed.answered(question, [] if has_answer else None, now_s))
+    seen: list[tuple[int, int, bool]] = []
+    second.publisher.between_events(
+        lambda streams: seen.extend((rank, each.num_blocks, each.is_complete) for rank, each in streams.items())
+    ).result(20)
+    assert seen == [(0, 0, has_answer)]
+    second.publisher.close()
+    assert publication.events() == [Cleared()]
 
 
 def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(publication):
