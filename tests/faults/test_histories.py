@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
-from fault_harness.fleet import STEPS, Plan, Step, Tally, plan_of, play
+from fault_harness.fleet import Tally
+from fault_harness.plan import STEPS, Plan, Step, plan_of
+from fault_harness.play import play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

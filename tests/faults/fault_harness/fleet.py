@@ -1,27 +1,23 @@
-"""A plan of what a fleet lives through, and the playing of it; everything follows from one seed."""
+"""A fleet that lives through a plan, and a router whose index is looked at all the time."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import random
-import tempfile
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-from fault_harness import virtual
 from fault_harness.engine import Engine, digest_of
+from fault_harness.plan import Plan, Step
 from fault_harness.router import Router
 from fault_harness.virtual import World
 from fault_harness.wire import Network, Weather
 from fault_harness.workers import EmbeddedWorker, StockWorker, Worker
 from kvist.events.session import SourceState
-from kvist.publisher import PublisherLimits
-from kvist.radix import RadixIndex
 
 QUIET_S = 240.0
 """How long after the last fault everything must be exact, at the latest: questions become ever rarer."""
@@ -40,47 +36,6 @@ BAD_ANSWERS = (
 )
 # What a transport does to an engine's own stream; answers there carry nothing that tells what they lack.
 HONEST_BAD_ANSWERS = ("replay refused", "replay interrupted", "replay late")
-
-STEPS = {
-    "live": 30,
-    "wait": 8,
-    "weather": 8,
-    "clear_up": 4,
-    "lose_the_last": 4,
-    "cut": 4,
-    "mend": 4,
-    "stall": 3,
-    "go_on": 3,
-    "jam": 2,
-    "answer_badly": 6,
-    "answer_well": 3,
-    "resend": 3,
-    "kill_publisher": 4,
-    "stop_publisher": 1,
-    "start_publisher": 5,
-    "turn_back_the_clock": 1,
-    "kill_router": 2,
-    "take_over_a_dump": 3,
-    "lose_a_rank": 2,
-}
-
-
-class Step(NamedTuple):
-    """One thing that happens, to one worker; `number` decides the rest."""
-
-    kind: str
-    worker: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one history is: everything random in it follows from the numbers here."""
-
-    seed: int
-    kinds: tuple[str, ...]
-    settings: dict[str, Any]
-    steps: tuple[Step, ...]
 
 
 @dataclass(slots=True)
@@ -103,89 +58,6 @@ class Tally:
         self.num_partial += other.num_partial
         self.faults += other.faults
         self.until_exact_s += other.until_exact_s
-
-
-def plan_of(seed: int, kinds: tuple[str, ...] = ("embedded",)) -> Plan:
-    """Return the plan of a seed; each worker is of one of these kinds."""
-    rng = random.Random(seed)
-    settings = {
-        "num_ranks": rng.choice((1, 1, 2)),
-        "has_groups": rng.random() < 0.3,
-        "has_created": rng.random() < 0.7,
-        "is_direct": rng.random() < 0.5,
-        "in_blocks": rng.random() < 0.5,
-        "tells_departure": rng.random() < 0.3,
-        "queue_capacity": rng.choice((3, 20, 10_000)),
-        "num_kept": rng.choice((None, None, 1000, 20, 3, 0)),
-        "limits": PublisherLimits(
-            replay_max_batches=rng.choice((1, 3, 20, 1000)), outbox_capacity=rng.choice((1, 5, 10_000))
-        ),
-        "has_state": rng.random() < 0.4,
-        "max_part_blocks": rng.choice((3, 20, 8192)),
-        "slice_blocks": rng.choice((3, 512)),
-        "batch_bytes": rng.choice((64, 1 << 16)),
-    }
-    names, weights = list(STEPS), list(STEPS.values())
-    steps = tuple(
-        Step(kind, rng.randrange(8), rng.getrandbits(16)) for kind in rng.choices(names, weights, k=rng.randint(5, 60))
-    )
-    return Plan(seed, tuple(rng.choice(kinds) for _ in range(rng.randint(1, 3))), settings, steps)
-
-
-def play(plan: Plan) -> Tally:
-    """Play a plan; raises AssertionError, naming the plan, if the index was ever what it must not be."""
-    with tempfile.TemporaryDirectory() as folder:
-
-        async def main(world: World) -> Tally:
-            return await Fleet(plan, world, Path(folder)).play()
-
-        try:
-            return virtual.run(main, plan.seed, functools.partial(_patches, plan))
-        except Exception as error:
-            error.add_note(f"fault seed {plan.seed}: {plan.kinds} {plan.settings}")
-            error.add_note("\n".join(map(str, plan.steps)))
-            raise
-
-
-def shrunk(plan: Plan, error: type[Exception] = Exception) -> Plan:
-    """Return a plan with fewer steps and workers that fails as well."""
-    num_dropped = max(1, len(plan.steps) // 2)
-    while True:
-        start = 0
-        while start < len(plan.steps):
-            fewer = replace(plan, steps=plan.steps[:start] + plan.steps[start + num_dropped :])
-            if _fails(fewer, error):
-                plan = fewer
-            else:
-                start += num_dropped
-        if num_dropped == 1:
-            return plan
-        num_dropped //= 2
-
-
-def _fails(plan: Plan, error: type[Exception]) -> bool:
-    try:
-        play(plan)
-    except error:
-        return True
-    return False
-
-
-def _patches(plan: Plan, world: World) -> dict[str, Any]:
-    settings = plan.settings
-    index = functools.partial(RadixIndex, seed=plan.seed)
-    return {
-        "os.fsync": lambda _: None,
-        "kvist.events.session.random": world.random,
-        "kvist.events.turns.time": world.drifting_time,
-        "kvist.events.snapshot.MAX_PART_BLOCKS": settings["max_part_blocks"],
-        "kvist.indexer.restoring.NUM_BLOCKS_A_SLICE": settings["slice_blocks"],
-        "kvist.indexer.service.registry.RadixIndex": index,
-        "kvist.publisher.publisher.random": world.random,
-        "kvist.publisher.publisher.time": world.time,
-        "kvist.publisher.snapshot.time": world.time,
-        "kvist.publisher.stream.MAX_BATCH_HASH_BYTES": settings["batch_bytes"],
-    }
 
 
 class Fleet:
