@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvist.events.session import SourceState
+from kvist.events.transports.answers import BUDGET
 from kvist.router.fleet import Fleet
 from kvist.router.health import CircuitState
 from kvist.router.index import FleetIndex
@@ -102,3 +103,8 @@ class Gauges(Collector):
                 counters["refused"].add_metric(names, source.num_refused_batches)
                 counters["malformed"].add_metric(names, source.num_malformed)
         yield from (ages, *counters.values())
+        yield CounterMetricFamily(
+            "kvist_router_event_answers_refused",
+            "Answers of any stream given up because all that came in took too much memory",
+            BUDGET.num_refused,
+        )

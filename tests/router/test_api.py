@@ -138,6 +138,7 @@ async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(wor
         assert sample("kvist_router_worker_state", worker=one.url, state="healthy") == 1
         assert sample("kvist_router_worker_state", worker=one.url, state="draining") == 0
         assert sample("kvist_router_circuit_state", worker=one.url, state="closed") == 1
+        assert samples["kvist_router_event_answers_refused_total"] == 0
         assert samples["kvist_index_blocks"] == 2
         refused = await front.complete(model="?")
         assert refused.status_code == 404

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from kvist.events.session import SourceState
+from kvist.events.transports.answers import BUDGET
 from kvist.http import ServerStatistics
 from kvist.indexer import SourceStatistics
 from kvist.indexer.dumps.keeper import StateKeeper
@@ -149,6 +150,11 @@ class Gauges(Collector):
             for name, counter in counters.items():
                 counter.add_metric(names, getattr(source, f"num_{name}"))
         yield from (states, ages, lags, *counters.values())
+        yield CounterMetricFamily(
+            "kvist_index_answers_refused",
+            "Answers of any stream given up because all that came in took too much memory",
+            BUDGET.num_refused,
+        )
 
     def _sources(self) -> Iterator[tuple[Member, SourceStatistics]]:
         for member in self.registry:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from kvist.events.hashing import local_block_hashes
+from kvist.events.transports.answers import BUDGET
 
 TOKENS = list(range(1, 21))
 
@@ -196,7 +197,8 @@ async def test_health_says_how_long_the_start_took(client):
     assert answer.json()["cold_start_s"] >= 0
 
 
-async def test_metrics_tell_of_requests_streams_and_blocks(client, engine, eventually):
+async def test_metrics_tell_of_requests_streams_and_blocks(client, engine, eventually, monkeypatch):
+    monkeypatch.setattr(BUDGET, "num_refused", 7)
     engine.publish(stored([1, 2], TOKENS[:8]))
     await client.register(engine.port)
     await eventually(lambda: client.scores(TOKENS))
@@ -207,6 +209,7 @@ async def test_metrics_tell_of_requests_streams_and_blocks(client, engine, event
     assert 'kvist_index_blocks{model="default",routing_group="default"} 2.0' in page
     assert 'kvist_index_stream_events_total{dp_rank="0",instance="1",model="default"} 1.0' in page
     assert 'kvist_index_stream_malformed_total{dp_rank="0",instance="1",model="default"} 0.0' in page
+    assert "kvist_index_answers_refused_total 7.0" in page
 
 
 async def test_many_instances_make_valid_json_each_with_its_own_depth(client, start_vllm, free_port, eventually):
