@@ -140,6 +140,56 @@ async def test_many_prompts_at_once_are_answered_as_by_one_worker(
         assert (handoffs.num_fetched, handoffs.num_fallbacks) == (len(prompts), 0)
 
 
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_long_mix_of_everything_leaves_nothing_behind(seed: int, open_worker, greedy, until) -> None:
+    rng = random.Random(seed)
+    stems = [make_prompt(60, i) for i in range(3)]
+    tight = {"num_blocks": 70, "max_num_seqs": 6, "max_num_batched_tokens": 64, "has_bounce": bool(seed % 2)}
+    async with (
+        open_worker("gemma3", FAST, **tight) as source,
+        open_worker("gemma3", FAST, **tight) as target,
+        open_worker("gemma3") as alone,
+    ):
+        answers: list[tuple[list[int], RequestOutput]] = []
+
+        async def live(prompt: list[int], kind: str) -> None:
+            params = greedy(rng.randrange(1, 20))
+            if kind == "local":
+                answers.append((prompt, await target.answer(prompt, params)))
+                return
+            remote = await source.prefill(prompt, params)
+            if kind == "never fetched":
+                return
+            if kind == "unknown":
+                remote = RemotePrefill(remote.endpoint, "nobody's", remote.num_tokens, remote.first_token_ids)
+            answers.append((prompt, await target.answer(prompt, params, remote)))
+
+        kinds = ["local", "fetched", "fetched", "fetched", "aborted", "never fetched", "unknown"]
+        tasks = []
+        for i in range(40):
+            prompt = [*rng.choice(stems)[: rng.randrange(61)], *make_prompt(rng.randrange(1, 30), 100 + i)]
+            kind = rng.choice(kinds)
+            tasks.append(asyncio.create_task(live(prompt, kind)))
+            for _ in range(rng.randrange(40)):
+                await asyncio.sleep(0)
+            if kind == "aborted":
+                tasks[-1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() or task.exception() is None for task in tasks)
+        await until(lambda: source.num_used == target.num_used == 0)
+        for worker in (source, target):
+            statistics = worker.service.statistics()
+            assert statistics.quarantined_bytes == 0
+            assert statistics.sender.num_held == statistics.sender.num_writing == 0
+            assert statistics.receiver.num_active == statistics.receiver.num_quarantined == 0
+            assert statistics.bounce.receive_bytes == statistics.bounce.send_bytes == 0
+        for prompt, answer in answers:
+            if answer.error is None:
+                expected = await alone.answer(prompt, greedy(len(answer.token_ids)))
+                assert answer.token_ids == expected.token_ids
+        assert target.engine.statistics().handoffs.num_fetched > 5
+
+
 async def test_the_fetched_bytes_are_those_of_the_sender(open_worker, greedy, until) -> None:
     prompt = make_prompt(61)
     async with open_worker("gemma3") as source, open_worker("gemma3") as target:
