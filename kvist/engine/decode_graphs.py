@@ -18,6 +18,8 @@ from kvist.kvcache.tensors import KvTensors
 
 Compute = Callable[[], torch.Tensor]
 
+MAX_CAPTURED_SEQS = 256  # larger batches are bound by their work, not by launching it, and each size costs a capture
+
 
 def cuda_graph_capture(device: torch.device) -> Callable[[Compute], Compute]:
     """Return a function that captures what its argument launches on the device, and returns the replay.
@@ -63,18 +65,19 @@ class DecodeGraphs:
         max_num_seqs: int,
         capture: Callable[[Compute], Compute],
     ) -> None:
-        self._buffers = _Buffers(plan, tensors, table_widths, max_num_seqs)
-        self._sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
-        self._sizes += [*range(8, max_num_seqs, 8), max_num_seqs]
+        largest = min(max_num_seqs, MAX_CAPTURED_SEQS)
+        self._buffers = _Buffers(plan, tensors, table_widths, largest)
+        self._sizes = [size for size in (1, 2, 4) if size < largest]
+        self._sizes += [*range(8, largest, 8), largest]
         self._replays: dict[int, Compute] = {}
         for size in reversed(self._sizes):  # the largest first: the others reuse its memory
             self._replays[size] = capture(partial(model, self._buffers.batch(size)))
 
     def run(self, batch: HostBatch) -> torch.Tensor | None:
-        """Return the logits of a step's wanted rows, or None for a step that is not decodes alone."""
+        """Return the logits of a step's wanted rows, or None for a step that is not decodes alone or is too large."""
         num_seqs = len(batch.seq_lens)
         is_shared = all(group.mode is PageIndexMode.SHARED for group in batch.groups)
-        if batch.num_decodes < num_seqs or not is_shared:
+        if num_seqs > self._sizes[-1] or batch.num_decodes < num_seqs or not is_shared:
             return None
         size = self._sizes[bisect_left(self._sizes, num_seqs)]
         self._buffers.fill(batch, size)

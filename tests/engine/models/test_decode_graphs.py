@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from kvist.engine import decode_graphs
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.runner import Runner
 from kvist.kvcache import peak_num_blocks
@@ -86,3 +87,43 @@ def test_all_graphs_are_captured_on_the_models_device_in_one_stream_and_pool(mon
     assert [int(result) for result in results] == [3, 4]
     assert captures[0] == captures[1]
     assert captures[0][0] == "cuda:1"
+
+
+def test_batches_larger_than_any_graph_run_as_they_are(harness, monkeypatch) -> None:
+    monkeypatch.setattr(decode_graphs, "MAX_CAPTURED_SEQS", 2)
+    paged = harness("gemma3")
+    widths = [peak_num_blocks(group, 4, 512, 1) for group in paged.plan.groups]
+    replayed = []
+
+    def capture(compute):
+        def replay():
+            replayed.append(1)
+            return compute()
+
+        return replay
+
+    graphs = DecodeGraphs(paged.model, paged.plan, paged.tensors, widths, 64, capture)
+    paged.runner = Runner(paged.model, paged.plan, paged.tensors, 4, graphs)
+    requests = [paged.open([5, 6, 7 + i]) for i in range(3)]
+    paged.step(*((request, 2) for request in requests))
+    assert not replayed
+    assert len(paged.step(*((request, 1) for request in requests))) == 3
+    assert not replayed
+    fourth = paged.open([8, 9])
+    paged.step((fourth, 1))
+    assert replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_graphs_generate_what_launched_kernels_do(dtype: str, make_core, generate, greedy, tokens_of) -> None:
+    rng = random.Random(2)
+    requests = [([rng.randrange(3, 512) for _ in range(20 + 9 * i)], greedy(20 + 7 * i)) for i in range(5)]
+    answers = []
+    for has_cuda_graphs in (False, True):
+        core = make_core("gemma3", device="cuda", dtype=dtype, has_cuda_graphs=has_cuda_graphs, max_num_seqs=6)
+        torch.empty(1 << 24, device="cuda").fill_(float("nan"))  # what graphs must not read
+        outputs = generate(core, requests)
+        answers.append([tokens_of(outputs[str(i)]) for i in range(5)])
+    assert answers[0] == answers[1]
