@@ -49,7 +49,9 @@ class KvMemory:
         InvalidValueError for a block that it does not have.
         """
         if (request.token_end, request.prompt_len) != (num_tokens, num_tokens):
-            raise BlockCountMismatchError(0, f"asked for {request.token_end} of {request.prompt_len} tokens, have {num_tokens}")
+            raise BlockCountMismatchError(
+                0, f"asked for {request.token_end} of {request.prompt_len} tokens, have {num_tokens}"
+            )
         if len(request.block_ids_per_group) != len(self.groups):
             raise BlockCountMismatchError(len(request.block_ids_per_group), f"expected {len(self.groups)} groups")
         starts = request.dst_start_tokens or (None,) * len(self.groups)

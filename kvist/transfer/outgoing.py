@@ -215,7 +215,9 @@ class Outgoing:
             transfer = self._begin(receiver.peer, fragments, request) if len(fragments) else None
         except (BlockCountMismatchError, InvalidValueError) as error:
             logger.warning("kv write refused receiver=%s reason=%s", name, error)
-            self._do(self._sender.rejected(name, request.transfer_id, RefusalReason.BLOCK_COUNT_MISMATCH), now_s)
+            is_miscounted = isinstance(error, BlockCountMismatchError)
+            reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
+            self._do(self._sender.rejected(name, request.transfer_id, reason), now_s)
             return
         if transfer is None:
             self._do(self._sender.written(name, request.transfer_id, is_ok=True), now_s)
