@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -23,7 +24,15 @@ from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
 from kvist.transfer.bounce.gate import CostCurve, CostModel
-from kvist.transfer.messages import PoolPlace, encode_message, group_shapes
+from kvist.transfer.messages import (
+    Hello,
+    PoolPlace,
+    ReceiveRequest,
+    RefusalReason,
+    decode_message,
+    encode_message,
+    group_shapes,
+)
 from kvist.transfer.service import KvTransferService, make_hello
 from kvist.transfer.sessions import TransferLimits
 
@@ -220,11 +229,11 @@ async def test_a_prompt_that_nobody_fetches_is_given_up(open_worker, greedy, unt
         assert source.service.statistics().sender.num_given_up == 1
 
 
-@pytest.mark.parametrize("fault", ["unknown request", "nobody there", "not an endpoint", "another model"])
+@pytest.mark.parametrize("fault", ["unknown request", "nobody there", "not an endpoint", "model", "block size"])
 async def test_a_fetch_that_cannot_be_is_computed_here(fault: str, open_worker, greedy, until) -> None:
     prompt = make_prompt(30)
-    other = "other" if fault == "another model" else "m"
-    async with open_worker("gemma3", FAST, model=other) as source, open_worker("gemma3", FAST) as target:
+    different = {"model": {"model": "another"}, "block size": {"block_size": 2 * B}}.get(fault, {})
+    async with open_worker("gemma3", FAST, **different) as source, open_worker("gemma3", FAST) as target:
         endpoint = {"nobody there": "tcp://127.0.0.1:1", "not an endpoint": "nonsense"}.get(
             fault, source.service.endpoint
         )
@@ -238,7 +247,7 @@ async def test_a_fetch_that_cannot_be_is_computed_here(fault: str, open_worker, 
         assert (await target.answer(prompt, greedy(8), good)).token_ids == expected.token_ids
         await until(lambda: source.num_used == target.num_used == 0)
         refused = source.service.statistics().num_refused_greetings
-        assert bool(refused) == (fault == "another model")
+        assert bool(refused) == bool(different)
 
 
 async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_known_to_have_ended(
@@ -276,4 +285,36 @@ async def test_an_aborted_fetch_leaves_nothing_on_either_side(open_worker, greed
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+        await until(lambda: source.num_used == target.num_used == 0)
+
+
+async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, greedy, until) -> None:
+    prompt = make_prompt(30)
+    async with open_worker("gemma3", FAST) as source, open_worker("gemma3", FAST) as target:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.setsockopt(zmq.RCVTIMEO, 20_000)
+            stranger.connect(source.service.endpoint)
+
+            async def ask(message: Any) -> Any:
+                stranger.send_multipart([b"m", encode_message(message)])
+                while (answer := await asyncio.to_thread(stranger.recv_multipart))[0] != b"m":
+                    pass  # a ping
+                return decode_message(answer[1], "source")
+
+            for frames in ([b"m"], [b"x", b"y"], [b"m", b"\xff" * 40], [b"m", b"", b""]):
+                stranger.send_multipart(frames)
+            await until(lambda: source.service.statistics().num_malformed == 4)
+            remote = await source.prefill(prompt, greedy(5))
+            wrong = ReceiveRequest(7, remote.remote_request_id, 0, 30, 30, ((1, 2, 3), (500,)))
+            assert (await ask(wrong)).reason is RefusalReason.AGENT, "it has not greeted"
+            hello = target.service._outgoing._hello
+            refusal = await ask(msgspec.structs.replace(hello, protocol_version=9))
+            assert refusal.reason is RefusalReason.PROTOCOL_VERSION
+            assert isinstance(await ask(hello), Hello)
+            assert (await ask(wrong)).reason is RefusalReason.UNKNOWN_BLOCK
+        good = await source.prefill(prompt, greedy(5))
+        expected = await source.answer(prompt, greedy(5))
+        assert (await target.answer(prompt, greedy(5), good)).token_ids == expected.token_ids
+        assert target.engine.statistics().handoffs.num_fetched == 1
         await until(lambda: source.num_used == target.num_used == 0)
