@@ -94,21 +94,13 @@ class KvEventPublisher:
         self._inbox: deque[EngineEvent | _Between] = deque()
         # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
         self._lossy_ranks: set[int] = set()
-        self._num_lost_events = 0
-        self._num_heartbeats = 0
+        self._num_lost_events = self._num_heartbeats = 0
         self._failure: BaseException | None = None
         self._is_inherited = False
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._close_at_s = float("inf")
-        self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
-        self._answers = Answers(
-            worker, self._epoch, self._streams, self._replay_buffer, partial(self.between_events, is_urgent=True)
-        )
-        self._publication.serve_replay(self._answers)
-        self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
-        self._thread.start()
-        _publishers.add(self)
+        self._start(transport)
 
     @property
     def endpoint(self) -> str:
@@ -258,6 +250,17 @@ class KvEventPublisher:
     ) -> None:
         """Close."""
         self.close()
+
+    def _start(self, transport: str | Publication) -> None:
+        """Answer questions, and publish what is reported, from here on."""
+        self._publication = open_publication(transport, self._worker) if isinstance(transport, str) else transport
+        self._answers = Answers(
+            self._worker, self._epoch, self._streams, self._replay_buffer, partial(self.between_events, is_urgent=True)
+        )
+        self._publication.serve_replay(self._answers)
+        self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
+        self._thread.start()
+        _publishers.add(self)
 
     def _lose(self, rank: int) -> None:
         """Count an event that does not fit, and mark the place once: what the rank holds is unknown from there on."""
