@@ -41,7 +41,7 @@ async def _serve(config: RouterConfig) -> int:
     stopped = asyncio.Event()
     on_signal(stopped.set)
     async with RouterService(config) as service:
-        num_workers = len(config.worker_urls)
+        num_workers = len(config.every_worker_url)
         print(f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}", flush=True)
         await stopped.wait()
     return 0

@@ -1,6 +1,6 @@
 """The router's own endpoints, as a Starlette application: workers, loads, health, metrics, and why a decision falls.
 
-    GET  /health      200 while the router serves              POST   /workers     add {"url", "kv_event_sources"?}
+    GET  /health      200 while the router serves              POST   /workers     add {"url", "role"?, …}
     GET  /readiness   200 while a worker can take requests     DELETE /workers     ?url=…: drain, then remove
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
@@ -26,12 +26,14 @@ from starlette.routing import Route
 from kvist import __version__
 from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError, error_body
-from kvist.router.explain import explain_decision, explain_load, explain_worker
+from kvist.router.disaggregation import obstacle
+from kvist.router.explain import explain_load, explain_plan, explain_worker
 from kvist.router.fleet import Fleet, WorkerConflictError
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
-from kvist.router.prompts import PromptReader
+from kvist.router.policy import Role
+from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.readiness import explain_readiness
 from kvist.router.routing import Routing
 
@@ -39,6 +41,7 @@ from kvist.router.routing import Routing
 class _NewWorker(msgspec.Struct, forbid_unknown_fields=True):
     url: str
     kv_event_sources: tuple[str, ...] = ()
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class AdminApi:
             new = msgspec.json.decode(await request.body(), type=_NewWorker)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise RequestError(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
-        worker = self.fleet.add(new.url.rstrip("/"), new.kv_event_sources)
+        worker = self.fleet.add(new.url.rstrip("/"), new.kv_event_sources, new.role)
         return _json({"url": worker.url, "state": worker.state}, HTTPStatus.CREATED)
 
     async def _drain_worker(self, request: Request) -> Response:
@@ -118,9 +121,10 @@ class AdminApi:
         return _json({"loads": [explain_load(target, self.load.load(target, now_s)) for target in targets]})
 
     async def _route(self, request: Request) -> Response:
-        ask = await self.reader.read_any(await request.body())
-        decision = self.routing.choose(ask, self.routing.overlaps(ask))
-        return _json(explain_decision(decision, ask))
+        body = await request.body()
+        ask = await self.reader.read_any(body)
+        plan = self.routing.plan(ask, self.routing.overlaps(ask), obstacle=obstacle(COMPLETION_PATH, body, ask))
+        return _json(explain_plan(plan, ask))
 
 
 def _json(value: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:

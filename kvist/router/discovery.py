@@ -17,6 +17,7 @@ from kvist.events.transports import Endpoint
 from kvist.events.transports.broker import BrokerUrl, is_broker_url
 from kvist.http import UpstreamError, UpstreamPool
 from kvist.networks import is_in_networks
+from kvist.router.policy import Role
 
 MAX_ANSWER_BYTES = 1024 * 1024
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})
@@ -37,10 +38,12 @@ class Identity(msgspec.Struct, frozen=True):
     version: str | None = None
     block_size: int | None = None
     event_endpoint: str | None = None
+    role: Role = Role.BOTH
+    transfer_endpoint: str | None = None
     models: tuple[ServedModel, ...] | None = None
 
 
-class _KvEvents(msgspec.Struct, frozen=True):
+class _Place(msgspec.Struct, frozen=True):
     endpoint: str
 
 
@@ -48,7 +51,9 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     engine: str
     version: str | None = None
     block_size: int | None = None
-    kv_events: _KvEvents | None = None
+    kv_events: _Place | None = None
+    role: Role = Role.BOTH
+    kv_transfer: _Place | None = None
 
 
 class _ModelEntry(msgspec.Struct, frozen=True):
@@ -120,8 +125,9 @@ async def _server_info(pool: UpstreamPool, url: str) -> Identity:
         info = msgspec.convert(answer, _ServerInfo)
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
-    endpoint = info.kv_events.endpoint if info.kv_events else None
-    return Identity(info.engine, info.version, info.block_size, endpoint)
+    events = info.kv_events.endpoint if info.kv_events else None
+    transfers = info.kv_transfer.endpoint if info.kv_transfer else None
+    return Identity(info.engine, info.version, info.block_size, events, info.role, transfers)
 
 
 async def _models(pool: UpstreamPool, url: str) -> tuple[ServedModel, ...] | None:

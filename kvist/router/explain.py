@@ -7,12 +7,23 @@ from typing import Any
 
 from kvist.events import Tier, WorkerRank
 from kvist.indexer import SourceStatistics
+from kvist.router.disaggregation import Plan
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.policy import Candidate, Decision, Load
 from kvist.router.prompts import Ask
 from kvist.router.readiness import condition_of
 from kvist.router.worker import Worker
+
+
+def explain_plan(plan: Plan, ask: Ask) -> dict[str, Any]:
+    """Return who answers the request and, in a fleet that has prefill workers, who computes its prompt."""
+    page = explain_decision(plan.answer, ask)
+    if plan.prefill is not None:
+        page["prefill"] = explain_decision(plan.prefill, ask)
+    elif plan.local is not None:
+        page["local"] = plan.local.value
+    return page
 
 
 def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
@@ -61,6 +72,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
     return {
         "url": worker.url,
         "state": worker.state.value,
+        "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
         "error": worker.error,
@@ -68,6 +80,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "engine": identity.engine,
         "version": identity.version,
         "block_size": identity.block_size,
+        "kv_transfer_endpoint": identity.transfer_endpoint,
         "models": [model.id for model in identity.models] if identity.models is not None else None,
         "kv_events": {
             "error": worker.event_error,

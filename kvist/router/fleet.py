@@ -19,6 +19,7 @@ from kvist.router.discovery import Identity, ServedModel, event_endpoint, probe
 from kvist.router.health import CircuitBreaker, HealthGauge
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
+from kvist.router.policy import Role
 from kvist.router.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -63,8 +64,8 @@ class Fleet:
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
-        for url in self._config.worker_urls:
-            self.add(url, self._config.kv_event_sources.get(url, ()))
+        for url in self._config.every_worker_url:
+            self.add(url, self._config.kv_event_sources.get(url, ()), self._config.role_of(url))
         # A router that listened before it had asked anybody would refuse its first requests.
         await asyncio.gather(*(worker.was_checked.wait() for worker in self._workers.values()))
         return self
@@ -104,6 +105,11 @@ class Fleet:
             and worker.serves(model)
         ]
 
+    @property
+    def has_prefill_workers(self) -> bool:
+        """Return whether some worker, in whatever state, is there to compute prompts for others."""
+        return any(worker.role is Role.PREFILL for worker in self._workers.values())
+
     def is_known(self, model: str | None) -> bool:
         """Return whether some worker, in whatever state, serves the model."""
         return any(worker.serves(model) for worker in self._workers.values())
@@ -121,10 +127,10 @@ class Fleet:
                     found.setdefault(model.id, model)
         return list(found.values())
 
-    def add(self, url: str, event_sources: Sequence[str] = ()) -> Worker:
+    def add(self, url: str, event_sources: Sequence[str] = (), role: Role | None = None) -> Worker:
         """Take a worker in and start checking it; raises InvalidValueError or WorkerConflictError.
 
-        Event sources given here are followed whatever the worker announces.
+        Event sources and a role given here count whatever the worker announces.
         """
         check_worker_url("url", url)
         for endpoint in event_sources:
@@ -137,6 +143,7 @@ class Fleet:
             tuple(event_sources),
             HealthGauge(config.health_failures, config.health_successes),
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
+            configured_role=role,
         )
         if self._index is not None:
             self._index.follow(url, event_sources)

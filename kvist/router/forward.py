@@ -3,6 +3,7 @@
     read    the prompt's tokens, as the worker will see them          prompts
     match   which ranks hold how many of its leading blocks           routing
     choose  a rank, by overlap and load                               policy
+    prefill where that is worth it, by another worker first           disaggregation
     send    the same bytes; another worker if this one fails          here
             before the first byte of its answer. A vLLM worker
             that is known in part is asked to report all it finds     healing
@@ -33,6 +34,16 @@ from kvist.http import (
 )
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.config import RouterConfig
+from kvist.router.disaggregation import (
+    FALLBACKS,
+    MAX_HANDOFF_BYTES,
+    Local,
+    decode_body,
+    obstacle,
+    prefill_body,
+    read_handoff,
+    refuse_handoff,
+)
 from kvist.router.fleet import Fleet
 from kvist.router.healing import Healer
 from kvist.router.load import ActiveRequest, LoadTracker
@@ -77,7 +88,19 @@ class Forwarder:
 class _Passage:
     """One request on its way."""
 
-    __slots__ = ("_ask", "_is_healing", "_request", "_request_id", "_responder", "_router", "_started_s", "_tried")
+    __slots__ = (
+        "_ask",
+        "_handover",
+        "_is_healing",
+        "_obstacle",
+        "_overlaps",
+        "_request",
+        "_request_id",
+        "_responder",
+        "_router",
+        "_started_s",
+        "_tried",
+    )
 
     def __init__(self, router: Forwarder, request: Request, responder: Responder, request_id: bytes) -> None:
         self._router = router
@@ -87,17 +110,87 @@ class _Passage:
         self._started_s = router.now_s()
         self._tried: set[str] = set()
         self._is_healing = False
+        self._obstacle: Local | None = None
+        self._handover: _Handover | None = None
 
     async def run(self) -> None:
-        router = self._router
-        self._ask = await router.reader.read(self._request.path, self._request.body)
-        overlaps = router.routing.overlaps(self._ask)
+        router, path, body = self._router, self._request.path, self._request.body
+        refuse_handoff(body)
+        self._ask = await router.reader.read(path, body)
+        self._overlaps = router.routing.overlaps(self._ask)
+        if router.fleet.has_prefill_workers:
+            self._obstacle = obstacle(path, body, self._ask)
         while True:
-            decision = router.routing.choose(self._ask, overlaps, self._tried)
+            decision = await self._next()
             self._tried.add(decision.chosen.target.worker)
             if await self._attempt(decision):
                 return
             router.metrics.retried(decision.chosen.target.worker)
+
+    async def _next(self) -> Decision:
+        """Return who is to answer, after another worker has computed the prompt where one should."""
+        routing = self._router.routing
+        while True:
+            if self._handover is not None:
+                decode = routing.decode_decision(self._ask, self._overlaps, self._tried)
+                if decode is not None:
+                    return decode
+                self._fall_back(Local.DECODE_FAILED)
+            plan = routing.plan(self._ask, self._overlaps, self._tried, self._obstacle)
+            if plan.prefill is None:
+                if plan.local is not None and plan.local not in FALLBACKS:
+                    if not self._tried:
+                        self._router.metrics.kept_local(plan.local)
+                    elif self._obstacle is None:
+                        self._fall_back(Local.PREFILL_FAILED)
+                    self._obstacle = self._obstacle or plan.local
+                return plan.answer
+            await self._prefill(plan.prefill)
+
+    def _fall_back(self, reason: Local) -> None:
+        """Do without what a prefill worker computed: one worker does all."""
+        self._handover, self._obstacle = None, reason
+        self._router.metrics.fell_back(reason)
+        logger.warning("prefill is local again reason=%s request_id=%s", reason, self._request_id.decode("latin-1"))
+
+    async def _prefill(self, decision: Decision) -> None:
+        """Have the prompt computed. If that fails, another prefill worker may follow while attempts are left."""
+        router, target, started_s = self._router, decision.chosen.target, self._router.now_s()
+        worker = router.fleet.get(target.worker)
+        assert worker is not None
+        is_trial = worker.breaker.begin()
+        router.metrics.dispatched(decision)
+        status, answer = WORKER_FAILED_STATUS, b""
+        try:
+            with router.load.begin(target, decision.prompt, decision.overlap_tokens, started_s):
+                async with self._exchange(decision, prefill_body(self._request.body)) as response:
+                    async for piece in response.body():
+                        answer += piece
+                        if len(answer) > MAX_HANDOFF_BYTES:
+                            break
+                    status = response.status
+        except UpstreamError as error:
+            logger.warning("prefill failed worker=%s reason=%s", error.worker, error.reason)
+        except asyncio.CancelledError:
+            status = CLIENT_LEFT_STATUS
+            raise
+        finally:
+            if is_trial:
+                worker.breaker.abandon()
+            router.metrics.ended(decision, status)
+        if status == WORKER_FAILED_STATUS or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            worker.breaker.fail(router.now_s())
+            self._tried.add(target.worker)
+            router.metrics.retried(target.worker)
+            if len(self._tried) + 1 >= router.config.max_attempts:  # the last one is for who answers
+                self._fall_back(Local.PREFILL_FAILED)
+            return
+        worker.breaker.succeed()
+        params = read_handoff(answer) if status == HTTPStatus.OK else None
+        if params is None:
+            self._fall_back(Local.PREFILL_REFUSED)
+        else:
+            self._handover = _Handover(params, target.worker, router.now_s() - started_s)
 
     async def _attempt(self, decision: Decision) -> bool:
         """Return True once the client has its answer, False if the worker failed and another should be tried."""
@@ -106,12 +199,23 @@ class _Passage:
         assert worker is not None
         is_trial = worker.breaker.begin()
         router.routing.dispatched()
-        router.metrics.dispatched(decision)
+        handover, num_spared_tokens = self._handover, decision.overlap_tokens
+        if handover is None:
+            router.metrics.dispatched(decision)
+            body = router.healer.body_for(target, self._request.path, self._request.body)
+            self._is_healing = body is not self._request.body
+        else:
+            handover.sent_s, num_spared_tokens = router.now_s(), decision.prompt.num_tokens
+            body = decode_body(self._request.body, handover.params)
         status = WORKER_FAILED_STATUS
         try:
-            with router.load.begin(target, decision.prompt, decision.overlap_tokens, router.now_s()) as active:
-                async with self._exchange(decision) as response:
+            with router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s()) as active:
+                async with self._exchange(decision, body) as response:
                     status = response.status
+                    if handover is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                        self._fall_back(Local.TRANSFER_FAILED)  # which is not the worker's fault: it may do all
+                        self._tried.discard(target.worker)
+                        return False
                     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                         worker.breaker.fail(router.now_s())
                     else:
@@ -132,8 +236,8 @@ class _Passage:
             router.metrics.ended(decision, status)
         return True
 
-    def _exchange(self, decision: Decision) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send what the client sent; our own API key stays here, the worker learns which of its ranks was chosen."""
+    def _exchange(self, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """Send a body with the client's headers, but for our own API key; the worker learns which rank was chosen."""
         request, target = self._request, decision.chosen.target
         dropped = {b"x-request-id", RANK_HEADER}
         if self._router.config.api_key is not None:
@@ -143,8 +247,6 @@ class _Passage:
         if self._router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
-        body = self._router.healer.body_for(target, request.path, request.body)
-        self._is_healing = body is not request.body
         return self._router.pool.exchange(
             target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
@@ -162,6 +264,8 @@ class _Passage:
         own_names = {name for name, _ in own_headers}
         theirs = [field for field in response.headers if field[0] not in own_names]
         responder.start(response.status, theirs + own_headers)
+        if self._handover is not None:
+            metrics.handed_over()
         try:
             while piece:
                 usage_reader.feed(piece)
@@ -177,7 +281,9 @@ class _Passage:
             raise
         await responder.finish()
         usage = usage_reader.usage()
-        if usage is not None:
+        if self._handover is not None:
+            self._handover.log(decision, self._router.now_s(), self._request_id)
+        elif usage is not None:
             metrics.reported(decision, usage)
         if self._is_healing:
             self._router.healer.answered(decision, usage)
@@ -200,11 +306,41 @@ class _Passage:
         return is_allowed and self._router.routing.has_alternative(self._ask, self._tried)
 
     def _own_headers(self, decision: Decision) -> Headers:
-        return [
+        headers = [
             (b"x-request-id", self._request_id),
             (b"x-kvist-worker", decision.chosen.target.worker.encode()),
             (b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens),
         ]
+        if self._handover is not None:
+            headers += self._handover.answered(self._router.now_s())
+        return headers
+
+
+@dataclass(slots=True)
+class _Handover:
+    """What a prefill worker computed, and how long each part of the request took."""
+
+    params: bytes
+    prefill_worker: str
+    prefill_s: float
+    sent_s: float = 0.0
+    transfer_s: float = 0.0
+
+    def answered(self, now_s: float) -> Headers:
+        """Return what the client is told; the transfer lasts from the decode worker's request to its first byte."""
+        self.transfer_s = now_s - self.sent_s
+        return [
+            (b"x-kvist-prefill-worker", self.prefill_worker.encode()),
+            (b"x-kvist-prefill-ms", b"%.1f" % (self.prefill_s * 1000)),
+            (b"x-kvist-transfer-ms", b"%.1f" % (self.transfer_s * 1000)),
+        ]
+
+    def log(self, decision: Decision, now_s: float, request_id: bytes) -> None:
+        """Log the whole way of a request that was answered."""
+        text = "disaggregated prefill=%s decode=%s prefill_s=%.4f transfer_s=%.4f decode_s=%.4f request_id=%s"
+        decode_s = now_s - self.sent_s - self.transfer_s
+        workers = (self.prefill_worker, decision.chosen.target.worker)
+        logger.debug(text, *workers, self.prefill_s, self.transfer_s, decode_s, request_id.decode("latin-1"))
 
 
 def _worker_failure(error: UpstreamError) -> RequestError:

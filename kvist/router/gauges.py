@@ -47,13 +47,14 @@ class Gauges(Collector):
         circuits = GaugeMetricFamily(
             "kvist_router_circuit_state", "Whether a worker's circuit is so", labels=["worker", "state"]
         )
+        roles = GaugeMetricFamily("kvist_router_worker_role", "What a worker is there for", labels=["worker", "role"])
         for worker in self.fleet.workers:
+            roles.add_metric([worker.url, worker.role.value], 1)
             for state in WorkerState:
                 states.add_metric([worker.url, state.value], worker.state is state)
             for circuit in CircuitState:
                 circuits.add_metric([worker.url, circuit.value], worker.breaker.state is circuit)
-        yield states
-        yield circuits
+        yield from (states, circuits, roles)
 
     def _loads(self) -> Iterator[Metric]:
         labels = ["worker", "rank"]

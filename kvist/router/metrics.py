@@ -42,6 +42,15 @@ class RouterMetrics:
         )
         self._refusals = counter("kvist_router_refusals", "Requests the router answered itself", ["status"])
         self._retries = counter("kvist_router_retries", "Requests sent on to another worker", ["worker"])
+        self._handovers = counter(
+            "kvist_router_disaggregated", "Requests answered by a decode worker with another's prefill"
+        )
+        self._locals = counter(
+            "kvist_router_local_prefills", "Requests that one worker did all of, though there are others", ["reason"]
+        )
+        self._fallbacks = counter(
+            "kvist_router_disaggregation_fallbacks", "Prefills or transfers that came to nothing", ["reason"]
+        )
         self._full_reports = counter(
             "kvist_router_full_reports",
             "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
@@ -79,6 +88,18 @@ class RouterMetrics:
     def retried(self, worker: str) -> None:
         """Count a request that this worker failed and another gets."""
         self._retries.labels(worker).inc()
+
+    def handed_over(self) -> None:
+        """Count an answer that began with another worker's prefill."""
+        self._handovers.inc()
+
+    def kept_local(self, reason: str) -> None:
+        """Count a request that is not handed over from the start."""
+        self._locals.labels(reason).inc()
+
+    def fell_back(self, reason: str) -> None:
+        """Count a prefill or transfer that failed before the client had a byte."""
+        self._fallbacks.labels(reason).inc()
 
     def full_report(self, worker: str, report: str) -> None:
         """Count an answer to a request for a full report: it showed blocks that were lacking, none, or nothing."""

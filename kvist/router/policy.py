@@ -20,6 +20,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from random import Random
 from typing import ClassVar, Protocol
 
@@ -41,6 +42,14 @@ DEFAULT_RECENT_SCALE = 0.03
 sends paced clients, whom in-flight load never shows, to half of the workers, 0.03 to all. Conversations that outgrow
 the cache find more the higher it is (80, 81, 84 % at 0, 0.03, 0.1); but with 0.1 the trace waits 10 % longer for a
 first token on 8 workers at load 0.95 (mean over four random shifts of its arrivals; one alone tells nothing there)."""
+
+
+class Role(StrEnum):
+    """What a worker is there for. A role is for routing: any worker can compute a request alone."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
 
 
 class Prompt(msgspec.Struct, frozen=True, gc=False):

@@ -46,6 +46,7 @@ class Ask:
     token_ids: list[int] | NDArray[np.uint32] | None = None
     cache_salt: str | None = None
     untokenized_reason: str | None = None
+    num_prompts: int = 1
 
 
 class PromptReader:
@@ -102,8 +103,9 @@ class PromptReader:
             )
         except RequestError as error:
             num_tokens = num_other_tokens + _length_in_tokens(longest)
-            return Ask(request.model, num_tokens, None, request.cache_salt, error.message)
-        return Ask(request.model, num_other_tokens + len(token_ids), token_ids, request.cache_salt)
+            return Ask(request.model, num_tokens, None, request.cache_salt, error.message, len(prompts))
+        num_tokens = num_other_tokens + len(token_ids)
+        return Ask(request.model, num_tokens, token_ids, request.cache_salt, num_prompts=len(prompts))
 
     def _tokenize_text(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._loaded_tokenizer().tokenize_prompt(text, add_special_tokens=add_special_tokens)

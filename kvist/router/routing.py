@@ -5,17 +5,18 @@ Nothing here sends or counts, so `POST /route` explains a decision by making it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from http import HTTPStatus
 from random import Random
 
 from kvist.events import WorkerRank
 from kvist.openai.errors import RequestError
+from kvist.router.disaggregation import Local, Plan, is_worth_handing_over
 from kvist.router.fleet import Fleet
 from kvist.router.index import FleetIndex, Overlaps, RankStatus
 from kvist.router.load import LoadTracker
-from kvist.router.policy import Candidate, Decision, Policy, Prompt, decide
+from kvist.router.policy import Candidate, Decision, Policy, Prompt, Role, decide
 from kvist.router.prompts import Ask
 from kvist.router.worker import Worker
 
@@ -32,6 +33,8 @@ class Routing:
     def __init__(
         self,
         policy: Policy,
+        decode_policy: Policy,
+        max_local_prefill_tokens: int,
         fleet: Fleet,
         load: LoadTracker,
         index: FleetIndex | None,
@@ -40,6 +43,8 @@ class Routing:
     ) -> None:
         """Decide by `policy`; `index` is None for policies that do not look at caches."""
         self._policy = policy
+        self._decode_policy = decode_policy
+        self._max_local_prefill_tokens = max_local_prefill_tokens
         self._fleet = fleet
         self._load = load
         self._index = index
@@ -67,14 +72,35 @@ class Routing:
             overlaps = {**overlaps, **self._index.match(eagle_hashes)}
         return overlaps
 
-    def choose(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = ()) -> Decision:
-        """Return the decision among the workers that may take the request, but for the excluded ones.
+    def plan(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = (), obstacle: Local | None = None) -> Plan:
+        """Return who answers among the workers that may take the request, and who computes its prompt for it.
 
+        An obstacle keeps the request local. Prefill workers do all of a request where nobody else is left.
         Raises RequestError: 404 when no worker has the model, 503 when none that has it can take requests now.
         """
         workers = self._fleet.routable(ask.model, excluded)
         if not workers:
             raise self._refusal(ask.model)
+        prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
+        others = [worker for worker in workers if worker.role is not Role.PREFILL]
+        answer = self._decide(self._policy, ask, overlaps, others or prefill_workers)
+        if not self._fleet.has_prefill_workers:
+            return Plan(answer)
+        local = obstacle or is_worth_handing_over(answer, self._max_local_prefill_tokens)
+        if local is None and not prefill_workers:
+            local = Local.NO_PREFILL_WORKER
+        decode = None if local else self.decode_decision(ask, overlaps, excluded)
+        if decode is None:
+            return Plan(answer, None, local or Local.NO_DECODE_WORKER)
+        return Plan(decode, self._decide(self._policy, ask, overlaps, prefill_workers))
+
+    def decode_decision(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = ()) -> Decision | None:
+        """Return who goes on with what a prefill worker computed: decode workers before those that do both."""
+        fetching = [worker for worker in self._fleet.routable(ask.model, excluded) if worker.can_fetch]
+        workers = [worker for worker in fetching if worker.role is Role.DECODE] or fetching
+        return self._decide(self._decode_policy, ask, overlaps, workers) if workers else None
+
+    def _decide(self, policy: Policy, ask: Ask, overlaps: Overlaps, workers: Iterable[Worker]) -> Decision:
         block_size = self._fleet.block_size or DEFAULT_BLOCK_SIZE
         prompt = Prompt(ask.num_tokens, block_size, is_tokenized=ask.token_ids is not None)
         now_s = self._now_s()
@@ -83,7 +109,7 @@ class Routing:
             for worker in workers
             for rank in self.ranks(worker)
         ]
-        return decide(self._policy, prompt, candidates, self._turn, self._random)
+        return decide(policy, prompt, candidates, self._turn, self._random)
 
     def dispatched(self) -> None:
         """Take note that a decision was acted on: the next one has the next turn."""

@@ -95,7 +95,8 @@ class RouterService:
         load = LoadTracker(config.recent_half_life_s)
         pool = await exits.enter_async_context(UpstreamPool())
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
-        routing = Routing(config.make_policy(), fleet, load, index, Random(), now_s)
+        policies = (config.make_policy(), config.make_decode_policy())
+        routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
         self._metrics.registry.register(Gauges(fleet, load, routing, index, now_s))
         self._fleet = await exits.enter_async_context(fleet)
         self._forwarder = Forwarder(

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from kvist.router.discovery import Identity
 from kvist.router.health import CircuitBreaker, HealthGauge
+from kvist.router.policy import Role
 
 
 class WorkerState(StrEnum):
@@ -24,7 +25,7 @@ class WorkerState(StrEnum):
 class Worker:
     """One engine. `error` says why it may not serve, `event_error` why its announced events are not followed.
 
-    `was_checked` is set from the first health check on, however it went.
+    `was_checked` is set from the first health check on, however it went. A configured role wins over the announced one.
     """
 
     url: str
@@ -37,6 +38,7 @@ class Worker:
     event_error: str | None = None
     last_failure: str | None = None
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
+    configured_role: Role | None = None
     _model_ids: frozenset[str] | None = None
     adapters: frozenset[str | None] = frozenset()
 
@@ -50,6 +52,16 @@ class Worker:
         if self.health.is_healthy is None:
             return WorkerState.STARTING
         return WorkerState.HEALTHY if self.health.is_healthy else WorkerState.UNHEALTHY
+
+    @property
+    def role(self) -> Role:
+        """Return what the worker is there for."""
+        return self.identity.role if self.configured_role is None else self.configured_role
+
+    @property
+    def can_fetch(self) -> bool:
+        """Return whether it can go on with what a prefill worker computed."""
+        return self.role is Role.DECODE or (self.role is Role.BOTH and self.identity.transfer_endpoint is not None)
 
     def identify(self, identity: Identity) -> None:
         """Take in what the worker says of itself now."""

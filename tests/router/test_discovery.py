@@ -26,6 +26,15 @@ async def test_a_bundled_engine_tells_its_block_size_and_events(worker) -> None:
     assert [model.id for model in found.models or ()] == ["m"]
 
 
+async def test_a_bundled_engine_tells_its_role_and_where_its_blocks_are_asked_for(worker) -> None:
+    async with worker(server_info=KVIST | {"role": "prefill", "kv_transfer": {"endpoint": "tcp://a:1"}}) as one:
+        found = await identity(one.url)
+    assert (found.role, found.transfer_endpoint) == ("prefill", "tcp://a:1")
+    async with worker(server_info=KVIST | {"kv_transfer": None}) as one:
+        found = await identity(one.url)
+    assert (found.role, found.transfer_endpoint) == ("both", None)
+
+
 async def test_a_bundled_engine_without_events_announces_none(worker) -> None:
     async with worker(server_info=KVIST | {"kv_events": None}) as one:
         assert (await identity(one.url)).event_endpoint is None

@@ -1,0 +1,144 @@
+"""Whether one worker computes a prompt and another goes on with it, and what each of the two is sent. No I/O.
+
+A prefill worker gets the request with `"kv_transfer_params": {"do_remote_decode": true}`: it computes the prompt and
+one token, keeps the blocks, and answers with params that name them. A decode worker gets the client's request with
+those: it fetches the blocks and goes on. The first token is in them, so its answer is the whole answer.
+
+What is not worth the way, or cannot go it, stays local: one worker does all, as if there were no prefill workers.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Any, Literal
+
+import msgspec
+
+from kvist.openai.errors import RequestError
+from kvist.router.policy import Decision
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+
+MAX_HANDOFF_BYTES = 1024 * 1024
+"""Largest answer of a prefill worker: a token, usage and the params."""
+
+_PARAMS = "kv_transfer_params"
+
+
+class Local(StrEnum):
+    """Why one worker does all of a request, in a fleet that has prefill workers."""
+
+    SHORT = "short"
+    CACHED = "cached"
+    SEVERAL_SEQUENCES = "several_sequences"
+    LOGPROBS = "logprobs"
+    OTHER_ENDPOINT = "other_endpoint"
+    NO_PREFILL_WORKER = "no_prefill_worker"
+    NO_DECODE_WORKER = "no_decode_worker"
+    PREFILL_REFUSED = "prefill_refused"
+    PREFILL_FAILED = "prefill_failed"
+    DECODE_FAILED = "decode_failed"
+    TRANSFER_FAILED = "transfer_failed"
+
+
+FALLBACKS = frozenset({Local.PREFILL_REFUSED, Local.PREFILL_FAILED, Local.DECODE_FAILED, Local.TRANSFER_FAILED})
+"""Reasons that show only after the prompt was sent to a prefill worker."""
+
+
+class Plan(msgspec.Struct, frozen=True, gc=False):
+    """Who answers the client and, unless that is local, who computes the prompt for it.
+
+    `local` is None where the plan is not, or where the fleet has no prefill workers and nothing was to be decided.
+    """
+
+    answer: Decision
+    prefill: Decision | None = None
+    local: Local | None = None
+
+
+def is_worth_handing_over(local: Decision, max_local_prefill_tokens: int) -> Local | None:
+    """Return None if so: the worker that would do all has more than so many tokens to compute; else why not."""
+    num_tokens = local.prompt.num_tokens
+    if num_tokens <= max_local_prefill_tokens:
+        return Local.SHORT
+    return Local.CACHED if num_tokens - local.overlap_tokens <= max_local_prefill_tokens else None
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """What decides whether a request can be handed over; the rest of the body is skipped."""
+
+    n: Any = None
+    best_of: Any = None
+    logprobs: Any = None
+    echo: Any = None
+    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_shape = msgspec.json.Decoder(_Shape).decode
+
+
+def obstacle(path: str, body: bytes, ask: Ask) -> Local | None:
+    """Return why the request cannot be handed over, None if it can."""
+    if path not in (CHAT_PATH, COMPLETION_PATH):
+        return Local.OTHER_ENDPOINT
+    shape = _decode_shape(body)  # the same bytes were read as a request before
+    if ask.num_prompts != 1 or shape.n not in (None, 1) or shape.best_of not in (None, 1):
+        return Local.SEVERAL_SEQUENCES
+    if not (shape.logprobs is None or shape.logprobs is False) or shape.echo:
+        return Local.LOGPROBS
+    return None
+
+
+def refuse_handoff(body: bytes) -> None:
+    """Raise RequestError (400) if a client says `kv_transfer_params` itself.
+
+    They make a worker fetch blocks from any address into a cache that all share: only the router may say where.
+    """
+    if _PARAMS.encode() not in body:
+        return
+    try:
+        said = _decode_shape(body).kv_transfer_params
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return  # whoever reads the request says what is wrong with it
+    if not isinstance(said, msgspec.UnsetType):
+        raise RequestError(
+            HTTPStatus.BAD_REQUEST, f"{_PARAMS}: expected none, for the router chooses the workers", param=_PARAMS
+        )
+
+
+def prefill_body(body: bytes) -> bytes:
+    """Return what the prefill worker gets: the request for one token, at once, and for blocks that are kept."""
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields.pop("stream_options", None)
+    fields["stream"] = msgspec.Raw(b"false")
+    for limit in ("max_tokens", "max_completion_tokens"):
+        if limit in fields or limit == "max_tokens":
+            fields[limit] = msgspec.Raw(b"1")
+    if "min_tokens" in fields and fields["min_tokens"] != b"0":
+        fields["min_tokens"] = msgspec.Raw(b"1")
+    fields[_PARAMS] = msgspec.Raw(b'{"do_remote_decode":true}')
+    return msgspec.json.encode(fields)
+
+
+class _Params(msgspec.Struct, frozen=True):
+    do_remote_prefill: Literal[True]
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    kv_transfer_params: msgspec.Raw
+
+
+def read_handoff(answer: bytes) -> bytes | None:
+    """Return the params in a prefill worker's answer, as they are; None where it has none that can be used."""
+    try:
+        params = bytes(msgspec.json.decode(answer, type=_Answer).kv_transfer_params)
+        msgspec.json.decode(params, type=_Params)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return params
+
+
+def decode_body(body: bytes, handoff: bytes) -> bytes:
+    """Return what the decode worker gets: the client's bytes with the params put in at the front."""
+    place = body.index(b"{") + 1
+    return b"".join((body[:place], b'"', _PARAMS.encode(), b'":', handoff, b",", body[place:]))

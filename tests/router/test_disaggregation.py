@@ -1,0 +1,440 @@
+"""Prefill on one worker, decode on another: who is chosen, what each is sent, and no token lost or doubled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+from kvist.openai.errors import RequestError
+from kvist.router.config import RouterConfig
+from kvist.router.disaggregation import (
+    Local,
+    decode_body,
+    is_worth_handing_over,
+    obstacle,
+    prefill_body,
+    read_handoff,
+    refuse_handoff,
+)
+from kvist.router.policy import Candidate, Load, Prompt, decide
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+
+LONG = list(range(1000, 1400))
+SHORT = LONG[:100]
+TOKENS = ["a", "b", "c", "d"]
+
+
+class Simulated:
+    """The protocol's two ends: prompts that prefill workers hold, and decode workers that fetch each at most once."""
+
+    def __init__(self, http_bytes: Any) -> None:
+        self.held: dict[str, list[int]] = {}
+        self._http_bytes = http_bytes
+        self._num_prefills = 0
+
+    async def prefill(self, received: Any, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        if not body.get("kv_transfer_params"):
+            await self.decode(received, writer)
+            return
+        assert body["kv_transfer_params"] == {"do_remote_decode": True}
+        assert (body["stream"], body["max_tokens"]) == (False, 1)
+        self._num_prefills += 1
+        name = f"held-{self._num_prefills}"
+        self.held[name] = body["prompt"]
+        params = {"do_remote_prefill": True, "remote_request_id": name, "first_token_ids": [7]}
+        answer = {"choices": [{"text": TOKENS[0]}], "kv_transfer_params": params}
+        writer.write(self._http_bytes.response(json.dumps(answer).encode()))
+
+    async def decode(self, received: Any, writer: asyncio.StreamWriter) -> None:
+        body = json.loads(received.body)
+        params = body.get("kv_transfer_params")
+        if params and self.held.pop(params["remote_request_id"], None) != body["prompt"]:
+            writer.write(self._http_bytes.response(b'{"error":{"message":"kv transfer failed: unknown"}}', status=500))
+            return
+        writer.write(self.whole(body.get("stream", False)))
+
+    def whole(self, is_stream: bool = True) -> bytes:
+        if not is_stream:
+            answer = {"choices": [{"text": "".join(TOKENS)}], "usage": {"prompt_tokens": 400}}
+            return self._http_bytes.response(json.dumps(answer).encode())
+        chunks = [self._http_bytes.chunk(event) for event in [*self.events(), b"data: [DONE]\n\n", b""]]
+        return self._http_bytes.event_stream_head + b"".join(chunks)
+
+    @staticmethod
+    def events() -> list[bytes]:
+        return [f"data: {json.dumps({'choices': [{'text': token}]})}\n\n".encode() for token in TOKENS]
+
+
+@pytest.fixture
+def simulated(http_bytes) -> Simulated:
+    return Simulated(http_bytes)
+
+
+def info(role: str, **more: Any) -> dict[str, Any]:
+    transfer = {"endpoint": "tcp://127.0.0.1:9", "agent": "shared_memory"}
+    return {"engine": "kvist", "block_size": 16, "kv_events": None, "role": role, "kv_transfer": transfer} | more
+
+
+async def stream(front: Any, prompt: list[int] = LONG) -> tuple[httpx.Response, str]:
+    """Return the answer and the tokens in it."""
+    answer = await front.complete(prompt, stream=True)
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+    return answer, "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+def total_load(front: Any) -> int:
+    load, fleet = front.service._forwarder.load, front.service._fleet
+    return sum(load.running_requests(worker.url) for worker in fleet.workers)
+
+
+async def count(front: Any, name: str) -> float:
+    return (await front.metrics()).get(f"kvist_router_{name}", 0.0)
+
+
+async def test_a_long_prompt_is_computed_by_one_worker_and_answered_by_another(worker, router, simulated) -> None:
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        answer, text = await stream(front)
+        assert text == "".join(TOKENS)
+        assert answer.content == b"".join([*simulated.events(), b"data: [DONE]\n\n"])
+        assert answer.headers["x-kvist-worker"] == d.url
+        assert answer.headers["x-kvist-prefill-worker"] == p.url
+        assert float(answer.headers["x-kvist-prefill-ms"]) >= 0
+        assert float(answer.headers["x-kvist-transfer-ms"]) >= 0
+        sent, front_sent = d.completions[0].body, answer.request.content
+        params = json.loads(sent)["kv_transfer_params"]
+        assert sent == decode_body(front_sent, json.dumps(params).encode())
+        assert p.completions[0].headers["x-request-id"] == d.completions[0].headers["x-request-id"]
+        assert (await front.complete(LONG)).json()["choices"][0]["text"] == "".join(TOKENS)
+        assert await count(front, "disaggregated_total") == 2
+        assert total_load(front) == 0
+        assert not simulated.held
+        roles = {url: shown["role"] for url, shown in (await front.workers()).items()}
+        assert roles == {p.url: "prefill", d.url: "decode"}
+        assert await count(front, f'worker_role{{role="prefill",worker="{p.url}"}}') == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "reason"),
+    [
+        (SHORT, {}, "short"),
+        (LONG, {"n": 2}, "several_sequences"),
+        ([LONG, LONG], {}, "several_sequences"),
+        (LONG, {"logprobs": 1}, "logprobs"),
+    ],
+)
+async def test_what_cannot_or_need_not_be_handed_over_stays_local(
+    worker, router, simulated, prompt: Any, fields: dict[str, Any], reason: str
+) -> None:
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        answer = await front.complete(prompt, **fields)
+        assert answer.headers["x-kvist-worker"] == d.url
+        assert "x-kvist-prefill-worker" not in answer.headers
+        assert d.completions[0].body == answer.request.content
+        assert not p.completions
+        assert await count(front, f'local_prefills_total{{reason="{reason}"}}') == 1
+
+
+async def test_a_well_cached_prompt_stays_local_and_the_explanation_says_so(worker, router, simulated) -> None:
+    async with (
+        worker(answer=simulated.prefill) as p,
+        worker(answer=simulated.decode) as d,
+        router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,), block_size=16) as front,
+    ):
+        front.hold(p.url, LONG[:64])
+        planned = await front.explain(LONG)
+        assert (planned["worker"], planned["prefill"]["worker"], planned["prefill"]["overlap_tokens"]) == (
+            d.url,
+            p.url,
+            64,
+        )
+        assert planned["prefill"]["candidates"][0]["overlap_blocks"]["gpu"] == 4
+        front.hold(d.url, LONG[:320])
+        planned = await front.explain(LONG)
+        assert (planned["worker"], planned["local"], planned["overlap_tokens"]) == (d.url, "cached", 320)
+        assert "prefill" not in planned
+
+
+async def test_a_fleet_without_prefill_workers_is_as_before(worker, router, simulated) -> None:
+    async with worker(server_info=info("both"), answer=simulated.decode) as one, router(one.url) as front:
+        answer = await front.complete(LONG)
+        assert one.completions[0].body == answer.request.content
+        assert {"prefill", "local"}.isdisjoint(await front.explain(LONG))
+
+
+async def test_a_prefill_worker_that_fails_is_passed_over(worker, router, simulated, http_bytes) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"busy", status=503))
+
+    async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async def break_off(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{")
+        await writer.drain()
+        writer.transport.abort()
+
+    for failure in (refuse, drop, break_off):
+        async with (
+            worker(server_info=info("prefill"), answer=failure) as broken,
+            worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+            worker(server_info=info("decode"), answer=simulated.decode) as d,
+            router(broken.url, p.url, d.url, policy="round-robin") as front,
+        ):
+            answers = [await stream(front) for _ in range(3)]
+            assert {text for _, text in answers} == {"".join(TOKENS)}
+            assert {answer.headers["x-kvist-prefill-worker"] for answer, _ in answers} == {p.url}
+            assert broken.completions
+            assert total_load(front) == 0
+
+
+async def test_without_any_working_prefill_worker_one_worker_does_all(worker, router, simulated, http_bytes) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"no", status=500))
+
+    async with (
+        worker(server_info=info("prefill"), answer=refuse) as p,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        answer, text = await stream(front)
+        assert text == "".join(TOKENS)
+        assert d.completions[0].body == answer.request.content
+        assert await count(front, 'disaggregation_fallbacks_total{reason="prefill_failed"}') == 1
+
+
+async def test_an_answer_without_usable_params_makes_the_request_local(worker, router, simulated, http_bytes) -> None:
+    async def plain(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(http_bytes.completion()))
+
+    async with (
+        worker(server_info=info("prefill"), answer=plain) as p,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        assert (await stream(front))[1] == "".join(TOKENS)
+        assert await count(front, 'disaggregation_fallbacks_total{reason="prefill_refused"}') == 1
+
+
+async def test_a_decode_worker_that_dies_first_leaves_the_prefill_to_another(worker, router, simulated) -> None:
+    async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=drop) as broken,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, broken.url, d.url, policy="round-robin") as front,
+    ):
+        for _ in range(3):
+            answer, text = await stream(front)
+            assert (text, answer.headers["x-kvist-worker"]) == ("".join(TOKENS), d.url)
+        assert len(p.completions) == 3
+        assert broken.completions
+        assert not simulated.held
+
+
+async def test_where_no_decode_worker_is_left_the_prefill_worker_does_all(worker, router, simulated) -> None:
+    async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=drop) as broken,
+        router(p.url, broken.url) as front,
+    ):
+        answer, text = await stream(front)
+        assert (text, answer.headers["x-kvist-worker"]) == ("".join(TOKENS), p.url)
+        assert await count(front, 'disaggregation_fallbacks_total{reason="decode_failed"}') == 1
+
+
+async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, router, simulated) -> None:
+    async def forgetful(received: Any, writer: asyncio.StreamWriter) -> None:
+        await simulated.prefill(received, writer)
+        simulated.held.clear()
+
+    async with (
+        worker(server_info=info("prefill"), answer=forgetful) as p,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        answer, text = await stream(front)
+        assert (text, answer.headers["x-kvist-worker"]) == ("".join(TOKENS), d.url)
+        assert [b"kv_transfer_params" in each.body for each in d.completions] == [True, False]
+        assert await count(front, 'disaggregation_fallbacks_total{reason="transfer_failed"}') == 1
+        assert (await front.workers())[d.url]["circuit"] == "closed"
+
+
+async def test_after_the_first_byte_nothing_is_repeated(worker, router, simulated, http_bytes) -> None:
+    async def break_off(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(simulated.events()[0]))
+        await writer.drain()
+        writer.transport.abort()
+
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=break_off) as broken,
+        worker(server_info=info("both"), answer=simulated.decode) as other,
+        router(p.url, broken.url, other.url) as front,
+    ):
+        answer = await front.complete(LONG, stream=True)
+        assert answer.content.startswith(simulated.events()[0] + b'data: {"error"')
+        assert not other.completions
+        assert len(p.completions) == len(broken.completions) == 1
+        assert total_load(front) == 0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_client_that_leaves_takes_both_sides_along(worker, router, simulated, until, role: str) -> None:
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    answers = {"prefill": simulated.prefill, "decode": simulated.decode} | {role: never}
+    async with (
+        worker(server_info=info("prefill"), answer=answers["prefill"]) as p,
+        worker(server_info=info("decode"), answer=answers["decode"]) as d,
+        router(p.url, d.url) as front,
+    ):
+        silent = {"prefill": p, "decode": d}[role]
+        asking = asyncio.create_task(front.complete(LONG))
+        await until(lambda: len(silent.completions) == 1 and total_load(front) == 1)
+        asking.cancel()
+        await until(lambda: total_load(front) == 0)
+        status = await count(front, f'requests_total{{policy="kv",status="499",worker="{silent.url}"}}')
+        assert status == 1
+
+
+async def test_clients_cannot_name_the_place_to_fetch_from(worker, router, simulated) -> None:
+    async with worker(answer=simulated.decode) as one, router(one.url) as front:
+        answer = await front.complete(LONG, kv_transfer_params={"do_remote_prefill": True, "remote_endpoint": "x"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params")
+        assert not one.completions
+        assert (await front.complete("what are kv_transfer_params?")).status_code == 200
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_fails_no_token_is_lost_or_doubled(worker, router, simulated, http_bytes, seed: int) -> None:
+    """Answers are whole, or break off after a begin that is right."""
+    random = Random(seed)
+
+    def unreliable(answer: Any) -> Any:
+        async def reply(received: Any, writer: asyncio.StreamWriter) -> None:
+            match random.randrange(6):
+                case 0:
+                    writer.transport.abort()
+                case 1:
+                    writer.write(http_bytes.response(b"{}", status=random.choice([500, 502, 503])))
+                case 2 if json.loads(received.body)["stream"]:
+                    events = simulated.events()[: random.randrange(4)]
+                    writer.write(http_bytes.event_stream_head + b"".join(map(http_bytes.chunk, events)))
+                    await writer.drain()
+                    writer.transport.abort()
+                case _:
+                    await answer(received, writer)
+
+        return reply
+
+    limits = {"breaker_failures": 1000, "policy": "random", "max_attempts": 5}
+    roles = ("prefill", "prefill", "decode", "decode", "both")
+    answers = [unreliable(simulated.prefill if role == "prefill" else simulated.decode) for role in roles]
+    workers = [worker(server_info=info(role), answer=answer) for role, answer in zip(roles, answers, strict=True)]
+    whole = b"".join([*simulated.events(), b"data: [DONE]\n\n"])
+    async with AsyncExitStack() as exits:
+        urls = [(await exits.enter_async_context(each)).url for each in workers]
+        front = await exits.enter_async_context(router(*urls, **limits))
+        num_whole = 0
+        for _ in range(40):
+            answer = await front.complete(LONG, stream=True)
+            if answer.status_code == 200:
+                assert whole.startswith(answer.content.partition(b'data: {"error"')[0])
+                num_whole += answer.content == whole
+        assert num_whole > 10
+        assert total_load(front) == 0
+
+
+def test_the_two_bodies_say_what_the_client_said() -> None:
+    body = b' {"prompt": [1, 2], "seed": 18446744073709551615, "stream": true, "stream_options": {}}'
+    sent = json.loads(prefill_body(body))
+    assert sent == {
+        "prompt": [1, 2],
+        "seed": 2**64 - 1,
+        "stream": False,
+        "max_tokens": 1,
+        "kv_transfer_params": {"do_remote_decode": True},
+    }
+    limited = b'{"messages":[],"max_completion_tokens":9,"min_tokens":4}'
+    sent = json.loads(prefill_body(limited))
+    assert (sent["max_tokens"], sent["max_completion_tokens"], sent["min_tokens"]) == (1, 1, 1)
+    assert decode_body(body, b'{"a":1}') == b' {"kv_transfer_params":{"a":1},' + body[2:]
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"{}", b"[]", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{"do_remote_prefill":false}}']
+)
+def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
+    assert read_handoff(answer) is None
+
+
+def test_what_is_left_to_compute_decides() -> None:
+    def decided(num_tokens: int, num_blocks: int) -> Local | None:
+        candidate = Candidate(WorkerRank("w", 0), Load(), (num_blocks,))
+        policy = RouterConfig().make_policy()
+        return is_worth_handing_over(decide(policy, Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
+
+    assert decided(256, 0) is Local.SHORT
+    assert decided(257, 0) is None
+    assert decided(272, 1) is Local.CACHED
+    assert decided(400, 9) is Local.CACHED
+    assert decided(400, 8) is None
+
+
+def test_a_decode_worker_is_chosen_by_load_and_by_what_it_holds() -> None:
+    policy = RouterConfig().make_decode_policy()
+    prompt = Prompt(1600, 16)
+
+    def chosen(*candidates: tuple[int, int]) -> int:
+        made = [
+            Candidate(WorkerRank(str(idx), 0), Load(1, 0, blocks), (held,))
+            for idx, (blocks, held) in enumerate(candidates)
+        ]
+        return decide(policy, prompt, made, 0, Random(0)).chosen_idx
+
+    assert chosen((10, 0), (10, 50)) == 1
+    assert chosen((500, 50), (10, 0)) == 1
+    assert chosen((20, 50), (10, 0)) == 0
+
+
+def test_requests_that_cannot_be_handed_over_are_recognised() -> None:
+    ask = Ask("m", 400)
+    assert obstacle(CHAT_PATH, b'{"n":1,"logprobs":false}', ask) is None
+    assert obstacle("/v1/embeddings", b"", ask) is Local.OTHER_ENDPOINT
+    assert obstacle(CHAT_PATH, b'{"logprobs":true}', ask) is Local.LOGPROBS
+    assert obstacle(COMPLETION_PATH, b'{"logprobs":0}', ask) is Local.LOGPROBS
+    assert obstacle(COMPLETION_PATH, b'{"best_of":3}', ask) is Local.SEVERAL_SEQUENCES
+    assert obstacle(COMPLETION_PATH, b"{}", Ask("m", 9, num_prompts=2)) is Local.SEVERAL_SEQUENCES
+    refuse_handoff(b"kv_transfer_params")
+    with pytest.raises(RequestError):
+        refuse_handoff(b'{"kv_transfer_params":null}')
+
+
+def test_a_worker_has_one_role() -> None:
+    with pytest.raises(InvalidValueError, match="of whatever role"):
+        RouterConfig(prefill_worker_urls=("http://a:1",), decode_worker_urls=("http://a:1",))
+    with pytest.raises(InvalidValueError, match="decode_worker_urls"):
+        RouterConfig(decode_worker_urls=("a:1",))
