@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.cli._kv_transfer import Transfers, add_transfer_arguments, open_agent, open_service
+from kvist.cli._tensor_parallel import add_tensor_parallel_argument, check_tensor_parallel, end_on_loss
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel of a decode step")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
+    add_tensor_parallel_argument(parser)
     add_transfer_arguments(parser)
 
 
@@ -90,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from kvist.engine.loading import load_with_memory
     from kvist.publisher import KvEventPublisher, PublisherLimits
 
+    check_tensor_parallel(args)
     config = EngineConfig(
         model_dir=args.model,
         device=args.device,
@@ -107,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
         has_swa_scratch=args.swa_scratch,
         has_cuda_graphs=not args.no_cuda_graphs,
         num_threads=args.threads,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     with _listen(args.host, args.port) as listener:
         worker = f"{args.host}:{listener.getsockname()[1]}"
@@ -148,7 +152,9 @@ async def _serve(
     collectors: list[Collector] = [PublisherCollector(publisher)] if publisher else []
     engine = AsyncEngine(loaded.core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S)
     async with AsyncExitStack() as exits:
-        served = None
+        served, followers = None, loaded.followers
+        if followers is not None:
+            exits.callback(followers.close)
         if transfers is not None:
             service = open_service(args, names[0], transfers, loaded, engine)
             exits.callback(service.close, _TRANSFER_CLOSE_S)
@@ -162,12 +168,17 @@ async def _serve(
             max_model_len=loaded.core.limits.max_model_len,
             kv_events_endpoint=None if publisher is None else publisher.endpoint,
             transfers=served,
+            tensor_parallel_size=args.tensor_parallel_size,
         )
         app = create_app(engine, tokenizer, model, collectors=collectors)
         server = _server(app, engine, ready_line=f"kvist serve: {names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
+        if followers is not None:
+            end_on_loss(followers, server)
         await server.serve(sockets=[listener])
+    if followers is not None and followers.error is not None:
+        raise followers.error
     return 0
 
 

@@ -22,7 +22,8 @@ class EngineConfig:
     per KV group and wins over `kv_memory_mib`, which `kv_budget` splits among the groups. The cache has the `dtype` of
     the model but for `kv_cache_dtype`. With `has_swa_scratch`, blocks of a prompt that slide out of their window within
     a step share scratch slots: less memory for long prompts, and less of them to reuse. `has_cuda_graphs` is about CUDA
-    devices alone. `max_num_waiting` requests may queue before new ones are turned away.
+    devices alone. `max_num_waiting` requests may queue before new ones are turned away. The model is split over
+    `tensor_parallel_size` processes, rank i on cuda:i; `kv_memory_mib` and `num_threads` are each one's.
     """
 
     model_dir: Path
@@ -41,6 +42,7 @@ class EngineConfig:
     has_swa_scratch: bool = False
     has_cuda_graphs: bool = True
     num_threads: int = 1
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         """Raise InvalidValueError that names the first field out of range."""
@@ -57,7 +59,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidValueError(name, value, "at least 1")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "num_threads"):
+        counts = ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "num_threads", "tensor_parallel_size")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise InvalidValueError(name, getattr(self, name), "at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:

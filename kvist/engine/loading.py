@@ -13,7 +13,10 @@ from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.config import ModelConfig
+from kvist.engine.models.sharding import Shard, rank_config
+from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
+from kvist.engine.ranks import Followers, Leader, LeadingRunner
 from kvist.engine.runner import Runner
 from kvist.engine.scheduler import Scheduler
 from kvist.errors import InvalidValueError
@@ -42,6 +45,7 @@ class _Facts:
     """What the checkpoint and the settings come to."""
 
     model: ModelConfig
+    shard: Shard | None
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
@@ -50,11 +54,12 @@ class _Facts:
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine and the memory it computes in, for whoever moves KV in and out of it."""
+    """An engine, the memory it computes in, for whoever moves KV in and out of it, and its other ranks, if any."""
 
     core: EngineCore
     plan: WindowPlan
     tensors: KvTensors
+    followers: Followers | None = None
 
 
 def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCore:
@@ -70,22 +75,41 @@ def load_with_memory(
 ) -> LoadedEngine:
     """Return `load_engine`'s engine and its memory, which `allocate` gave, as `KvTensors` says."""
     torch.set_num_threads(config.num_threads)
-    facts = _facts(config)
+    facts = _facts(config, rank=0)
     if config.has_swa_scratch:
         facts.plan.check_scratch()
-    model = load_model(config.model_dir, facts.model, facts.max_model_len, facts.dtype, facts.device)
+    if facts.shard is None:
+        return _load(config, facts, sink, allocate, None)
+    followers = Followers(config.tensor_parallel_size, _follow, config)
+    try:
+        return _load(config, facts, sink, allocate, followers)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def _load(
+    config: EngineConfig,
+    facts: _Facts,
+    sink: EventSink | None,
+    allocate: Callable[[int], torch.Tensor] | None,
+    followers: Followers | None,
+) -> LoadedEngine:
+    model = _load_model(config, facts)
     groups, size, longest = facts.plan.groups, config.block_size, facts.max_model_len
     num_blocks = _num_blocks(config, facts)
+    if followers is not None:
+        num_blocks = followers.agree(num_blocks)
     check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
     try:
         tensors = KvTensors(facts.plan, num_blocks, size, facts.device, allocate)
     except RuntimeError as error:  # torch's word for out of memory, on the CPU as on a GPU
         raise InvalidValueError("num_blocks", num_blocks, f"no more than fit into memory ({error})") from error
-    graphs = None
-    if config.has_cuda_graphs and _is_capturable(facts):
-        widths = [peak_num_blocks(group, size, longest, 1) for group in groups]
-        capture = cuda_graph_capture(facts.device)
-        graphs = DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs, capture)
+    if followers is None:
+        runner = Runner(model, facts.plan, tensors, size, _graphs(config, facts, model, tensors))
+    else:
+        followers.join(facts.device)
+        runner = LeadingRunner(followers, model, facts.plan, tensors, size)
     logger.info(
         "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d dtype=%s device=%s",
         facts.model.architecture,
@@ -101,20 +125,46 @@ def load_with_memory(
         ModelLimits(facts.model.vocab_size, longest, facts.model.eos_token_ids),
         kv_cache,
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
-        Runner(model, facts.plan, tensors, size, graphs),
+        runner,
     )
-    return LoadedEngine(core, facts.plan, tensors)
+    return LoadedEngine(core, facts.plan, tensors, followers)
 
 
-def _facts(config: EngineConfig) -> _Facts:
+def _follow(leader: Leader, rank: int, config: EngineConfig) -> None:
+    """Be one of the other ranks, from loading its shard to the end."""
+    torch.set_num_threads(config.num_threads)
+    facts = _facts(config, rank)
+    model = _load_model(config, facts)
+    num_blocks = leader.agree(_num_blocks(config, facts))
+    tensors = KvTensors(facts.plan, num_blocks, config.block_size, facts.device)
+    leader.join(config.tensor_parallel_size, facts.device)
+    leader.follow(Runner(model, facts.plan, tensors, config.block_size))
+
+
+def _load_model(config: EngineConfig, facts: _Facts) -> CausalLM:
+    return load_model(config.model_dir, facts.model, facts.max_model_len, facts.dtype, facts.device, facts.shard)
+
+
+def _graphs(config: EngineConfig, facts: _Facts, model: CausalLM, tensors: KvTensors) -> DecodeGraphs | None:
+    if not (config.has_cuda_graphs and _is_capturable(facts)):
+        return None
+    groups, longest = facts.plan.groups, facts.max_model_len
+    widths = [peak_num_blocks(group, config.block_size, longest, 1) for group in groups]
+    capture = cuda_graph_capture(facts.device)
+    return DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs, capture)
+
+
+def _facts(config: EngineConfig, rank: int) -> _Facts:
     model = load_model_config(config.model_dir)
     max_model_len = config.max_model_len or model.max_position
     if max_model_len > model.max_position:
         raise InvalidValueError("max_model_len", max_model_len, f"at most the model's {model.max_position}")
-    device = _device(config.device)
+    num_ranks = config.tensor_parallel_size
+    device = _device(config.device, rank, num_ranks)
     name = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    layers = model.layer_kv(KvDtype(config.kv_cache_dtype or name))
-    return _Facts(model, max_model_len, getattr(torch, name), device, plan_windows(layers, max_model_len))
+    layers = rank_config(model, num_ranks).layer_kv(KvDtype(config.kv_cache_dtype or name))
+    shard = None if num_ranks == 1 else Shard(rank, num_ranks)
+    return _Facts(model, shard, max_model_len, getattr(torch, name), device, plan_windows(layers, max_model_len))
 
 
 def _is_capturable(facts: _Facts) -> bool:
@@ -128,13 +178,21 @@ def _is_capturable(facts: _Facts) -> bool:
     return not (is_asked and any(layer.moe is not None for layer in facts.model.layers))
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, rank: int, num_ranks: int) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
         raise InvalidValueError("device", name, "cpu, cuda or cuda:N") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidValueError("device", name, "cpu: this torch sees no CUDA device")
+    if device.type == "cuda" and num_ranks > 1:
+        if device.index is not None:
+            raise InvalidValueError("device", name, "cuda: with tensor parallelism rank i takes cuda:i")
+        if num_ranks > torch.cuda.device_count():
+            expected = f"at most the {torch.cuda.device_count()} CUDA devices there are"
+            raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     return device
 
 

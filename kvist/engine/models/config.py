@@ -125,6 +125,7 @@ class ModelConfig:
     MLP give before it joins the residual; `has_v_norm` norms values, without a weight; `has_sinks` adds a learned logit
     a head to the attention's softmax, that takes weight from the keys. `renamed_weights` maps our names of parts to the
     checkpoint's: "" where it has no such level. `is_text_part`: the checkpoint has more, to see or hear with: left out.
+    `num_ranks`: over how many processes the heads and MLPs are split, of which this is one's (`sharding`).
     """
 
     architecture: str
@@ -152,6 +153,7 @@ class ModelConfig:
     gemma3n: Gemma3nConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     renamed_weights: Mapping[str, str] = field(default_factory=dict)
+    num_ranks: int = 1
 
     def __post_init__(self) -> None:
         """Raise InvalidValueError when the numbers cannot be a model, or not one that the kernels take."""

@@ -63,7 +63,8 @@ class Decoder(nn.Module):
         self._ropes = [(layer.rope, layer.head_dim) for layer in config.layers]
         self._tables = {key: RotaryTable(*key, max_model_len) for key in dict.fromkeys(self._ropes)}
         # Rounded to the weights' dtype first, as the checkpoints were trained.
-        self._embedding_scale = torch.tensor(config.embedding_scale).to(self.embed_tokens.weight.dtype).item()
+        scale = torch.tensor(config.embedding_scale, device="cpu")
+        self._embedding_scale = scale.to(self.embed_tokens.weight.dtype).item()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Return the wanted rows' hidden states `[num_logit_rows, hidden_size]`; fills the step's cache slots."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 
 from kvist.engine.batch import ForwardBatch, LayerPages
@@ -53,6 +53,16 @@ class Linear(nn.Module):
         return functional.linear(x, self.weight, self.bias)
 
 
+class RowParallelLinear(Linear):
+    """A `Linear` whose inputs are split over the ranks: each gets the sum of all, and the bias once."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., out_features]`, the same on every rank."""
+        out = functional.linear(x, self.weight)
+        distributed.all_reduce(out)
+        return out if self.bias is None else out + self.bias
+
+
 class Embedding(nn.Module):
     """A row of the weight a token id, uninitialised as in `Linear`."""
 
@@ -94,7 +104,7 @@ class Attention(nn.Module):
             self.v_norm = BareNorm(layer.head_dim, config.norm_eps) if config.has_v_norm else nn.Identity()
         self.qkv_proj = PackedLinear(config.hidden_size, parts, config.has_attention_bias)
         self.q_norm = _head_norm(config, layer.head_dim)
-        self.o_proj = Linear(size, config.hidden_size, config.has_attention_bias)
+        self.o_proj = _joining_linear(config, size, config.has_attention_bias)
         sinks = torch.empty(config.num_heads, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.has_sinks else None
 
@@ -155,7 +165,7 @@ class GatedMlp(nn.Module):
         super().__init__()
         parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = PackedLinear(config.hidden_size, parts, config.has_mlp_bias)
-        self.down_proj = Linear(intermediate_size, config.hidden_size, config.has_mlp_bias)
+        self.down_proj = _joining_linear(config, intermediate_size, config.has_mlp_bias)
         self._activation = config.activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -173,6 +183,12 @@ def activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:
 def hidden_norm(config: ModelConfig) -> RMSNorm:
     """Return a norm of the residual stream."""
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
+
+
+def _joining_linear(config: ModelConfig, in_features: int, has_bias: bool) -> Linear:
+    """Return a projection into the residual stream, which is whole on every rank."""
+    kind = Linear if config.num_ranks == 1 else RowParallelLinear
+    return kind(in_features, config.hidden_size, has_bias)
 
 
 def _head_norm(config: ModelConfig, head_dim: int) -> nn.Module:

@@ -25,7 +25,7 @@ class PerLayerInputs(nn.Module):
         self._projection_scale = config.hidden_size**-0.5
         # Rounded to the weights' dtype first, as the checkpoints were trained.
         dtype = self.embed_tokens_per_layer.weight.dtype
-        self._embedding_scale = torch.tensor(inputs.size**0.5).to(dtype).item()
+        self._embedding_scale = torch.tensor(inputs.size**0.5, device="cpu").to(dtype).item()
 
     def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Return `[num_tokens, num_layers, size]`; `embedded` is what the first layer sees, `[num_tokens, hidden]`.

@@ -15,6 +15,7 @@ from kvist.engine.models.checkpoint_config import read_json_object
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.layers import PackedLinear, RMSNorm
 from kvist.engine.models.moe import Experts
+from kvist.engine.models.sharding import Shard, rank_config, rank_slices
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
 
@@ -31,24 +32,30 @@ def load_model(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    shard: Shard | None = None,
 ) -> CausalLM:
     """Return the model with every parameter filled from the checkpoint: norms in float32, all else in `dtype`.
 
-    Raises InvalidValueError when there are no weights, some are missing or unknown, or a shape or dtype is wrong.
+    With a shard it is one rank's model, `config` being the whole one's, and no more of the weights is read. Raises
+    InvalidValueError when there are no weights, some are missing or unknown, or a shape or dtype is wrong.
     """
     files = weight_files(model_dir)
+    names = _names(files, config)
     with _default_dtype(dtype), device:
-        model = CausalLM(config, max_model_len)
-    targets = checkpoint_targets(model, _names(files, config))
+        model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len)
+    targets = checkpoint_targets(model, names)
+    wholes = targets if shard is None else _whole_targets(config, names)
     missing = set(targets)
     unknown = []
-    for name, tensor in _read(files, config):
+    for name, file, stored in _stored(files, config):
         target = targets.get(name)
         if target is None:
             unknown.append(name)
             continue
-        if target.shape != tensor.shape:
-            raise InvalidValueError(f"shape of {name}", list(tensor.shape), f"{list(target.shape)} by config.json")
+        stored_shape, shape = file.get_slice(stored).get_shape(), list(wholes[name].shape)
+        if stored_shape != shape:
+            raise InvalidValueError(f"shape of {name}", stored_shape, f"{shape} by config.json")
+        tensor = file.get_tensor(stored) if shard is None else _read_part(file, stored, target, shard)
         if tensor.dtype not in _DTYPES:  # such weights are quantised: they mean nothing without their scales
             raise InvalidValueError(f"dtype of {name}", str(tensor.dtype), f"one of {list(map(str, _DTYPES))}")
         target.copy_(tensor)
@@ -58,9 +65,7 @@ def load_model(
     unknown = [name for name in unknown if not _is_redundant(name, config)]
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.weight.add_(module.offset)
+    _offset_norms(model)
     return model
 
 
@@ -113,11 +118,30 @@ def _names(files: Sequence[Path], config: ModelConfig) -> set[str]:
     return names
 
 
-def _read(files: Sequence[Path], config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(files: Sequence[Path], config: ModelConfig) -> Iterator[tuple[str, Any, str]]:
+    """Yield each weight's name, the file that has it, open, and its name there."""
     for path in files:
         with _opened(path) as file:
             for name, stored in _text_names(file.keys(), config).items():
-                yield name, file.get_tensor(stored)
+                yield name, file, stored
+
+
+def _read_part(file: Any, stored: str, target: torch.Tensor, shard: Shard) -> torch.Tensor:
+    piece = file.get_slice(stored)
+    part: torch.Tensor = piece[rank_slices(piece.get_shape(), target.shape, shard)]
+    return part
+
+
+def _offset_norms(model: CausalLM) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.add_(module.offset)
+
+
+def _whole_targets(config: ModelConfig, stored: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return the weights of the whole model, without memory: for their shapes."""
+    with torch.device("meta"):
+        return checkpoint_targets(CausalLM(config, 1), stored)
 
 
 def _text_names(stored: Iterable[str], config: ModelConfig) -> dict[str, str]:

@@ -58,6 +58,7 @@ class ServedModel:
     max_model_len: int
     kv_events_endpoint: str | None = None
     transfers: ServedTransfers | None = None
+    tensor_parallel_size: int = 1
 
 
 def create_app(
@@ -150,6 +151,7 @@ class _Server:
                 "model": self._model.names[0],
                 "block_size": self._model.block_size,
                 "max_model_len": self._model.max_model_len,
+                "tensor_parallel_size": self._model.tensor_parallel_size,
                 "kv_events": None if endpoint is None else {"endpoint": endpoint},
                 "role": "both" if transfers is None else transfers.role,
                 "kv_transfer": None

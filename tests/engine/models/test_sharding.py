@@ -1,0 +1,134 @@
+"""Ranks' models as threads of this process: the sum of activations is all that passes between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvist.engine.batch import HostBatch
+from kvist.engine.models import layers
+from kvist.engine.models.checkpoint_config import load_model_config
+from kvist.engine.models.sharding import Shard, rank_config, rank_slices
+from kvist.engine.models.weights import load_model
+from kvist.engine.paging import GroupPages
+from kvist.engine.runner import Runner
+from kvist.errors import InvalidValueError
+from kvist.kvcache import KvDtype, PageIndexMode, plan_windows
+from kvist.kvcache.tensors import KvTensors
+
+NUM_TOKENS, BLOCK_SIZE, MAX_LEN = 30, 4, 64
+NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE + 1
+
+
+class Sum:
+    """Stands in for torch.distributed.all_reduce among threads."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._barrier = threading.Barrier(num_ranks, timeout=60)
+        self._parts: list[torch.Tensor] = []
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        self._parts.append(tensor)
+        self._barrier.wait()
+        total = torch.stack(self._parts).sum(0)
+        self._barrier.wait()
+        tensor.copy_(total)
+        self._parts = []
+        self._barrier.wait()
+
+
+def logits_of(model_dir: Path, shard: Shard | None) -> torch.Tensor:
+    """Return the logits of a prompt's every token."""
+    config = load_model_config(model_dir)
+    device = torch.device("cpu")
+    model = load_model(model_dir, config, MAX_LEN, torch.float32, device, shard)
+    plan = plan_windows(model.config.layer_kv(KvDtype.FLOAT32), MAX_LEN)
+    tensors = KvTensors(plan, [NUM_BLOCKS] * len(plan.groups), BLOCK_SIZE, device)
+    rows = np.arange(NUM_TOKENS)
+    table, offsets = np.arange(NUM_BLOCKS, dtype=np.int32)[None, None], np.zeros(1, dtype=np.int32)
+    group = GroupPages(PageIndexMode.SHARED, table, offsets, rows[None])
+    batch = HostBatch(
+        input_ids=rows * 7 % 500 + 5,
+        positions=rows,
+        seq_lens=np.array([NUM_TOKENS], dtype=np.int32),
+        num_decodes=0,
+        prefill_start_loc=np.array([0, NUM_TOKENS], dtype=np.int32),
+        logit_rows=rows,
+        groups=(group,) * len(plan.groups),
+    )
+    return Runner(model, plan, tensors, BLOCK_SIZE).compute(batch)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "llama-tied-biased-llama3",
+        "mistral",
+        "qwen3",
+        "qwen3-sliding",
+        "gemma3",
+        "gemma3-capped",
+        "gemma4-shared",
+    ],
+)
+def test_ranks_together_give_the_whole_models_logits(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, num_ranks: int
+) -> None:
+    """The checkpoints have four heads and two KV heads: of four ranks, two share each KV head."""
+    model_dir = checkpoint(name)
+    whole = logits_of(model_dir, None)
+    monkeypatch.setattr(layers.distributed, "all_reduce", Sum(num_ranks))
+    with ThreadPoolExecutor(num_ranks) as pool:
+        by_rank = list(pool.map(lambda rank: logits_of(model_dir, Shard(rank, num_ranks)), range(num_ranks)))
+    for logits in by_rank:
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_whole_model_has_no_linear_that_sums(checkpoint: Callable[[str], Path]) -> None:
+    model_dir = checkpoint("llama")
+    config = load_model_config(model_dir)
+    model = load_model(model_dir, config, MAX_LEN, torch.float32, torch.device("cpu"))
+    assert not [each for each in model.modules() if isinstance(each, layers.RowParallelLinear)]
+    assert rank_config(config, 1) is config
+
+
+@pytest.mark.parametrize(
+    ("whole", "part", "expected"),
+    [
+        ((8, 6), (2, 6), [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ((4, 6), (2, 6), [(0, 2), (0, 2), (2, 4), (2, 4)]),
+        ((2, 6), (2, 6), [(0, 2)] * 4),
+    ],
+)
+def test_a_part_is_the_ranks_and_shared_by_neighbours_where_parts_are_few(
+    whole: tuple[int, int], part: tuple[int, int], expected: list[tuple[int, int]]
+) -> None:
+    for rank, (start, stop) in enumerate(expected):
+        assert rank_slices(whole, part, Shard(rank, 4)) == (slice(start, stop), slice(0, 6))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "expected"),
+    [
+        ("llama", 3, "a divisor of 4 attention heads"),
+        ("llama", 8, "a divisor of 4 attention heads"),
+        ("qwen3-moe", 2, "1 for Qwen3MoeForCausalLM with experts"),
+        ("gpt-oss", 2, "1 for GptOssForCausalLM with experts"),
+        ("gemma4-moe", 2, "1 for Gemma4ForCausalLM with experts"),
+        ("gemma3n", 2, "1 for Gemma3nForCausalLM"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(
+    checkpoint: Callable[[str], Path], name: str, num_ranks: int, expected: str
+) -> None:
+    with pytest.raises(InvalidValueError, match=expected) as caught:
+        rank_config(load_model_config(checkpoint(name)), num_ranks)
+    assert (caught.value.field, caught.value.value) == ("tensor_parallel_size", num_ranks)
