@@ -113,7 +113,7 @@ class Outgoing:
     def take(self, messages: list[list[bytes]], now_s: float) -> None:
         """Do what the messages ask. Whatever was offered before they were read must have been offered here."""
         for frames in messages:
-            name = frames[0].decode(errors="replace")
+            name = frames[0].decode("latin-1")  # whatever bytes it calls itself
             try:
                 if len(frames) != 3 or frames[1] != MESSAGE:
                     raise MalformedMessageError(name, f"{len(frames)} frames, expected a name, a kind and a message")
@@ -243,7 +243,7 @@ class Outgoing:
     def _send(self, name: str, frames: list[bytes]) -> bool:
         """Return whether the receiver is there; one that reads nothing loses the message, and will ask again."""
         try:
-            self._router.send_multipart([name.encode(), *frames], zmq.DONTWAIT)
+            self._router.send_multipart([name.encode("latin-1"), *frames], zmq.DONTWAIT)
         except zmq.Again:
             return True
         except zmq.ZMQError as error:
