@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -179,10 +180,9 @@ def _is_capturable(facts: _Facts) -> bool:
 
 
 def _device(name: str, rank: int, num_ranks: int) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidValueError("device", name, "cpu, cuda or cuda:N") from None
+    if re.fullmatch(r"cpu|cuda(:\d{1,2})?", name) is None:
+        raise InvalidValueError("device", name, "cpu, cuda or cuda:N")
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidValueError("device", name, "cpu: this torch sees no CUDA device")
     if device.type == "cuda" and num_ranks > 1:
@@ -200,15 +200,19 @@ def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
     groups = facts.plan.groups
     if config.num_blocks is not None:
         return (config.num_blocks,) * len(groups)
-    return split_memory(
-        groups,
-        config.block_size,
-        _memory_bytes(config, facts.device),
-        max_model_len=facts.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_step_tokens=config.max_num_batched_tokens,
-        policy=config.kv_budget,
-    )
+    memory_bytes = _memory_bytes(config, facts.device)
+    try:
+        return split_memory(
+            groups,
+            config.block_size,
+            memory_bytes,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_num_batched_tokens,
+            policy=config.kv_budget,
+        )
+    except InvalidValueError as error:  # too little: say it of the setting, which may have been left to its default
+        raise InvalidValueError("kv_memory_mib", memory_bytes // _MIB, error.expected) from None
 
 
 def _memory_bytes(config: EngineConfig, device: torch.device) -> int:

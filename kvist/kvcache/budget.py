@@ -135,7 +135,7 @@ def _bounded(
 
 def _check_memory(memory_bytes: int, needed_bytes: int, max_model_len: int) -> None:
     if memory_bytes < needed_bytes:
-        expected = f"at least {needed_bytes}: one sequence of max_model_len={max_model_len}"
+        expected = f"at least {needed_bytes} bytes: one sequence of max_model_len={max_model_len}"
         raise InvalidValueError("memory_bytes", memory_bytes, expected)
 
 

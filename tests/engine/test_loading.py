@@ -75,9 +75,16 @@ def test_a_longer_context_than_the_models_is_refused(make_core) -> None:
         make_core("qwen3", max_model_len=513)
 
 
-def test_an_unknown_device_is_refused(make_core) -> None:
-    with pytest.raises(InvalidValueError, match="device: got 'gpu', expected cpu, cuda or cuda:N"):
-        make_core("qwen3", device="gpu")
+@pytest.mark.parametrize("device", ["gpu", "meta", "mps", "cuda:x"])
+def test_an_unknown_device_is_refused(make_core, device: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"device: got '{device}', expected cpu, cuda or cuda:N"):
+        make_core("qwen3", device=device)
+
+
+def test_too_little_memory_is_said_of_the_setting(make_core) -> None:
+    expected = "kv_memory_mib: got 1, expected at least 2097152 bytes: one sequence of max_model_len=512"
+    with pytest.raises(InvalidValueError, match=expected):
+        make_core("llama", num_blocks=None, kv_memory_mib=1, block_size=4096)
 
 
 def test_groups_follow_the_windows(make_core) -> None:

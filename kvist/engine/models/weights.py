@@ -171,7 +171,8 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.has_tied_embeddings):
         return True
     in_layer = _SHARABLE.fullmatch(name)
-    return in_layer is not None and config.layers[int(in_layer[1])].kv_source is not None
+    sharing = {str(i) for i, layer in enumerate(config.layers) if layer.kv_source is not None}
+    return in_layer is not None and in_layer[1] in sharing
 
 
 def _some(names: Sequence[str] | set[str]) -> str:

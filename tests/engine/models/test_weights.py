@@ -112,6 +112,14 @@ def test_weights_that_do_not_fit_the_model_are_named(rewritten, change, message:
         load(rewritten("qwen3", change))
 
 
+def test_weights_of_more_layers_than_the_model_has_are_named(rewritten) -> None:
+    path = rewritten("llama", lambda _: None)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(InvalidValueError, match=r"model\.layers\.1\..* and 4 more', expected only those of LlamaFor"):
+        load(path)
+
+
 def test_a_directory_without_weights_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
     with pytest.raises(InvalidValueError, match=r"a directory with model\.safetensors"):
