@@ -32,6 +32,7 @@ class Served:
 
     turn: Turn
     worker: str = ""
+    prefill_worker: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     ttft_s: float = 0.0
@@ -81,6 +82,20 @@ def summary(result: DemoResult, events_filtered: int) -> dict[str, Any]:
         "ttft_ms_p50": _median_ms(completed),
         "baseline_ttft_ms_p50": _median_ms(baseline),
         "events_filtered": events_filtered,
+    }
+
+
+def transfer_summary(worker_urls: list[str], router_urls: list[str]) -> dict[str, int]:
+    """Return what prefill workers handed over since they started, and how often that came to nothing."""
+
+    def total(urls: list[str], name: str) -> int:
+        return int(sum(metric(url, name) for url in urls))
+
+    return {
+        "bytes_transferred": total(worker_urls, "kvist_transfer_received_bytes_total"),
+        "transfers": total(worker_urls, "kvist_transfer_received_total"),
+        "fallbacks": total(worker_urls, "kvist_engine_fallbacks_total")
+        + total(router_urls, "kvist_router_disaggregation_fallbacks_total"),
     }
 
 
@@ -151,6 +166,7 @@ def _read_stream(turn: Turn, response: http.client.HTTPResponse, start: float) -
     return Served(
         turn,
         worker=response.headers.get("x-kvist-worker", ""),
+        prefill_worker=response.headers.get("x-kvist-prefill-worker", ""),
         prompt_tokens=usage["prompt_tokens"],
         cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
         ttft_s=ttft_s,

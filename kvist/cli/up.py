@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvist.errors import InvalidValueError
@@ -21,10 +22,18 @@ if TYPE_CHECKING:
 
 HELP = "start a router and bundled workers, send real conversations through them, and keep serving"
 
+_DEMO_LOCAL_TOKENS = "64"
+"""Conversations of the demo grow by some hundred tokens a turn, so that most turns are handed over."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
+    parser.add_argument(
+        "--disaggregated",
+        action="store_true",
+        help="the first worker computes prompts, the others go on",
+    )
     parser.add_argument("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     parser.add_argument("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
@@ -37,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Run until the demo ends (`--exit`) or a signal comes."""
     if args.workers < 1:
         raise InvalidValueError("--workers", args.workers, "at least 1")
+    if args.disaggregated and args.workers < 2:
+        raise InvalidValueError("--workers", args.workers, "at least 2 with --disaggregated")
     if args.no_demo and (args.exit or args.json):
         raise InvalidValueError("--no-demo", True, "no --exit or --json, which are about the demo")
     try:
@@ -70,7 +81,9 @@ async def _up(args: argparse.Namespace) -> int:
 async def _start(args: argparse.Namespace, group: ProcessGroup, console: Console) -> tuple[list[str], str]:
     """Start the workers side by side, then the router in front of them."""
     console.print(f"Starting {args.workers} workers with {_model(args)} …")
-    workers = await asyncio.gather(*(group.start(f"worker {index}", *_serve(args)) for index in range(args.workers)))
+    workers = await asyncio.gather(
+        *(group.start(f"worker {index}", *_serve(args, index)) for index in range(args.workers))
+    )
     for worker in workers:
         console.print(f"  {worker.name}: {worker.url}")
     worker_urls = [worker.url for worker in workers]
@@ -85,14 +98,18 @@ def _model(args: argparse.Namespace) -> str:
     return args.model or str(bundled_model_path())
 
 
-def _serve(args: argparse.Namespace) -> list[str]:
+def _serve(args: argparse.Namespace, index: int) -> list[str]:
+    role = []
+    if args.disaggregated:
+        role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
     name = [] if args.model else ["--served-model-name", "kvist-tiny"]
-    return ["serve", "--model", _model(args), "--port", "0", *name]
+    return ["serve", "--model", _model(args), "--port", "0", *name, *role]
 
 
 def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:
+    handing_over = ["--max-local-prefill-tokens", _DEMO_LOCAL_TOKENS] if args.disaggregated else []
     return [
-        *("route", "--worker-urls", *worker_urls, "--model-path", _model(args)),
+        *("route", "--worker-urls", *worker_urls, "--model-path", _model(args), *handing_over),
         *("--policy", policy, "--host", host, "--port", port),
     ]
 
@@ -101,7 +118,7 @@ async def _demo(
     args: argparse.Namespace, group: ProcessGroup, console: Console, worker_urls: list[str], router_url: str
 ) -> int:
     """Run the demo and show it; the exit code tells whether every request completed."""
-    from kvist.cli._demo import fetch, metric, run_demo, summary
+    from kvist.cli._demo import fetch, metric, run_demo, summary, transfer_summary
 
     baseline = await group.start("baseline", *_route(args, worker_urls, "round-robin", "127.0.0.1", "0"))
     model = json.loads(fetch(router_url, "/v1/models"))["data"][0]["id"]
@@ -116,6 +133,8 @@ async def _demo(
         result = await run_demo(router_url, baseline.url, worker_urls, model, progress)
     events_filtered = sum(int(metric(url, "kvist_publisher_events_filtered_total")) for url in worker_urls)
     facts = summary(result, events_filtered)
+    if args.disaggregated:
+        facts |= transfer_summary(worker_urls, [router_url, baseline.url])
     _show(console, result, facts, {url: f"worker {index}" for index, url in enumerate(worker_urls)})
     for served in [*result.routed, *result.baseline]:
         if served.error:
@@ -127,14 +146,16 @@ async def _demo(
 
 
 def _show(console: Console, result: DemoResult, facts: dict[str, float], names: dict[str, str]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table("request", "worker", title="Routed by prefix")
+    names_column = partial(Column, no_wrap=True)
+    table = Table(names_column("request"), names_column("worker"), title="Routed by prefix")
     for column in ("prompt tokens", "cached tokens", "TTFT ms"):
         table.add_column(column, justify="right")
     for one in result.routed:
         cells = (f"{one.prompt_tokens:,}", f"{one.cached_tokens:,}", f"{one.ttft_s * 1000:.1f}")
-        table.add_row(one.turn.title, names.get(one.worker, one.worker), *cells)
+        workers = [names.get(url, url) for url in (one.prefill_worker, one.worker) if url]
+        table.add_row(one.turn.title, " → ".join(workers), *cells)
     console.print(table)
     comparison = Table("policy", title="The same requests, each policy on flushed caches")
     for column in ("completed", "prompt tokens", "cached tokens", "cached", "TTFT ms p50"):
@@ -151,3 +172,6 @@ def _show(console: Console, result: DemoResult, facts: dict[str, float], names: 
         )
     console.print(comparison)
     console.print(f"Events of the sliding-window groups filtered by the publishers: {facts['events_filtered']:,}")
+    if "transfers" in facts:
+        moved = f"{facts['transfers']:,} prompts, {facts['bytes_transferred']:,} bytes"
+        console.print(f"Moved from prefill to decode workers: {moved}; fallbacks: {facts['fallbacks']:,}")

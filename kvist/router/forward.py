@@ -260,10 +260,8 @@ class _Passage:
         piece = await anext(body, b"")
         active.answered()
         metrics.first_byte(decision, self._router.now_s() - self._started_s)
-        own_headers = self._own_headers(decision)
-        own_names = {name for name, _ in own_headers}
-        theirs = [field for field in response.headers if field[0] not in own_names]
-        responder.start(response.status, theirs + own_headers)
+        theirs = [field for field in response.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
+        responder.start(response.status, theirs + self._own_headers(decision))
         if self._handover is not None:
             metrics.handed_over()
         try:

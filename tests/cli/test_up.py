@@ -48,6 +48,20 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
 
 
 @pytest.mark.xdist_group("whole system")
+def test_one_worker_computes_the_demos_prompts_and_another_answers() -> None:
+    command = [*UP, "--disaggregated", "--exit", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 60
+    assert facts["prompt_tokens"] == facts["baseline_prompt_tokens"]
+    assert facts["transfers"] > 30
+    assert facts["bytes_transferred"] > facts["transfers"] * 1000
+    assert facts["fallbacks"] == 0
+    assert "worker 0 → worker 1" in done.stderr
+
+
+@pytest.mark.xdist_group("whole system")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_everything(number: signal.Signals) -> None:
     with started(*UP, "--no-demo") as process:
