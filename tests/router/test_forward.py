@@ -53,9 +53,7 @@ async def test_request_ids_are_passed_on_or_made_and_returned(worker, router) ->
 
 async def test_a_worker_cannot_speak_in_the_routers_name(worker, router, http_bytes) -> None:
     async def boast(_: Any, writer: asyncio.StreamWriter) -> None:
-        extra = (
-            "x-kvist-worker: http://a\r\nX-Kvist-Prefill-Worker: b\r\nx-request-id: c\r\nx-engine: kept\r\n"
-        )
+        extra = "x-kvist-worker: http://a\r\nX-Kvist-Prefill-Worker: b\r\nx-request-id: c\r\nx-engine: kept\r\n"
         writer.write(http_bytes.response(b"{}", extra=extra))
 
     async with worker(answer=boast) as one, router(one.url) as front:
