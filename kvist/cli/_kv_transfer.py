@@ -80,12 +80,14 @@ def open_agent(args: argparse.Namespace, worker: str) -> Transfers | None:
         if args.role != "both":
             raise InvalidValueError("role", args.role, "both, or --kv-transfer to be given as well")
         return None
-    from kvist.transfer.bounce import BounceConfig
-
-    host = args.kv_transfer.removeprefix("tcp://").rpartition(":")[0]
-    if not args.kv_transfer.startswith("tcp://") or not host or host in _WILDCARDS:
+    host, _, port = args.kv_transfer.removeprefix("tcp://").rpartition(":")
+    is_tcp = args.kv_transfer.startswith("tcp://") and port.isdigit()
+    if not is_tcp or not host or host in _WILDCARDS:
         raise InvalidValueError("kv_transfer", args.kv_transfer, "tcp://host:port that other workers can reach")
-    BounceConfig(args.kv_transfer_bounce_mib)  # said before a model is loaded
+    if not args.kv_transfer_timeout > 0:
+        raise InvalidValueError("kv_transfer_timeout", args.kv_transfer_timeout, "more than 0 seconds")
+    if args.kv_transfer_bounce_mib < 0:
+        raise InvalidValueError("kv_transfer_bounce_mib", args.kv_transfer_bounce_mib, "at least 0 MiB, 0 for off")
     if args.kv_transfer_agent == "nixl":
         from kvist.transfer.agents.nixl import NixlAgent
 

@@ -222,7 +222,9 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         (["--role", "prefill"], "--kv-transfer to be given as well"),
         (["--kv-transfer", "tcp://0.0.0.0:0"], "other workers can reach"),
         (["--kv-transfer", "ipc://x"], "other workers can reach"),
-        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-bounce-mib", "-1"], "size_mib"),
+        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-bounce-mib", "-1"], "kv_transfer_bounce_mib"),
+        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "nan"], "kv_transfer_timeout"),
+        (["--kv-transfer", "tcp://127.0.0.1:http"], "kv_transfer"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
