@@ -263,7 +263,7 @@ class _Passage:
         theirs = [field for field in response.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
         responder.start(response.status, theirs + self._own_headers(decision))
         if self._handover is not None:
-            metrics.handed_over()
+            metrics.handed_over(self._handover.prefill_s, self._handover.transfer_s)
         try:
             while piece:
                 usage_reader.feed(piece)

@@ -45,6 +45,14 @@ class RouterMetrics:
         self._handovers = counter(
             "kvist_router_disaggregated", "Requests answered by a decode worker with another's prefill"
         )
+        self._prefill_time = histogram(
+            "kvist_router_prefill_seconds", "Of a prompt computed for another worker", buckets=_TTFT_BUCKETS_S
+        )
+        self._transfer_time = histogram(
+            "kvist_router_transfer_seconds",
+            "From asking a decode worker to go on to the first byte of its answer",
+            buckets=_TTFT_BUCKETS_S,
+        )
         self._locals = counter(
             "kvist_router_local_prefills", "Requests that one worker did all of, though there are others", ["reason"]
         )
@@ -89,9 +97,11 @@ class RouterMetrics:
         """Count a request that this worker failed and another gets."""
         self._retries.labels(worker).inc()
 
-    def handed_over(self) -> None:
+    def handed_over(self, prefill_s: float, transfer_s: float) -> None:
         """Count an answer that began with another worker's prefill."""
         self._handovers.inc()
+        self._prefill_time.observe(prefill_s)
+        self._transfer_time.observe(transfer_s)
 
     def kept_local(self, reason: str) -> None:
         """Count a request that is not handed over from the start."""

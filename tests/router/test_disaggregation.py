@@ -119,6 +119,7 @@ async def test_a_long_prompt_is_computed_by_one_worker_and_answered_by_another(w
         assert p.completions[0].headers["x-request-id"] == d.completions[0].headers["x-request-id"]
         assert (await front.complete(LONG)).json()["choices"][0]["text"] == "".join(TOKENS)
         assert await count(front, "disaggregated_total") == 2
+        assert await count(front, "prefill_seconds_count") == await count(front, "transfer_seconds_count") == 2
         assert total_load(front) == 0
         assert not simulated.held
         roles = {url: shown["role"] for url, shown in (await front.workers()).items()}
