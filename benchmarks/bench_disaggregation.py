@@ -1,12 +1,12 @@
 """What do clients see when prompts are computed apart from answers: the first token sooner, or the others more evenly?
 
-Two workers in either arm, one thread each, with the same open load of long prompts that share nothing: `together` both
-workers do everything, `apart` one prefills and the other decodes, and each prompt's KV goes from one into the other's
-memory. A client asks the workers in turn, or first the one and then the other, as a router would. All four run all the
-time, and the arms take the same arrivals in turns. Bound by the model's own steps: a prompt takes tens of decode steps,
-and holds up every answer of the worker that computes it. With `apart` only one worker prefills, so prompts queue for
-one where they otherwise have two: `load` is the share of time in which that one computes. The baseline is `together`
-itself, with the same steps of at most 2048 tokens; ratios of wall-clock times in one run, no figures across runs.
+Two workers in either arm, one thread each, behind a router of their own, with the same open load of long prompts that
+share nothing: `together` both workers do everything, `apart` one prefills and the other decodes, and each prompt's KV
+goes from one into the other's memory. All run all the time, and the arms take the same arrivals in turns. Bound by the
+model's own steps: a prompt takes tens of decode steps, and holds up every answer of the worker that computes it. With
+`apart` only one worker prefills, so prompts queue for one where they otherwise have two: `load` is the share of time in
+which that one computes. The baseline is `together` itself, with the same steps of at most 2048 tokens; ratios of
+wall-clock times in one run, no figures across runs.
 
     python benchmarks/bench_disaggregation.py [--quick] [--save]
 """
@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any
 
 import httpx
 from _common import report, table
@@ -31,9 +30,7 @@ from kvist.engine import bundled_model_path
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 32
 VOCAB = range(3, 900)
-PATH = "/v1/completions"
-
-Ask: TypeAlias = Callable[[list[int]], Awaitable["Times"]]
+MODEL = "tiny"
 
 
 @dataclass(slots=True)
@@ -76,15 +73,12 @@ def make_prompt(rng: random.Random) -> list[int]:
     return [rng.choice(VOCAB) for _ in range(PROMPT_TOKENS)]
 
 
-def body(prompt: list[int], **more: Any) -> dict[str, Any]:
-    """Return a request whose answer has as many tokens as every other."""
-    return {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True} | more
-
-
-async def streamed(client: httpx.AsyncClient, url: str, request: dict[str, Any], began_s: float) -> Times:
-    """Stream an answer; the time to its first token counts from `began_s`."""
-    times, last_s = Times(), began_s
-    async with client.stream("POST", url + PATH, json=request | {"stream": True}) as answer:
+async def ask(client: httpx.AsyncClient, url: str, prompt: list[int]) -> Times:
+    """Stream an answer of as many tokens as every other."""
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True}
+    times = Times()
+    began_s = last_s = perf_counter()
+    async with client.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}) as answer:
         answer.raise_for_status()
         async for line in answer.aiter_lines():
             if not line.startswith("data: {"):
@@ -98,57 +92,51 @@ async def streamed(client: httpx.AsyncClient, url: str, request: dict[str, Any],
     return times
 
 
-async def held(client: httpx.AsyncClient, url: str, prompt: list[int]) -> dict[str, Any]:
-    """Have a prompt computed and held; return how it is fetched."""
-    answer = await client.post(url + PATH, json=body(prompt, kv_transfer_params={"do_remote_decode": True}))
-    answer.raise_for_status()
-    params: dict[str, Any] = answer.json()["kv_transfer_params"]
-    return params
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The routers' URLs, by arm, and that of the worker that only decodes."""
+
+    routers: dict[str, str]
+    decode: str
 
 
 @asynccontextmanager
-async def fleet(client: httpx.AsyncClient) -> AsyncIterator[tuple[dict[str, Ask], list[str]]]:
-    """Serve both arms, warm; the URLs are those of the worker that prefills and of the one that decodes."""
-    serve = ("serve", "--model", str(bundled_model_path()), "--port", "0", "--kv-events", "none")
+async def fleet(client: httpx.AsyncClient) -> AsyncIterator[Fleet]:
+    """Serve both arms, warm."""
+    serve = ("serve", "--model", str(bundled_model_path()), "--served-model-name", MODEL, "--port", "0")
     apart = ("--kv-transfer", "tcp://127.0.0.1:0", "--no-kv-transfer-fallback")
     async with ProcessGroup() as group:
-        children = await asyncio.gather(
+        prefill, decode, first, second = await asyncio.gather(
             group.start("prefill", *serve, *apart, "--role", "prefill"),
             group.start("decode", *serve, *apart, "--role", "decode"),
             group.start("first", *serve),
             group.start("second", *serve),
         )
-        prefill, decode, *both = (child.url for child in children)
-        turns = itertools.cycle(both)
-
-        async def ask_together(prompt: list[int]) -> Times:
-            return await streamed(client, next(turns), body(prompt), perf_counter())
-
-        async def ask_apart(prompt: list[int]) -> Times:
-            began_s = perf_counter()
-            params = await held(client, prefill, prompt)
-            return await streamed(client, decode, body(prompt, kv_transfer_params=params), began_s)
-
-        asks: dict[str, Ask] = {"together": ask_together, "apart": ask_apart}
-        for ask in (ask_together, ask_together, ask_apart):
-            await ask(make_prompt(random.Random(0)))
-        yield asks, [prefill, decode]
+        pairs = {"apart": (prefill, decode), "together": (first, second)}
+        routers = {
+            name: await group.start(name, "route", "--port", "0", "--worker-urls", *(worker.url for worker in pair))
+            for name, pair in pairs.items()
+        }
+        urls = {name: router.url for name, router in routers.items()}
+        for url in (first.url, second.url, urls["apart"]):
+            await ask(client, url, make_prompt(random.Random(1)))
+        yield Fleet(urls, decode.url)
 
 
-async def prefill_s(ask: Ask, num_prompts: int) -> float:
+async def prefill_s(client: httpx.AsyncClient, url: str, num_prompts: int) -> float:
     """Return how long one prompt takes with nothing else to do: the least of some."""
-    rng = random.Random(1)
-    return min([(await ask(make_prompt(rng))).first_s for _ in range(num_prompts)])
+    rng = random.Random(2)
+    return min([(await ask(client, url, make_prompt(rng))).first_s for _ in range(num_prompts)])
 
 
-async def offered(ask: Ask, rate: float, num_requests: int, seed: int) -> list[Times]:
+async def offered(client: httpx.AsyncClient, url: str, rate: float, num_requests: int, seed: int) -> list[Times]:
     """Send requests at random times, whether or not earlier ones were answered."""
     rng = random.Random(seed)
     prompts = [make_prompt(rng) for _ in range(num_requests)]
     async with asyncio.TaskGroup() as tasks:
         answers = []
         for prompt in prompts:
-            answers.append(tasks.create_task(ask(prompt)))
+            answers.append(tasks.create_task(ask(client, url, prompt)))
             await asyncio.sleep(rng.expovariate(rate))
     return [answer.result() for answer in answers]
 
@@ -159,17 +147,19 @@ async def run(loads: tuple[float, ...], num_requests: int, num_rounds: int) -> l
     async with AsyncExitStack() as stack:
         limits = httpx.Limits(max_connections=None)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=120, limits=limits))
-        asks, urls = await stack.enter_async_context(fleet(client))
-        alone_s = await prefill_s(asks["together"], 3)
+        served = await stack.enter_async_context(fleet(client))
+        alone_s = await prefill_s(client, served.routers["together"], 3)
         for load in loads:
-            answers: dict[str, list[Times]] = {name: [] for name in asks}
+            answers: dict[str, list[Times]] = {name: [] for name in served.routers}
             for number in range(num_rounds):
-                for name in sorted(asks, reverse=bool(number % 2)):
-                    answers[name] += await offered(asks[name], load / alone_s, num_requests, seed=number)
+                for name in sorted(served.routers, reverse=bool(number % 2)):
+                    answers[name] += await offered(
+                        client, served.routers[name], load / alone_s, num_requests, 100 + number
+                    )
             figures = {name: Arm.of(times).figures() for name, times in answers.items()}
             ratios = {key: figures["apart"][key] / value for key, value in figures["together"].items()}
             results.append({"load": load, "num_requests": num_rounds * num_requests, "ratios": ratios, **figures})
-        num_fetched = await metric(client, urls[1], "kvist_engine_prompts_fetched_total")
+        num_fetched = await metric(client, served.decode, "kvist_engine_prompts_fetched_total")
         if num_fetched < sum(each["num_requests"] for each in results):
             raise SystemExit(f"only {num_fetched:g} prompts were fetched: this was no test of two workers")
     return results
