@@ -106,9 +106,8 @@ class EngineCore:
             raise InvalidValueError("swa_scratch", True, "false: this engine was started without scratch slots")
         if handoff is not None:
             if self._handoffs is None:
-                raise InvalidValueError(
-                    "kv_transfer_params", "a handoff", "none: this engine takes no part in transfers"
-                )
+                expected = "none: this engine was started without --kv-transfer"
+                raise InvalidValueError("kv_transfer_params", handoff, expected)
             check_handoff(handoff, num_prompt, self.limits.vocab_size)
         if isinstance(handoff, RemoteDecode):
             return 1

@@ -112,11 +112,12 @@ def _load(
         followers.join(facts.device)
         runner = LeadingRunner(followers, model, facts.plan, tensors, size)
     logger.info(
-        "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d dtype=%s device=%s",
+        "engine loaded architecture=%s max_model_len=%d num_blocks=%s block_size=%d kv_dtype=%s dtype=%s device=%s",
         facts.model.architecture,
         longest,
         "/".join(map(str, num_blocks)),
         size,
+        groups[0].layer.dtype.value,
         facts.dtype,
         facts.device,
     )
