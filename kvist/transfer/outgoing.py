@@ -178,6 +178,8 @@ class Outgoing:
             except PeerUnreachableError as error:
                 refusal = Refusal(RefusalReason.AGENT, None, self._hello.agent, error.reason)
             else:
+                if known is not None and known.peer != peer:
+                    self._forget(name)
                 self._receivers[name] = _Receiver(payload, peer, hello.pools)
                 while len(self._receivers) > _MAX_RECEIVERS:
                     self._forget(next(iter(self._receivers)))
@@ -234,7 +236,7 @@ class Outgoing:
 
     def _forget(self, name: str) -> None:
         receiver = self._receivers.pop(name, None)
-        if receiver is not None:
+        if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
             self._agent.disconnect(receiver.peer)
 
     def _send_message(self, name: str, message: Hello | Refusal) -> None:

@@ -318,3 +318,25 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
         assert (await target.answer(prompt, greedy(5), good)).token_ids == expected.token_ids
         assert target.engine.statistics().handoffs.num_fetched == 1
         await until(lambda: source.num_used == target.num_used == 0)
+
+
+async def test_strangers_that_share_one_memory_and_leave_end_nothing(open_worker, greedy, until) -> None:
+    prompt = make_prompt(30)
+    async with open_worker("gemma3", FAST) as source, open_worker("gemma3", FAST) as target:
+        outgoing = source.service._outgoing
+        with zmq.Context() as context:
+            for name in (b"\xff1", b"\xff2"):
+                with context.socket(zmq.DEALER) as stranger:
+                    stranger.setsockopt(zmq.LINGER, 0)
+                    stranger.setsockopt(zmq.RCVTIMEO, 20_000)
+                    stranger.setsockopt(zmq.IDENTITY, name)
+                    stranger.connect(source.service.endpoint)
+                    stranger.send_multipart([b"m", encode_message(target.service._outgoing._hello)])
+                    await asyncio.to_thread(stranger.recv_multipart)
+        assert len(outgoing._receivers) == 2
+        await until(lambda: not outgoing._receivers or not source.service.is_alive)
+        assert source.service.is_alive
+        good = await source.prefill(prompt, greedy(5))
+        expected = await source.answer(prompt, greedy(5))
+        assert (await target.answer(prompt, greedy(5), good)).token_ids == expected.token_ids
+        assert target.engine.statistics().handoffs.num_fetched == 1

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, NewType, Protocol, TypeAlias
+from typing import Annotated, NamedTuple, NewType, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,6 +19,9 @@ RegionId = NewType("RegionId", int)
 PeerId = NewType("PeerId", str)
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
+# What a peer may say: the end of any piece is still an int64.
+Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
+Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
 
 
 class Fragment(NamedTuple):
@@ -152,9 +155,9 @@ class TransferAgent(Protocol):
 class Region(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A registered piece of memory, as a peer is told of it; `device_idx` is None in a host's memory."""
 
-    address: int
-    size_bytes: int
-    device_idx: int | None = None
+    address: Address
+    size_bytes: Size
+    device_idx: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)] | None = None
 
 
 class AgentMetadata(msgspec.Struct, array_like=True, frozen=True):

@@ -119,7 +119,7 @@ class NixlAgent:
         decoded = decode_metadata(metadata, KIND)
         with self._lock:
             if decoded.name in self._peers:
-                self._agent.remove_remote_agent(decoded.name)
+                self._forget(PeerId(decoded.name))
             try:
                 self._agent.add_remote_agent(decoded.details)
             except _NIXL_ERRORS as error:

@@ -11,12 +11,14 @@ import os
 import select
 import threading
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents.base import (
+    Address,
     AgentMetadata,
     AgentStatistics,
     Bytes,
@@ -27,6 +29,7 @@ from kvist.transfer.agents.base import (
     Region,
     RegionId,
     RegionTable,
+    Size,
     Transfer,
     allocate_pages,
     as_array,
@@ -37,6 +40,9 @@ from kvist.transfer.agents.write_thread import Steps, WriteFailedError, WriteThr
 
 KIND = "shared_memory"
 
+# What a peer writes to is memory of an agent's, and never any other file of its user's.
+_FILE_PREFIX = "kvist-"
+
 # Between two looks at the peer and at other writes: under a millisecond of copying.
 _STEP_BYTES = 4 << 20
 _STEP_FRAGMENTS = 256
@@ -45,9 +51,9 @@ _STEP_FRAGMENTS = 256
 class _File(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An allocation: its address at the owner, and the descriptor by which the owner holds it."""
 
-    address: int
-    size_bytes: int
-    fd: int
+    address: Address
+    size_bytes: Size
+    fd: Annotated[int, msgspec.Meta(ge=0)]
     inode: int
 
 
@@ -100,9 +106,12 @@ class _Peer:
             raise PeerUnreachableError(self.name, f"its memory cannot be opened ({error})") from error
         try:
             status = os.fstat(fd)
-            if status.st_ino != file.inode or status.st_size < file.size_bytes:
+            is_memory = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_FILE_PREFIX}")
+            if not is_memory or status.st_ino != file.inode or status.st_size < file.size_bytes:
                 raise PeerUnreachableError(self.name, f"descriptor {file.fd} of process {pid} is not its memory")
             return allocate_pages(file.size_bytes, fd)
+        except (OSError, ValueError) as error:
+            raise PeerUnreachableError(self.name, f"its memory cannot be mapped ({error})") from error
         finally:
             os.close(fd)
 
@@ -123,7 +132,7 @@ class SharedMemoryAgent:
 
     def allocate(self, size_bytes: int) -> Bytes:
         """Return memory that a peer can map; the agent keeps it until it is closed."""
-        fd = os.memfd_create(f"kvist-{self.name}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"{_FILE_PREFIX}{self.name}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, max(size_bytes, 0))
             memory = allocate_pages(size_bytes, fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -56,6 +57,28 @@ def test_a_peer_that_has_died_or_lies_about_its_files_cannot_be_reached(agent: S
         agent.connect(forge(metadata, regions=[[address, 4097, None]]))
     agent.close()
     target.close()
+
+
+def test_no_number_in_metadata_makes_it_raise_anything_else(agent: SharedMemoryAgent) -> None:
+    for region, file in (
+        ([1 << 63, 10], [1 << 63, 10, 3, 4]),
+        ([4096, 10, 1 << 63], [4096, 4096, 3, 4]),
+        ([-5, 10], [-5, 10, 3, 4]),
+        ([4096, 10], [4096, 0, 3, 4]),
+        ([4096, 10], [4096, -1, 3, 4]),
+    ):
+        details = msgspec.msgpack.encode([os.getpid(), [file]])
+        with pytest.raises(MalformedMessageError):
+            agent.connect(msgspec.msgpack.encode(["shared_memory", "target", [region], details]))
+
+
+def test_a_file_that_is_no_agents_memory_is_never_mapped(agent: SharedMemoryAgent, tmp_path: Path) -> None:
+    with (tmp_path / "a file").open("w+b") as other:
+        other.truncate(4096)
+        file = [4096, 4096, other.fileno(), os.fstat(other.fileno()).st_ino]
+        details = msgspec.msgpack.encode([os.getpid(), [file]])
+        with pytest.raises(PeerUnreachableError, match="is not its memory"):
+            agent.connect(msgspec.msgpack.encode(["shared_memory", "target", [[4096, 4096]], details]))
 
 
 def test_what_a_peer_has_mapped_outlives_the_owner_so_that_a_late_write_does_no_harm(agent: SharedMemoryAgent) -> None:
