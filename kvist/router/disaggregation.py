@@ -94,7 +94,7 @@ def refuse_handoff(body: bytes) -> None:
 
     They make a worker fetch blocks from any address into a cache that all share: only the router may say where.
     """
-    if _PARAMS.encode() not in body:
+    if _PARAMS.encode() not in body and b"\\u" not in body:  # a key may be spelt with escapes
         return
     try:
         said = _decode_shape(body).kv_transfer_params

@@ -430,8 +430,10 @@ def test_requests_that_cannot_be_handed_over_are_recognised() -> None:
     assert obstacle(COMPLETION_PATH, b'{"best_of":3}', ask) is Local.SEVERAL_SEQUENCES
     assert obstacle(COMPLETION_PATH, b"{}", Ask("m", 9, num_prompts=2)) is Local.SEVERAL_SEQUENCES
     refuse_handoff(b"kv_transfer_params")
-    with pytest.raises(RequestError):
-        refuse_handoff(b'{"kv_transfer_params":null}')
+    refuse_handoff(rb'{"prompt":"\u00e9"}')
+    for said in (b'{"kv_transfer_params":null}', rb'{"kv_transfer_param\u0073":{}}'):
+        with pytest.raises(RequestError):
+            refuse_handoff(said)
 
 
 def test_a_worker_has_one_role() -> None:
