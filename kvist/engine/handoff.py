@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvist.engine.request import RemoteDecode, RemotePrefill, Request
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvCacheManager, SequenceBlocks
-from kvist.transfer.handoff import BlockLists, KvTransfers, OfferedBlocks, WantedBlocks
+from kvist.transfer.handoff import MAX_NAME_LEN, BlockLists, KvTransfers, OfferedBlocks, WantedBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +158,9 @@ def check_handoff(handoff: RemoteDecode | RemotePrefill, num_prompt_tokens: int,
             raise InvalidValueError("kv_transfer_params.num_tokens", num_tokens, f"{num_prompt_tokens}, as the prompt")
         case RemotePrefill(first_token_ids=token_ids) if len(token_ids) != 1 or token_ids[0] >= vocab_size:
             raise InvalidValueError("kv_transfer_params.first_token_ids", token_ids, f"one token below {vocab_size}")
+        case RemotePrefill(remote_request_id=name) if not 1 <= len(name) <= MAX_NAME_LEN:
+            # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
+            raise InvalidValueError("kv_transfer_params.remote_request_id", name, f"1 to {MAX_NAME_LEN} characters")
 
 
 def _lists(blocks: SequenceBlocks) -> BlockLists:

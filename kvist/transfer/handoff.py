@@ -7,9 +7,11 @@ worker's reach is not used for anything else until the engine has heard of its e
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
+MAX_NAME_LEN: Final = 256
+"""Longest `remote_request_id`, in characters; none is empty."""
 
 
 @dataclass(frozen=True, slots=True)

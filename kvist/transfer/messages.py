@@ -17,6 +17,7 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
 from kvist.kvcache.plan import WindowPlan
 from kvist.transfer.frames import Extent
+from kvist.transfer.handoff import MAX_NAME_LEN
 
 PROTOCOL_VERSION: Final = 1
 
@@ -25,7 +26,7 @@ _DECODE_ERRORS: Final = (ValueError, RecursionError)
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
-Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LEN)]
 
 
 class RefusalReason(Enum):

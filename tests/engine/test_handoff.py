@@ -292,6 +292,13 @@ def test_a_handoff_that_does_not_fit_the_prompt_is_refused(
         make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
 
 
+@pytest.mark.parametrize("name", ["", "x" * 257])
+def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, greedy) -> None:
+    remote = RemotePrefill("tcp://x:1", name, 31, (5,))
+    with pytest.raises(InvalidValueError, match="remote_request_id"):
+        make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
+
+
 def test_an_engine_without_transfers_refuses_handoffs(make_core, greedy) -> None:
     with pytest.raises(InvalidValueError, match="kv_transfer_params"):
         make_core("gemma3").check(make_prompt(31), greedy(3), handoff=RemoteDecode())
