@@ -19,6 +19,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count, islice
 from time import perf_counter
 from typing import Any
 
@@ -149,13 +150,12 @@ async def run(loads: tuple[float, ...], num_requests: int, num_rounds: int) -> l
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=120, limits=limits))
         served = await stack.enter_async_context(fleet(client))
         alone_s = await prefill_s(client, served.routers["together"], 3)
+        seeds = count(100)  # no two rounds share a prompt, and both arms of one have the same
         for load in loads:
             answers: dict[str, list[Times]] = {name: [] for name in served.routers}
-            for number in range(num_rounds):
-                for name in sorted(served.routers, reverse=bool(number % 2)):
-                    answers[name] += await offered(
-                        client, served.routers[name], load / alone_s, num_requests, 100 + number
-                    )
+            for seed in islice(seeds, num_rounds):
+                for name in sorted(served.routers, reverse=bool(seed % 2)):
+                    answers[name] += await offered(client, served.routers[name], load / alone_s, num_requests, seed)
             figures = {name: Arm.of(times).figures() for name, times in answers.items()}
             ratios = {key: figures["apart"][key] / value for key, value in figures["together"].items()}
             results.append({"load": load, "num_requests": num_rounds * num_requests, "ratios": ratios, **figures})
