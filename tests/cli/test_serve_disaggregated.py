@@ -81,7 +81,8 @@ async def serve(*flags: str) -> AsyncIterator[Worker]:
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+        async with asyncio.timeout(DEADLINE_S):
+            await process.communicate()
 
 
 def make_prompt(count: int, seed: int) -> list[int]:

@@ -39,7 +39,8 @@ async def serve(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, 
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+        async with asyncio.timeout(60):
+            await process.communicate()  # to the end of its pipes, which rank 1 has too
 
 
 async def test_it_serves_says_how_many_ranks_and_ends_them_when_asked() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvist.events.transports.answers import BUDGET
+
 
 async def test_clients_need_their_key_and_it_stays_with_the_router(worker, router) -> None:
     async with worker() as one, router(one.url, api_key="client-key") as front:
@@ -138,7 +140,7 @@ async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(wor
         assert sample("kvist_router_worker_state", worker=one.url, state="healthy") == 1
         assert sample("kvist_router_worker_state", worker=one.url, state="draining") == 0
         assert sample("kvist_router_circuit_state", worker=one.url, state="closed") == 1
-        assert samples["kvist_router_event_answers_refused_total"] == 0
+        assert samples["kvist_router_event_answers_refused_total"] == BUDGET.num_refused  # counted for the process
         assert samples["kvist_index_blocks"] == 2
         refused = await front.complete(model="?")
         assert refused.status_code == 404
