@@ -165,9 +165,9 @@ class EngineCore:
         else:
             self._scheduler.remove(request)
 
-    def release(self, remote_request_id: str) -> None:
+    def release(self, remote_request_id: str, is_fetched: bool) -> None:
         """Give back blocks that were held for another worker: it has them, or will not get them."""
-        self._reported().release(remote_request_id)
+        self._reported().release(remote_request_id, is_fetched)
 
     def fetch_completed(self, request_id: str) -> None:
         """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""

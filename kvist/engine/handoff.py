@@ -72,8 +72,10 @@ class Handoffs:
         self._transfers.offer(OfferedBlocks(remote_request_id, num_tokens, _lists(blocks)))
         return remote_request_id
 
-    def release(self, remote_request_id: str) -> None:
+    def release(self, remote_request_id: str, is_fetched: bool) -> None:
         """Give back what was held under this name."""
+        if not is_fetched:
+            logger.info("held prompt given up remote_request_id=%s", remote_request_id)
         self._kv_cache.close(self._held.pop(remote_request_id))
 
     def fetch(self, request: Request) -> None:
@@ -84,7 +86,7 @@ class Handoffs:
         self._receiving[request.request_id] = request
         wanted = WantedBlocks(
             request.request_id,
-            source.endpoint,
+            (source.endpoint,),
             source.remote_request_id,
             blocks.num_tokens,
             blocks.num_final_tokens,

@@ -25,10 +25,13 @@ class OfferedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class WantedBlocks:
-    """A prompt's blocks to fill, as `OfferedBlocks`; those of the first `num_cached_tokens` tokens are filled."""
+    """A prompt's blocks to fill, as `OfferedBlocks`; those of the first `num_cached_tokens` tokens are filled.
+
+    `endpoints` are those of the ranks that hold the prompt, by rank.
+    """
 
     request_id: str
-    endpoint: str
+    endpoints: tuple[str, ...]
     remote_request_id: str
     num_tokens: int
     num_cached_tokens: int
@@ -47,11 +50,14 @@ class KvTransfers(Protocol):
     def cancel(self, request_id: str) -> None:
         """End a fetch that nobody waits for: it fails, unless it is complete already."""
 
+    def withdraw(self, remote_request_id: str) -> None:
+        """End an offer that nobody will come for: its blocks are released once nobody reads them. Else no error."""
+
 
 class TransferReports(Protocol):
     """How offers and fetches end; all calls come on the engine's thread."""
 
-    def release(self, remote_request_id: str) -> None:
+    def release(self, remote_request_id: str, is_fetched: bool) -> None:
         """Nobody reads an offer's blocks any more: they have been fetched, or will not be."""
 
     def fetch_completed(self, request_id: str) -> None:

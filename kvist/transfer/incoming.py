@@ -106,7 +106,7 @@ class Incoming:
 
     def fetch(self, wanted: WantedBlocks, now_s: float) -> None:
         """Begin to fetch; what comes of it is reported."""
-        transfer_id, endpoint = next(self._ids), wanted.endpoint
+        transfer_id, endpoint = next(self._ids), wanted.endpoints[0]
         size = self._memory.block_size
         cached = raw_cached_tokens(wanted.num_cached_tokens, len(self._memory.groups), size)
         kv_slice = slice_of_tables(wanted.block_ids_per_group, TokenRange(0, wanted.num_tokens), size, cached)
@@ -162,7 +162,7 @@ class Incoming:
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died."""
         self._do(self.receiver.tick(now_s), now_s)
-        busy = {each.wanted.endpoint for each in self._fetching.values()}
+        busy = {each.wanted.endpoints[0] for each in self._fetching.values()}
         for source in [source for source in self._sources.values() if source.is_suspect]:
             if source.endpoint in busy and has_process_ended(source.endpoint):
                 source.is_greeted = False
@@ -180,7 +180,7 @@ class Incoming:
         source = self._sources.get(endpoint)
         if source is not None:
             return source
-        busy = {each.wanted.endpoint for each in self._fetching.values()}
+        busy = {each.wanted.endpoints[0] for each in self._fetching.values()}
         idle = [each for each in self._sources.values() if each.endpoint not in busy]
         if len(self._sources) >= _MAX_SOURCES and idle:
             self._drop(idle[0])
@@ -248,14 +248,15 @@ class Incoming:
                 self._do(self.receiver.start(transfer_id), now_s)
             else:
                 self._do(self.receiver.cancel(transfer_id, refusal, now_s), now_s)
-        if refusal is not None and not any(each.wanted.endpoint == source.endpoint for each in self._fetching.values()):
+        busy = {each.wanted.endpoints[0] for each in self._fetching.values()}
+        if refusal is not None and source.endpoint not in busy:
             self._drop(source)
 
     def _do(self, actions: list[ReceiverAction], now_s: float) -> None:
         for action in actions:
             fetching = self._fetching[action.transfer_id]
             wanted = fetching.wanted
-            source = self._sources.get(wanted.endpoint)
+            source = self._sources.get(wanted.endpoints[0])
             match action:
                 case SendRequest(transfer_id=transfer_id) if source is not None:
                     self._send(source, self._hello)  # it may be another process by now

@@ -75,7 +75,7 @@ class Outgoing:
         memory: KvMemory,
         hello: Hello,
         limits: TransferLimits,
-        free: Callable[[str], None],
+        free: Callable[[str, bool], None],
         bounce: Bounce,
     ) -> None:
         self._router = router
@@ -102,6 +102,10 @@ class Outgoing:
         """Hold blocks until they are fetched, or nobody has come in time."""
         self._offered[offered.remote_request_id] = offered
         self._sender.hold(offered.remote_request_id, now_s)
+
+    def withdraw(self, request_id: str, now_s: float) -> None:
+        """Let an offer be fetched no more; one that has ended is no error."""
+        self._do(self._sender.withdraw(request_id), now_s)
 
     def read(self) -> list[list[bytes]]:
         """Return the messages that have arrived, for `take`."""
@@ -204,9 +208,9 @@ class Outgoing:
                     self._send(receiver, [REPORT, *encode_report(result, tail)])
                 case SendRefusal(receiver=receiver, refusal=refusal):
                     self._send_message(receiver, refusal)
-                case Free(request_id=request_id):
+                case Free(request_id=request_id, is_fetched=is_fetched):
                     if self._offered.pop(request_id, None) is not None:
-                        self._free(request_id)
+                        self._free(request_id, is_fetched)
                 case _:  # a write cannot be ended early: it is short, and its end is waited for
                     pass
 

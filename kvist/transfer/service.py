@@ -152,7 +152,7 @@ class KvTransferService:
     def offer(self, offered: OfferedBlocks) -> None:
         """Let blocks be fetched once."""
         if self._has_ended:
-            self._reports.release(offered.remote_request_id)
+            self._reports.release(offered.remote_request_id, False)
         else:
             self._command(lambda: self._outgoing.offer(offered, time.monotonic()))
 
@@ -167,6 +167,10 @@ class KvTransferService:
     def cancel(self, request_id: str) -> None:
         """End a fetch that nobody waits for."""
         self._command(lambda: self._incoming.cancel(request_id, time.monotonic()))
+
+    def withdraw(self, remote_request_id: str) -> None:
+        """End an offer that nobody will come for."""
+        self._command(lambda: self._outgoing.withdraw(remote_request_id, time.monotonic()))
 
     def statistics(self) -> TransferStatistics:
         """Return the counts, which change while they are read."""
@@ -236,8 +240,8 @@ class _Submitted:
         self._reports = reports
         self._submit = submit
 
-    def release(self, remote_request_id: str) -> None:
-        self._submit(partial(self._reports.release, remote_request_id))
+    def release(self, remote_request_id: str, is_fetched: bool) -> None:
+        self._submit(partial(self._reports.release, remote_request_id, is_fetched))
 
     def fetch_completed(self, request_id: str) -> None:
         self._submit(partial(self._reports.fetch_completed, request_id))

@@ -135,7 +135,7 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
         num_copied += copy(source, target, wanted)
         num_wanted += sum(each != ABSENT for ids in wanted.block_ids_per_group for each in ids)
         target.core.fetch_completed(str(i))
-        source.core.release(remote.remote_request_id)
+        source.core.release(remote.remote_request_id, True)
         target.run()
         alone.run()
         assert target.tokens(str(i)) == alone.tokens(str(i))
@@ -165,7 +165,7 @@ def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> N
     assert source.core.statistics().handoffs.num_held == 1
     assert source.num_used > 0
     source.core.check_invariants()
-    source.core.release(remote.remote_request_id)
+    source.core.release(remote.remote_request_id, True)
     assert source.num_used == 0
     assert source.core.statistics().handoffs.num_held == 0
 
@@ -176,7 +176,7 @@ def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy) -> None:
     source.core.add_request("1", make_prompt(30, 1), greedy(5), handoff=RemoteDecode())
     source.run()
     assert source.outputs["1"][-1].error == "kv transfer failed: too many prompts are held"
-    source.core.release(remote.remote_request_id)
+    source.core.release(remote.remote_request_id, True)
     assert source.num_used == 0
 
 
@@ -266,7 +266,7 @@ def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released
     source.core.add_request("1", make_prompt(60, 1), greedy(5))
     source.run()
     assert "1" not in source.outputs
-    source.core.release(remote.remote_request_id)
+    source.core.release(remote.remote_request_id, True)
     source.run()
     assert source.outputs["1"][-1].finish_reason == "length"
 
