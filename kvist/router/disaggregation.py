@@ -120,25 +120,32 @@ def prefill_body(body: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
+class Handoff(msgspec.Struct, frozen=True):
+    """What a prefill worker says of the blocks it holds: as it came, and the name that it holds them under."""
+
+    params: bytes
+    remote_request_id: str | None
+
+
 class _Params(msgspec.Struct, frozen=True):
     do_remote_prefill: Literal[True]
+    remote_request_id: str | None = None
 
 
 class _Answer(msgspec.Struct, frozen=True):
     kv_transfer_params: msgspec.Raw
 
 
-def read_handoff(answer: bytes) -> bytes | None:
-    """Return the params in a prefill worker's answer, as they are; None where it has none that can be used."""
+def read_handoff(answer: bytes) -> Handoff | None:
+    """Return what a prefill worker's answer hands over; None where it has nothing that can be used."""
     try:
         params = bytes(msgspec.json.decode(answer, type=_Answer).kv_transfer_params)
-        msgspec.json.decode(params, type=_Params)
+        return Handoff(params, msgspec.json.decode(params, type=_Params).remote_request_id)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return params
 
 
-def decode_body(body: bytes, handoff: bytes) -> bytes:
+def decode_body(body: bytes, params: bytes) -> bytes:
     """Return what the decode worker gets: the client's bytes with the params put in at the front."""
     place = body.index(b"{") + 1
-    return b"".join((body[:place], b'"', _PARAMS.encode(), b'":', handoff, b",", body[place:]))
+    return b"".join((body[:place], b'"', _PARAMS.encode(), b'":', params, b",", body[place:]))

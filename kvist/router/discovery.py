@@ -39,12 +39,17 @@ class Identity(msgspec.Struct, frozen=True):
     block_size: int | None = None
     event_endpoint: str | None = None
     role: Role = Role.BOTH
-    transfer_endpoint: str | None = None
+    transfer_endpoints: tuple[str, ...] = ()
     models: tuple[ServedModel, ...] | None = None
 
 
 class _Place(msgspec.Struct, frozen=True):
     endpoint: str
+
+
+class _Transfers(msgspec.Struct, frozen=True):
+    endpoints: tuple[str, ...] = ()
+    endpoint: str | None = None
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
@@ -53,7 +58,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     block_size: int | None = None
     kv_events: _Place | None = None
     role: Role = Role.BOTH
-    kv_transfer: _Place | None = None
+    kv_transfer: _Transfers | None = None
 
 
 class _ModelEntry(msgspec.Struct, frozen=True):
@@ -126,7 +131,9 @@ async def _server_info(pool: UpstreamPool, url: str) -> Identity:
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
     events = info.kv_events.endpoint if info.kv_events else None
-    transfers = info.kv_transfer.endpoint if info.kv_transfer else None
+    transfers: tuple[str, ...] = ()
+    if info.kv_transfer is not None:
+        transfers = info.kv_transfer.endpoints or ((info.kv_transfer.endpoint,) if info.kv_transfer.endpoint else ())
     return Identity(info.engine, info.version, info.block_size, events, info.role, transfers)
 
 

@@ -80,7 +80,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "engine": identity.engine,
         "version": identity.version,
         "block_size": identity.block_size,
-        "kv_transfer_endpoint": identity.transfer_endpoint,
+        "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,
         "kv_events": {
             "error": worker.event_error,

@@ -37,6 +37,7 @@ from kvist.router.config import RouterConfig
 from kvist.router.disaggregation import (
     FALLBACKS,
     MAX_HANDOFF_BYTES,
+    Handoff,
     Local,
     decode_body,
     obstacle,
@@ -50,6 +51,7 @@ from kvist.router.load import ActiveRequest, LoadTracker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Decision
 from kvist.router.prompts import PromptReader
+from kvist.router.releases import Releases
 from kvist.router.routing import Routing
 from kvist.router.usage import UsageReader
 
@@ -65,6 +67,8 @@ CLIENT_LEFT_STATUS = 499  # nginx's number for it
 RANK_HEADER = b"x-data-parallel-rank"
 """By which vLLM's front end takes the data-parallel rank to use."""
 
+_RELEASE_HEADERS = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-request-id"})
+
 
 @dataclass(frozen=True, slots=True)
 class Forwarder:
@@ -77,6 +81,7 @@ class Forwarder:
     reader: PromptReader
     routing: Routing
     healer: Healer
+    releases: Releases
     metrics: RouterMetrics
     now_s: Callable[[], float]
 
@@ -120,12 +125,15 @@ class _Passage:
         self._overlaps = router.routing.overlaps(self._ask)
         if router.fleet.has_prefill_workers:
             self._obstacle = obstacle(path, body, self._ask)
-        while True:
-            decision = await self._next()
-            self._tried.add(decision.chosen.target.worker)
-            if await self._attempt(decision):
-                return
-            router.metrics.retried(decision.chosen.target.worker)
+        try:
+            while True:
+                decision = await self._next()
+                self._tried.add(decision.chosen.target.worker)
+                if await self._attempt(decision):
+                    return
+                router.metrics.retried(decision.chosen.target.worker)
+        finally:
+            self._release()
 
     async def _next(self) -> Decision:
         """Return who is to answer, after another worker has computed the prompt where one should."""
@@ -149,9 +157,20 @@ class _Passage:
 
     def _fall_back(self, reason: Local) -> None:
         """Do without what a prefill worker computed: one worker does all."""
+        self._release()
         self._handover, self._obstacle = None, reason
         self._router.metrics.fell_back(reason)
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self._request_id.decode("latin-1"))
+
+    def _release(self) -> None:
+        """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
+        handover = self._handover
+        if handover is None or handover.is_taken or handover.handoff.remote_request_id is None:
+            return
+        worker = self._router.fleet.get(handover.prefill_worker)
+        if worker is not None and worker.identity.engine == "kvist":
+            headers = [field for field in self._passed_on() if field[0] in _RELEASE_HEADERS]
+            self._router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
 
     async def _prefill(self, decision: Decision) -> None:
         """Have the prompt computed. If that fails, another prefill worker may follow while attempts are left."""
@@ -186,11 +205,11 @@ class _Passage:
                 self._fall_back(Local.PREFILL_FAILED)
             return
         worker.breaker.succeed()
-        params = read_handoff(answer) if status == HTTPStatus.OK else None
-        if params is None:
+        handoff = read_handoff(answer) if status == HTTPStatus.OK else None
+        if handoff is None:
             self._fall_back(Local.PREFILL_REFUSED)
         else:
-            self._handover = _Handover(params, target.worker, router.now_s() - started_s)
+            self._handover = _Handover(handoff, target.worker, router.now_s() - started_s)
 
     async def _attempt(self, decision: Decision) -> bool:
         """Return True once the client has its answer, False if the worker failed and another should be tried."""
@@ -206,7 +225,7 @@ class _Passage:
             self._is_healing = body is not self._request.body
         else:
             handover.sent_s, num_spared_tokens = router.now_s(), decision.prompt.num_tokens
-            body = decode_body(self._request.body, handover.params)
+            body = decode_body(self._request.body, handover.handoff.params)
         status = WORKER_FAILED_STATUS
         try:
             with router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s()) as active:
@@ -237,19 +256,24 @@ class _Passage:
         return True
 
     def _exchange(self, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a body with the client's headers, but for our own API key; the worker learns which rank was chosen."""
+        """Send a body with the client's headers; the worker learns which rank was chosen."""
         request, target = self._request, decision.chosen.target
-        dropped = {b"x-request-id", RANK_HEADER}
-        if self._router.config.api_key is not None:
-            dropped.add(b"authorization")
-        headers = [field for field in request.headers if field[0] not in dropped]
-        headers.append((b"x-request-id", self._request_id))
+        headers = self._passed_on()
         if self._router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
         return self._router.pool.exchange(
             target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
+
+    def _passed_on(self) -> Headers:
+        """Return the client's headers as workers get them: without our own API key, under the request's id."""
+        dropped = {b"x-request-id", RANK_HEADER}
+        if self._router.config.api_key is not None:
+            dropped.add(b"authorization")
+        headers = [field for field in self._request.headers if field[0] not in dropped]
+        headers.append((b"x-request-id", self._request_id))
+        return headers
 
     async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
         """Pass the answer on as it comes. Nothing is sent before its first byte, so until then another may be tried."""
@@ -263,6 +287,7 @@ class _Passage:
         theirs = [field for field in response.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
         responder.start(response.status, theirs + self._own_headers(decision))
         if self._handover is not None:
+            self._handover.is_taken = response.status == HTTPStatus.OK
             metrics.handed_over(self._handover.prefill_s, self._handover.transfer_s)
         try:
             while piece:
@@ -316,13 +341,17 @@ class _Passage:
 
 @dataclass(slots=True)
 class _Handover:
-    """What a prefill worker computed, and how long each part of the request took."""
+    """What a prefill worker computed, and how long each part of the request took.
 
-    params: bytes
+    Once it is taken, the decode worker fetches it or tells the prefill worker that it will not.
+    """
+
+    handoff: Handoff
     prefill_worker: str
     prefill_s: float
     sent_s: float = 0.0
     transfer_s: float = 0.0
+    is_taken: bool = False
 
     def answered(self, now_s: float) -> Headers:
         """Return what the client is told; the transfer lasts from the decode worker's request to its first byte."""

@@ -59,6 +59,11 @@ class RouterMetrics:
         self._fallbacks = counter(
             "kvist_router_disaggregation_fallbacks", "Prefills or transfers that came to nothing", ["reason"]
         )
+        self._releases = counter(
+            "kvist_router_releases",
+            "Prompts that prefill workers were told nobody will fetch, by whether they held them",
+            ["outcome"],
+        )
         self._full_reports = counter(
             "kvist_router_full_reports",
             "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
@@ -110,6 +115,10 @@ class RouterMetrics:
     def fell_back(self, reason: str) -> None:
         """Count a prefill or transfer that failed before the client had a byte."""
         self._fallbacks.labels(reason).inc()
+
+    def released(self, outcome: str) -> None:
+        """Count a prompt that nobody fetches: released, unknown to its worker, failed or dropped."""
+        self._releases.labels(outcome).inc()
 
     def full_report(self, worker: str, report: str) -> None:
         """Count an answer to a request for a full report: it showed blocks that were lacking, none, or nothing."""

@@ -39,6 +39,7 @@ from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.prompts import PromptReader
+from kvist.router.releases import Releases
 from kvist.router.routing import Routing
 
 logger = logging.getLogger(__name__)
@@ -99,9 +100,9 @@ class RouterService:
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
         self._metrics.registry.register(Gauges(fleet, load, routing, index, now_s))
         self._fleet = await exits.enter_async_context(fleet)
-        self._forwarder = Forwarder(
-            config, fleet, pool, load, reader, routing, Healer(fleet, index, self._metrics), self._metrics, now_s
-        )
+        healer = Healer(fleet, index, self._metrics)
+        releases = await exits.enter_async_context(Releases(pool, self._metrics))
+        self._forwarder = Forwarder(config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s)
         self._admin = AdminApi(
             fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
         ).application()

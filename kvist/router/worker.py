@@ -61,7 +61,7 @@ class Worker:
     @property
     def can_fetch(self) -> bool:
         """Return whether it can go on with what a prefill worker computed."""
-        return self.role is Role.DECODE or (self.role is Role.BOTH and self.identity.transfer_endpoint is not None)
+        return self.role is Role.DECODE or (self.role is Role.BOTH and bool(self.identity.transfer_endpoints))
 
     def identify(self, identity: Identity) -> None:
         """Take in what the worker says of itself now."""

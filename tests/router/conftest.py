@@ -28,6 +28,10 @@ class Received:
     headers: dict[str, str]
     body: bytes
 
+    @property
+    def is_release(self) -> bool:
+        return self.method == "DELETE" and self.target.startswith("/kv_transfer/")
+
 
 Answer = Callable[[Received, asyncio.StreamWriter], Awaitable[None]]
 
@@ -58,6 +62,7 @@ class ScriptedWorker:
     models: list[dict[str, Any]] | None = field(default_factory=lambda: [{"id": "m", "object": "model"}])
     server_info: dict[str, Any] | None = None
     health_status: int = 200
+    release_status: int = 204
     cached_tokens: int | None = None
     answer: Answer | None = None
     received: list[Received] = field(default_factory=list)
@@ -96,6 +101,11 @@ class ScriptedWorker:
     def completions(self) -> list[Received]:
         return [received for received in self.received if received.method == "POST"]
 
+    @property
+    def released(self) -> list[str]:
+        """The prompts that it was told nobody will fetch."""
+        return [received.target.removeprefix("/kv_transfer/") for received in self.received if received.is_release]
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
         task = asyncio.current_task()
@@ -132,6 +142,8 @@ class ScriptedWorker:
         elif received.target == "/v1/models":
             known = self.models is not None
             writer.write(response(json.dumps({"data": self.models}).encode(), status=200 if known else 404))
+        elif received.is_release:
+            writer.write(response(b"", status=self.release_status))
         elif self.answer is not None:
             await self.answer(received, writer)
         else:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvist.http import Request
 from kvist.openai.errors import RequestError
 from kvist.router.auth import require_administrator, require_client
-from kvist.http import Request
 
 
 def request(peer: str | None = "127.0.0.1", host: bytes = b"127.0.0.1:30000", **headers: bytes) -> Request:

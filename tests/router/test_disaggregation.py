@@ -13,6 +13,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
+from kvist.http import UpstreamPool
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.disaggregation import (
@@ -24,8 +25,10 @@ from kvist.router.disaggregation import (
     read_handoff,
     refuse_handoff,
 )
+from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Candidate, Load, Prompt, decide
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+from kvist.router.releases import MAX_WAITING, Releases
 
 LONG = list(range(1000, 1400))
 SHORT = LONG[:100]
@@ -80,7 +83,7 @@ def simulated(http_bytes) -> Simulated:
 
 
 def info(role: str, **more: Any) -> dict[str, Any]:
-    transfer = {"endpoint": "tcp://127.0.0.1:9", "agent": "shared_memory"}
+    transfer = {"endpoints": ["tcp://127.0.0.1:9"], "agent": "shared_memory"}
     return {"engine": "kvist", "block_size": 16, "kv_events": None, "role": role, "kv_transfer": transfer} | more
 
 
@@ -172,6 +175,80 @@ async def test_a_well_cached_prompt_stays_local_and_the_explanation_says_so(work
         assert "prefill" not in planned
 
 
+async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
+    """Break the connection off."""
+    writer.transport.abort()
+
+
+async def test_what_no_decode_worker_took_is_released(worker, router, simulated, http_bytes, until) -> None:
+    async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b'{"error":{"message":"no"}}', status=400))
+
+    for failure, status in ((drop, 200), (refuse, 400)):
+        async with (
+            worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+            worker(server_info=info("decode"), answer=failure) as d,
+            router(p.url, d.url) as front,
+        ):
+            answer = await front.client.post(
+                "/v1/completions", json={"prompt": LONG}, headers={"x-request-id": "mine", "traceparent": "00-1-2-00"}
+            )
+            assert answer.status_code == status
+            await until(lambda: len(p.released) == 1)
+            (release,) = (received for received in p.received if received.is_release)
+            assert p.released == list(simulated.held)
+            assert (release.headers["x-request-id"], release.headers["traceparent"]) == ("mine", "00-1-2-00")
+            assert await count(front, 'releases_total{outcome="released"}') == 1
+        simulated.held.clear()
+
+
+async def test_a_prompt_that_a_decode_worker_took_is_not_released(worker, router, simulated) -> None:
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=simulated.decode) as d,
+        router(p.url, d.url) as front,
+    ):
+        for _ in range(3):
+            assert (await stream(front))[1] == "".join(TOKENS)
+        assert "kvist_router_releases_total" not in str(await front.metrics())
+        assert not p.released
+
+
+async def test_only_bundled_workers_are_asked_to_release(worker, router, simulated) -> None:
+    async with (
+        worker(answer=simulated.prefill) as p,
+        worker(answer=drop) as d,
+        router(prefill_worker_urls=(p.url,), decode_worker_urls=(d.url,)) as front,
+    ):
+        assert (await front.complete(LONG)).status_code == 200
+        assert "kvist_router_releases_total" not in str(await front.metrics())
+
+
+async def test_a_release_that_comes_to_nothing_costs_the_client_nothing(worker, router, simulated) -> None:
+    async with (
+        worker(server_info=info("prefill"), answer=simulated.prefill) as p,
+        worker(server_info=info("decode"), answer=drop) as d,
+        router(p.url, d.url, breaker_failures=100) as front,
+    ):
+        for p.release_status, outcome in ((404, "unknown"), (503, "failed")):
+            before = await count(front, f'releases_total{{outcome="{outcome}"}}')
+            assert (await front.complete(LONG)).status_code == 200
+
+            async def is_counted(name: str = f'releases_total{{outcome="{outcome}"}}', before: float = before) -> bool:
+                return await count(front, name) == before + 1
+
+            await front.until(is_counted)
+
+
+async def test_releases_beyond_what_may_wait_are_dropped() -> None:
+    async with UpstreamPool() as pool:
+        metrics = RouterMetrics()
+        releases = Releases(pool, metrics)  # not entered: nothing is sent
+        for number in range(MAX_WAITING + 3):
+            releases.release("http://127.0.0.1:9", str(number), [])
+        assert metrics.registry.get_sample_value("kvist_router_releases_total", {"outcome": "dropped"}) == 3
+
+
 async def test_a_fleet_without_prefill_workers_is_as_before(worker, router, simulated) -> None:
     async with worker(server_info=info("both"), answer=simulated.decode) as one, router(one.url) as front:
         answer = await front.complete(LONG)
@@ -182,9 +259,6 @@ async def test_a_fleet_without_prefill_workers_is_as_before(worker, router, simu
 async def test_a_prefill_worker_that_fails_is_passed_over(worker, router, simulated, http_bytes) -> None:
     async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
         writer.write(http_bytes.response(b"busy", status=503))
-
-    async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
-        writer.transport.abort()
 
     async def break_off(_: Any, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 500\r\n\r\n{")
@@ -234,9 +308,6 @@ async def test_an_answer_without_usable_params_makes_the_request_local(worker, r
 
 
 async def test_a_decode_worker_that_dies_first_leaves_the_prefill_to_another(worker, router, simulated) -> None:
-    async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
-        writer.transport.abort()
-
     async with (
         worker(server_info=info("prefill"), answer=simulated.prefill) as p,
         worker(server_info=info("decode"), answer=drop) as broken,
@@ -252,9 +323,6 @@ async def test_a_decode_worker_that_dies_first_leaves_the_prefill_to_another(wor
 
 
 async def test_where_no_decode_worker_is_left_the_prefill_worker_does_all(worker, router, simulated) -> None:
-    async def drop(_: Any, writer: asyncio.StreamWriter) -> None:
-        writer.transport.abort()
-
     async with (
         worker(server_info=info("prefill"), answer=simulated.prefill) as p,
         worker(server_info=info("decode"), answer=drop) as broken,
@@ -265,7 +333,7 @@ async def test_where_no_decode_worker_is_left_the_prefill_worker_does_all(worker
         assert await count(front, 'disaggregation_fallbacks_total{reason="decode_failed"}') == 1
 
 
-async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, router, simulated) -> None:
+async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, router, simulated, until) -> None:
     async def forgetful(received: Any, writer: asyncio.StreamWriter) -> None:
         await simulated.prefill(received, writer)
         simulated.held.clear()
@@ -279,6 +347,7 @@ async def test_a_handle_that_is_gone_makes_the_decode_worker_do_all(worker, rout
         assert (text, answer.headers["x-kvist-worker"]) == ("".join(TOKENS), d.url)
         assert [b"kv_transfer_params" in each.body for each in d.completions] == [True, False]
         assert await count(front, 'disaggregation_fallbacks_total{reason="transfer_failed"}') == 1
+        await until(lambda: p.released == ["held-1"])
         assert (await front.workers())[d.url]["circuit"] == "closed"
 
 
@@ -319,6 +388,7 @@ async def test_a_client_that_leaves_takes_both_sides_along(worker, router, simul
         await until(lambda: total_load(front) == 0)
         status = await count(front, f'requests_total{{policy="kv",status="499",worker="{silent.url}"}}')
         assert status == 1
+        await until(lambda: p.released == ([] if role == "prefill" else ["held-1"]))
 
 
 async def test_clients_cannot_name_the_place_to_fetch_from(worker, router, simulated) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.router.discovery import MAX_ANSWER_BYTES, Identity, event_endpoint, probe
 from kvist.http import UpstreamError, UpstreamPool
+from kvist.router.discovery import MAX_ANSWER_BYTES, Identity, event_endpoint, probe
 
 KVIST = {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": {"endpoint": "tcp://127.0.0.1:5557"}}
 
@@ -27,12 +27,12 @@ async def test_a_bundled_engine_tells_its_block_size_and_events(worker) -> None:
 
 
 async def test_a_bundled_engine_tells_its_role_and_where_its_blocks_are_asked_for(worker) -> None:
-    async with worker(server_info=KVIST | {"role": "prefill", "kv_transfer": {"endpoint": "tcp://a:1"}}) as one:
+    async with worker(server_info=KVIST | {"role": "prefill", "kv_transfer": {"endpoints": ["tcp://a:1"]}}) as one:
         found = await identity(one.url)
-    assert (found.role, found.transfer_endpoint) == ("prefill", "tcp://a:1")
+    assert (found.role, found.transfer_endpoints) == ("prefill", ("tcp://a:1",))
     async with worker(server_info=KVIST | {"kv_transfer": None}) as one:
         found = await identity(one.url)
-    assert (found.role, found.transfer_endpoint) == ("both", None)
+    assert (found.role, found.transfer_endpoints) == ("both", ())
 
 
 async def test_a_bundled_engine_without_events_announces_none(worker) -> None:
