@@ -159,7 +159,12 @@ async def _serve(
             service = open_service(args, names[0], transfers, loaded, engine)
             exits.callback(service.close, _TRANSFER_CLOSE_S)
             collectors.append(TransferCollector(service))
-            served = ServedTransfers(role=args.role, endpoint=service.endpoint, agent=args.kv_transfer_agent)
+            served = ServedTransfers(
+                role=args.role,
+                endpoints=(service.endpoint,),
+                agent=args.kv_transfer_agent,
+                is_alive=lambda: service.is_alive,
+            )
             service.start()
         await exits.enter_async_context(engine)
         model = ServedModel(

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kvist.engine.core import EngineCore, EngineStatistics
 from kvist.engine.request import Handoff, RequestOutput
@@ -21,6 +21,7 @@ from kvist.openai.requests import SamplingParams
 logger = logging.getLogger(__name__)
 
 Command = Callable[[], None]
+T = TypeVar("T")
 
 
 class EngineOverloadedError(KvistError):
@@ -117,7 +118,7 @@ class AsyncEngine:
         self._loop: asyncio.AbstractEventLoop
         self._ids = itertools.count()
         self._generations: dict[str, Generation] = {}
-        self._flushes: set[asyncio.Future[None]] = set()
+        self._asked: set[asyncio.Future[Any]] = set()
         self._is_stopping = False
         self._has_ended = False
         self.num_refused = 0
@@ -171,17 +172,11 @@ class AsyncEngine:
 
     async def flush_cache(self) -> None:
         """Forget all cached blocks that no request is using; returns when it is done. Raises EngineStoppedError."""
-        if not self.is_alive:
-            raise EngineStoppedError
-        done = self._loop.create_future()
-        self._flushes.add(done)
+        await self._ask(self._core.flush_cache)
 
-        def flush() -> None:
-            self._core.flush_cache()
-            self._loop.call_soon_threadsafe(self._flushed, done)
-
-        self._commands.put(flush)
-        await done
+    async def withdraw(self, remote_request_id: str) -> bool:
+        """Hold a prompt for no other worker any more; False if it is not held. Raises EngineStoppedError."""
+        return await self._ask(partial(self._core.withdraw, remote_request_id))
 
     def submit(self, command: Command) -> None:
         """Have a call made on the engine's thread, between steps; any thread may ask for it, and none waits."""
@@ -226,18 +221,31 @@ class AsyncEngine:
             if output.is_last:
                 del self._generations[output.request_id]
 
-    def _flushed(self, done: asyncio.Future[None]) -> None:
-        self._flushes.discard(done)
-        if not done.done():  # the caller may have been cancelled
-            done.set_result(None)
+    async def _ask(self, call: Callable[[], T]) -> T:
+        """Return what a call returns on the engine's thread, between steps; raises EngineStoppedError."""
+        if not self.is_alive:
+            raise EngineStoppedError
+        answer: asyncio.Future[T] = self._loop.create_future()
+        self._asked.add(answer)
+
+        def run() -> None:
+            self._loop.call_soon_threadsafe(self._answered, answer, call())
+
+        self._commands.put(run)
+        return await answer
+
+    def _answered(self, answer: asyncio.Future[T], value: T) -> None:
+        self._asked.discard(answer)
+        if not answer.done():  # the caller may have been cancelled
+            answer.set_result(value)
 
     def _end_open(self) -> None:
         """Let nobody wait for a thread that computes no more."""
         self._has_ended = True
-        for done in self._flushes:
-            if not done.done():
-                done.set_exception(EngineStoppedError())
-        self._flushes.clear()
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(EngineStoppedError())
+        self._asked.clear()
         for request_id, generation in self._generations.items():
             generation.put(RequestOutput(request_id, error="the engine has stopped"))
         self._generations.clear()

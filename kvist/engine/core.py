@@ -165,6 +165,10 @@ class EngineCore:
         else:
             self._scheduler.remove(request)
 
+    def withdraw(self, remote_request_id: str) -> bool:
+        """Hold a prompt for nobody any more; its blocks are free once nobody reads them. False if it is not held."""
+        return self._handoffs is not None and self._handoffs.withdraw(remote_request_id)
+
     def release(self, remote_request_id: str, is_fetched: bool) -> None:
         """Give back blocks that were held for another worker: it has them, or will not get them."""
         self._reported().release(remote_request_id, is_fetched)

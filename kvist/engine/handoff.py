@@ -78,6 +78,13 @@ class Handoffs:
             logger.info("held prompt given up remote_request_id=%s", remote_request_id)
         self._kv_cache.close(self._held.pop(remote_request_id))
 
+    def withdraw(self, remote_request_id: str) -> bool:
+        """Have what is held under this name fetched no more, and released; False if nothing is."""
+        if remote_request_id not in self._held:
+            return False
+        self._transfers.withdraw(remote_request_id)
+        return True
+
     def fetch(self, request: Request) -> None:
         """Have the request's reserved blocks filled."""
         blocks, source = request.blocks, request.handoff
@@ -86,7 +93,7 @@ class Handoffs:
         self._receiving[request.request_id] = request
         wanted = WantedBlocks(
             request.request_id,
-            (source.endpoint,),
+            source.remote_endpoints,
             source.remote_request_id,
             blocks.num_tokens,
             blocks.num_final_tokens,

@@ -34,9 +34,12 @@ class RemoteDecode:
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """The prompt has been computed at `endpoint`, where its blocks are to be fetched; its output has begun there."""
+    """The prompt has been computed elsewhere, its output has begun there, and its blocks are to be fetched.
 
-    endpoint: str
+    `remote_endpoints` are those of the ranks that computed it, by rank.
+    """
+
+    remote_endpoints: tuple[str, ...]
     remote_request_id: str
     num_tokens: int
     first_token_ids: tuple[int, ...]

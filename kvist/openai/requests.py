@@ -5,7 +5,8 @@ Fields that nobody here reads are left alone, since other engines take more than
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+import re
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -14,6 +15,9 @@ from kvist.openai.errors import RequestError
 Message: TypeAlias = dict[str, Any]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt: TypeAlias = str | list[int]
+
+MAX_RANKS: Final = 64
+_ENDPOINT: Final = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
 def is_text_part(part: Any) -> bool:
@@ -130,12 +134,13 @@ class KvTransferParams(msgspec.Struct, frozen=True, kw_only=True):
     """Which part of a request is another worker's; the field is named as in vLLM.
 
     Asked with `do_remote_decode`, a worker computes the prompt and one token, keeps the blocks, and answers with the
-    params of `do_remote_prefill`. With those, the same request goes on at another worker, which fetches the blocks.
+    params of `do_remote_prefill`. With those, the same request goes on at another worker, which fetches the blocks from
+    `remote_endpoints`: one a rank that computed the prompt, by rank.
     """
 
     do_remote_decode: bool = False
     do_remote_prefill: bool = False
-    remote_endpoint: str | None = None
+    remote_endpoints: list[str] | None = None
     remote_request_id: str | None = None
     num_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     first_token_ids: list[TokenId] | None = None
@@ -179,17 +184,35 @@ def decode_sampling_params(body: bytes) -> SamplingParams:
 def decode_kv_transfer_params(body: bytes) -> KvTransferParams | None:
     """Return the `kv_transfer_params` of a body, None without; raises RequestError (400) for a part of them."""
     params = _decode(_kv_transfer_decoder, body).kv_transfer_params
-    if params is None or not (params.do_remote_decode or params.do_remote_prefill):
+    if params is None:
         return None
-    if params.do_remote_decode and params.do_remote_prefill:
+    if params.do_remote_decode == params.do_remote_prefill:
+        got = "both" if params.do_remote_decode else "neither"
         expected = "one of do_remote_decode and do_remote_prefill"
-        raise RequestError(400, f"kv_transfer_params: got both, expected {expected}", param="kv_transfer_params")
+        raise _handoff_refusal("kv_transfer_params", f"got {got}, expected {expected}")
     if params.do_remote_prefill:
-        for name in ("remote_endpoint", "remote_request_id", "num_tokens", "first_token_ids"):
+        for name in ("remote_endpoints", "remote_request_id", "num_tokens", "first_token_ids"):
             if getattr(params, name) is None:
-                message = f"kv_transfer_params.{name}: missing, expected with do_remote_prefill"
-                raise RequestError(400, message, param="kv_transfer_params")
+                raise _handoff_refusal(f"kv_transfer_params.{name}", "missing, expected with do_remote_prefill")
+        _check_endpoints(params.remote_endpoints or [])
     return params
+
+
+def _check_endpoints(endpoints: list[str]) -> None:
+    """Raise RequestError (400) for what cannot be a worker's ranks: they are dialled as they are named."""
+    field = "kv_transfer_params.remote_endpoints"
+    if not 1 <= len(endpoints) <= MAX_RANKS:
+        raise _handoff_refusal(field, f"got {len(endpoints)}, expected 1 to {MAX_RANKS}, one a rank")
+    for endpoint in endpoints:
+        match = _ENDPOINT.fullmatch(endpoint)
+        if match is None or not 1 <= int(match[2]) <= 65_535:
+            raise _handoff_refusal(field, f"got {endpoint!r:.100}, expected tcp://host:port")
+    if len(set(endpoints)) < len(endpoints):
+        raise _handoff_refusal(field, f"got {endpoints!r:.200}, expected each once")
+
+
+def _handoff_refusal(field: str, reason: str) -> RequestError:
+    return RequestError(400, f"{field}: {reason}", param="kv_transfer_params")
 
 
 def _decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:

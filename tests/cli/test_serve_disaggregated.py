@@ -105,7 +105,7 @@ async def test_one_worker_computes_prompts_and_another_goes_on(flags: tuple[str,
         async def both(prompt: list[int]) -> str:
             params = await source.prefill(prompt)
             assert params["do_remote_prefill"] is True
-            assert params["remote_endpoint"] == info["kv_transfer"]["endpoint"]
+            assert params["remote_endpoints"] == info["kv_transfer"]["endpoints"]
             return await target.text({"prompt": prompt, "max_tokens": 20, "kv_transfer_params": params})
 
         prompts = [make_prompt(20 + 15 * (i % 7), i // 2) for i in range(14)]
@@ -206,7 +206,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "kv transfer failed: unknown_request"
         for body, field in (
-            ({"kv_transfer_params": {"do_remote_prefill": True}}, "remote_endpoint: missing"),
+            ({"kv_transfer_params": {"do_remote_prefill": True}}, "remote_endpoints: missing"),
             ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "got both"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream: got true"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "n=2"),

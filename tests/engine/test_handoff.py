@@ -34,6 +34,7 @@ class Notes:
     offered: list[OfferedBlocks] = field(default_factory=list)
     wanted: list[WantedBlocks] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    withdrawn: list[str] = field(default_factory=list)
 
     def offer(self, offered: OfferedBlocks) -> None:
         self.offered.append(offered)
@@ -43,6 +44,9 @@ class Notes:
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
+
+    def withdraw(self, remote_request_id: str) -> None:
+        self.withdrawn.append(remote_request_id)
 
 
 @dataclass
@@ -89,7 +93,7 @@ def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> 
     last = worker.outputs[request_id][-1]
     assert last.finish_reason is not None
     assert last.remote_request_id == worker.notes.offered[-1].remote_request_id
-    return RemotePrefill("tcp://here:1", last.remote_request_id, len(prompt), tuple(worker.tokens(request_id)))
+    return RemotePrefill(("tcp://here:1",), last.remote_request_id, len(prompt), tuple(worker.tokens(request_id)))
 
 
 def copy(source: Worker, target: Worker, wanted: WantedBlocks) -> int:
@@ -170,6 +174,18 @@ def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> N
     assert source.core.statistics().handoffs.num_held == 0
 
 
+def test_a_withdrawn_prompt_keeps_its_blocks_until_nobody_reads_them(make_worker, greedy) -> None:
+    source = make_worker("gemma3")
+    remote = prefill(source, "0", make_prompt(30), greedy(5))
+    assert not source.core.withdraw("another")
+    assert source.core.withdraw(remote.remote_request_id)
+    assert source.notes.withdrawn == [remote.remote_request_id]
+    assert source.num_used > 0
+    source.core.release(remote.remote_request_id, False)
+    assert source.num_used == 0
+    assert not source.core.withdraw(remote.remote_request_id)
+
+
 def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy) -> None:
     source = make_worker("gemma3", HandoffLimits(max_num_held=1))
     remote = prefill(source, "0", make_prompt(30), greedy(5))
@@ -188,7 +204,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
     prompt = make_prompt(31)
     alone.core.add_request("0", prompt, greedy(9))
     alone.run()
-    target.core.add_request("0", prompt, greedy(9), handoff=RemotePrefill("tcp://x:1", "gone", 31, (300,)))
+    target.core.add_request("0", prompt, greedy(9), handoff=RemotePrefill(("tcp://x:1",), "gone", 31, (300,)))
     target.run()
     reserved = set(target.notes.wanted[0].block_ids_per_group[0])
     target.core.fetch_failed("0", "the peer is gone")
@@ -210,7 +226,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
 
 def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worker, greedy) -> None:
     target = make_worker("gemma3", HandoffLimits(is_fallback_allowed=False))
-    remote = RemotePrefill("tcp://x:1", "gone", 31, (300,))
+    remote = RemotePrefill(("tcp://x:1",), "gone", 31, (300,))
     target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
     target.run()
     target.core.fetch_failed("0", "unknown_request")
@@ -223,7 +239,7 @@ def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worke
 @pytest.mark.parametrize("ending", ["completed", "failed"])
 def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: str, make_worker, greedy) -> None:
     target = make_worker("gemma3")
-    remote = RemotePrefill("tcp://x:1", "id", 31, (300,))
+    remote = RemotePrefill(("tcp://x:1",), "id", 31, (300,))
     target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
     target.run()
     target.core.abort("0")
@@ -243,7 +259,7 @@ def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: s
 def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, greedy) -> None:
     target = make_worker("gemma3", max_num_seqs=2)
     for i in range(4):
-        remote = RemotePrefill("tcp://x:1", f"id{i}", 20, (300,))
+        remote = RemotePrefill(("tcp://x:1",), f"id{i}", 20, (300,))
         target.core.add_request(str(i), make_prompt(20, i), greedy(3), handoff=remote)
     target.run()
     assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1"]
@@ -273,7 +289,7 @@ def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released
 
 def test_log_probabilities_make_the_prompt_be_computed_here(make_worker, greedy) -> None:
     target = make_worker("gemma3")
-    remote = RemotePrefill("tcp://x:1", "id", 31, (300,))
+    remote = RemotePrefill(("tcp://x:1",), "id", 31, (300,))
     target.core.add_request("0", make_prompt(31), greedy(3, logprobs=True), handoff=remote)
     target.run()
     assert target.notes.wanted == []
@@ -287,14 +303,14 @@ def test_log_probabilities_make_the_prompt_be_computed_here(make_worker, greedy)
 def test_a_handoff_that_does_not_fit_the_prompt_is_refused(
     num_tokens: int, first_token_ids: tuple[int, ...], field: str, make_worker, greedy
 ) -> None:
-    remote = RemotePrefill("tcp://x:1", "id", num_tokens, first_token_ids)
+    remote = RemotePrefill(("tcp://x:1",), "id", num_tokens, first_token_ids)
     with pytest.raises(InvalidValueError, match=field):
         make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
 def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, greedy) -> None:
-    remote = RemotePrefill("tcp://x:1", name, 31, (5,))
+    remote = RemotePrefill(("tcp://x:1",), name, 31, (5,))
     with pytest.raises(InvalidValueError, match="remote_request_id"):
         make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
 

@@ -65,7 +65,7 @@ class Worker:
         answer = await self.answer(prompt, params, RemoteDecode())
         assert answer.error is None
         assert answer.remote_request_id is not None
-        return RemotePrefill(self.service.endpoint, answer.remote_request_id, len(prompt), answer.token_ids)
+        return RemotePrefill((self.service.endpoint,), answer.remote_request_id, len(prompt), answer.token_ids)
 
     @property
     def num_used(self) -> int:
@@ -97,9 +97,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
             bounce = RegionBounce(agent, copier, lambda: host_region(agent, 1 << 20), ALWAYS, BounceConfig(1))
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent, "shared_memory")
         engine = AsyncEngine(loaded.core, max_num_open=40)
-        service = KvTransferService(
-            "tcp://127.0.0.1:*", agent, loaded.plan.groups, hello, loaded.core, engine.submit, limits, bounce
-        )
+        service = KvTransferService("tcp://127.0.0.1:*", agent, hello, loaded.core, engine.submit, limits, bounce)
         loaded.core.attach(service, handoff_limits or HandoffLimits())
         async with engine:
             service.start()
@@ -170,7 +168,7 @@ async def test_a_long_mix_of_everything_leaves_nothing_behind(seed: int, open_wo
             if kind == "never fetched":
                 return
             if kind == "unknown":
-                remote = RemotePrefill(remote.endpoint, "nobody's", remote.num_tokens, remote.first_token_ids)
+                remote = RemotePrefill(remote.remote_endpoints, "nobody's", remote.num_tokens, remote.first_token_ids)
             answers.append((prompt, await target.answer(prompt, params, remote)))
 
         kinds = ["local", "fetched", "fetched", "fetched", "aborted", "never fetched", "unknown"]
@@ -237,7 +235,7 @@ async def test_a_fetch_that_cannot_be_is_computed_here(fault: str, open_worker, 
         endpoint = {"nobody there": "tcp://127.0.0.1:1", "not an endpoint": "nonsense"}.get(
             fault, source.service.endpoint
         )
-        remote = RemotePrefill(endpoint, "nobody's", len(prompt), (300,))
+        remote = RemotePrefill((endpoint,), "nobody's", len(prompt), (300,))
         expected = await source.answer(prompt, greedy(8))
         assert (await target.answer(prompt, greedy(8), remote)).token_ids == expected.token_ids
         assert target.engine.statistics().handoffs.num_fallbacks == 1
@@ -259,7 +257,7 @@ async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_
         silent.bind("tcp://127.0.0.1:*")
         endpoint = silent.getsockopt_string(zmq.LAST_ENDPOINT)
         async with open_worker("gemma3", FAST, limits) as target, open_worker("gemma3") as other:
-            remote = RemotePrefill(endpoint, "x", 30, (300,))
+            remote = RemotePrefill((endpoint,), "x", 30, (300,))
             answering = asyncio.create_task(target.answer(make_prompt(30), greedy(3), remote))
             async with asyncio.timeout(20):
                 while not await asyncio.to_thread(silent.poll, 100):

@@ -4,6 +4,7 @@ import json
 from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from kvist.openai.requests import (
     SamplingParams,
     decode_chat_request,
     decode_completion_request,
+    decode_kv_transfer_params,
     decode_sampling_params,
 )
 from kvist.openai.sse import DONE, encode_event, last_event_data
@@ -145,3 +147,49 @@ def test_the_last_event_of_a_stream_is_found_in_its_tail() -> None:
     assert last_event_data(stream) == b'{"usage":2}'
     assert last_event_data(stream[30:]) is None or json.loads(last_event_data(stream[30:]) or b"") == {"usage": 2}
     assert last_event_data(DONE) is None
+
+
+FETCH = {
+    "do_remote_prefill": True,
+    "remote_endpoints": ["tcp://10.0.0.1:7101", "tcp://[fe80::1]:7102"],
+    "remote_request_id": "x",
+    "num_tokens": 3,
+    "first_token_ids": [7],
+}
+
+
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, FETCH])
+def test_a_part_of_a_request_can_be_another_workers(params: Any) -> None:
+    read = decode_kv_transfer_params(json.dumps({"prompt": "x", "kv_transfer_params": params}).encode())
+    assert (None if read is None else msgspec.to_builtins(read).items() >= params.items()) == (params and True)
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({}, "kv_transfer_params: got neither"),
+        ({"do_remote_decode": False}, "kv_transfer_params: got neither"),
+        (FETCH | {"do_remote_decode": True}, "kv_transfer_params: got both"),
+        (FETCH | {"remote_endpoints": None}, "kv_transfer_params.remote_endpoints: missing"),
+        (FETCH | {"remote_endpoints": []}, "remote_endpoints: got 0, expected 1 to 64, one a rank"),
+        (FETCH | {"remote_endpoints": [f"tcp://a:{i}" for i in range(1, 66)]}, "remote_endpoints: got 65"),
+        (FETCH | {"remote_endpoints": ["tcp://a:1"] * 2}, "expected each once"),
+        *(
+            (FETCH | {"remote_endpoints": ["tcp://a:1", bad]}, "expected tcp://host:port")
+            for bad in (
+                "ipc://x",
+                "inproc://x",
+                "tcp://a",
+                "tcp://a:0",
+                "tcp://a:99999",
+                "tcp://a:1\n",
+                "tcp://a:1;b:2",
+            )
+        ),
+    ],
+)
+def test_params_that_no_worker_would_give_are_refused_by_field(params: Any, reason: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_kv_transfer_params(json.dumps({"kv_transfer_params": params}).encode())
+    assert reason in caught.value.message
+    assert (caught.value.status, caught.value.param) == (400, "kv_transfer_params")

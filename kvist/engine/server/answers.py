@@ -40,7 +40,7 @@ class Heading:
     id: str
     created: int
     model: str
-    kv_transfer_endpoint: str | None = None
+    kv_transfer_endpoints: tuple[str, ...] = ()
 
 
 class Shape(Protocol):
@@ -222,7 +222,7 @@ def _transfer_params(
         return msgspec.UNSET
     return KvTransferParams(
         do_remote_prefill=True,
-        remote_endpoint=heading.kv_transfer_endpoint,
+        remote_endpoints=list(heading.kv_transfer_endpoints),
         remote_request_id=outputs[0].remote_request_id,
         num_tokens=usage.prompt_tokens,
         first_token_ids=list(outputs[0].token_ids),

@@ -1,7 +1,7 @@
 """The engine's routes, as a Starlette application.
 
 POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
-POST /v1/completions        POST /flush_cache  GET /metrics
+POST /v1/completions        POST /flush_cache  GET /metrics   DELETE /kv_transfer/{remote_request_id}
 """
 
 from __future__ import annotations
@@ -42,11 +42,15 @@ MakeShape = Callable[[Heading, ChatTokenizer], Shape]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTransfers:
-    """How this worker takes part in transfers; the role says what routers should use it for, not what it can do."""
+    """How this worker takes part in transfers; the role says what routers should use it for, not what it can do.
+
+    `endpoints` are those of its ranks, by rank.
+    """
 
     role: str
-    endpoint: str
+    endpoints: tuple[str, ...]
     agent: str
+    is_alive: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +103,7 @@ class _Server:
                 Route("/metrics", self._metrics),
                 Route("/server_info", self._server_info),
                 Route("/flush_cache", self._flush_cache, methods=["POST"]),
+                Route("/kv_transfer/{remote_request_id}", self._withdraw, methods=["DELETE"]),
             ],
             exception_handlers=dict.fromkeys((KvistError, HTTPException, ClientDisconnect, Exception), _refuse),
         )
@@ -115,8 +120,8 @@ class _Server:
         self._engine.check_room(job.num_sequences)  # first: a short body can ask for millions
         generation = self._engine.generate(job.sequences(self._tokenizer))
         transfers = self._model.transfers
-        endpoint = None if transfers is None else transfers.endpoint
-        heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0], endpoint)
+        endpoints = () if transfers is None else transfers.endpoints
+        heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0], endpoints)
         shape = make_shape(heading, self._tokenizer)
         if job.is_stream:
             return _EventStream(generation, stream_events(generation, job, shape))
@@ -137,6 +142,8 @@ class _Server:
     async def _health(self, _: Request) -> Response:
         if not self._engine.is_alive:
             raise EngineStoppedError
+        if self._model.transfers is not None and not self._model.transfers.is_alive():
+            raise RequestError(503, "transfers have stopped", code="unavailable")
         return _json({"status": "ok"})
 
     async def _metrics(self, _: Request) -> Response:
@@ -156,9 +163,16 @@ class _Server:
                 "role": "both" if transfers is None else transfers.role,
                 "kv_transfer": None
                 if transfers is None
-                else {"endpoint": transfers.endpoint, "agent": transfers.agent},
+                else {"endpoints": transfers.endpoints, "agent": transfers.agent},
             }
         )
+
+    async def _withdraw(self, request: Request) -> Response:
+        """Let a held prompt be fetched no more: whoever asked for it knows that nobody will come."""
+        remote_request_id = request.path_params["remote_request_id"]
+        if not await self._engine.withdraw(remote_request_id):
+            raise RequestError(404, f"remote_request_id: got {remote_request_id!r:.100}, expected a prompt held here")
+        return Response(status_code=204)
 
     async def _flush_cache(self, _: Request) -> Response:
         await self._engine.flush_cache()

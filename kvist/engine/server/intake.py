@@ -167,12 +167,12 @@ def _handoff(body: bytes) -> Handoff | None:
             return None
         case KvTransferParams(
             do_remote_prefill=True,
-            remote_endpoint=str(endpoint),
+            remote_endpoints=list(endpoints),
             remote_request_id=str(request_id),
             num_tokens=int(num_tokens),
             first_token_ids=list(token_ids),
         ):
-            return RemotePrefill(endpoint, request_id, num_tokens, tuple(token_ids))
+            return RemotePrefill(tuple(endpoints), request_id, num_tokens, tuple(token_ids))
         case _:
             return RemoteDecode()
 

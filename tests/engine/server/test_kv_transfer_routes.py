@@ -1,0 +1,103 @@
+"""What a worker's HTTP API says of prompts that it holds for others; nothing is transferred."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest_asyncio
+
+from kvist.engine import bundled_model_path
+from kvist.engine.async_engine import AsyncEngine
+from kvist.engine.config import EngineConfig
+from kvist.engine.handoff import HandoffLimits
+from kvist.engine.loading import load_engine
+from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
+from kvist.openai.tokenization import ChatTokenizer
+from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
+
+ENDPOINTS = ("tcp://10.0.0.1:7101", "tcp://10.0.0.1:7102")
+
+
+@dataclass
+class Transfers:
+    """Transfers that release what is withdrawn at once, and can fetch nothing."""
+
+    engine: AsyncEngine | None = None
+    is_alive: bool = True
+    wanted: list[WantedBlocks] = field(default_factory=list)
+
+    def offer(self, offered: OfferedBlocks) -> None:
+        pass
+
+    def fetch(self, wanted: WantedBlocks) -> None:
+        self.wanted.append(wanted)
+        self._report("fetch_failed", wanted.request_id, "nothing can be fetched")
+        self._report("fetch_released", wanted.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        pass
+
+    def withdraw(self, remote_request_id: str) -> None:
+        self._report("release", remote_request_id, False)
+
+    def _report(self, name: str, *args: object) -> None:
+        assert self.engine is not None
+        self.engine.submit(partial(getattr(self.engine._core, name), *args))
+
+
+@dataclass(frozen=True)
+class Served:
+    client: httpx.AsyncClient
+    engine: AsyncEngine
+    transfers: Transfers
+
+    async def post(self, **params: Any) -> httpx.Response:
+        return await self.client.post(
+            "/v1/completions", json={"prompt": [5, 6, 7, 8] * 5, "max_tokens": 3, "kv_transfer_params": params}
+        )
+
+
+@pytest_asyncio.fixture
+async def served() -> AsyncIterator[Served]:
+    core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_model_len=128, max_num_seqs=2))
+    transfers = Transfers()
+    core.attach(transfers, HandoffLimits())
+    said = ServedTransfers(role="both", endpoints=ENDPOINTS, agent="shared_memory", is_alive=lambda: transfers.is_alive)
+    model = ServedModel(names=("tiny",), block_size=16, max_model_len=128, transfers=said)
+    tokenizer = ChatTokenizer.load(bundled_model_path())
+    async with AsyncEngine(core, max_num_open=4) as engine:
+        transfers.engine = engine
+        transport = httpx.ASGITransport(create_app(engine, tokenizer, model))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            yield Served(client, engine, transfers)
+
+
+async def test_a_held_prompt_names_the_endpoint_of_every_rank_and_can_be_withdrawn_once(served, until) -> None:
+    params = (await served.post(do_remote_decode=True)).json()["kv_transfer_params"]
+    assert params["remote_endpoints"] == list(ENDPOINTS)
+    assert (await served.client.get("/server_info")).json()["kv_transfer"]["endpoints"] == list(ENDPOINTS)
+    path = f"/kv_transfer/{params['remote_request_id']}"
+    assert served.engine.statistics().handoffs.num_held == 1
+    withdrawn = await served.client.delete(path)
+    assert (withdrawn.status_code, withdrawn.content) == (204, b"")
+    await until(lambda: served.engine.statistics().kv_cache.num_used == 0)
+    again = await served.client.delete(path)
+    assert again.status_code == 404
+    assert params["remote_request_id"] in again.json()["error"]["message"]
+
+
+async def test_every_rank_that_holds_a_prompt_is_asked_for_it(served) -> None:
+    params = (await served.post(do_remote_decode=True)).json()["kv_transfer_params"]
+    assert (await served.post(**params)).json()["usage"]["completion_tokens"] == 3
+    assert served.transfers.wanted[0].endpoints == ENDPOINTS
+
+
+async def test_a_worker_whose_transfers_have_stopped_is_not_healthy(served) -> None:
+    assert (await served.client.get("/health")).status_code == 200
+    served.transfers.is_alive = False
+    unhealthy = await served.client.get("/health")
+    assert (unhealthy.status_code, unhealthy.json()["error"]["message"]) == (503, "transfers have stopped")
