@@ -123,7 +123,7 @@ def open_service(
     timeout_s = args.kv_transfer_timeout
     limits = TransferLimits(transfer_timeout_s=timeout_s, hold_timeout_s=2 * timeout_s)
     endpoint = args.kv_transfer[:-2] + ":*" if args.kv_transfer.endswith(":0") else args.kv_transfer
-    service = KvTransferService(endpoint, agent, loaded.plan.groups, hello, loaded.core, engine.submit, limits, bounce)
+    service = KvTransferService(endpoint, agent, hello, loaded.core, engine.submit, limits, bounce)
     loaded.core.attach(service, HandoffLimits(is_fallback_allowed=not args.no_kv_transfer_fallback))
     return service
 

@@ -6,12 +6,19 @@ worker's reach is not used for anything else until the engine has heard of its e
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeAlias
+
+from kvist.errors import InvalidValueError
 
 BlockLists: TypeAlias = tuple[tuple[int, ...], ...]
 MAX_NAME_LEN: Final = 256
 """Longest `remote_request_id`, in characters; none is empty."""
+MAX_NUM_RANKS: Final = 64
+
+_ENDPOINT: Final = re.compile(r"tcp://(?:\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,16 @@ class WantedBlocks:
     num_tokens: int
     num_cached_tokens: int
     block_ids_per_group: BlockLists
+
+
+def check_endpoints(endpoints: Sequence[str]) -> None:
+    """Raise InvalidValueError unless these are the endpoints of a worker's ranks, at which they can be reached."""
+    if not 1 <= len(endpoints) <= MAX_NUM_RANKS or len(set(endpoints)) < len(endpoints):
+        raise InvalidValueError("remote_endpoints", endpoints, f"1 to {MAX_NUM_RANKS}, each once")
+    for endpoint in endpoints:
+        match = _ENDPOINT.fullmatch(endpoint)
+        if match is None or not 1 <= int(match[1]) < 1 << 16:
+            raise InvalidValueError("remote_endpoints", endpoint, "tcp://host:port")
 
 
 class KvTransfers(Protocol):

@@ -1,8 +1,9 @@
 """What two workers say to each other before and around a transfer, as msgpack arrays.
 
 The handshake comes first: both send a `Hello` and refuse the other's, with a reason and both values, unless their
-blocks mean the same. Tensor-parallel sizes may differ; then heads are split differently. Fields are only appended, with
-defaults; `protocol_version` stays the first field of a `Hello` for ever, so that any version can be refused by name.
+blocks mean the same. Each rank of a worker speaks for itself; their numbers may differ, and then heads are split
+differently (`kvist.transfer.heads`). Fields are only appended, with defaults; `protocol_version` stays the first field
+of a `Hello` for ever, so that any version can be refused by name.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
+from kvist.kvcache.dtypes import KvDtype
 from kvist.kvcache.plan import WindowPlan
 from kvist.transfer.frames import Extent
 from kvist.transfer.handoff import MAX_NAME_LEN
+from kvist.transfer.heads import Part, heads_of
 
 PROTOCOL_VERSION: Final = 1
 
@@ -39,6 +42,7 @@ class RefusalReason(Enum):
     DTYPE = "dtype"
     LAYER_PLAN = "layer_plan"
     AGENT = "agent"
+    MALFORMED = "malformed"
     UNKNOWN_REQUEST = "unknown_request"
     ALREADY_ENDED = "already_ended"
     BLOCK_COUNT_MISMATCH = "block_count_mismatch"
@@ -60,6 +64,19 @@ class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
     def num_layers(self) -> int:
         """Return how many layers the group has."""
         return len(self.layer_indices)
+
+    @property
+    def num_planes(self) -> int:
+        """Return how many keys or values a slot has of each head and token: one a layer, or two."""
+        return self.num_layers * self.kv_factor
+
+    def head_bytes(self, block_size: int) -> int:
+        """Return the bytes of one head's part of a block, in one plane."""
+        return block_size * self.head_dim * KvDtype(self.dtype).itemsize_bytes
+
+    def slot_bytes(self, block_size: int, part: Part) -> int:
+        """Return the bytes of a block in one rank's pool; raises InvalidValueError for heads that cannot be split."""
+        return self.num_planes * heads_of(self.num_kv_heads, part).num_heads * self.head_bytes(block_size)
 
 
 class PoolPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -94,6 +111,11 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False)
     agent: Name
     agent_metadata: bytes
     pools: tuple[PoolPlace, ...]
+
+    @property
+    def part(self) -> Part:
+        """Return which rank it is, and of how many."""
+        return Part(self.tensor_parallel_rank, self.tensor_parallel_size)
 
 
 class ForeignHello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
@@ -185,7 +207,10 @@ def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
 
 
 def judge_hello(ours: Hello, theirs: Hello | ForeignHello) -> Refusal | None:
-    """Return why the two must not exchange blocks, None if they may; symmetric but for which value is whose."""
+    """Return why the two must not exchange blocks, None if they may; symmetric but for which value is whose.
+
+    Of what they say of themselves alone, only theirs is looked at: whether their slots have the heads of their rank.
+    """
     if isinstance(theirs, ForeignHello) or theirs.protocol_version != ours.protocol_version:
         return _refusal(RefusalReason.PROTOCOL_VERSION, ours.protocol_version, theirs.protocol_version)
     facts = (
@@ -200,6 +225,20 @@ def judge_hello(ours: Hello, theirs: Hello | ForeignHello) -> Refusal | None:
     for group_id, (our_group, their_group) in enumerate(zip_longest(ours.groups, theirs.groups)):
         if our_group != their_group:
             return _group_refusal(group_id, our_group, their_group)
+    return pools_refusal(theirs)
+
+
+def pools_refusal(hello: Hello) -> Refusal | None:
+    """Return why a worker's pools are not what its groups and its rank come to; `ours` is what they should be."""
+    for group_id, (group, pool) in enumerate(zip(hello.groups, hello.pools, strict=True)):
+        try:
+            expected = group.slot_bytes(hello.block_size, hello.part)
+        except InvalidValueError as error:
+            told = f"group {group_id} num_kv_heads {group.num_kv_heads}"
+            return _refusal(RefusalReason.LAYER_PLAN, told, f"{error.field} {error.value}")
+        if pool.slot_bytes != expected:
+            told, theirs = (f"group {group_id} in slots of {size} bytes" for size in (expected, pool.slot_bytes))
+            return _refusal(RefusalReason.LAYER_PLAN, told, theirs)
     return None
 
 

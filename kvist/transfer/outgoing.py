@@ -1,4 +1,4 @@
-"""A worker's half that sends: greets receivers, writes held blocks into their memory, and reports."""
+"""A rank's half that sends: greets receivers, writes held blocks into their memory, and reports."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from kvist.transfer.messages import (
     Cancel,
     ForeignHello,
     Hello,
-    PoolPlace,
     ReceiveRequest,
     Refusal,
     RefusalReason,
@@ -36,16 +35,17 @@ from kvist.transfer.wire import MESSAGE, PING, REPORT
 logger = logging.getLogger(__name__)
 
 _MAX_RECEIVERS = 1024
+_MAX_REASON_LEN = 256
 _MAX_MESSAGES_READ = 256  # in a turn, so that writes are polled however many come
 
 
 @dataclass(frozen=True, slots=True)
 class _Receiver:
-    """A worker that has greeted, and how its memory is reached."""
+    """A rank that has greeted, and how its memory is reached."""
 
     greeting: bytes
+    hello: Hello
     peer: PeerId
-    pools: tuple[PoolPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,6 @@ class Outgoing:
         router: zmq.Socket[bytes],
         agent: TransferAgent,
         memory: KvMemory,
-        hello: Hello,
         limits: TransferLimits,
         free: Callable[[str, bool], None],
         bounce: Bounce,
@@ -82,13 +81,12 @@ class Outgoing:
         self._bounce = bounce
         self._agent = agent
         self._memory = memory
-        self._hello = hello
+        self._hello = memory.hello
         self._free = free
-        self._sender = Sender(limits)
+        self.sender = Sender(limits)
         self._offered: dict[str, OfferedBlocks] = {}
         self._receivers: OrderedDict[str, _Receiver] = OrderedDict()
         self._writes: list[_Write] = []
-        self.sender = self._sender
         self.num_malformed = 0
         self.num_refused_greetings = 0
         self.write_seconds = 0.0
@@ -101,11 +99,16 @@ class Outgoing:
     def offer(self, offered: OfferedBlocks, now_s: float) -> None:
         """Hold blocks until they are fetched, or nobody has come in time."""
         self._offered[offered.remote_request_id] = offered
-        self._sender.hold(offered.remote_request_id, now_s)
+        self.sender.hold(offered.remote_request_id, now_s)
 
     def withdraw(self, request_id: str, now_s: float) -> None:
         """Let an offer be fetched no more; one that has ended is no error."""
-        self._do(self._sender.withdraw(request_id), now_s)
+        self._do(self.sender.withdraw(request_id), now_s)
+
+    def give_up_all(self, now_s: float) -> None:
+        """End every offer; those that are being written from stay out of use."""
+        for request_id in list(self._offered):
+            self.withdraw(request_id, now_s)
 
     def read(self) -> list[list[bytes]]:
         """Return the messages that have arrived, for `take`."""
@@ -124,7 +127,10 @@ class Outgoing:
                 self._take(name, frames[2], now_s)
             except MalformedMessageError as error:
                 self.num_malformed += 1
-                logger.warning("malformed transfer message ignored source=%s reason=%s", name, error.reason)
+                logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
+                # If it was to be a greeting, somebody waits for an answer.
+                told = error.reason[:_MAX_REASON_LEN]
+                self._send_message(name, Refusal(RefusalReason.MALFORMED, None, "a message", told))
 
     def poll_writes(self, now_s: float) -> None:
         """Report the writes that have ended."""
@@ -139,14 +145,14 @@ class Outgoing:
                 logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
                 self._forget(write.receiver)
             if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
-                self._do(self._sender.withdraw(write.request_id), now_s)
+                self._do(self.sender.withdraw(write.request_id), now_s)
                 continue
             is_ok = state is WriteState.DONE
-            self._do(self._sender.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s, write.tail)
+            self._do(self.sender.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s, write.tail)
 
     def tick(self, now_s: float) -> None:
         """Give up what nobody comes for."""
-        self._do(self._sender.tick(now_s), now_s)
+        self._do(self.sender.tick(now_s), now_s)
 
     def ping(self, now_s: float) -> None:
         """Forget receivers whose connection is gone, and let go of their memory; whoever lives greets again."""
@@ -154,18 +160,18 @@ class Outgoing:
             if not self._send(name, [PING]):
                 logger.info("receiver gone name=%s", name)
                 self._forget(name)
-                self._do(self._sender.receiver_gone(name), now_s)
+                self._do(self.sender.receiver_gone(name), now_s)
 
     def _take(self, name: str, payload: bytes, now_s: float) -> None:
         match decode_message(payload, name):
             case Hello() | ForeignHello() as hello:
                 self._greet(name, payload, hello)
             case ReceiveRequest() as request if name in self._receivers:
-                self._do(self._sender.requested(name, request, now_s), now_s)
+                self._do(self.sender.requested(name, request, now_s), now_s)
             case ReceiveRequest(transfer_id=transfer_id):
                 self._send_message(name, Refusal(RefusalReason.AGENT, transfer_id, "a greeting first", "no greeting"))
             case Cancel() as cancel:
-                self._do(self._sender.cancelled(name, cancel), now_s)
+                self._do(self.sender.cancelled(name, cancel), now_s)
             case Refusal() as refusal:
                 logger.warning("receiver refuses us name=%s reason=%s", name, refusal)
 
@@ -175,7 +181,7 @@ class Outgoing:
             self._receivers.move_to_end(name)
             self._send_message(name, self._hello)
             return
-        refusal = judge_greeting(self._hello, hello)
+        refusal = judge_hello(self._hello, hello)
         if refusal is None and isinstance(hello, Hello):
             try:
                 peer = self._agent.connect(hello.agent_metadata)
@@ -184,7 +190,7 @@ class Outgoing:
             else:
                 if known is not None and known.peer != peer:
                     self._forget(name)
-                self._receivers[name] = _Receiver(payload, peer, hello.pools)
+                self._receivers[name] = _Receiver(payload, hello, peer)
                 while len(self._receivers) > _MAX_RECEIVERS:
                     self._forget(next(iter(self._receivers)))
                 self._send_message(name, self._hello)
@@ -204,7 +210,7 @@ class Outgoing:
                     if status is not ResultStatus.SUCCESS:
                         tail = None
                     num_bytes = None if tail is None else int(tail.sizes_bytes.sum())
-                    result = Result(0, transfer_id, 0, True, status, num_bytes)
+                    result = Result(self._hello.tensor_parallel_rank, transfer_id, 0, True, status, num_bytes)
                     self._send(receiver, [REPORT, *encode_report(result, tail)])
                 case SendRefusal(receiver=receiver, refusal=refusal):
                     self._send_message(receiver, refusal)
@@ -217,16 +223,16 @@ class Outgoing:
     def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:
         receiver, offered = self._receivers[name], self._offered[request.request_id]
         try:
-            fragments = self._memory.fragments(offered.block_ids_per_group, offered.num_tokens, request, receiver.pools)
+            fragments = self._memory.fragments(offered.block_ids_per_group, offered.num_tokens, request, receiver.hello)
             transfer = self._begin(receiver.peer, fragments, request) if len(fragments) else None
         except (BlockCountMismatchError, InvalidValueError) as error:
             logger.warning("kv write refused receiver=%s reason=%s", name, error)
             is_miscounted = isinstance(error, BlockCountMismatchError)
             reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
-            self._do(self._sender.rejected(name, request.transfer_id, reason), now_s)
+            self._do(self.sender.rejected(name, request.transfer_id, reason), now_s)
             return
         if transfer is None:
-            self._do(self._sender.written(name, request.transfer_id, is_ok=True), now_s)
+            self._do(self.sender.written(name, request.transfer_id, is_ok=True), now_s)
         else:
             self._writes.append(_Write(name, request.transfer_id, request.request_id, transfer, now_s))
 
@@ -257,14 +263,3 @@ class Outgoing:
                 raise
             return False
         return True
-
-
-def judge_greeting(ours: Hello, theirs: Hello | ForeignHello) -> Refusal | None:
-    """Return why two workers must not exchange blocks, also those whose heads are split differently."""
-    refusal = judge_hello(ours, theirs)
-    if refusal is None and isinstance(theirs, Hello):
-        slots = [[pool.slot_bytes for pool in hello.pools] for hello in (ours, theirs)]
-        if slots[0] != slots[1]:
-            told = (f"slots of {sizes} bytes" for sizes in slots)
-            refusal = Refusal(RefusalReason.LAYER_PLAN, None, *told)
-    return refusal

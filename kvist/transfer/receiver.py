@@ -6,7 +6,7 @@ at the first failure. Memory is released once: when every sender has reported, o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -28,20 +28,22 @@ _MAX_SLICES = 1 << 16  # a prompt of a million tokens in chunks of 16
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What to receive: from which worker's ranks, each with its part of a bounce region, if any, and into where.
+    """What to receive: from whom, by rank, each with its part of a bounce region, if any, and into where.
 
     `destinations` are the reserved blocks' addresses, sorted; nothing else is ever scattered to.
     """
 
     transfer_id: int
-    sender: str
-    regions: Mapping[int, Extent | None]
+    senders: tuple[str, ...]
+    regions: tuple[Extent | None, ...]
     destinations: tuple[Extent, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError without a sender: nobody would ever report."""
-        if not self.regions:
-            raise InvalidValueError("regions", self.regions, "at least one rank of the sender")
+        """Raise InvalidValueError without senders, as nobody would ever report, or if one is named twice."""
+        if not self.senders or len(set(self.senders)) < len(self.senders):
+            raise InvalidValueError("senders", self.senders, "at least one, each once")
+        if len(self.regions) != len(self.senders):
+            raise InvalidValueError("regions", len(self.regions), f"{len(self.senders)}, as senders")
 
 
 class SendRequest(NamedTuple):
@@ -100,8 +102,8 @@ class Receiving:
         self.state = TransferState.INIT
         self._limits = limits
         self._deadline_s = now_s + limits.transfer_timeout_s
-        self._unreported = set(fetch.regions)
-        self._slices: dict[int, set[int]] = {rank: set() for rank in fetch.regions}
+        self._unreported = set(range(len(fetch.senders)))
+        self._slices: list[set[int]] = [set() for _ in fetch.senders]
         self._num_slices: dict[int, int] = {}
         self._tails: list[BounceTail] = []
         self._is_scattering = False
@@ -111,10 +113,10 @@ class Receiving:
         if self.state is not TransferState.INIT:
             return []
         self.state = TransferState.ACTIVE
-        return [SendRequest(self.fetch.transfer_id, rank) for rank in self.fetch.regions]
+        return [SendRequest(self.fetch.transfer_id, rank) for rank in range(len(self.fetch.senders))]
 
     def reported(self, report: Report, now_s: float) -> list[ReceiverAction]:
-        """Take a sender's report; one that has reported all, and a slice that was reported, are not heard again."""
+        """Take a rank's own report; one that has reported all, and a slice that was reported, are not heard again."""
         rank = report.result.rank
         if rank not in self._unreported or self.state is TransferState.INIT:
             return []
@@ -176,7 +178,7 @@ class Receiving:
         if not self._tails:
             return self._complete()
         try:
-            check_disjoint(self._tails, self.fetch.sender)
+            check_disjoint(self._tails, ", ".join(self.fetch.senders))
         except MalformedMessageError as error:
             return self._fail(error.reason, now_s)
         self.state = TransferState.SCATTERING
@@ -224,7 +226,7 @@ class Receiving:
         if not result.is_last or result.slice_id > 0:
             return "a tail in one of several slices, which cannot share a region"
         try:
-            check_tail(tail, result.size_bytes, region, self.fetch.destinations, self.fetch.sender)
+            check_tail(tail, result.size_bytes, region, self.fetch.destinations, self.fetch.senders[result.rank])
         except MalformedMessageError as error:
             return error.reason
         return None
@@ -266,23 +268,39 @@ class Receiver:
         return [] if transfer is None else transfer.start()
 
     def reported(self, sender: str, report: Report, now_s: float) -> list[ReceiverAction]:
-        """Take a report; one of a transfer that ended, and one from another worker, changes nothing and is counted."""
-        transfer = self._of(sender, report.result.transfer_id)
-        return [] if transfer is None else self._after(transfer, transfer.reported(report, now_s))
+        """Take a report; one of a transfer that ended, or from another than that rank, changes nothing and is counted.
 
-    def refused(self, sender: str, rank: int, transfer_id: int, reason: str, now_s: float) -> list[ReceiverAction]:
-        """Take a refusal: the rank will not write."""
-        transfer = self._of(sender, transfer_id)
-        return [] if transfer is None else self._after(transfer, transfer.quieted(rank, reason, now_s))
+        A rank that spoke for another could have its memory released while the other still writes there.
+        """
+        found = self._of(sender, report.result.transfer_id)
+        if found is None:
+            return []
+        transfer, rank = found
+        if rank != report.result.rank:
+            self._num_unknown += 1
+            return []
+        return self._after(transfer, transfer.reported(report, now_s))
 
-    def sender_gone(self, sender: str, rank: int, now_s: float) -> list[ReceiverAction]:
-        """Take note that a rank cannot write any more: its process has ended. A lost connection does not prove that."""
-        return [
-            action
-            for transfer in list(self._transfers.values())
-            if transfer.fetch.sender == sender
-            for action in self._after(transfer, transfer.quieted(rank, f"rank {rank} of {sender} is gone", now_s))
-        ]
+    def refused(self, sender: str, transfer_id: int, reason: str, now_s: float) -> list[ReceiverAction]:
+        """Take a refusal: the sender will not write."""
+        found = self._of(sender, transfer_id)
+        if found is None:
+            return []
+        transfer, rank = found
+        return self._after(transfer, transfer.quieted(rank, reason, now_s))
+
+    def sender_gone(self, sender: str, transfer_ids: Collection[int], now_s: float) -> list[ReceiverAction]:
+        """Take note that a sender cannot write for these transfers any more: the process it was when asked has ended.
+
+        A lost connection does not prove that.
+        """
+        actions: list[ReceiverAction] = []
+        for transfer_id in transfer_ids:
+            transfer = self._transfers.get(transfer_id)
+            if transfer is not None and sender in transfer.fetch.senders:
+                rank = transfer.fetch.senders.index(sender)
+                actions += self._after(transfer, transfer.quieted(rank, f"rank {rank} at {sender} is gone", now_s))
+        return actions
 
     def scattered(self, transfer_id: int, error: str | None, now_s: float) -> list[ReceiverAction]:
         """Take note of a scatter's end."""
@@ -311,10 +329,11 @@ class Receiver:
             num_unknown=self._num_unknown,
         )
 
-    def _of(self, sender: str, transfer_id: int) -> Receiving | None:
+    def _of(self, sender: str, transfer_id: int) -> tuple[Receiving, int] | None:
+        """Return the transfer, and which of its ranks the sender is."""
         transfer = self._transfers.get(transfer_id)
-        if transfer is not None and transfer.fetch.sender == sender:
-            return transfer
+        if transfer is not None and sender in transfer.fetch.senders:
+            return transfer, transfer.fetch.senders.index(sender)
         is_late = transfer_id in self._tombstones
         self._num_late += is_late
         self._num_unknown += not is_late

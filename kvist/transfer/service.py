@@ -1,4 +1,4 @@
-"""A worker's part in transfers: one thread that listens, asks, writes and reports, beside the engine's."""
+"""A rank's part in transfers: one thread that listens, asks, writes and reports, beside the engine's."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
 
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.kvcache import KvGroup
 from kvist.kvcache.chain import root_digest
 from kvist.transfer.agents import AgentStatistics, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics, NullBounce
 from kvist.transfer.handoff import OfferedBlocks, TransferReports, WantedBlocks
+from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.incoming import Incoming
 from kvist.transfer.memory import KvMemory
-from kvist.transfer.messages import PROTOCOL_VERSION, GroupShape, Hello, PoolPlace
+from kvist.transfer.messages import PROTOCOL_VERSION, GroupShape, Hello, PoolPlace, pools_refusal
 from kvist.transfer.outgoing import Outgoing
 from kvist.transfer.receiver import ReceiverStatistics
 from kvist.transfer.sender import SenderStatistics
@@ -36,12 +37,43 @@ _TICK_S = 0.25
 _PING_S = 5.0
 _COPY_POLL_S = 0.001
 
-Command = Callable[[], None]
+_STOPPED = "transfers have stopped"
+
+
+class Cancelled(NamedTuple):
+    """A fetch that nobody waits for."""
+
+    request_id: str
+
+
+class Withdrawn(NamedTuple):
+    """An offer that nobody will come for."""
+
+    remote_request_id: str
+
+
+Command: TypeAlias = OfferedBlocks | WantedBlocks | Cancelled | Withdrawn
+
+
+class Inlet(Protocol):
+    """Commands that come through a file descriptor: a follower's, from rank 0."""
+
+    def fileno(self) -> int:
+        """Return what is readable when `turn` has something to do."""
+        ...
+
+    def turn(self, service: KvTransferService) -> bool:
+        """Give the service what has come, without waiting; called often. False: nothing will come any more."""
+        ...
+
+    def close(self) -> None:
+        """Let the other end know that nothing is served any more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """What a worker has sent and received, and what it has under way; seconds are summed over transfers."""
+    """What a rank has sent and received, and what it has under way; seconds are summed over transfers."""
 
     sender: SenderStatistics
     receiver: ReceiverStatistics
@@ -62,45 +94,54 @@ def make_hello(
     pools: tuple[PoolPlace, ...],
     agent: TransferAgent,
     agent_kind: str,
+    part: Part = WHOLE,
 ) -> Hello:
-    """Return how a worker introduces itself, under a name that no other process has or had."""
-    return Hello(
+    """Return how a rank introduces itself, under a name that no other process has or had.
+
+    `groups` are the whole model's, `pools` the rank's own. Raises InvalidValueError where they do not fit each other.
+    """
+    hello = Hello(
         protocol_version=PROTOCOL_VERSION,
         worker=uuid.uuid4().hex,
         model=model,
         block_size=block_size,
         hash_seed=int.from_bytes(root_digest(None, None)[:7]),
         groups=groups,
-        tensor_parallel_size=1,
-        tensor_parallel_rank=0,
+        tensor_parallel_size=part.num_ranks,
+        tensor_parallel_rank=part.rank,
         agent=agent_kind,
         agent_metadata=agent.metadata(),
         pools=pools,
     )
+    refusal = pools_refusal(hello)
+    if refusal is not None:
+        raise InvalidValueError("pools", refusal.theirs, f"{refusal.ours} on rank {part.rank} of {part.num_ranks}")
+    return hello
 
 
 class KvTransferService:
     """Offers and fetches blocks for as long as it is open; `submit` has a call made on the engine's thread.
 
     A `KvTransfers`: its methods may be called from any thread, and none waits. It is bound once it is constructed; the
-    port may be 0.
+    port may be 0. An `inlet` is read before any message that came after what is in it.
     """
 
     def __init__(
         self,
         endpoint: str,
         agent: TransferAgent,
-        groups: Sequence[KvGroup],
         hello: Hello,
         reports: TransferReports,
-        submit: Callable[[Command], None],
+        submit: Callable[[Callable[[], None]], None],
         limits: TransferLimits | None = None,
         bounce: Bounce | None = None,
+        inlet: Inlet | None = None,
     ) -> None:
         bounce = NullBounce() if bounce is None else bounce
         limits = TransferLimits() if limits is None else limits
         self._agent = agent
         self._bounce = bounce
+        self._inlet = inlet
         self._reports = _Submitted(reports, submit)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -121,9 +162,11 @@ class KvTransferService:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wakeup, zmq.POLLIN)
-        memory = KvMemory(tuple(groups), hello.block_size, hello.pools)
-        self._outgoing = Outgoing(self._router, agent, memory, hello, limits, self._reports.release, bounce)
-        self._incoming = Incoming(self._context, self._poller, memory, hello, limits, self._reports, bounce)
+        if inlet is not None:
+            self._poller.register(inlet.fileno(), zmq.POLLIN)
+        memory = KvMemory(hello)
+        self._outgoing = Outgoing(self._router, agent, memory, limits, self._reports.release, bounce)
+        self._incoming = Incoming(self._context, self._poller, memory, limits, self._reports, bounce)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_closing = False
         self._has_ended = False
@@ -151,32 +194,25 @@ class KvTransferService:
 
     def offer(self, offered: OfferedBlocks) -> None:
         """Let blocks be fetched once."""
-        if self._has_ended:
-            self._reports.release(offered.remote_request_id, False)
-        else:
-            self._command(lambda: self._outgoing.offer(offered, time.monotonic()))
+        self._command(offered)
 
     def fetch(self, wanted: WantedBlocks) -> None:
         """Have blocks filled by the worker that offers them."""
-        if self._has_ended:
-            self._reports.fetch_failed(wanted.request_id, "transfers have stopped")
-            self._reports.fetch_released(wanted.request_id)
-        else:
-            self._command(lambda: self._incoming.fetch(wanted, time.monotonic()))
+        self._command(wanted)
 
     def cancel(self, request_id: str) -> None:
         """End a fetch that nobody waits for."""
-        self._command(lambda: self._incoming.cancel(request_id, time.monotonic()))
+        self._command(Cancelled(request_id))
 
     def withdraw(self, remote_request_id: str) -> None:
         """End an offer that nobody will come for."""
-        self._command(lambda: self._outgoing.withdraw(remote_request_id, time.monotonic()))
+        self._command(Withdrawn(remote_request_id))
 
     def statistics(self) -> TransferStatistics:
         """Return the counts, which change while they are read."""
         return TransferStatistics(
             self._outgoing.sender.statistics(),
-            self._incoming.receiver.statistics(),
+            self._incoming.statistics(),
             self._agent.statistics(),
             self._bounce.statistics(),
             self._incoming.bytes_received,
@@ -192,9 +228,13 @@ class KvTransferService:
             self._serve()
         finally:
             self._has_ended = True
+            self._run_commands()
             if not self._is_closing:
                 logger.critical("transfer thread died")
-                self._incoming.fail_all("transfers have stopped")
+                self._incoming.fail_all(_STOPPED)
+                self._outgoing.give_up_all(time.monotonic())
+            if self._inlet is not None:
+                self._inlet.close()
             self._context.destroy(linger=0)
 
     def _serve(self) -> None:
@@ -204,6 +244,10 @@ class KvTransferService:
             timeout_s = _COPY_POLL_S if has_copies else _TICK_S
             self._poller.poll(max(1, round(timeout_s * 1000)))
             messages = self._outgoing.read()
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._wakeup)
+            if self._inlet is not None and not self._inlet.turn(self):
+                self._is_closing = True
             self._run_commands()  # the engine offers a prompt before anybody is told of it
             self._outgoing.take(messages, time.monotonic())
             self._outgoing.poll_writes(time.monotonic())
@@ -218,15 +262,41 @@ class KvTransferService:
                 next_ping_s = now_s + _PING_S
                 self._outgoing.ping(now_s)
 
-    def _run_commands(self) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
-        while not self._commands.empty():
-            self._commands.get()()
-
     def _command(self, command: Command) -> None:
         self._commands.put(command)
         self._wake()
+        if self._has_ended:  # maybe after it looked for commands the last time
+            self._run_commands()
+
+    def _run_commands(self) -> None:
+        """Obey every command there is; once the thread has ended, by whoever gives it, with the answer that it has."""
+        with suppress(queue.Empty):
+            while True:
+                command = self._commands.get_nowait()
+                if self._has_ended:
+                    self._answer(command)
+                else:
+                    self._obey(command, time.monotonic())
+
+    def _obey(self, command: Command, now_s: float) -> None:
+        match command:
+            case OfferedBlocks():
+                self._outgoing.offer(command, now_s)
+            case WantedBlocks():
+                self._incoming.fetch(command, now_s)
+            case Cancelled(request_id):
+                self._incoming.cancel(request_id, now_s)
+            case Withdrawn(remote_request_id):
+                self._outgoing.withdraw(remote_request_id, now_s)
+
+    def _answer(self, command: Command) -> None:
+        """Say that nothing will come of it."""
+        match command:
+            case OfferedBlocks(remote_request_id):
+                self._reports.release(remote_request_id, False)
+            case WantedBlocks(request_id):
+                self._reports.fetch_failed(request_id, _STOPPED)
+                self._reports.fetch_released(request_id)
 
     def _wake(self) -> None:
         if not self._has_ended:
@@ -236,7 +306,7 @@ class KvTransferService:
 class _Submitted:
     """Takes reports to the engine's thread."""
 
-    def __init__(self, reports: TransferReports, submit: Callable[[Command], None]) -> None:
+    def __init__(self, reports: TransferReports, submit: Callable[[Callable[[], None]], None]) -> None:
         self._reports = reports
         self._submit = submit
 

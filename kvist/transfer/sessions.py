@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, fields
 from enum import Enum
+from math import inf
 from typing import Generic, TypeVar
 
 from kvist.errors import InvalidValueError
@@ -50,10 +51,10 @@ class TransferLimits:
     max_tombstones: int = 4096
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError for a limit that is not positive."""
+        """Raise InvalidValueError for a limit that is not positive, or endless."""
         for field in fields(self):
-            if not getattr(self, field.name) > 0:
-                raise InvalidValueError(field.name, getattr(self, field.name), "more than 0")
+            if not 0 < getattr(self, field.name) < inf:
+                raise InvalidValueError(field.name, getattr(self, field.name), "more than 0, and finite")
 
 
 class Tombstones(Generic[K, V]):

@@ -294,15 +294,18 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
             stranger.setsockopt(zmq.RCVTIMEO, 20_000)
             stranger.connect(source.service.endpoint)
 
-            async def ask(message: Any) -> Any:
-                stranger.send_multipart([b"m", encode_message(message)])
+            async def answer_to(*frames: bytes) -> Any:
+                stranger.send_multipart(frames)
                 while (answer := await asyncio.to_thread(stranger.recv_multipart))[0] != b"m":
                     pass  # a ping
                 return decode_message(answer[1], "source")
 
+            async def ask(message: Any) -> Any:
+                return await answer_to(b"m", encode_message(message))
+
             for frames in ([b"m"], [b"x", b"y"], [b"m", b"\xff" * 40], [b"m", b"", b""]):
-                stranger.send_multipart(frames)
-            await until(lambda: source.service.statistics().num_malformed == 4)
+                assert (await answer_to(*frames)).reason is RefusalReason.MALFORMED
+            assert source.service.statistics().num_malformed == 4
             remote = await source.prefill(prompt, greedy(5))
             wrong = ReceiveRequest(7, remote.remote_request_id, 0, 30, 30, ((1, 2, 3), (500,)))
             assert (await ask(wrong)).reason is RefusalReason.AGENT, "it has not greeted"

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from kvist.transfer import frames, messages, receiver, sender, sessions, slices
+from kvist.transfer import frames, heads, messages, receiver, sender, sessions, slices
 
-MODULES = (frames, messages, receiver, sender, sessions, slices)
+MODULES = (frames, heads, messages, receiver, sender, sessions, slices)
 
 
 def public_parts(module: ModuleType) -> Iterator[tuple[str, object]]:

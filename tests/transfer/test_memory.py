@@ -1,57 +1,172 @@
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
-from kvist.kvcache import ABSENT, KvDtype, KvGroup, LayerKv, stale_range
-from kvist.transfer.memory import KvMemory
-from kvist.transfer.messages import PoolPlace, ReceiveRequest
+from kvist.kvcache import ABSENT, stale_range
+from kvist.transfer.heads import WHOLE, Part, heads_of
+from kvist.transfer.memory import KvMemory, Share
+from kvist.transfer.messages import GroupShape, Hello, PoolPlace, ReceiveRequest
 from kvist.transfer.slices import BlockCountMismatchError
 
 B, W = 4, 9
-WINDOWS = (FULL, W)
-GROUPS = tuple(KvGroup(i, LayerKv(window, 1, 8, KvDtype.FLOAT32), (i,)) for i, window in enumerate(WINDOWS))
-OURS = (PoolPlace(10_000, 64, 50), PoolPlace(90_000, 128, 50))
-THEIRS = (PoolPlace(500_000, 64, 40), PoolPlace(700_000, 128, 40))
-MEMORY = KvMemory(GROUPS, B, OURS)
+SHAPES = (GroupShape(None, 1, 2, "float32", 2, (0,)), GroupShape(W, 1, 2, "float32", 2, (1, 2)))
+
+
+def hello_of(
+    shapes: tuple[GroupShape, ...], bases: tuple[int, ...], num_slots: int, part: Part = WHOLE, block_size: int = B
+) -> Hello:
+    pools = tuple(
+        PoolPlace(base, shape.slot_bytes(block_size, part), num_slots)
+        for base, shape in zip(bases, shapes, strict=True)
+    )
+    return Hello(1, "worker", "tiny", block_size, 7, shapes, part.num_ranks, part.rank, "any", b"", pools)
+
+
+OURS, THEIRS = hello_of(SHAPES, (10_000, 90_000), 50), hello_of(SHAPES, (500_000, 700_000), 40)
+MEMORY = KvMemory(OURS)
 
 
 def request(num_tokens: int, lists: tuple[tuple[int, ...], ...]) -> ReceiveRequest:
     return ReceiveRequest(1, "held", 0, num_tokens, num_tokens, lists)
 
 
-@given(num_tokens=st.integers(1, 60), num_cached=st.integers(0, 14), random=st.randoms(use_true_random=False))
-@settings(max_examples=200, deadline=None)
-def test_every_missing_block_arrives_whole_in_its_place(num_tokens: int, num_cached: int, random) -> None:
-    total = -(-num_tokens // B)
-    num_cached = min(num_cached, num_tokens // B)
-    tables, lists, expected = [], [], {}
-    for group, ours, theirs in zip(GROUPS, OURS, THEIRS, strict=True):
-        first = stale_range(num_tokens, group.window, B).end
-        held = random.sample(range(50), total - first)
-        tables.append([ABSENT] * first + held)
-        wanted = random.sample(range(40), total - max(first, num_cached))
-        lists.append(tuple(wanted))
-        for source_id, target_id in zip(held[len(held) - len(wanted) :], wanted, strict=True):
-            expected[theirs.block(target_id).base] = ours.block(source_id)
-    fragments = MEMORY.fragments(tables, num_tokens, request(num_tokens, tuple(lists)), THEIRS)
-    got = {}
-    for local, remote, size in fragments.tolist():
-        step = 64 if remote < THEIRS[1].base_address else 128
-        assert size % step == 0
-        got |= {remote + offset: (local + offset, step) for offset in range(0, size, step)}
-    assert got == {base: (extent.base, extent.size_bytes) for base, extent in expected.items()}
-    assert MEMORY.num_bytes(lists) == fragments[:, 2].sum()
+@dataclass
+class Rank:
+    """A rank's pools as plain bytes, one behind the other, and how often each byte was written."""
+
+    hello: Hello
+    memory: np.ndarray
+    num_writes: np.ndarray
+
+    def view(self, group_id: int) -> np.ndarray:
+        """Return a pool as `[slots, planes, heads, bytes of a head]`."""
+        shape, pool = self.hello.groups[group_id], self.hello.pools[group_id]
+        piece = self.memory[pool.base_address :][: pool.num_slots * pool.slot_bytes]
+        return piece.reshape(pool.num_slots, shape.num_planes, -1, shape.head_bytes(self.hello.block_size))
+
+
+def make_rank(shapes: tuple[GroupShape, ...], part: Part, block_size: int, num_slots: int) -> Rank:
+    bases, end = [], 0
+    for shape in shapes:
+        bases.append(end)
+        end += num_slots * shape.slot_bytes(block_size, part)
+    hello = hello_of(shapes, tuple(bases), num_slots, part, block_size)
+    return Rank(hello, np.zeros(end, np.uint8), np.zeros(end, np.int64))
+
+
+def make_case(rng: random.Random) -> tuple[tuple[GroupShape, ...], int, int]:
+    """Return groups, and numbers of ranks that can split all of them."""
+    while True:
+        shapes = tuple(
+            GroupShape(
+                rng.choice((None, None, rng.randint(1, 40))),
+                rng.choice((1, 2, 3, 4, 6, 8)),
+                rng.randint(1, 3),
+                rng.choice(("float32", "bfloat16", "fp8_e4m3")),
+                rng.randint(1, 2),
+                tuple(range(rng.randint(1, 3))),
+            )
+            for _ in range(rng.randint(1, 3))
+        )
+        sizes = rng.randint(1, 8), rng.randint(1, 8)
+        if all(n % s.num_kv_heads == 0 or s.num_kv_heads % n == 0 for n in sizes for s in shapes):
+            return shapes, *sizes
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_written(seed: int) -> None:
+    rng, bytes_rng = random.Random(seed), np.random.default_rng(seed)
+    shapes, num_senders, num_receivers = make_case(rng)
+    block_size, num_tokens = rng.choice((1, 2, 4)), rng.randint(1, 40)
+    total = -(-num_tokens // block_size)
+    num_cached = rng.randint(0, num_tokens // block_size)
+    firsts = [stale_range(num_tokens, FULL if s.window is None else s.window, block_size).end for s in shapes]
+    tables = [[ABSENT] * first + rng.sample(range(total + 4), total - first) for first in firsts]
+    lists = tuple(tuple(rng.sample(range(total + 2), total - max(first, num_cached))) for first in firsts)
+    wholes = [
+        bytes_rng.integers(1, 256, (total, s.num_planes, s.num_kv_heads, s.head_bytes(block_size)), np.uint8)
+        for s in shapes
+    ]
+    senders = [make_rank(shapes, Part(rank, num_senders), block_size, total + 4) for rank in range(num_senders)]
+    for sender in senders:
+        for group_id, (shape, table, whole) in enumerate(zip(shapes, tables, wholes, strict=True)):
+            heads = slice(*heads_of(shape.num_kv_heads, sender.hello.part))
+            for ordinal, block_id in enumerate(table):
+                if block_id != ABSENT:
+                    sender.view(group_id)[block_id] = whole[ordinal, :, heads]
+    for rank in range(num_receivers):
+        target = make_rank(shapes, Part(rank, num_receivers), block_size, total + 2)
+        shares = KvMemory(target.hello).shares(lists, num_senders)
+        assert sum(share.num_bytes for share in shares) == KvMemory(target.hello).num_bytes(lists)
+        for sender, share in zip(senders, shares, strict=True):
+            fragments = KvMemory(sender.hello).fragments(tables, num_tokens, request(num_tokens, lists), target.hello)
+            assert (fragments[:, 2].sum(), len(fragments) > share.num_pieces) == (share.num_bytes, False)
+            for local, remote, size in fragments.tolist():
+                target.memory[remote : remote + size] = sender.memory[local : local + size]
+                target.num_writes[remote : remote + size] += 1
+        expected = make_rank(shapes, target.hello.part, block_size, total + 2)
+        for group_id, (shape, ids, whole) in enumerate(zip(shapes, lists, wholes, strict=True)):
+            heads = slice(*heads_of(shape.num_kv_heads, target.hello.part))
+            for ordinal, block_id in enumerate(ids, total - len(ids)):
+                expected.view(group_id)[block_id] = whole[ordinal, :, heads]
+        np.testing.assert_array_equal(target.memory, expected.memory)
+        np.testing.assert_array_equal(target.num_writes, expected.memory > 0)
 
 
 def test_blocks_that_are_neighbours_on_both_sides_are_one_piece() -> None:
     fragments = MEMORY.fragments([[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))), THEIRS)
     expected = [[10_192, 501_280, 192], [10_576, 501_472, 64], [91_024, 700_640, 128], [90_256, 700_768, 128]]
     np.testing.assert_array_equal(fragments, expected)
+
+
+def test_ranks_with_the_same_heads_exchange_whole_slots_and_others_a_piece_of_each_plane() -> None:
+    shapes = (GroupShape(None, 4, 2, "float32", 2, (0, 1)),)  # 32 bytes a head
+    whole = [[1000, 0, 256]]
+    by_plane = [[1000 + 32 * plane, 64 + 128 * plane, 32] for plane in range(4)]
+    cases = [
+        (Part(1, 2), Part(1, 2), whole, (Share(0, 0), Share(256, 1))),
+        (Part(2, 4), Part(0, 1), by_plane, (Share(128, 4),) * 4),
+    ]
+    for sender, receiver, expected, shares in cases:
+        source, target = (
+            KvMemory(hello_of(shapes, (base,), 1, part)) for base, part in ((1000, sender), (0, receiver))
+        )
+        assert source.fragments([[0]], B, request(B, ((0,),)), target.hello).tolist() == expected
+        assert target.shares(((0,),), sender.num_ranks) == shares
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_senders", "part", "expected"),
+    [
+        ((4, 2), 1, Part(0, 1), True),
+        ((4, 2), 2, Part(0, 1), True),
+        ((4, 2), 2, Part(3, 4), True),
+        ((4, 4), 4, Part(0, 2), True),
+        ((4, 2), 4, Part(0, 1), False),  # heads of the second group are on two ranks
+        ((6, 6), 3, Part(0, 2), False),  # two heads of one rank, and one of another
+        ((2, 2), 4, Part(0, 1), False),
+        ((1, 1), 4, Part(0, 1), True),  # one of the copies writes it all
+    ],
+)
+def test_several_ranks_share_a_region_where_their_parts_are_equal_and_no_head_has_copies(
+    num_heads: tuple[int, int], num_senders: int, part: Part, expected: bool
+) -> None:
+    shapes = tuple(GroupShape(None, n, 2, "float32", 2, (0,)) for n in num_heads)
+    memory = KvMemory(hello_of(shapes, (0, 9000), 9, part))
+    assert memory.has_equal_shares(memory.shares(((1, 2), (3,)), num_senders)) is expected
+    assert not memory.has_equal_shares(memory.shares(((), ()), num_senders)), "nobody writes"
+
+
+def test_as_many_ranks_as_cannot_split_the_heads_are_refused() -> None:
+    shapes = (GroupShape(None, 6, 2, "float32", 2, (0,)),)
+    with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 4"):
+        KvMemory(hello_of(shapes, (0,), 9)).shares(((1,),), 4)
 
 
 def test_nothing_to_send_is_no_piece() -> None:

@@ -27,7 +27,7 @@ from kvist.transfer.messages import (
 )
 
 GROUPS = (GroupShape(None, 8, 128, "bfloat16", 2, (1,)), GroupShape(512, 4, 64, "bfloat16", 2, (0, 2)))
-POOLS = (PoolPlace(0x8000, 64, 4), PoolPlace(0x9000, 32, 2))
+POOLS = (PoolPlace(0x8000, 0x8000, 4), PoolPlace(0x28000, 0x4000, 2))
 HELLO = Hello(1, "decode-0", "tiny", 16, 1337, GROUPS, 2, 1, "nixl", b"\x01\x02", POOLS)
 REQUEST = ReceiveRequest(7, "held-1", 0, 100, 100, ((22, 23), (24,)), 2, (32, 48), 0x100000, 59392)
 MESSAGES: list[tuple[Message, str]] = [
@@ -35,7 +35,7 @@ MESSAGES: list[tuple[Message, str]] = [
         HELLO,
         "9c a568656c6c6f 01 a86465636f64652d30 a474696e79 10 cd0539"
         "92 96c008cc80a862666c6f61743136029101 96cd02000440a862666c6f61743136029200 02"
-        "02 01 a46e69786c c4020102 92 93cd80004004 93cd90002002",
+        "02 01 a46e69786c c4020102 92 93cd8000cd800004 93ce00028000cd400002",
     ),
     (
         REQUEST,
@@ -91,7 +91,7 @@ def regrouped(**fields: object) -> Hello:
             "group 1 layer_indices (0, 2)",
             "group 1 layer_indices (0, 3)",
         ),
-        (changed(groups=GROUPS[:1]), RefusalReason.LAYER_PLAN, "group 1 of 2 layers", "no group 1"),
+        (changed(groups=GROUPS[:1], pools=POOLS[:1]), RefusalReason.LAYER_PLAN, "group 1 of 2 layers", "no group 1"),
     ],
 )
 def test_workers_whose_blocks_differ_refuse_each_other_with_both_values(
@@ -104,9 +104,24 @@ def test_workers_whose_blocks_differ_refuse_each_other_with_both_values(
 
 
 def test_workers_may_differ_in_name_and_in_how_they_split_heads() -> None:
-    theirs = changed(worker="prefill-0", tensor_parallel_size=4, tensor_parallel_rank=3, agent_metadata=b"", pools=())
+    pools = (PoolPlace(0x8000, 0x4000, 4), PoolPlace(0x28000, 0x2000, 2))
+    theirs = changed(worker="p", tensor_parallel_size=4, tensor_parallel_rank=3, agent_metadata=b"", pools=pools)
     assert judge_hello(HELLO, theirs) is None
+    assert judge_hello(theirs, HELLO) is None
     assert str(Refusal(RefusalReason.BUSY, 7)) == "busy"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "our_value", "their_value"),
+    [
+        (changed(tensor_parallel_size=4), "group 0 in slots of 16384 bytes", "group 0 in slots of 32768 bytes"),
+        (changed(pools=(POOLS[0], POOLS[0])), "group 1 in slots of 16384 bytes", "group 1 in slots of 32768 bytes"),
+        (changed(tensor_parallel_size=3), "group 0 num_kv_heads 8", "tensor_parallel_size 3"),
+        (changed(tensor_parallel_size=16), "group 0 in slots of 8192 bytes", "group 0 in slots of 32768 bytes"),
+    ],
+)
+def test_a_rank_whose_slots_have_not_its_heads_is_refused(theirs: Hello, our_value: str, their_value: str) -> None:
+    assert judge_hello(HELLO, theirs) == Refusal(RefusalReason.LAYER_PLAN, None, our_value, their_value)
 
 
 def test_a_greeting_of_any_other_version_is_understood_as_far_as_its_number() -> None:
@@ -146,7 +161,7 @@ def test_a_message_that_contradicts_itself_is_malformed_by_field(message: Messag
 
 
 def test_a_block_is_where_its_pool_has_it() -> None:
-    assert POOLS[0].block(3) == (0x80C0, 64)
+    assert POOLS[0].block(3) == (0x20000, 0x8000)
     for block_id in (-1, 4):
         with pytest.raises(InvalidValueError, match="block_id"):
             POOLS[0].block(block_id)

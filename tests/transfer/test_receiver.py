@@ -24,11 +24,12 @@ INIT, ACTIVE, SCATTERING = TransferState.INIT, TransferState.ACTIVE, TransferSta
 COMPLETED, FAILED, QUARANTINED = TransferState.COMPLETED, TransferState.FAILED, TransferState.QUARANTINED
 LIMITS = TransferLimits(transfer_timeout_s=10.0, cancel_retry_s=1.0)
 ID = 7
-REGIONS = {0: Extent(0x1000, 128), 1: Extent(0x1080, 128)}
+REGIONS = (Extent(0x1000, 128), Extent(0x1080, 128))
 BLOCKS = (Extent(0x8000, 128), Extent(0x9000, 128))
 TAILS = {0: BounceTail((0x8000, 0x9000), (64, 64), 0x1000), 1: BounceTail((0x8040, 0x9040), (64, 64), 0x1080)}
-BOUNCED = Fetch(ID, "prefill-0", REGIONS, BLOCKS)
-DIRECT = Fetch(ID, "prefill-0", {0: None, 1: None}, BLOCKS)
+SENDERS = ("p0", "p1")
+BOUNCED = Fetch(ID, SENDERS, REGIONS, BLOCKS)
+DIRECT = Fetch(ID, SENDERS, (None, None), BLOCKS)
 Input = Callable[[Receiving], list[ReceiverAction]]
 
 
@@ -243,7 +244,7 @@ def test_two_senders_that_claim_the_same_bytes_fail_the_task_before_anything_is_
 
 
 def test_a_sender_has_reported_when_all_slices_up_to_the_last_have_in_any_order() -> None:
-    transfer = Receiving(Fetch(ID, "prefill-0", {0: None}), LIMITS, 0.0)
+    transfer = Receiving(Fetch(ID, ("p0",), (None,)), LIMITS, 0.0)
     transfer.start()
     for slice_id, is_last in ((2, True), (0, False), (0, False), (2, True)):
         assert transfer.reported(report(0, slice_id=slice_id, is_last=is_last), 1.0) == []
@@ -261,7 +262,7 @@ def test_a_sender_has_reported_when_all_slices_up_to_the_last_have_in_any_order(
     ],
 )
 def test_slices_that_contradict_each_other_or_share_a_region_fail_the_task(reports: list[Report], named: str) -> None:
-    transfer = Receiving(Fetch(ID, "prefill-0", {0: REGIONS[0]}, BLOCKS), LIMITS, 0.0)
+    transfer = Receiving(Fetch(ID, ("p0",), REGIONS[:1], BLOCKS), LIMITS, 0.0)
     transfer.start()
     actions = [action for one in reports for action in transfer.reported(one, 1.0)]
     assert isinstance(actions[0], Fail)
@@ -274,34 +275,49 @@ def test_every_transfer_in_the_registry_is_buried_at_its_end_and_late_reports_ar
     receiver = Receiver(LIMITS)
     receiver.open(DIRECT, 0.0)
     receiver.start(ID)
-    assert receiver.reported("prefill-9", report(0), 1.0) == [], "another worker's word does not count"
-    receiver.reported("prefill-0", report(0), 1.0)
-    assert receiver.reported("prefill-0", report(1), 1.0) == [RELEASE, Complete(ID)]
-    assert receiver.reported("prefill-0", report(1), 1.0) == []
-    assert receiver.refused("prefill-0", 1, ID, "late", 1.0) == []
+    receiver.reported("p0", report(0), 1.0)
+    assert receiver.reported("p1", report(1), 1.0) == [RELEASE, Complete(ID)]
+    assert receiver.reported("p1", report(1), 1.0) == []
+    assert receiver.refused("p1", ID, "late", 1.0) == []
     assert receiver.scattered(ID, None, 1.0) == []
     assert receiver.cancel(ID, "late", 1.0) == []
     statistics = receiver.statistics()
     assert (statistics.num_completed, statistics.num_failed, statistics.num_active) == (1, 0, 0)
-    assert (statistics.num_late, statistics.num_unknown) == (2, 1)
+    assert (statistics.num_late, statistics.num_unknown) == (2, 0)
     with pytest.raises(InvalidValueError, match="transfer_id"):
         receiver.open(DIRECT, 2.0)
 
 
-def test_a_dead_sender_frees_what_waited_for_it_and_nothing_else() -> None:
+def test_only_a_rank_itself_is_believed_that_it_has_written_or_will_not() -> None:
     receiver = Receiver(LIMITS)
-    for transfer_id, sender in ((1, "prefill-0"), (2, "prefill-0"), (3, "prefill-1")):
-        receiver.open(Fetch(transfer_id, sender, {0: None}), 0.0)
+    receiver.open(DIRECT, 0.0)
+    receiver.start(ID)
+    for sender, rank in (("p9", 0), ("p1", 0), ("p0", 1), ("p0", 2)):
+        assert receiver.reported(sender, report(rank), 1.0) == []
+        assert receiver.reported(sender, report(rank, ResultStatus.FAILED), 1.0) == []
+    assert receiver.refused("p9", ID, "no", 1.0) == receiver.sender_gone("p9", [ID], 1.0) == []
+    assert receiver.statistics().num_unknown == 9
+    assert receiver.reported("p0", report(0), 1.0) == []
+    assert receiver.refused("p1", ID, "busy", 1.0) == [Fail(ID, "busy"), RELEASE]
+
+
+def test_a_dead_sender_frees_what_waited_for_it_alone_and_fails_nothing_else() -> None:
+    receiver = Receiver(LIMITS)
+    fetches = {1: ("p0",), 2: ("p0",), 3: ("p1",), 4: ("p1", "p0"), 5: ("p0",)}
+    for transfer_id, senders in fetches.items():
+        receiver.open(Fetch(transfer_id, senders, (None,) * len(senders)), 0.0)
         receiver.start(transfer_id)
     receiver.cancel(2, "client left", 1.0)
     assert receiver.statistics().num_quarantined == 1
-    assert receiver.sender_gone("prefill-0", 0, 1.0) == [
-        Fail(1, "rank 0 of prefill-0 is gone"),
+    assert receiver.sender_gone("p0", [1, 2, 3, 4, 9], 1.0) == [
+        Fail(1, "rank 0 at p0 is gone"),
         Release(1),
         Release(2),
+        Fail(4, "rank 1 at p0 is gone"),
+        SendCancel(4, 0),
     ]
     statistics = receiver.statistics()
-    assert (statistics.num_active, statistics.num_quarantined, statistics.num_failed) == (1, 0, 2)
+    assert (statistics.num_active, statistics.num_quarantined, statistics.num_failed) == (2, 1, 3)
 
 
 def test_a_transfer_cancelled_during_the_handshake_asks_nobody() -> None:
@@ -314,14 +330,20 @@ def test_a_transfer_cancelled_during_the_handshake_asks_nobody() -> None:
 def test_the_registry_ticks_all_and_remembers_only_the_latest() -> None:
     receiver = Receiver(TransferLimits(transfer_timeout_s=10.0, max_tombstones=2))
     for transfer_id in range(5):
-        receiver.open(Fetch(transfer_id, "prefill-0", {0: None}), 0.0)
+        receiver.open(Fetch(transfer_id, ("p0",), (None,)), 0.0)
     assert len(receiver.tick(10.0)) == 2 * 5
     assert receiver.statistics().num_failed == 5
-    receiver.reported("prefill-0", Report(Result(0, 0, 0, True, ResultStatus.SUCCESS)), 11.0)
-    receiver.reported("prefill-0", Report(Result(0, 4, 0, True, ResultStatus.SUCCESS)), 11.0)
+    receiver.reported("p0", Report(Result(0, 0, 0, True, ResultStatus.SUCCESS)), 11.0)
+    receiver.reported("p0", Report(Result(0, 4, 0, True, ResultStatus.SUCCESS)), 11.0)
     assert (receiver.statistics().num_late, receiver.statistics().num_unknown) == (1, 1)
 
 
-def test_a_fetch_from_nobody_is_refused() -> None:
+@pytest.mark.parametrize("senders", [(), ("p0", "p0")])
+def test_a_fetch_from_nobody_or_from_one_in_two_roles_is_refused(senders: tuple[str, ...]) -> None:
+    with pytest.raises(InvalidValueError, match="senders"):
+        Fetch(1, senders, (None,) * len(senders))
+
+
+def test_each_sender_has_a_region_or_none() -> None:
     with pytest.raises(InvalidValueError, match="regions"):
-        Fetch(1, "prefill-0", {})
+        Fetch(1, ("p0", "p1"), (None,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -26,11 +27,11 @@ from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRe
 from kvist.transfer.sessions import TransferLimits
 
 LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0, max_tombstones=64)
-RANKS = (0, 1)
+MAX_NUM_RANKS = 4
 PIECE = 4
 NUM_PIECES = 2
 PART = PIECE * NUM_PIECES  # what one rank writes of one transfer
-BLOCK = PART * len(RANKS)
+BLOCK = PART * MAX_NUM_RANKS
 NUM_REGIONS, NUM_BLOCKS = 3, 4
 BLOCKS_AT = 0x1000  # regions lie at 0
 
@@ -63,7 +64,10 @@ def content(transfer_id: int, rank: int, piece: int) -> bytes:
 
 
 class World:
-    """One worker that decodes and, one after the other, workers that prefill; each may be killed at any moment."""
+    """One worker that decodes and, one after the other, workers of one to four ranks that prefill; any may be killed.
+
+    The wire carries a sender's own name, `prefill-1/0` for rank 0; what comes as from another rank is not believed.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -81,7 +85,8 @@ class World:
     def start_prefill(self) -> None:
         self.num_prefills += 1
         self.prefill = f"prefill-{self.num_prefills}"
-        self.senders |= {(self.prefill, rank): Sender(LIMITS) for rank in RANKS}
+        self.ranks = range(self.rng.randint(1, MAX_NUM_RANKS))
+        self.senders |= {(self.prefill, rank): Sender(LIMITS) for rank in self.ranks}
 
     def start_decode(self) -> None:
         self.num_decodes += 1
@@ -100,10 +105,14 @@ class World:
         self.num_ids += 1
         is_bounced = self.rng.random() < 0.6 and self.free_regions
         block_idx, region_idx = self.free_blocks.pop(), self.free_regions.pop() if is_bounced else None
-        bases = {rank: None if region_idx is None else Extent(region_idx * BLOCK + rank * PART, PART) for rank in RANKS}
+        # Sometimes one rank of several has none: it writes as it is.
+        parts = [None if region_idx is None else Extent(region_idx * BLOCK + rank * PART, PART) for rank in self.ranks]
+        if len(parts) > 1 and self.rng.random() < 0.2:
+            parts[self.rng.choice(self.ranks)] = None
         block = Extent(BLOCKS_AT + block_idx * BLOCK, BLOCK)
-        self.tasks[self.num_ids] = Task(Fetch(self.num_ids, self.prefill, bases, (block,)), block_idx, region_idx)
-        for rank in RANKS:
+        names = tuple(f"{self.prefill}/{rank}" for rank in self.ranks)
+        self.tasks[self.num_ids] = Task(Fetch(self.num_ids, names, tuple(parts), (block,)), block_idx, region_idx)
+        for rank in self.ranks:
             self.senders[self.prefill, rank].hold(f"r{self.num_ids}", self.now_s)
             self.held.append((self.prefill, rank, f"r{self.num_ids}"))
         self.receiver.open(self.tasks[self.num_ids].fetch, self.now_s)
@@ -155,7 +164,7 @@ class World:
 
     def kill_a_prefill_rank(self) -> None:
         """Its writes end where they are; that it is dead is known at some later time."""
-        victim = (self.prefill, self.rng.choice(RANKS))
+        victim = (self.prefill, self.rng.choice(self.ranks))
         del self.senders[victim]
         self.writes = [write for write in self.writes if (write.prefill, write.rank) != victim]
         self.start_prefill()
@@ -171,10 +180,10 @@ class World:
             self.obey_sender(name, rank, sender.receiver_gone(gone))
 
     def notice_the_dead(self) -> None:
-        for name in {task.fetch.sender for task in self.tasks.values()}:
-            for rank in RANKS:
-                if (name, rank) not in self.senders:
-                    self.obey(self.receiver.sender_gone(name, rank, self.now_s))
+        for name in {name for task in self.tasks.values() for name in task.fetch.senders}:
+            prefill, _, rank = name.partition("/")
+            if (prefill, int(rank)) not in self.senders:
+                self.obey(self.receiver.sender_gone(name, list(self.tasks), self.now_s))
 
     # What the two ends ask for.
 
@@ -234,7 +243,7 @@ class World:
     def write_of(self, name: str, rank: int, receiver: str, request: ReceiveRequest) -> Write:
         """Bounce if there is a region, and sometimes not even then: a sender may lack a slot of its own."""
         block = BLOCKS_AT + request.block_ids_per_group[0][0] * BLOCK
-        places = tuple(block + piece * PART + rank * PIECE for piece in range(NUM_PIECES))
+        places = tuple(block + rank * PART + piece * PIECE for piece in range(NUM_PIECES))
         parts = [content(request.transfer_id, rank, piece) for piece in range(NUM_PIECES)]
         tail, addresses = BounceTail((), (), 0), places
         if request.bounce_base is not None and self.rng.random() < 0.8:
@@ -258,7 +267,7 @@ class World:
     # The wire: everything goes over it as bytes.
 
     def to_sender(self, task: Task, rank: int, message: ReceiveRequest | Cancel) -> None:
-        name, decode, payload = task.fetch.sender, self.decode, encode_message(message)
+        name, decode, payload = task.fetch.senders[rank].partition("/")[0], self.decode, encode_message(message)
 
         def arrive() -> None:
             sender = self.senders.get((name, rank))
@@ -279,7 +288,10 @@ class World:
 
         def arrive() -> None:
             if decode == self.decode and len(frames[0]) >= 26:
-                self.obey(self.receiver.reported(name, decode_report(frames, name), self.now_s))
+                told = decode_report(frames, name)
+                for other in {f"{name}/{each}" for each in range(MAX_NUM_RANKS)} - {f"{name}/{rank}"}:
+                    assert self.receiver.reported(other, told, self.now_s) == []
+                self.obey(self.receiver.reported(f"{name}/{rank}", told, self.now_s))
 
         self.wire.append(arrive)
 
@@ -291,7 +303,7 @@ class World:
             assert isinstance(received, Refusal)
             if decode == self.decode and received.transfer_id is not None:
                 reason = str(received)
-                self.obey(self.receiver.refused(name, rank, received.transfer_id, reason, self.now_s))
+                self.obey(self.receiver.refused(f"{name}/{rank}", received.transfer_id, reason, self.now_s))
 
         self.wire.append(arrive)
 
@@ -299,10 +311,10 @@ class World:
 
     def check_bytes(self, task: Task) -> None:
         base = BLOCKS_AT + task.block_idx * BLOCK
-        expected = b"".join(
-            content(task.fetch.transfer_id, rank, piece) for piece in range(NUM_PIECES) for rank in RANKS
-        )
-        assert bytes(self.memory[base : base + BLOCK]) == expected, "complete before every byte was in its place"
+        for rank, piece in itertools.product(range(len(task.fetch.senders)), range(NUM_PIECES)):
+            place = base + rank * PART + piece * PIECE
+            expected = content(task.fetch.transfer_id, rank, piece)
+            assert self.memory[place : place + PIECE] == expected, "complete before every byte was in its place"
 
     def settle(self) -> None:
         """Let everything arrive and end; nothing is lost any more, and the dead are known to be."""

@@ -1,0 +1,64 @@
+"""Which KV heads a rank has, and which of them a sender's rank writes for a receiver's: each head once.
+
+    6 heads, 3 senders, 2 receivers      0 0 1 1 2 2  to  0 0 0 1 1 1      writers of 0: 0, 1; of 1: 1, 2
+    2 heads, 4 senders, 2 receivers      0 0 1 1 (copies)  to  0 1         writer of 0: 0; of 1: 3
+
+Heads are split as the engine splits weights: into equal ranges by rank, and where ranks are more than heads, neighbours
+have copies of the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from kvist.errors import InvalidValueError
+
+
+class Part(NamedTuple):
+    """A rank, and of how many: one of the equal parts that a model is split into."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+
+WHOLE: Final = Part()
+"""The one rank of a model that is not split."""
+
+
+class HeadRange(NamedTuple):
+    """Heads that follow each other."""
+
+    start: int
+    end: int
+
+    @property
+    def num_heads(self) -> int:
+        """Return how many they are."""
+        return self.end - self.start
+
+
+def num_copies(num_heads: int, num_ranks: int) -> int:
+    """Return on how many ranks each head is; raises InvalidValueError for ranks that cannot share the heads evenly."""
+    if num_heads % num_ranks and num_ranks % num_heads:
+        raise InvalidValueError("tensor_parallel_size", num_ranks, f"a divisor or a multiple of {num_heads} KV heads")
+    return max(1, num_ranks // num_heads)
+
+
+def heads_of(num_heads: int, part: Part) -> HeadRange:
+    """Return the heads of a rank: as many on each, one at least. Raises InvalidValueError as `num_copies`."""
+    place = part.rank // num_copies(num_heads, part.num_ranks)
+    width = max(1, num_heads // part.num_ranks)
+    return HeadRange(place * width, (place + 1) * width)
+
+
+def written_heads(num_heads: int, sender: Part, receiver: Part) -> HeadRange:
+    """Return what a rank that has heads writes for one that wants its own: what both have, or nothing.
+
+    Of several ranks with copies one writes, and for the next receiver the next one: each has its share of the work.
+    """
+    copies = num_copies(num_heads, sender.num_ranks)
+    ours, theirs = heads_of(num_heads, sender), heads_of(num_heads, receiver)
+    start, end = max(ours.start, theirs.start), min(ours.end, theirs.end)
+    if start >= end or sender.rank % copies != receiver.rank % copies:
+        return HeadRange(ours.start, ours.start)
+    return HeadRange(start, end)

@@ -1,0 +1,156 @@
+"""The workers' ranks that prompts are fetched from: a connection to each, and whether its process has ended."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, encode_message
+from kvist.transfer.wire import MAX_MESSAGE_BYTES, MESSAGE
+
+logger = logging.getLogger(__name__)
+
+_MAX_SOURCES = 256
+_MAX_PROBES = 16
+_PROBE_TIMEOUT_S = 0.2
+_LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
+
+
+class Probe:
+    """Finds out, in a thread of its own, whether whoever listened at an endpoint has ended.
+
+    That is said of the process that was asked for `transfer_ids`: one that listens there later has not heard of them.
+    """
+
+    def __init__(self, endpoint: str, transfer_ids: Collection[int]) -> None:
+        self.transfer_ids = transfer_ids
+        self.has_ended: bool | None = None
+        self._endpoint = endpoint
+        threading.Thread(target=self._run, name="kvist-probe", daemon=True).start()
+
+    def _run(self) -> None:
+        self.has_ended = has_process_ended(self._endpoint)
+
+
+@dataclass(slots=True, eq=False)
+class Source:
+    """A rank to fetch from, and its greeting; it is suspect while there is no connection."""
+
+    endpoint: str
+    dealer: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    hello: Hello | None = None
+    is_suspect: bool = False
+    probe: Probe | None = None
+
+    def send(self, message: Hello | ReceiveRequest | Cancel) -> None:
+        """Send, or lose the message where a queue is full: timeouts and repeated cancels get over that."""
+        try:
+            self.dealer.send_multipart([MESSAGE, encode_message(message)], zmq.DONTWAIT)
+        except zmq.Again:
+            logger.warning("transfer message lost endpoint=%s: its queue is full", self.endpoint)
+
+    def received(self) -> Iterator[list[bytes]]:
+        """Yield the messages that have arrived; it may be dropped meanwhile."""
+        while not self.dealer.closed and self.dealer.poll(0):
+            yield self.dealer.recv_multipart()
+
+    def has_newly_lost(self) -> bool:
+        """Return whether the connection is lost since it was last asked about."""
+        has_lost = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_suspect, self.probe = False, None
+            elif event in _LOST and not self.is_suspect:
+                self.is_suspect = has_lost = True
+        return has_lost
+
+
+class Sources:
+    """A DEALER socket to each source, in the poller of whoever reads them. Not thread-safe."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, identity: bytes) -> None:
+        self._context = context
+        self._poller = poller
+        self._identity = identity
+        self._sources: dict[str, Source] = {}
+
+    def __iter__(self) -> Iterator[Source]:
+        """Yield every source; they may be dropped meanwhile."""
+        return iter(list(self._sources.values()))
+
+    def get(self, endpoint: str) -> Source | None:
+        """Return the source at an endpoint, if there is one."""
+        return self._sources.get(endpoint)
+
+    def connect(self, endpoint: str, busy: Collection[str]) -> Source:
+        """Return the source at an endpoint; one that is not busy goes when there are too many. Raises ZMQError."""
+        source = self._sources.get(endpoint)
+        if source is not None:
+            return source
+        idle = next((each for each in self._sources.values() if each.endpoint not in busy), None)
+        if len(self._sources) >= _MAX_SOURCES and idle is not None:
+            self.drop(idle)
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        dealer.setsockopt(zmq.IDENTITY, self._identity)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        monitor = dealer.get_monitor_socket()
+        try:
+            dealer.connect(endpoint)
+        except zmq.ZMQError:
+            _close(dealer, monitor)
+            raise
+        self._poller.register(dealer, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        source = self._sources[endpoint] = Source(endpoint, dealer, monitor)
+        return source
+
+    def drop(self, source: Source) -> None:
+        """Close the connection to a source."""
+        del self._sources[source.endpoint]
+        self._poller.unregister(source.dealer)
+        self._poller.unregister(source.monitor)
+        _close(source.dealer, source.monitor)
+
+    def take_probe(self, source: Source, transfer_ids: Collection[int]) -> Probe | None:
+        """Return the probe of a suspect once it is over; until then there is one, of what it was asked for by now."""
+        if source.probe is None:
+            probes = (each.probe for each in self._sources.values())
+            if sum(probe is not None and probe.has_ended is None for probe in probes) < _MAX_PROBES:
+                source.probe = Probe(source.endpoint, transfer_ids)
+            return None
+        if source.probe.has_ended is None:
+            return None
+        probe, source.probe = source.probe, None
+        return probe
+
+
+def has_process_ended(endpoint: str) -> bool:
+    """Return whether nothing listens at a `tcp://` endpoint, though its host says so: whoever listened has ended.
+
+    A worker's socket is bound for as long as its process lives. A host that does not answer proves nothing.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    try:
+        with closing(socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S)):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, ValueError):
+        return False
+
+
+def _close(dealer: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> None:
+    dealer.disable_monitor()
+    monitor.close()
+    dealer.close()
