@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -51,14 +54,35 @@ class _Facts:
     dtype: torch.dtype
     device: torch.device
     plan: WindowPlan
+    whole_plan: WindowPlan
+
+
+class MemoryServer(Protocol):
+    """Gives a rank its memory, in the rank's process, and lets others reach it."""
+
+    @property
+    def allocate(self) -> Callable[[int], torch.Tensor] | None:
+        """Return what `KvTensors` allocates with, None for torch."""
+
+    def serve(
+        self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]
+    ) -> AbstractContextManager[object]:
+        """Let the rank's tensors be reached for as long as the context is open; `channel` leads to rank 0."""
+
+
+OpenMemoryServer: TypeAlias = Callable[[int], MemoryServer]  # by rank; it goes to the ranks' processes
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine, the memory it computes in, for whoever moves KV in and out of it, and its other ranks, if any."""
+    """An engine, the memory it computes in, for whoever moves KV in and out of it, and its other ranks, if any.
+
+    `plan` counts this rank's heads, whose KV `tensors` hold; `whole_plan` counts those of all ranks together.
+    """
 
     core: EngineCore
     plan: WindowPlan
+    whole_plan: WindowPlan
     tensors: KvTensors
     followers: Followers | None = None
 
@@ -72,16 +96,22 @@ def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCo
 
 
 def load_with_memory(
-    config: EngineConfig, sink: EventSink | None = None, allocate: Callable[[int], torch.Tensor] | None = None
+    config: EngineConfig,
+    sink: EventSink | None = None,
+    allocate: Callable[[int], torch.Tensor] | None = None,
+    open_server: OpenMemoryServer | None = None,
 ) -> LoadedEngine:
-    """Return `load_engine`'s engine and its memory, which `allocate` gave, as `KvTensors` says."""
+    """Return `load_engine`'s engine and its memory, which `allocate` gave, as `KvTensors` says.
+
+    The memory of the other ranks is given, and served, by what `open_server` opens in each.
+    """
     torch.set_num_threads(config.num_threads)
     facts = _facts(config, rank=0)
     if config.has_swa_scratch:
         facts.plan.check_scratch()
     if facts.shard is None:
         return _load(config, facts, sink, allocate, None)
-    followers = Followers(config.tensor_parallel_size, _follow, config)
+    followers = Followers(config.tensor_parallel_size, _follow, config, open_server)
     try:
         return _load(config, facts, sink, allocate, followers)
     except BaseException:
@@ -129,18 +159,21 @@ def _load(
         Scheduler(kv_cache, config.max_num_seqs, config.max_num_batched_tokens),
         runner,
     )
-    return LoadedEngine(core, facts.plan, tensors, followers)
+    return LoadedEngine(core, facts.plan, facts.whole_plan, tensors, followers)
 
 
-def _follow(leader: Leader, rank: int, config: EngineConfig) -> None:
+def _follow(leader: Leader, config: EngineConfig, open_server: OpenMemoryServer | None) -> None:
     """Be one of the other ranks, from loading its shard to the end."""
     torch.set_num_threads(config.num_threads)
-    facts = _facts(config, rank)
+    facts = _facts(config, leader.rank)
     model = _load_model(config, facts)
     num_blocks = leader.agree(_num_blocks(config, facts))
-    tensors = KvTensors(facts.plan, num_blocks, config.block_size, facts.device)
+    server = None if open_server is None else open_server(leader.rank)
+    allocate = None if server is None else server.allocate
+    tensors = KvTensors(facts.plan, num_blocks, config.block_size, facts.device, allocate)
     leader.join(config.tensor_parallel_size, facts.device)
-    leader.follow(Runner(model, facts.plan, tensors, config.block_size))
+    with nullcontext() if server is None else server.serve(facts.whole_plan, tensors, leader.side_channel):
+        leader.follow(Runner(model, facts.plan, tensors, config.block_size))
 
 
 def _load_model(config: EngineConfig, facts: _Facts) -> CausalLM:
@@ -164,9 +197,12 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
     num_ranks = config.tensor_parallel_size
     device = _device(config.device, rank, num_ranks)
     name = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    layers = rank_config(model, num_ranks).layer_kv(KvDtype(config.kv_cache_dtype or name))
+    kv_dtype = KvDtype(config.kv_cache_dtype or name)
+    plan, whole_plan = (
+        plan_windows(each.layer_kv(kv_dtype), max_model_len) for each in (rank_config(model, num_ranks), model)
+    )
     shard = None if num_ranks == 1 else Shard(rank, num_ranks)
-    return _Facts(model, shard, max_model_len, getattr(torch, name), device, plan_windows(layers, max_model_len))
+    return _Facts(model, shard, max_model_len, getattr(torch, name), device, plan, whole_plan)
 
 
 def _is_capturable(facts: _Facts) -> bool:

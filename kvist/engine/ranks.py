@@ -49,8 +49,10 @@ class RankLostError(KvistError):
 class Followers:
     """Ranks 1 and up, as child processes; they end with this one, however it ends.
 
-    `target` is called in each with its `Leader`, its rank and `args`. Both sides `agree`, then `join`; from then on
+    `target` is called in each with its `Leader` and `args`. Both sides `agree`, then `join`; from then on
     `error` says why nothing can be computed any more, if so. Any thread may call `send` and `lose`, one at a time.
+
+    `side_channels` lead to each one's `Leader.side_channel`, for what the ranks have to say to each other beside steps.
     """
 
     def __init__(self, num_ranks: int, target: Callable[..., None], *args: object) -> None:
@@ -60,13 +62,17 @@ class Followers:
         self._on_loss: Callable[[], object] | None = None
         self._lock, self._reaping = threading.Lock(), threading.Lock()
         self._channels: list[Connection[Any, Any]] = []
+        self.side_channels: list[Connection[Any, Any]] = []
         self._processes = []
         for rank in range(1, num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_run, args=(target, rank, theirs, *args), daemon=True, name=f"rank {rank}")
+            (ours, theirs), (our_side, their_side) = context.Pipe(), context.Pipe()
+            leader = Leader(rank, theirs, their_side)
+            process = context.Process(target=_run, args=(target, leader, *args), daemon=True, name=f"rank {rank}")
             process.start()
             theirs.close()
+            their_side.close()
             self._channels.append(ours)
+            self.side_channels.append(our_side)
             self._processes.append(process)
         atexit.register(self.close)  # or multiprocessing waits for them for ever: they do not heed its SIGTERM
 
@@ -119,6 +125,8 @@ class Followers:
             return
         self._is_closing = True
         atexit.unregister(self.close)
+        for side_channel in self.side_channels:  # first: who waits there does not hear of the end from the other
+            side_channel.close()
         for channel in self._channels:
             with suppress(OSError):
                 channel.send(None)
@@ -196,8 +204,10 @@ class LeadingRunner(Runner):
 class Leader:
     """Rank 0, as a follower sees it: the other end of `Followers`."""
 
-    def __init__(self, rank: int, channel: Connection[Any, Any]) -> None:
-        self._rank, self._channel = rank, channel
+    def __init__(self, rank: int, channel: Connection[Any, Any], side_channel: Connection[Any, Any]) -> None:
+        self.rank = rank
+        self.side_channel = side_channel
+        self._channel = channel
 
     def agree(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
         """Return the fewest blocks of each group that any rank has room for."""
@@ -209,7 +219,7 @@ class Leader:
         """Connect to the other ranks; this one's memory is in place."""
         self._channel.send(None)
         store = TCPStore(_HOST, self._receive(), num_ranks, False, _STEP_TIMEOUT)
-        _init(store, self._rank, num_ranks, device)
+        _init(store, self.rank, num_ranks, device)
 
     def follow(self, runner: Runner) -> None:
         """Compute what comes, until rank 0 says that nothing will."""
@@ -231,7 +241,7 @@ def _init(store: TCPStore, rank: int, num_ranks: int, device: torch.device) -> N
     distributed.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_STEP_TIMEOUT)
 
 
-def _run(target: Callable[..., None], rank: int, channel: Connection[Any, Any], *args: object) -> None:
+def _run(target: Callable[..., None], leader: Leader, *args: object) -> None:
     """Be a follower: end with rank 0, and not by signals that are meant for it as well."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -244,4 +254,4 @@ def _run(target: Callable[..., None], rank: int, channel: Connection[Any, Any], 
 
     threading.Thread(target=outlive_nobody, name="watch rank 0", daemon=True).start()
     with suppress(EOFError):
-        target(Leader(rank, channel), rank, *args)
+        target(leader, *args)
