@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, NamedTuple, Protocol, TypeAlias
 
 from kvist.errors import InvalidValueError
 
@@ -43,6 +43,22 @@ class WantedBlocks:
     num_tokens: int
     num_cached_tokens: int
     block_ids_per_group: BlockLists
+
+
+class Cancelled(NamedTuple):
+    """A fetch that nobody waits for."""
+
+    request_id: str
+
+
+class Withdrawn(NamedTuple):
+    """An offer that nobody will come for."""
+
+    remote_request_id: str
+
+
+Command: TypeAlias = OfferedBlocks | WantedBlocks | Cancelled | Withdrawn
+"""What an engine asks for: a call of `KvTransfers` as a value."""
 
 
 def check_endpoints(endpoints: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol
 
 import zmq
 
@@ -20,7 +20,7 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache.chain import root_digest
 from kvist.transfer.agents import AgentStatistics, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics, NullBounce
-from kvist.transfer.handoff import OfferedBlocks, TransferReports, WantedBlocks
+from kvist.transfer.handoff import Cancelled, Command, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.incoming import Incoming
 from kvist.transfer.memory import KvMemory
@@ -38,21 +38,6 @@ _PING_S = 5.0
 _COPY_POLL_S = 0.001
 
 _STOPPED = "transfers have stopped"
-
-
-class Cancelled(NamedTuple):
-    """A fetch that nobody waits for."""
-
-    request_id: str
-
-
-class Withdrawn(NamedTuple):
-    """An offer that nobody will come for."""
-
-    remote_request_id: str
-
-
-Command: TypeAlias = OfferedBlocks | WantedBlocks | Cancelled | Withdrawn
 
 
 class Inlet(Protocol):
@@ -194,19 +179,26 @@ class KvTransferService:
 
     def offer(self, offered: OfferedBlocks) -> None:
         """Let blocks be fetched once."""
-        self._command(offered)
+        self.command(offered)
 
     def fetch(self, wanted: WantedBlocks) -> None:
         """Have blocks filled by the worker that offers them."""
-        self._command(wanted)
+        self.command(wanted)
 
     def cancel(self, request_id: str) -> None:
         """End a fetch that nobody waits for."""
-        self._command(Cancelled(request_id))
+        self.command(Cancelled(request_id))
 
     def withdraw(self, remote_request_id: str) -> None:
         """End an offer that nobody will come for."""
-        self._command(Withdrawn(remote_request_id))
+        self.command(Withdrawn(remote_request_id))
+
+    def command(self, command: Command) -> None:
+        """Do what one of the four methods above would."""
+        self._commands.put(command)
+        self._wake()
+        if self._has_ended:  # maybe after it looked for commands the last time
+            self._run_commands()
 
     def statistics(self) -> TransferStatistics:
         """Return the counts, which change while they are read."""
@@ -261,12 +253,6 @@ class KvTransferService:
             if now_s >= next_ping_s:
                 next_ping_s = now_s + _PING_S
                 self._outgoing.ping(now_s)
-
-    def _command(self, command: Command) -> None:
-        self._commands.put(command)
-        self._wake()
-        if self._has_ended:  # maybe after it looked for commands the last time
-            self._run_commands()
 
     def _run_commands(self) -> None:
         """Obey every command there is; once the thread has ended, by whoever gives it, with the answer that it has."""
