@@ -1,4 +1,5 @@
-"""Fixtures that any test may use: free ports, deadlines, a certificate, brokers, and a stand-in for vLLM."""
+"""Fixtures that any test may use: free ports, deadlines, a certificate, brokers, a collector of traces, a stand-in for
+vLLM."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -372,3 +374,94 @@ def start_nats_server(
     yield start
     for server in servers:
         server.kill()
+
+
+class CollectedSpan(NamedTuple):
+    """A span as it came over the wire."""
+
+    service: str
+    name: str
+    kind: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    start_ns: int
+    end_ns: int
+    attributes: dict[str, Any]
+    error: str | None
+
+
+class TraceCollector:
+    """What takes traces over OTLP/HTTP: a real server in a thread, that answers `status`."""
+
+    def __init__(self) -> None:
+        self.spans: list[CollectedSpan] = []
+        self.requests: list[tuple[str, dict[str, str]]] = []
+        self.status = 200
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                collector.requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+                if collector.status == 200:
+                    collector.take(body)
+                self.send_response(collector.status)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True)
+        self._thread.start()
+
+    def take(self, body: bytes) -> None:
+        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+        for process in ExportTraceServiceRequest.FromString(body).resource_spans:
+            service = _attributes(process.resource)["service.name"]
+            self.spans += [
+                CollectedSpan(
+                    service,
+                    span.name,
+                    span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_"),
+                    span.trace_id.hex(),
+                    span.span_id.hex(),
+                    span.parent_span_id.hex(),
+                    span.start_time_unix_nano,
+                    span.end_time_unix_nano,
+                    _attributes(span),
+                    span.status.message if span.status.code == span.status.STATUS_CODE_ERROR else None,
+                )
+                for scope in process.scope_spans
+                for span in scope.spans
+            ]
+
+    def named(self, name: str) -> list[CollectedSpan]:
+        return [span for span in tuple(self.spans) if span.name == name]
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _attributes(described: Any) -> dict[str, Any]:
+    def plain(value: Any) -> Any:
+        found = getattr(value, value.WhichOneof("value"))
+        return [plain(each) for each in found.values] if value.HasField("array_value") else found
+
+    return {each.key: plain(each.value) for each in described.attributes}
+
+
+@pytest.fixture
+def trace_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[TraceCollector]:
+    """Return a running collector; whoever begins to trace from now on exports every few milliseconds."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    collector = TraceCollector()
+    yield collector
+    collector.close()

@@ -30,6 +30,7 @@ _EXTRA_OF_MODULE = {
     "torch": "engine",
     "safetensors": "engine",
     "triton": "gpu",
+    "opentelemetry": "tracing",
 }
 
 

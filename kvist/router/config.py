@@ -24,6 +24,7 @@ from kvist.router.policy import (
     RoundRobinPolicy,
 )
 from kvist.settings import check_fields
+from kvist.tracing import check_traces_endpoint
 
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
 POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
@@ -89,6 +90,10 @@ class RouterConfig:
         Meta(description="bearer key for administration; without it only loopback clients may administer"),
     ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(description="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"),
+    ] = None
     max_attempts: Annotated[
         int, Meta(ge=1, le=100, description="workers tried for one request while none has answered")
     ] = 3
@@ -143,6 +148,8 @@ class RouterConfig:
         if (self.tls_certificate is None) != (self.tls_key is None):
             missing = "tls_key" if self.tls_key is None else "tls_certificate"
             raise InvalidValueError(missing, None, "a PEM file, as certificate and key go together")
+        if self.otlp_traces_endpoint is not None:
+            check_traces_endpoint(self.otlp_traces_endpoint)
         if self.state_dir is not None and self.policy != "kv":
             raise InvalidValueError("state_dir", self.state_dir, f"none, as policy {self.policy} keeps no index")
         if min(self.tier_credits) < 0:

@@ -48,8 +48,7 @@ class _Place(msgspec.Struct, frozen=True):
 
 
 class _Transfers(msgspec.Struct, frozen=True):
-    endpoints: tuple[str, ...] = ()
-    endpoint: str | None = None
+    endpoints: tuple[str, ...]
 
 
 class _ServerInfo(msgspec.Struct, frozen=True):
@@ -131,9 +130,7 @@ async def _server_info(pool: UpstreamPool, url: str) -> Identity:
     except msgspec.ValidationError as error:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
     events = info.kv_events.endpoint if info.kv_events else None
-    transfers: tuple[str, ...] = ()
-    if info.kv_transfer is not None:
-        transfers = info.kv_transfer.endpoints or ((info.kv_transfer.endpoint,) if info.kv_transfer.endpoint else ())
+    transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
     return Identity(info.engine, info.version, info.block_size, events, info.role, transfers)
 
 

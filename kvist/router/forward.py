@@ -10,7 +10,8 @@
     relay   the answer's bytes as they come, unchanged                here
     account for load, circuit, metrics and the cached tokens reported here
 
-Whatever ends a request, its load is given back; when the client leaves, the worker's connection closes at once.
+Whatever ends a request, its load is given back; when the client leaves, the worker's connection closes at once. Each
+step can be told to a trace (`spans`); untold, it costs what telling nobody costs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from kvist.http import (
     ClientDisconnectedError,
@@ -33,11 +35,11 @@ from kvist.http import (
     UpstreamTimeoutError,
 )
 from kvist.openai.errors import RequestError, error_body
+from kvist.router import spans
 from kvist.router.config import RouterConfig
 from kvist.router.disaggregation import (
     FALLBACKS,
     MAX_HANDOFF_BYTES,
-    Handoff,
     Local,
     decode_body,
     obstacle,
@@ -46,6 +48,7 @@ from kvist.router.disaggregation import (
     refuse_handoff,
 )
 from kvist.router.fleet import Fleet
+from kvist.router.handover import Handover
 from kvist.router.healing import Healer
 from kvist.router.load import ActiveRequest, LoadTracker
 from kvist.router.metrics import RouterMetrics
@@ -54,6 +57,10 @@ from kvist.router.prompts import PromptReader
 from kvist.router.releases import Releases
 from kvist.router.routing import Routing
 from kvist.router.usage import UsageReader
+from kvist.tracing import NO_SPAN, Span
+
+if TYPE_CHECKING:
+    from kvist.tracing.otlp import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +91,20 @@ class Forwarder:
     releases: Releases
     metrics: RouterMetrics
     now_s: Callable[[], float]
+    tracing: Tracing | None = None
 
     async def forward(self, request: Request, responder: Responder, request_id: bytes) -> None:
         """Answer the request from a worker; raises RequestError when no answer has begun and none will come."""
-        await _Passage(self, request, responder, request_id).run()
+        if self.tracing is None:
+            await _Passage(self, request, responder, request_id, NO_SPAN).run()
+            return
+        name, attributes = f"{request.method} {request.path}", spans.of_request(request, request_id)
+        with self.tracing.request(name, request.headers, attributes) as trace:
+            try:
+                await _Passage(self, request, responder, request_id, trace).run()
+            except RequestError as error:
+                trace.set(spans.of_answer, error.status)
+                raise
 
 
 class _Passage:
@@ -104,34 +121,42 @@ class _Passage:
         "_responder",
         "_router",
         "_started_s",
+        "_trace",
         "_tried",
     )
 
-    def __init__(self, router: Forwarder, request: Request, responder: Responder, request_id: bytes) -> None:
+    def __init__(
+        self, router: Forwarder, request: Request, responder: Responder, request_id: bytes, trace: Span
+    ) -> None:
         self._router = router
         self._request = request
         self._responder = responder
         self._request_id = request_id
+        self._trace = trace
         self._started_s = router.now_s()
         self._tried: set[str] = set()
         self._is_healing = False
         self._obstacle: Local | None = None
-        self._handover: _Handover | None = None
+        self._handover: Handover | None = None
 
     async def run(self) -> None:
         router, path, body = self._router, self._request.path, self._request.body
         refuse_handoff(body)
-        self._ask = await router.reader.read(path, body)
-        self._overlaps = router.routing.overlaps(self._ask)
+        with self._trace.step("read"):
+            self._ask = await router.reader.read(path, body)
+        self._trace.set(spans.of_ask, self._ask)
+        with self._trace.step("match"):
+            self._overlaps = router.routing.overlaps(self._ask)
         if router.fleet.has_prefill_workers:
             self._obstacle = obstacle(path, body, self._ask)
         try:
             while True:
                 decision = await self._next()
                 self._tried.add(decision.chosen.target.worker)
-                if await self._attempt(decision):
+                failure = await self._attempt(decision)
+                if failure is None:
                     return
-                router.metrics.retried(decision.chosen.target.worker)
+                self._retry(decision, failure)
         finally:
             self._release()
 
@@ -140,11 +165,15 @@ class _Passage:
         routing = self._router.routing
         while True:
             if self._handover is not None:
-                decode = routing.decode_decision(self._ask, self._overlaps, self._tried)
+                with self._trace.step("choose") as choice:
+                    decode = routing.decode_decision(self._ask, self._overlaps, self._tried)
+                    choice.set(spans.of_decision, decode)
                 if decode is not None:
                     return decode
                 self._fall_back(Local.DECODE_FAILED)
-            plan = routing.plan(self._ask, self._overlaps, self._tried, self._obstacle)
+            with self._trace.step("choose") as choice:
+                plan = routing.plan(self._ask, self._overlaps, self._tried, self._obstacle)
+                choice.set(spans.of_plan, plan)
             if plan.prefill is None:
                 if plan.local is not None and plan.local not in FALLBACKS:
                     if not self._tried:
@@ -160,7 +189,14 @@ class _Passage:
         self._release()
         self._handover, self._obstacle = None, reason
         self._router.metrics.fell_back(reason)
+        self._trace.mark("fallback", {"kvist.reason": reason.value})
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self._request_id.decode("latin-1"))
+
+    def _retry(self, decision: Decision, reason: str) -> None:
+        """Take note that another worker gets what this one failed."""
+        worker = decision.chosen.target.worker
+        self._router.metrics.retried(worker)
+        self._trace.mark("retry", {"kvist.worker": worker, "kvist.reason": reason})
 
     def _release(self) -> None:
         """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
@@ -169,7 +205,7 @@ class _Passage:
             return
         worker = self._router.fleet.get(handover.prefill_worker)
         if worker is not None and worker.identity.engine == "kvist":
-            headers = [field for field in self._passed_on() if field[0] in _RELEASE_HEADERS]
+            headers = [field for field in self._trace.headers(self._passed_on()) if field[0] in _RELEASE_HEADERS]
             self._router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
 
     async def _prefill(self, decision: Decision) -> None:
@@ -179,17 +215,18 @@ class _Passage:
         assert worker is not None
         is_trial = worker.breaker.begin()
         router.metrics.dispatched(decision)
-        status, answer = WORKER_FAILED_STATUS, b""
+        status, answer, failure = WORKER_FAILED_STATUS, b"", ""
         try:
             with router.load.begin(target, decision.prompt, decision.overlap_tokens, started_s):
-                async with self._exchange(decision, prefill_body(self._request.body)) as response:
+                async with self._exchange("prefill", decision, prefill_body(self._request.body)) as response:
                     async for piece in response.body():
                         answer += piece
                         if len(answer) > MAX_HANDOFF_BYTES:
                             break
                     status = response.status
         except UpstreamError as error:
-            logger.warning("prefill failed worker=%s reason=%s", error.worker, error.reason)
+            failure = error.reason
+            logger.warning("prefill failed worker=%s reason=%s", error.worker, failure)
         except asyncio.CancelledError:
             status = CLIENT_LEFT_STATUS
             raise
@@ -200,7 +237,7 @@ class _Passage:
         if status == WORKER_FAILED_STATUS or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             worker.breaker.fail(router.now_s())
             self._tried.add(target.worker)
-            router.metrics.retried(target.worker)
+            self._retry(decision, failure or f"answered {status}")
             if len(self._tried) + 1 >= router.config.max_attempts:  # the last one is for who answers
                 self._fall_back(Local.PREFILL_FAILED)
             return
@@ -209,10 +246,10 @@ class _Passage:
         if handoff is None:
             self._fall_back(Local.PREFILL_REFUSED)
         else:
-            self._handover = _Handover(handoff, target.worker, router.now_s() - started_s)
+            self._handover = Handover(handoff, target.worker, router.now_s() - started_s)
 
-    async def _attempt(self, decision: Decision) -> bool:
-        """Return True once the client has its answer, False if the worker failed and another should be tried."""
+    async def _attempt(self, decision: Decision) -> str | None:
+        """Return None once the client has its answer; else how the worker failed, and another should be tried."""
         router, target = self._router, decision.chosen.target
         worker = router.fleet.get(target.worker)
         assert worker is not None
@@ -229,18 +266,18 @@ class _Passage:
         status = WORKER_FAILED_STATUS
         try:
             with router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s()) as active:
-                async with self._exchange(decision, body) as response:
+                async with self._exchange("generate" if handover is None else "decode", decision, body) as response:
                     status = response.status
                     if handover is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
                         self._fall_back(Local.TRANSFER_FAILED)  # which is not the worker's fault: it may do all
                         self._tried.discard(target.worker)
-                        return False
+                        return "the transfer failed"
                     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                         worker.breaker.fail(router.now_s())
                     else:
                         worker.breaker.succeed()
                     if status in RETRIED_STATUSES and self._may_retry():
-                        return False
+                        return f"answered {status}"
                     await self._relay(response, decision, active)
         except UpstreamError as error:
             status = WORKER_FAILED_STATUS
@@ -253,18 +290,19 @@ class _Passage:
             if is_trial:
                 worker.breaker.abandon()
             router.metrics.ended(decision, status)
-        return True
+        return None
 
-    def _exchange(self, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a body with the client's headers; the worker learns which rank was chosen."""
-        request, target = self._request, decision.chosen.target
-        headers = self._passed_on()
+    def _exchange(self, step: str, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """Send a body with the client's headers, and which rank was chosen; the worker goes on with the trace."""
+        request, target, call = self._request, decision.chosen.target, self._trace.call(step)
+        headers = call.headers(self._passed_on())
         if self._router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
-        return self._router.pool.exchange(
+        exchange = self._router.pool.exchange(
             target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
+        return spans.traced(exchange, call, decision)
 
     def _passed_on(self) -> Headers:
         """Return the client's headers as workers get them: without our own API key, under the request's id."""
@@ -283,7 +321,9 @@ class _Passage:
         body = response.body()
         piece = await anext(body, b"")
         active.answered()
-        metrics.first_byte(decision, self._router.now_s() - self._started_s)
+        first_byte_s = self._router.now_s() - self._started_s
+        metrics.first_byte(decision, first_byte_s)
+        self._trace.set(spans.of_answer, response.status, first_byte_s)
         theirs = [field for field in response.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
         responder.start(response.status, theirs + self._own_headers(decision))
         if self._handover is not None:
@@ -304,6 +344,8 @@ class _Passage:
             raise
         await responder.finish()
         usage = usage_reader.usage()
+        if usage is not None:
+            self._trace.set(spans.of_usage, usage)
         if self._handover is not None:
             self._handover.log(decision, self._router.now_s(), self._request_id)
         elif usage is not None:
@@ -311,17 +353,17 @@ class _Passage:
         if self._is_healing:
             self._router.healer.answered(decision, usage)
 
-    async def _worker_failed(self, error: UpstreamError) -> bool:
-        """Decide what follows a worker's failure: another worker, an error of ours, or the end of a begun answer."""
+    async def _worker_failed(self, error: UpstreamError) -> str | None:
+        """Return the failure where another worker follows, None where the answer was whole; raises it elsewhere."""
         request_id = self._request_id.decode("latin-1")
         logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
         if self._responder.is_finished:
-            return True
+            return None
         if self._responder.has_started:
             raise error
         # A worker that was silent too long may still be busy with it: trying another would double the work.
         if not isinstance(error, UpstreamTimeoutError) and self._may_retry():
-            return False
+            return error.reason
         raise _worker_failure(error) from error
 
     def _may_retry(self) -> bool:
@@ -337,37 +379,6 @@ class _Passage:
         if self._handover is not None:
             headers += self._handover.answered(self._router.now_s())
         return headers
-
-
-@dataclass(slots=True)
-class _Handover:
-    """What a prefill worker computed, and how long each part of the request took.
-
-    Once it is taken, the decode worker fetches it or tells the prefill worker that it will not.
-    """
-
-    handoff: Handoff
-    prefill_worker: str
-    prefill_s: float
-    sent_s: float = 0.0
-    transfer_s: float = 0.0
-    is_taken: bool = False
-
-    def answered(self, now_s: float) -> Headers:
-        """Return what the client is told; the transfer lasts from the decode worker's request to its first byte."""
-        self.transfer_s = now_s - self.sent_s
-        return [
-            (b"x-kvist-prefill-worker", self.prefill_worker.encode()),
-            (b"x-kvist-prefill-ms", b"%.1f" % (self.prefill_s * 1000)),
-            (b"x-kvist-transfer-ms", b"%.1f" % (self.transfer_s * 1000)),
-        ]
-
-    def log(self, decision: Decision, now_s: float, request_id: bytes) -> None:
-        """Log the whole way of a request that was answered."""
-        text = "disaggregated prefill=%s decode=%s prefill_s=%.4f transfer_s=%.4f decode_s=%.4f request_id=%s"
-        decode_s = now_s - self.sent_s - self.transfer_s
-        workers = (self.prefill_worker, decision.chosen.target.worker)
-        logger.debug(text, *workers, self.prefill_s, self.transfer_s, decode_s, request_id.decode("latin-1"))
 
 
 def _worker_failure(error: UpstreamError) -> RequestError:

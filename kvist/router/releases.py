@@ -54,7 +54,8 @@ class Releases:
     ) -> None:
         for sender in self._senders:
             sender.cancel()
-        await self._group.__aexit__(kind, error, trace)
+        is_cancelled = isinstance(error, asyncio.CancelledError)  # any other error the group would wrap
+        await self._group.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
 
     def release(self, worker: str, remote_request_id: str, headers: Headers) -> None:
         """Have the worker told, soon, that nobody will fetch what it holds under this name. Never waits."""

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from urllib.parse import unquote
 
 import msgspec
@@ -41,11 +41,17 @@ from kvist.router.metrics import RouterMetrics
 from kvist.router.prompts import PromptReader
 from kvist.router.releases import Releases
 from kvist.router.routing import Routing
+from kvist.tracing import open_tracing
+
+if TYPE_CHECKING:
+    from kvist.tracing.otlp import Tracing
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 4.0
 """Time that running requests get when the router stops; the rest of its five seconds is for everything else."""
+
+TRACES_CLOSE_TIMEOUT_S = 0.5
 
 OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route"})
@@ -100,9 +106,11 @@ class RouterService:
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
         self._metrics.registry.register(Gauges(fleet, load, routing, index, now_s))
         self._fleet = await exits.enter_async_context(fleet)
-        healer = Healer(fleet, index, self._metrics)
+        healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics))
-        self._forwarder = Forwarder(config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s)
+        self._forwarder = Forwarder(
+            config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, tracing
+        )
         self._admin = AdminApi(
             fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
         ).application()
@@ -110,6 +118,15 @@ class RouterService:
         server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_tls_context(config))
         self._server = await exits.enter_async_context(server)
         logger.info("router serves url=%s policy=%s cold_start_s=%.2f", self.url, config.policy, now_s() - started_s)
+
+    def _open_tracing(self, exits: AsyncExitStack) -> Tracing | None:
+        endpoint = self._config.otlp_traces_endpoint
+        if endpoint is None:
+            return None
+        tracing = open_tracing(endpoint, "kvist-router", f"{self._config.host}:{self._config.port}")
+        exits.push_async_callback(asyncio.to_thread, tracing.close, TRACES_CLOSE_TIMEOUT_S)
+        self._metrics.registry.register(tracing)
+        return tracing
 
     async def _handle(self, request: Request, responder: Responder) -> None:
         """Answer any request, with an OpenAI error where it cannot be served."""

@@ -15,6 +15,7 @@ class ReportedUsage(msgspec.Struct, frozen=True):
 
     prompt_tokens: int
     cached_tokens: int | None
+    completion_tokens: int | None = None
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -23,6 +24,7 @@ class _Details(msgspec.Struct, frozen=True):
 
 class _Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
+    completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
 
 
@@ -70,4 +72,5 @@ class UsageReader:
         if usage is None:
             return None
         details = usage.prompt_tokens_details
-        return ReportedUsage(usage.prompt_tokens, details.cached_tokens if details else None)
+        cached_tokens = details.cached_tokens if details else None
+        return ReportedUsage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)

@@ -22,13 +22,13 @@ def read(*pieces: bytes, is_event_stream: bool = True) -> ReportedUsage | None:
 
 @pytest.mark.parametrize("ending", [b"data: [DONE]\n\n", b""])
 def test_the_last_event_of_a_stream_carries_the_usage(ending: bytes) -> None:
-    assert read(TOKEN, LAST, ending) == ReportedUsage(100, 64)
+    assert read(TOKEN, LAST, ending) == ReportedUsage(100, 64, 3)
 
 
 def test_a_usage_cut_anywhere_between_pieces_is_read() -> None:
     whole = TOKEN * 3 + LAST + b"data: [DONE]\n\n"
     for cut in range(len(whole)):
-        assert read(whole[:cut], whole[cut:]) == ReportedUsage(100, 64)
+        assert read(whole[:cut], whole[cut:]) == ReportedUsage(100, 64, 3)
 
 
 def test_only_the_tail_of_a_stream_is_kept() -> None:
@@ -37,12 +37,12 @@ def test_only_the_tail_of_a_stream_is_kept() -> None:
         reader.feed(TOKEN)
     assert len(reader._tail) <= TAIL_BYTES
     reader.feed(LAST)
-    assert reader.usage() == ReportedUsage(100, 64)
+    assert reader.usage() == ReportedUsage(100, 64, 3)
 
 
 def test_a_whole_answer_is_read_in_pieces() -> None:
     body = json.dumps({"choices": [{"text": "x" * 10_000}], "usage": USAGE}).encode()
-    assert read(body[:5000], body[5000:], is_event_stream=False) == ReportedUsage(100, 64)
+    assert read(body[:5000], body[5000:], is_event_stream=False) == ReportedUsage(100, 64, 3)
 
 
 def test_an_overlong_answer_is_let_pass_unread() -> None:

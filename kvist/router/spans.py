@@ -1,0 +1,117 @@
+"""What the spans of a request say, on its way through the router: OpenTelemetry's names where it has them.
+
+POST /v1/completions        the request, until its last byte has gone out
+├─ read                     its prompt's tokens
+├─ match                    who holds how much of it
+├─ choose                   who answers, and who computes the prompt for it, or why nobody else does
+├─ prefill                  that worker's answer; its own spans are below
+├─ choose                   who goes on
+├─ decode                   that worker's answer, or of one that does all: generate
+├─ retry                    a worker failed, and why
+└─ fallback                 a prefill or a transfer came to nothing, and why
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from http import HTTPStatus
+from urllib.parse import urlsplit
+
+from kvist.http import Request, UpstreamResponse
+from kvist.router.disaggregation import Plan
+from kvist.router.policy import Decision
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
+from kvist.router.usage import ReportedUsage
+from kvist.tracing import Attributes, Span
+
+_OPERATIONS = {CHAT_PATH: "chat", COMPLETION_PATH: "text_completion"}
+
+
+def of_request(request: Request, request_id: bytes) -> Attributes:
+    """Say what is asked."""
+    return {
+        "http.request.method": request.method,
+        "url.path": request.path,
+        "gen_ai.operation.name": _OPERATIONS.get(request.path),
+        "kvist.request_id": request_id.decode("latin-1"),
+    }
+
+
+def of_ask(ask: Ask) -> Attributes:
+    """Say what the prompt is, as far as it is known."""
+    return {
+        "gen_ai.request.model": ask.model,
+        "kvist.prompt_tokens": ask.num_tokens,
+        "kvist.untokenized_reason": ask.untokenized_reason,
+    }
+
+
+def of_plan(plan: Plan) -> Attributes:
+    """Say who was chosen for what, and why one worker does all where others could take part."""
+    chosen = dict(of_decision(plan.answer))
+    if plan.prefill is not None:
+        chosen["kvist.prefill_worker"] = plan.prefill.chosen.target.worker
+        chosen["kvist.prefill_overlap_tokens"] = plan.prefill.overlap_tokens
+    if plan.local is not None:
+        chosen["kvist.local"] = plan.local.value
+    return chosen
+
+
+def of_decision(decision: Decision | None) -> Attributes:
+    """Say who was chosen, by what."""
+    if decision is None:
+        return {"kvist.worker": "none"}
+    return {
+        "kvist.policy": decision.policy,
+        "kvist.rule": decision.weighing.rule,
+        "kvist.candidates": len(decision.candidates),
+        "kvist.worker": decision.chosen.target.worker,
+        "kvist.rank": decision.chosen.target.rank,
+        "kvist.overlap_tokens": decision.overlap_tokens,
+    }
+
+
+def of_answer(status: int, first_byte_s: float | None = None) -> Attributes:
+    """Say what the client gets, and when it began."""
+    return {"http.response.status_code": status, "gen_ai.response.time_to_first_chunk": first_byte_s}
+
+
+def of_usage(usage: ReportedUsage) -> Attributes:
+    """Say what the worker says of its tokens."""
+    return {
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+    }
+
+
+def traced(
+    exchange: AbstractAsyncContextManager[UpstreamResponse], call: Span, decision: Decision
+) -> AbstractAsyncContextManager[UpstreamResponse]:
+    """Return the exchange as it is, or one that is told of: to whom, how long, and what came of it."""
+    return _told(exchange, call, decision) if call.is_recorded else exchange
+
+
+@asynccontextmanager
+async def _told(
+    exchange: AbstractAsyncContextManager[UpstreamResponse], call: Span, decision: Decision
+) -> AsyncIterator[UpstreamResponse]:
+    with call:
+        call.set(_of_call, decision)
+        async with exchange as response:
+            call.set(of_answer, response.status)
+            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                call.fail(f"answered {response.status}")
+            yield response
+
+
+def _of_call(decision: Decision) -> Attributes:
+    target = decision.chosen.target
+    place = urlsplit(target.worker)
+    return {
+        "server.address": place.hostname,
+        "server.port": place.port,
+        "kvist.rank": target.rank,
+        "kvist.overlap_tokens": decision.overlap_tokens,
+    }
