@@ -142,8 +142,7 @@ class Incoming:
     def receive(self, now_s: float) -> None:
         """Take every message that has arrived."""
         for source in self._sources:
-            if source.has_newly_lost():
-                self.tick(now_s)
+            has_lost = source.has_newly_lost()
             for frames in source.received():
                 try:
                     self._take(source, frames, now_s)
@@ -153,6 +152,8 @@ class Incoming:
                     if source.hello is None:  # it may have been the greeting that is waited for
                         refusal = Refusal(RefusalReason.MALFORMED, None, "a message", error.reason)
                         self._refuse(source, f"refused by us: {refusal}", now_s)
+            if has_lost:  # what it said before counts
+                self.tick(now_s)
 
     def poll_scatters(self, now_s: float) -> None:
         """Go on with the transfers whose bytes have come out of the bounce region."""

@@ -23,7 +23,6 @@ from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
-from kvist.transfer.bounce.gate import CostCurve, CostModel
 from kvist.transfer.messages import (
     Hello,
     PoolPlace,
@@ -37,9 +36,14 @@ from kvist.transfer.service import KvTransferService, make_hello
 from kvist.transfer.sessions import TransferLimits
 
 B = 4
-CHEAP = CostCurve((1,), (1e-9,))
-ALWAYS = CostModel(write=CostCurve((1, 1 << 20), (1.0, 1e-6)), gather=CHEAP, scatter=CHEAP, write_fixed_s=1e-9)
 FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
+
+
+class Always:
+    """Costs of which a bounce has the least."""
+
+    def prefers_bounce(self, num_fragments: int, *_: int) -> bool:
+        return num_fragments > 0
 
 
 def make_prompt(count: int, seed: int = 0) -> list[int]:
@@ -94,7 +98,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         bounce = None
         if has_bounce:
             copier = TorchCopier(loaded.tensors.pools)
-            bounce = RegionBounce(agent, copier, lambda: host_region(agent, 1 << 20), ALWAYS, BounceConfig(1))
+            bounce = RegionBounce(agent, copier, lambda: host_region(agent, 1 << 20), Always(), BounceConfig(1))
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent, "shared_memory")
         engine = AsyncEngine(loaded.core, max_num_open=40)
         service = KvTransferService("tcp://127.0.0.1:*", agent, hello, loaded.core, engine.submit, limits, bounce)

@@ -12,9 +12,10 @@ def test_only_completed_and_failed_are_ends() -> None:
 
 
 @pytest.mark.parametrize("name", ["transfer_timeout_s", "hold_timeout_s", "cancel_retry_s", "max_tombstones"])
-def test_a_limit_that_is_not_positive_is_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+def test_a_limit_that_is_not_positive_or_endless_is_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(InvalidValueError, match=name):
-        TransferLimits(**{name: 0})
+        TransferLimits(**{name: value})
 
 
 def test_the_oldest_of_the_ended_are_forgotten_and_counted() -> None:

@@ -1,0 +1,221 @@
+"""Ranks of workers in one process: real sockets, real agents, pools whose bytes say which block and head they are."""
+
+from __future__ import annotations
+
+import random
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvist.kvcache import ABSENT
+from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
+from kvist.transfer.bounce import BounceConfig, RegionBounce
+from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
+from kvist.transfer.heads import Part, heads_of
+from kvist.transfer.messages import GroupShape, PoolPlace
+from kvist.transfer.service import KvTransferService, make_hello
+from kvist.transfer.sessions import TransferLimits
+
+B, W, NUM_SLOTS = 4, 9, 24
+PATIENCE_S = 20.0
+
+
+class Always:
+    """Costs of which a bounce has the least."""
+
+    def prefers_bounce(self, num_fragments: int, *_: int) -> bool:
+        """Return True unless there is nothing to write."""
+        return num_fragments > 0
+
+
+@dataclass
+class Reports:
+    """What a service says, in order; any thread may wait for it."""
+
+    heard: list[tuple[Any, ...]] = field(default_factory=list)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def note(self, *what: Any) -> None:
+        with self.changed:
+            self.heard.append(what)
+            self.changed.notify_all()
+
+    def release(self, remote_request_id: str, is_fetched: bool) -> None:
+        self.note("release", remote_request_id, is_fetched)
+
+    def fetch_completed(self, request_id: str) -> None:
+        self.note("completed", request_id)
+
+    def fetch_failed(self, request_id: str, reason: str) -> None:
+        self.note("failed", request_id, reason)
+
+    def fetch_released(self, request_id: str) -> None:
+        self.note("released", request_id)
+
+    def wait_for(self, *what: Any) -> tuple[Any, ...]:
+        """Return the first report that begins so."""
+
+        def found() -> tuple[Any, ...] | None:
+            return next((each for each in self.heard if each[: len(what)] == what), None)
+
+        with self.changed:
+            assert self.changed.wait_for(found, PATIENCE_S), (what, self.heard)
+            result = found()
+            assert result is not None
+            return result
+
+
+class Rank:
+    """One rank of a worker: pools, an agent and a service, not started."""
+
+    def __init__(
+        self, shapes: Sequence[GroupShape], part: Part, make_agent: Callable[[str], TransferAgent], **options: Any
+    ) -> None:
+        self.part, self.shapes = part, tuple(shapes)
+        self.agent = make_agent(f"agent-{uuid.uuid4().hex}")
+        self.pools = []
+        places = []
+        for shape in shapes:
+            slot_bytes = shape.slot_bytes(B, part)
+            memory = self.agent.allocate(NUM_SLOTS * slot_bytes)
+            self.agent.register(memory.ctypes.data, len(memory))
+            places.append(PoolPlace(memory.ctypes.data, slot_bytes, NUM_SLOTS))
+            self.pools.append(memory.reshape(NUM_SLOTS, shape.num_planes, -1, shape.head_bytes(B)))
+        bounce = None
+        if options.pop("has_bounce"):
+            copier = TorchCopier([torch.from_numpy(pool) for pool in self.pools])
+            bounce = RegionBounce(
+                self.agent, copier, lambda: host_region(self.agent, 1 << 20), Always(), BounceConfig(1)
+            )
+        hello = make_hello("tiny", B, self.shapes, tuple(places), self.agent, options.pop("kind"), part)
+        self.reports = Reports()
+        endpoint = options.pop("endpoint", "tcp://127.0.0.1:*")
+        self.service = KvTransferService(
+            endpoint, self.agent, hello, self.reports, lambda call: call(), bounce=bounce, **options
+        )
+
+    def holds(self, whole: Sequence[np.ndarray], tables: Sequence[Sequence[int]]) -> bool:
+        """Return whether this rank's heads of a prompt are in these blocks, by ordinal."""
+        return all(
+            np.array_equal(pool[block_id], blocks[ordinal, :, slice(*heads_of(shape.num_kv_heads, self.part))])
+            for pool, shape, blocks, table in zip(self.pools, self.shapes, whole, tables, strict=True)
+            for ordinal, block_id in enumerate(table)
+            if block_id != ABSENT
+        )
+
+    def fill(self, whole: Sequence[np.ndarray], tables: Sequence[Sequence[int]]) -> None:
+        """Put this rank's heads of a prompt into these blocks."""
+        for pool, shape, blocks, table in zip(self.pools, self.shapes, whole, tables, strict=True):
+            for ordinal, block_id in enumerate(table):
+                if block_id != ABSENT:
+                    pool[block_id] = blocks[ordinal, :, slice(*heads_of(shape.num_kv_heads, self.part))]
+
+    def assert_nothing_left(self) -> None:
+        """Raise AssertionError if a transfer, a block or a part of a region is still in another's reach."""
+        statistics = self.service.statistics()
+        assert statistics.quarantined_bytes == 0
+        assert statistics.sender.num_held == statistics.sender.num_writing == 0
+        assert statistics.receiver.num_active == statistics.receiver.num_quarantined == 0
+        bounce = statistics.bounce
+        assert bounce.receive_bytes == bounce.send_bytes == bounce.quarantined_bytes == 0
+
+
+class Worker:
+    """All ranks of a worker; what its engine says is said to each."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        return tuple(rank.service.endpoint for rank in self.ranks)
+
+    def offer(self, prompt: Prompt, tables: Sequence[Sequence[int]]) -> None:
+        for rank in self.ranks:
+            rank.fill(prompt.whole, tables)
+            rank.service.offer(OfferedBlocks(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
+
+    def fetch(self, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
+        wanted = WantedBlocks(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, tuple(map(tuple, tables)))
+        for rank in self.ranks:
+            rank.service.fetch(wanted)
+
+
+class Prompt:
+    """A prompt's KV of all heads, `[blocks, planes, heads, bytes of a head]` a group, all of random bytes."""
+
+    def __init__(self, shapes: Sequence[GroupShape], num_tokens: int = 30, seed: int = 0) -> None:
+        self.name, self.num_tokens, self.seed = f"prompt-{seed}", num_tokens, seed
+        self.shapes = tuple(shapes)
+        total = -(-num_tokens // B)
+        rng = np.random.default_rng(seed)
+        self.whole = [
+            rng.integers(1, 256, (total, shape.num_planes, shape.num_kv_heads, shape.head_bytes(B)), np.uint8)
+            for shape in shapes
+        ]
+
+    def tables(self, seed: int) -> list[list[int]]:
+        """Return blocks for it, by ordinal, in any order; windowed groups lack the stale ones."""
+        rng = random.Random(seed * 1000 + self.seed)
+        total = -(-self.num_tokens // B)
+        stale = [0 if s.window is None else (self.num_tokens + 1 - s.window) // B for s in self.shapes]
+        return [[ABSENT] * first + rng.sample(range(NUM_SLOTS), total - first) for first in stale]
+
+
+@pytest.fixture(scope="session")
+def shapes() -> tuple[GroupShape, ...]:
+    """A group that sees everything, and a windowed one of half as many heads."""
+    return (GroupShape(None, 4, 8, "float32", 2, (0, 2)), GroupShape(W, 2, 8, "bfloat16", 2, (1,)))
+
+
+@pytest.fixture
+def make_prompt(shapes: tuple[GroupShape, ...]) -> Callable[..., Prompt]:
+    """Return a function that makes a prompt of groups of these, or other, shapes."""
+
+    def make(seed: int = 0, num_tokens: int = 30, of_shapes: Sequence[GroupShape] = shapes) -> Prompt:
+        return Prompt(of_shapes, num_tokens, seed)
+
+    return make
+
+
+@pytest.fixture
+def open_worker(shapes: tuple[GroupShape, ...]) -> Iterator[Callable[..., Worker]]:
+    """Return a function that starts a worker of so many ranks; all are closed at the end."""
+    with ExitStack() as exits:
+
+        def open_(
+            num_ranks: int,
+            *,
+            of_shapes: Sequence[GroupShape] = shapes,
+            kind: str = "shared_memory",
+            has_bounce: bool = False,
+            limits: TransferLimits | None = None,
+            endpoints: Sequence[str] = (),
+            is_started: bool = True,
+            inlet: Any = None,
+        ) -> Worker:
+            make_agent: Callable[[str], TransferAgent] = SharedMemoryAgent
+            if kind == "nixl":
+                from kvist.transfer.agents.nixl import NixlAgent
+
+                make_agent = NixlAgent
+            ranks = []
+            for rank in range(num_ranks):
+                options: dict[str, Any] = {"endpoint": endpoints[rank]} if endpoints else {}
+                part = Part(rank, num_ranks)
+                options |= {"kind": kind, "has_bounce": has_bounce, "limits": limits, "inlet": inlet}
+                ranks.append(Rank(of_shapes, part, make_agent, **options))
+                exits.callback(ranks[-1].service.close)
+                if is_started:
+                    ranks[-1].service.start()
+            return Worker(ranks)
+
+        yield open_

@@ -1,0 +1,441 @@
+"""Services that stand for ranks of two workers, in one process: every byte of every head arrives, whatever fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import zmq
+
+from kvist.errors import InvalidValueError
+from kvist.transfer import outgoing, sources
+from kvist.transfer.agents import Transfer
+from kvist.transfer.frames import BounceTail, Result, encode_report
+from kvist.transfer.handoff import OfferedBlocks
+from kvist.transfer.heads import Part
+from kvist.transfer.messages import GroupShape, PoolPlace, Refusal, RefusalReason, encode_message
+from kvist.transfer.service import make_hello
+from kvist.transfer.sessions import TransferLimits
+
+FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
+TWO_HEADS = (GroupShape(None, 2, 8, "float32", 2, (0, 1)),)
+SIX_HEADS = (GroupShape(None, 6, 8, "float32", 2, (0, 1)),)
+
+
+def hand_over(source: Any, target: Any, prompt: Any) -> list[list[int]]:
+    """Have a prompt offered and fetched; return where it is."""
+    tables = prompt.tables(2)
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, tables, source.endpoints)
+    for rank in target.ranks:
+        rank.reports.wait_for("completed", prompt.name)
+    for rank in source.ranks:
+        assert rank.reports.wait_for("release", prompt.name)[2] is True
+    return tables
+
+
+def assert_works(source: Any, target: Any, prompt: Any) -> None:
+    """Raise AssertionError unless a prompt goes over whole, and nothing is left in anybody's reach."""
+    tables = hand_over(source, target, prompt)
+    for rank in target.ranks:
+        assert rank.holds(prompt.whole, tables)
+    for rank in (*source.ranks, *target.ranks):
+        rank.assert_nothing_left()
+
+
+@pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
+@pytest.mark.parametrize(
+    ("num_senders", "num_receivers", "of_shapes"),
+    [
+        (1, 1, None),
+        (2, 1, None),
+        (1, 2, None),
+        (2, 2, None),
+        (4, 2, TWO_HEADS),
+        (2, 4, TWO_HEADS),
+        (4, 1, None),  # the second group has copies of its heads, the first has not
+        (3, 2, SIX_HEADS),  # one writes twice as much as the other
+    ],
+)
+def test_every_head_goes_to_every_rank_that_has_it(
+    num_senders: int,
+    num_receivers: int,
+    of_shapes: Sequence[GroupShape] | None,
+    has_bounce: bool,
+    shapes: tuple[GroupShape, ...],
+    open_worker: Callable[..., Any],
+    make_prompt: Callable[..., Any],
+) -> None:
+    options = {"of_shapes": of_shapes or shapes, "has_bounce": has_bounce}
+    source, target = open_worker(num_senders, **options), open_worker(num_receivers, **options)
+    for seed in range(3):
+        assert_works(source, target, make_prompt(seed, 20 + 5 * seed, options["of_shapes"]))
+    num_bytes = [rank.service.statistics().bytes_received for rank in target.ranks]
+    assert sum(num_bytes) == sum(rank.service.statistics().agent.bytes_written for rank in source.ranks) > 0
+    num_scattered = [rank.service.statistics().bounce.num_scattered for rank in target.ranks]
+    can_share = (num_senders, num_receivers) not in ((4, 1), (3, 2))
+    assert num_scattered == [3 * (has_bounce and can_share)] * num_receivers
+
+
+@pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
+def test_two_ranks_write_to_one_over_nixl(has_bounce: bool, open_worker: Any, make_prompt: Any) -> None:
+    source, target = (open_worker(n, kind="nixl", has_bounce=has_bounce) for n in (2, 1))
+    for seed in range(2):
+        assert_works(source, target, make_prompt(seed))
+    assert (target.ranks[0].service.statistics().bounce.num_scattered > 0) == has_bounce
+
+
+def hold_writes(rank: Any) -> Callable[[], None]:
+    """Let a rank begin its next writes and do them only when the returned function is called."""
+    write, held = rank.agent.write, []
+
+    def begin(peer: Any, fragments: Any) -> Transfer:
+        transfer = Transfer(len(fragments), 1)
+        held.append((transfer, peer, fragments))
+        return transfer
+
+    def go_on() -> None:
+        rank.agent.write = write
+        for transfer, peer, fragments in held:
+            done = write(peer, fragments)
+            assert done.wait(20)
+            transfer.end(done.state, done.reason)
+
+    rank.agent.write = begin
+    return go_on
+
+
+@pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
+def test_one_of_two_senders_dies_and_the_blocks_are_free_when_the_other_has_written(
+    has_bounce: bool, open_worker: Any, make_prompt: Any, until_true: Any
+) -> None:
+    source, target = open_worker(2, has_bounce=has_bounce), open_worker(1, has_bounce=has_bounce)
+    prompt, (rank,) = make_prompt(), target.ranks
+    go_on, _ = (hold_writes(each) for each in source.ranks)
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
+    threading.Thread(target=source.ranks[1].service.close, daemon=True).start()
+    reason = rank.reports.wait_for("failed", prompt.name)[2]
+    assert reason == f"rank 1 at {source.endpoints[1]} is gone"
+    assert ("released", prompt.name) not in rank.reports.heard
+    assert rank.service.statistics().quarantined_bytes > 0
+    assert (rank.service.statistics().bounce.quarantined_bytes > 0) == has_bounce
+    go_on()
+    rank.reports.wait_for("released", prompt.name)
+    source.ranks[0].reports.wait_for("release", prompt.name)
+    for each in (rank, source.ranks[0]):
+        each.assert_nothing_left()
+    assert_works(open_worker(2, has_bounce=has_bounce), target, make_prompt(1))
+
+
+@pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
+def test_one_of_two_senders_refuses_and_the_other_frees_what_it_holds(
+    has_bounce: bool, open_worker: Any, make_prompt: Any
+) -> None:
+    source, target = open_worker(2, has_bounce=has_bounce), open_worker(2, has_bounce=has_bounce)
+    prompt = make_prompt()
+    source.offer(prompt, prompt.tables(1))
+    source.ranks[1].service.withdraw(prompt.name)
+    assert source.ranks[1].reports.wait_for("release", prompt.name)[2] is False
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    for rank in target.ranks:
+        assert rank.reports.wait_for("failed", prompt.name)[2] == "already_ended"
+        rank.reports.wait_for("released", prompt.name)
+    source.ranks[0].reports.wait_for("release", prompt.name)
+    for rank in (*source.ranks, *target.ranks):
+        rank.assert_nothing_left()
+    assert_works(source, target, make_prompt(1))
+
+
+DEFECTS: dict[str, tuple[Callable[[BounceTail], BounceTail | None], str]] = {
+    "cut off": (lambda _: None, "a tail of 2 frames"),
+    "in the other's part": (
+        lambda tail: BounceTail(tail.dst_addresses, tail.sizes_bytes, tail.src_base - int(tail.sizes_bytes.sum())),
+        "are not within",
+    ),
+    "outside the blocks": (
+        lambda tail: BounceTail(tail.dst_addresses + (1 << 40), tail.sizes_bytes, tail.src_base),
+        "outside every reserved block",
+    ),
+    "not what it declares": (
+        lambda tail: BounceTail(tail.dst_addresses[1:], tail.sizes_bytes[1:], tail.src_base),
+        "sizes sum to",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_tail_of_one_rank_that_does_not_fit_fails_the_fetch_and_its_room_waits_for_the_other(
+    defect: str, open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, named = DEFECTS[defect]
+
+    def encode(result: Result, tail: BounceTail | None = None) -> list[bytes]:
+        if result.rank == 0 or tail is None:
+            return encode_report(result, tail)
+        changed = change(tail)
+        return encode_report(result, tail)[:-1] if changed is None else encode_report(result, changed)
+
+    monkeypatch.setattr(outgoing, "encode_report", encode)
+    source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
+    prompt, (rank,) = make_prompt(), target.ranks
+    go_on = hold_writes(source.ranks[0])
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    reason = rank.reports.wait_for("failed", prompt.name)[2]
+    assert reason.startswith("rank 1: ")
+    assert named in reason
+    assert rank.service.statistics().bounce.quarantined_bytes > 0
+    assert ("released", prompt.name) not in rank.reports.heard
+    go_on()
+    rank.reports.wait_for("released", prompt.name)
+    for each in source.ranks:
+        each.reports.wait_for("release", prompt.name)
+    for each in (rank, *source.ranks):
+        each.assert_nothing_left()
+    assert not rank.pools[0].any(), "nothing was copied"
+    monkeypatch.undo()
+    assert_works(source, target, make_prompt(1))
+
+
+def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(
+    open_worker: Any, make_prompt: Any, until_true: Any
+) -> None:
+    source, target = open_worker(2), open_worker(2)
+    prompt = make_prompt()
+    go_on = [hold_writes(rank) for rank in source.ranks]
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    until_true(lambda: all(rank.service.statistics().sender.num_writing for rank in source.ranks))
+    for rank in target.ranks:
+        rank.service.cancel(prompt.name)
+        assert rank.reports.wait_for("failed", prompt.name)[2] == "cancelled"
+    for each in go_on:
+        each()
+    for rank in target.ranks:
+        rank.reports.wait_for("released", prompt.name)
+    for rank in source.ranks:
+        assert rank.reports.wait_for("release", prompt.name)[2] is False
+    for rank in (*source.ranks, *target.ranks):
+        rank.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "named"),
+    [
+        (("inproc://x",), "remote_endpoints: got 'inproc://x', expected tcp://host:port"),
+        (("ipc:///tmp/x",), "remote_endpoints: got 'ipc:///tmp/x', expected tcp://host:port"),
+        (("tcp://127.0.0.1:99999",), "expected tcp://host:port"),
+        (("tcp://127.0.0.1:0",), "expected tcp://host:port"),
+        (("tcp://127.0.0.1",), "expected tcp://host:port"),
+        (("tcp://127.0.0.1:1;127.0.0.1:2",), "expected tcp://host:port"),
+        (("tcp://*:5",), "expected tcp://host:port"),
+        (("tcp://127.0.0.1:5", "tcp://127.0.0.1:5"), "expected 1 to 64, each once"),
+        ((), "expected 1 to 64, each once"),
+        (tuple(f"tcp://127.0.0.1:{port}" for port in range(1, 66)), "expected 1 to 64, each once"),
+        (tuple(f"tcp://127.0.0.1:{port}" for port in (1, 2, 3)), "tensor_parallel_size: got 3, expected a divisor"),
+    ],
+)
+def test_what_are_no_endpoints_of_a_workers_ranks_is_refused_by_name_at_once(
+    endpoints: tuple[str, ...], named: str, open_worker: Any, make_prompt: Any
+) -> None:
+    (rank,) = (target := open_worker(1)).ranks
+    prompt = make_prompt()
+    target.fetch(prompt, prompt.tables(2), endpoints)
+    assert named in rank.reports.wait_for("failed", prompt.name)[2]
+    rank.reports.wait_for("released", prompt.name)
+    assert rank.service.statistics().receiver.num_failed == 1
+    rank.assert_nothing_left()
+
+
+def test_ranks_in_another_order_or_not_all_of_them_are_refused_by_name(open_worker: Any, make_prompt: Any) -> None:
+    source, target = open_worker(2), open_worker(1)
+    (rank,), (first, second) = target.ranks, source.endpoints
+    for seed, endpoints in enumerate([(second, first), (first,)]):
+        prompt = make_prompt(seed)
+        target.fetch(prompt, prompt.tables(2), endpoints)
+        reason = rank.reports.wait_for("failed", prompt.name)[2]
+        assert reason.endswith((f"expected rank 0 of {len(endpoints)}", "expected rank 1 of 2"))
+        rank.reports.wait_for("released", prompt.name)
+    assert_works(source, target, make_prompt(3))
+
+
+def test_a_worker_that_was_started_again_with_other_ranks_is_greeted_again(open_worker: Any, make_prompt: Any) -> None:
+    target, earlier = open_worker(1), open_worker(2)
+    endpoints = earlier.endpoints
+    assert_works(earlier, target, make_prompt(0))
+    for rank in earlier.ranks:
+        rank.service.close()
+    assert_works(open_worker(1, endpoints=endpoints[:1]), target, make_prompt(1))
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        ((b"m", b"\xff\xff"), "refused by us: malformed"),
+        ((b"?",), "refused by us: malformed"),
+        ((b"m", encode_message(Refusal(RefusalReason.MALFORMED, None, "a", "b"))), "malformed: ours=a theirs=b"),
+    ],
+)
+def test_a_greeting_that_is_answered_with_nonsense_is_not_waited_for(
+    answer: tuple[bytes, ...], named: str, open_worker: Any, make_prompt: Any
+) -> None:
+    (rank,) = (target := open_worker(1)).ranks
+    prompt = make_prompt()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.bind("tcp://127.0.0.1:*")
+        target.fetch(prompt, prompt.tables(2), (stranger.getsockopt_string(zmq.LAST_ENDPOINT),))
+        assert stranger.poll(20_000)
+        stranger.send_multipart([stranger.recv_multipart()[0], *answer])
+        assert named in rank.reports.wait_for("failed", prompt.name)[2]
+    rank.reports.wait_for("released", prompt.name)
+    rank.assert_nothing_left()
+
+
+def test_looking_whether_a_sender_has_died_holds_nobody_up(
+    open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def has_process_ended(endpoint: str) -> bool:
+        asked.set()
+        assert go_on.wait(20)
+        return has_ended(endpoint)
+
+    has_ended = sources.has_process_ended
+    monkeypatch.setattr(sources, "has_process_ended", has_process_ended)
+    dead, source, target = open_worker(1), open_worker(1), open_worker(1)
+    (rank,) = target.ranks
+    dead.ranks[0].service.close()
+    lost, later = make_prompt(0), make_prompt(1)
+    target.fetch(lost, lost.tables(2), dead.endpoints)
+    assert asked.wait(20)
+    hand_over(source, target, make_prompt(2))
+    target.fetch(later, later.tables(2), dead.endpoints)
+    assert ("failed", lost.name) not in [each[:2] for each in rank.reports.heard]
+    go_on.set()
+    for prompt in (lost, later):
+        assert rank.reports.wait_for("failed", prompt.name)[2] == f"rank 0 at {dead.endpoints[0]} is gone"
+        rank.reports.wait_for("released", prompt.name)
+    rank.assert_nothing_left()
+
+
+def test_what_a_sender_reported_before_it_died_counts(
+    open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    source, target = open_worker(2), open_worker(1)
+    prompt, (rank,) = make_prompt(), target.ranks
+    write = [hold_writes(each) for each in source.ranks]
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
+    monkeypatch.setattr(rank.service._outgoing, "poll_writes", lambda _: go_on.wait(20))
+    for each, begin in zip(source.ranks, write, strict=True):
+        begin()
+        each.reports.wait_for("release", prompt.name, True)
+        each.service.close()
+    go_on.set()
+    rank.reports.wait_for("completed", prompt.name)
+    assert rank.holds(prompt.whole, prompt.tables(2))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_the_thread_dies_everything_that_was_asked_is_answered(
+    open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def die(now_s: float) -> None:
+        entered.set()
+        assert go_on.wait(20)
+        raise RuntimeError(f"at {now_s}")
+
+    (rank,) = (worker := open_worker(1, is_started=False)).ranks
+    held, queued, late = (make_prompt(seed) for seed in range(3))
+    under_way = make_prompt(3)
+    worker.offer(held, held.tables(1))
+    worker.fetch(under_way, under_way.tables(2), ("tcp://127.0.0.1:1",))
+    monkeypatch.setattr(rank.service._incoming, "tick", die)
+    rank.service.start()
+    assert entered.wait(20)
+    worker.offer(queued, queued.tables(1))
+    worker.fetch(queued, queued.tables(2), ("tcp://127.0.0.1:1",))
+    rank.service.cancel("nobody's")
+    rank.service.withdraw("nobody's")
+    go_on.set()
+    assert rank.reports.wait_for("failed", under_way.name)[2] == "transfers have stopped"
+    for prompt in (held, queued):
+        assert rank.reports.wait_for("release", prompt.name)[2] is False
+    until_true(lambda: not rank.service.is_alive)
+    worker.offer(late, late.tables(1))
+    worker.fetch(late, late.tables(2), ("tcp://127.0.0.1:1",))
+    for prompt in (queued, late):
+        assert rank.reports.wait_for("failed", prompt.name)[2] == "transfers have stopped"
+        rank.reports.wait_for("released", prompt.name)
+        assert rank.reports.wait_for("release", prompt.name)[2] is False
+    names = [each[:2] for each in rank.reports.heard]
+    assert len(set(names)) == len(names), "each was answered once"
+
+
+class Pipe:
+    """An inlet: an event descriptor, and a list of what it brings; None is its end."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self.brought: list[OfferedBlocks | None] = []
+        self.is_closed = threading.Event()
+
+    def bring(self, offered: OfferedBlocks | None) -> None:
+        self.brought.append(offered)
+        os.eventfd_write(self.fd, 1)
+
+    def fileno(self) -> int:
+        return self.fd
+
+    def turn(self, service: Any) -> bool:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        while self.brought:
+            offered = self.brought.pop(0)
+            if offered is None:
+                return False
+            service.offer(offered)
+        return True
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_ends_the_service(
+    open_worker: Any, make_prompt: Any
+) -> None:
+    inlet = Pipe()
+    source, target = open_worker(1, inlet=inlet), open_worker(1)
+    for seed in range(20):
+        prompt = make_prompt(seed)
+        tables = prompt.tables(1)
+        source.ranks[0].fill(prompt.whole, tables)
+        inlet.bring(OfferedBlocks(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
+        target.fetch(prompt, prompt.tables(2), source.endpoints)
+        target.ranks[0].reports.wait_for("completed", prompt.name)
+        assert target.ranks[0].holds(prompt.whole, prompt.tables(2))
+    inlet.bring(None)
+    assert inlet.is_closed.wait(20)
+    assert not source.ranks[0].service.is_alive
+    os.close(inlet.fd)
+
+
+def test_pools_that_are_not_what_the_groups_come_to_are_refused(shapes: Any, open_worker: Any) -> None:
+    agent = open_worker(1).ranks[0].agent
+    pools = tuple(PoolPlace(0x1000 * i, shape.slot_bytes(4, Part(0, 2)), 2) for i, shape in enumerate(shapes, 1))
+    assert make_hello("tiny", 4, shapes, pools, agent, "shared_memory", Part(1, 2)).part == Part(1, 2)
+    for part in (Part(0, 1), Part(0, 3)):
+        with pytest.raises(InvalidValueError, match="pools"):
+            make_hello("tiny", 4, shapes, pools, agent, "shared_memory", part)
