@@ -1,4 +1,4 @@
-"""How `kvist serve` runs a model split over processes: its flag, what it refuses, and what a lost rank means."""
+"""How `kvist serve` runs a model split over processes: its flag, and what a lost rank means."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import asyncio
 import os
 import threading
 from typing import TYPE_CHECKING
-
-from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     import uvicorn
@@ -27,13 +25,6 @@ def add_tensor_parallel_argument(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes to split the model over, by heads; on GPUs, rank i on cuda:i (default: %(default)s)",
     )
-
-
-def check_tensor_parallel(args: argparse.Namespace) -> None:
-    """Raise InvalidValueError for flags that do not go together."""
-    if args.tensor_parallel_size > 1 and args.kv_transfer is not None:
-        expected = "1 with --kv-transfer, which moves the memory of one process"
-        raise InvalidValueError("tensor_parallel_size", args.tensor_parallel_size, expected)
 
 
 def end_on_loss(followers: Followers, server: uvicorn.Server) -> None:

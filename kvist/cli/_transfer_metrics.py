@@ -1,4 +1,4 @@
-"""A transfer service's counters for Prometheus."""
+"""The counters of a worker's transfers for Prometheus."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvist.transfer.service import KvTransferService
+from kvist.transfer.ranked_service import RankedTransfers
 
 
 class TransferCollector(Collector):
-    """What a `KvTransferService` did, under names that begin with `kvist_transfer_`."""
+    """What all ranks of a worker did, under names that begin with `kvist_transfer_`."""
 
-    def __init__(self, service: KvTransferService) -> None:
-        self._service = service
+    def __init__(self, transfers: RankedTransfers) -> None:
+        self._transfers = transfers
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        statistics = self._service.statistics()
+        statistics = self._transfers.statistics()
         sender, receiver, agent = statistics.sender, statistics.receiver, statistics.agent
         bounce = statistics.bounce
         yield _counter("sent", "Prompts that another worker has fetched.", sender.num_fetched)

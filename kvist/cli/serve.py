@@ -9,11 +9,12 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvist.cli._kv_transfer import Transfers, add_transfer_arguments, open_agent, open_service
-from kvist.cli._tensor_parallel import add_tensor_parallel_argument, check_tensor_parallel, end_on_loss
+from kvist.cli._kv_transfer import add_transfer_arguments, read_transfer_settings
+from kvist.cli._tensor_parallel import add_tensor_parallel_argument, end_on_loss
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import Collector
     from starlette.applications import Starlette
 
+    from kvist.cli._rank_transfers import RankTransfers
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
     from kvist.publisher import KvEventPublisher
@@ -90,9 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
     from kvist.engine.config import EngineConfig
     from kvist.engine.loading import load_with_memory
-    from kvist.publisher import KvEventPublisher, PublisherLimits
 
-    check_tensor_parallel(args)
     config = EngineConfig(
         model_dir=args.model,
         device=args.device,
@@ -114,14 +114,33 @@ def run(args: argparse.Namespace) -> int:
     )
     with _listen(args.host, args.port) as listener:
         worker = f"{args.host}:{listener.getsockname()[1]}"
-        transfers = open_agent(args, f"{worker}/{uuid.uuid4().hex}")
-        allocate = None if transfers is None else transfers.allocate
-        if args.kv_events == "none":
-            return asyncio.run(_serve(args, listener, load_with_memory(config, None, allocate), None, transfers))
-        limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
-        with KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits) as publisher:
-            loaded = load_with_memory(config, publisher, allocate)
+        settings = read_transfer_settings(args, f"{worker}/{uuid.uuid4().hex}", _names(args)[0])
+        transfers, allocate, open_server = None, None, None
+        if settings is not None:
+            from kvist.cli._rank_transfers import RankTransfers
+
+            open_server = partial(RankTransfers, settings)
+            transfers = open_server(0)
+            allocate = transfers.allocate
+        with _publisher(args, worker) as publisher:
+            loaded = load_with_memory(config, publisher, allocate, open_server)
             return asyncio.run(_serve(args, listener, loaded, publisher, transfers))
+
+
+@contextmanager
+def _publisher(args: argparse.Namespace, worker: str) -> Iterator[KvEventPublisher | None]:
+    from kvist.publisher import KvEventPublisher, PublisherLimits
+
+    if args.kv_events == "none":
+        yield None
+        return
+    limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
+    with KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits) as publisher:
+        yield publisher
+
+
+def _names(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(args.served_model_name or [str(args.model)])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -137,7 +156,7 @@ async def _serve(
     listener: socket.socket,
     loaded: LoadedEngine,
     publisher: KvEventPublisher | None,
-    transfers: Transfers | None,
+    rank_0: RankTransfers | None,
 ) -> int:
     from kvist.cli._publisher_metrics import PublisherCollector
     from kvist.cli._transfer_metrics import TransferCollector
@@ -146,7 +165,7 @@ async def _serve(
     from kvist.openai.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(args.model)
-    names = tuple(args.served_model_name or [str(args.model)])
+    names = _names(args)
     url = f"http://{args.host}:{listener.getsockname()[1]}"
     events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
     collectors: list[Collector] = [PublisherCollector(publisher)] if publisher else []
@@ -155,17 +174,17 @@ async def _serve(
         served, followers = None, loaded.followers
         if followers is not None:
             exits.callback(followers.close)
-        if transfers is not None:
-            service = open_service(args, names[0], transfers, loaded, engine)
-            exits.callback(service.close, _TRANSFER_CLOSE_S)
-            collectors.append(TransferCollector(service))
+        if rank_0 is not None:
+            transfers = rank_0.open_transfers(loaded, engine)
+            exits.callback(transfers.close, _TRANSFER_CLOSE_S)
+            collectors.append(TransferCollector(transfers))
             served = ServedTransfers(
                 role=args.role,
-                endpoints=(service.endpoint,),
+                endpoints=transfers.endpoints,
                 agent=args.kv_transfer_agent,
-                is_alive=lambda: service.is_alive,
+                is_alive=lambda: transfers.is_alive,
             )
-            service.start()
+            transfers.start()
         await exits.enter_async_context(engine)
         model = ServedModel(
             names=names,

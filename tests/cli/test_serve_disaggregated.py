@@ -208,6 +208,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         for body, field in (
             ({"kv_transfer_params": {"do_remote_prefill": True}}, "remote_endpoints: missing"),
             ({"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}}, "got both"),
+            ({"kv_transfer_params": {}}, "got neither"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream: got true"),
             ({"kv_transfer_params": {"do_remote_decode": True}, "n": 2}, "n=2"),
             ({"kv_transfer_params": params | {"num_tokens": 7}}, "num_tokens: got 7"),
@@ -225,7 +226,9 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         (["--kv-transfer", "ipc://x"], "other workers can reach"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-bounce-mib", "-1"], "kv_transfer_bounce_mib"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "nan"], "kv_transfer_timeout"),
+        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "inf"], "kv_transfer_timeout: got inf"),
         (["--kv-transfer", "tcp://127.0.0.1:http"], "kv_transfer"),
+        (["--kv-transfer", "tcp://nobody.invalid:0"], "a host with an IPv4 address"),
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,9 +10,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import psutil
-import pytest
 
-from kvist.cli import main
 from kvist.engine import bundled_model_path
 
 MODEL = str(bundled_model_path())
@@ -69,9 +67,3 @@ async def test_a_killed_server_leaves_no_follower(until: Callable[[Callable[[], 
     async with serve() as (process, _, follower):
         process.kill()
         await until(lambda: not follower.is_running() or follower.status() == psutil.STATUS_ZOMBIE)
-
-
-def test_transfers_of_a_split_model_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--tensor-parallel-size", "2", "--kv-transfer", "tcp://127.0.0.1:0"]
-    assert main(["serve", "--model", MODEL, *flags]) == 2
-    assert "tensor_parallel_size: got 2, expected 1 with --kv-transfer" in capsys.readouterr().err

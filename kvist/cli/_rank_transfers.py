@@ -1,0 +1,147 @@
+"""How each rank of `kvist serve` lets other workers reach its KV memory; rank 0 decides what is the same for all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from kvist.engine.handoff import HandoffLimits
+from kvist.errors import InvalidValueError
+from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
+from kvist.transfer.bounce import Bounce, BounceConfig, NullBounce, RegionBounce
+from kvist.transfer.bounce.calibration import calibrate_agents
+from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
+from kvist.transfer.bounce.gate import CostModel
+from kvist.transfer.handoff import TransferReports
+from kvist.transfer.heads import Part
+from kvist.transfer.messages import PoolPlace, group_shapes
+from kvist.transfer.ranked_service import FollowerInlet, RankedTransfers
+from kvist.transfer.service import KvTransferService, make_hello
+from kvist.transfer.sessions import TransferLimits
+
+if TYPE_CHECKING:
+    from kvist.cli._kv_transfer import TransferSettings
+    from kvist.engine.async_engine import AsyncEngine
+    from kvist.engine.loading import LoadedEngine
+    from kvist.kvcache import WindowPlan
+    from kvist.kvcache.tensors import KvTensors
+
+_CLOSE_S = 0.5
+
+
+class BounceTerms(NamedTuple):
+    """The size of each of a rank's two regions, and what moving bytes costs: measured by one rank, with none beside."""
+
+    size_bytes: int
+    costs: CostModel
+
+
+class RankTransfers:
+    """One rank's agent, the memory that it gives the engine, and the service that others ask: a `MemoryServer`."""
+
+    def __init__(self, settings: TransferSettings, rank: int) -> None:
+        """Raise InvalidValueError, or MissingExtraError, where there cannot be such an agent."""
+        self._settings = settings
+        self._part = Part(rank, settings.num_ranks)
+        self._agent = self._make_agent(f"{settings.worker}/{rank}")
+
+    @property
+    def allocate(self) -> Callable[[int], torch.Tensor] | None:
+        """Return what gives the engine its memory, None for torch."""
+        if self._settings.agent == "nixl":
+            return None
+        return lambda size_bytes: torch.from_numpy(self._agent.allocate(size_bytes))
+
+    def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
+        """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
+        terms = self._bounce_terms(loaded.tensors.device)
+        open_service = partial(self._open_service, loaded.whole_plan, loaded.tensors, terms, engine.submit)
+        channels = [] if loaded.followers is None else loaded.followers.side_channels
+        try:
+            for channel in channels:
+                channel.send(terms)
+            transfers = RankedTransfers(open_service, channels, loaded.core, engine.submit)
+        except (EOFError, ConnectionError) as error:
+            assert loaded.followers is not None
+            raise loaded.followers.lose("could not open the transfers of all ranks") from error
+        loaded.core.attach(transfers, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
+        return transfers
+
+    @contextmanager
+    def serve(self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]) -> Iterator[None]:
+        """Be reached as a follower, told the bounce's terms and then commands by rank 0."""
+        terms: BounceTerms | None = channel.recv()
+        inlet = FollowerInlet(channel)
+        service = self._open_service(whole_plan, tensors, terms, lambda call: call(), inlet.reports, inlet)
+        channel.send(service.endpoint)
+        service.start()
+        try:
+            yield
+        finally:
+            service.close(_CLOSE_S)
+
+    def _make_agent(self, name: str) -> TransferAgent:
+        if self._settings.agent == "nixl":
+            from kvist.transfer.agents.nixl import NixlAgent
+
+            return NixlAgent(name, write_timeout_s=self._settings.timeout_s)
+        return SharedMemoryAgent(name, write_timeout_s=self._settings.timeout_s)
+
+    def _open_bounce(self, tensors: KvTensors, terms: BounceTerms | None) -> Bounce:
+        if terms is None:
+            return NullBounce()
+
+        def allocate() -> TensorRegion:
+            if tensors.device.type == "cuda":
+                return TensorRegion(torch.zeros(terms.size_bytes, dtype=torch.uint8, device=tensors.device))
+            return host_region(self._agent, terms.size_bytes)
+
+        config = BounceConfig(self._settings.bounce_mib)
+        return RegionBounce(self._agent, TorchCopier(tensors.pools), allocate, terms.costs, config)
+
+    def _open_service(
+        self,
+        whole_plan: WindowPlan,
+        tensors: KvTensors,
+        terms: BounceTerms | None,
+        submit: Callable[[Callable[[], None]], None],
+        reports: TransferReports,
+        inlet: FollowerInlet | None = None,
+    ) -> KvTransferService:
+        """Register the tensors, and return the service, bound but not started; rank 0 has the port asked for."""
+        settings, pools = self._settings, []
+        bounce = self._open_bounce(tensors, terms)
+        for pool in tensors.pools:
+            self._agent.register(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
+            pools.append(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)))
+        groups, size = group_shapes(whole_plan), settings.block_size
+        hello = make_hello(settings.model_name, size, groups, tuple(pools), self._agent, settings.agent, self._part)
+        limits = TransferLimits(transfer_timeout_s=settings.timeout_s, hold_timeout_s=2 * settings.timeout_s)
+        host, _, port = settings.endpoint.rpartition(":")
+        endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else settings.endpoint
+        return KvTransferService(endpoint, self._agent, hello, reports, submit, limits, bounce, inlet)
+
+    def _bounce_terms(self, device: torch.device) -> BounceTerms | None:
+        """Return the terms for all ranks, None for no bounce: the size asked for, or what memory here allows."""
+        config = BounceConfig(self._settings.bounce_mib)
+        if not config.size_mib:
+            return None
+        if device.type == "cuda":  # each rank has one of its own
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE") // self._part.num_ranks
+        size_bytes = config.region_bytes(free)
+        if size_bytes is None:
+            expected = f"two regions of 32 MiB or more in half of the {free // 2**20} MiB that are free for each rank"
+            raise InvalidValueError("kv_transfer_bounce_mib", config.size_mib, expected)
+        with ExitStack() as exits:
+            source, target = (self._make_agent(f"{self._agent.name}/{end}") for end in ("from", "to"))
+            for agent in (source, target):
+                exits.callback(agent.close)
+            return BounceTerms(size_bytes, calibrate_agents(source, target))

@@ -1,0 +1,151 @@
+"""Rank 0 and a follower in one process, with the pipe between them; the services are stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any
+
+import pytest
+
+from kvist.transfer.agents import AgentStatistics
+from kvist.transfer.bounce import BounceStatistics
+from kvist.transfer.handoff import Cancelled, Command, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
+from kvist.transfer.ranked_service import FollowerInlet, RankedTransfers
+from kvist.transfer.receiver import ReceiverStatistics
+from kvist.transfer.sender import SenderStatistics
+from kvist.transfer.service import TransferStatistics
+
+OFFER = OfferedBlocks("held", 5, ((0, 1),))
+WANT = WantedBlocks("r", ("tcp://p:1",), "held", 5, 0, ((7, 8),))
+
+
+@dataclass
+class Service:
+    """Notes what it is told, and has counted `count` of everything."""
+
+    endpoint: str
+    count: int
+    commands: list[Command] = field(default_factory=list)
+    is_alive: bool = True
+
+    def command(self, command: Command) -> None:
+        self.commands.append(command)
+
+    def statistics(self) -> TransferStatistics:
+        n = self.count
+        sender, receiver = SenderStatistics(*[n] * 5), ReceiverStatistics(*[n] * 6)
+        return TransferStatistics(sender, receiver, AgentStatistics(*[n] * 7), BounceStatistics(n, n), *[n] * 6)
+
+    def start(self) -> None:
+        pass
+
+    def close(self, timeout_s: float = 0) -> None:  # noqa: ARG002
+        self.is_alive = False
+
+
+class Notes:
+    """An engine that notes what is reported."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.heard.append((name, *args))
+
+
+@dataclass
+class Pair:
+    transfers: RankedTransfers
+    reports: Notes
+    first: Service
+    first_reports: TransferReports
+    second: Service
+    inlet: FollowerInlet
+
+
+@contextmanager
+def pair() -> Iterator[Pair]:
+    ours, theirs = Pipe()
+    inlet, notes = FollowerInlet(theirs), Notes()
+    services, given = (Service("tcp://a:1", 1), Service("tcp://a:2", 10)), []
+    theirs.send(services[1].endpoint)
+
+    def open_service(reports: TransferReports) -> Any:
+        given.append(reports)
+        return services[0]
+
+    transfers = RankedTransfers(open_service, [ours], notes, lambda call: call())
+    transfers.start()
+    try:
+        yield Pair(transfers, notes, services[0], given[0], services[1], inlet)
+    finally:
+        transfers.close()
+        theirs.close()
+
+
+def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> None:
+    with pair() as both:
+        assert both.transfers.endpoints == ("tcp://a:1", "tcp://a:2")
+        both.transfers.offer(OFFER)
+        both.transfers.fetch(WANT)
+        both.transfers.cancel("r")
+        both.transfers.withdraw("held")
+        assert both.inlet.turn(both.second)
+        expected = [OFFER, WANT, Cancelled("r"), Withdrawn("held")]
+        assert both.first.commands == both.second.commands == expected
+        both.first_reports.fetch_completed("r")
+        both.first_reports.release("held", True)
+        assert both.reports.heard == []
+        both.inlet.reports.fetch_failed("r", "no")
+        both.inlet.reports.fetch_released("r")
+        both.inlet.reports.release("held", True)
+        until_true(lambda: len(both.reports.heard) == 3)
+        assert both.reports.heard == [
+            ("fetch_failed", "r", "at rank 1: no"),
+            ("fetch_released", "r"),
+            ("release", "held", True),
+        ]
+
+
+def test_counts_are_added_up_and_prompts_counted_once(until_true) -> None:
+    with pair() as both:
+        both.transfers.offer(OFFER)
+        both.inlet.turn(both.second)
+        until_true(lambda: both.transfers.statistics().agent.bytes_written == 11)
+        total = both.transfers.statistics()
+        assert (total.bytes_received, total.bounce.num_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
+        assert (total.sender.num_writing, total.sender.num_held, total.receiver.num_completed) == (11, 1, 0)
+        assert total.fetch_seconds == 1
+
+
+def test_a_follower_whose_transfers_end_is_a_lost_rank(until_true) -> None:
+    with pair() as both:
+        both.transfers.fetch(WANT)
+        assert both.transfers.is_alive
+        both.inlet.close()
+        until_true(lambda: both.reports.heard)
+        assert not both.transfers.is_alive
+        assert both.reports.heard == [("fetch_failed", "r", "rank 1's transfers have stopped")]
+        assert isinstance(both.first.commands[-1], Cancelled)
+        both.transfers.offer(OFFER)
+        assert both.reports.heard[1:] == [("release", "held", False)]
+
+
+def test_when_rank_0_closes_the_follower_is_to_end() -> None:
+    with pair() as both:
+        both.transfers.close()
+        assert not both.inlet.turn(both.second)
+        both.inlet.reports.fetch_completed("r")  # to nobody
+
+
+def test_a_follower_that_has_ended_before_it_serves_is_told() -> None:
+    ours, theirs = Pipe()
+    theirs.close()
+    service = Service("tcp://a:1", 1)
+    with pytest.raises(EOFError):
+        RankedTransfers(lambda _: service, [ours], Notes(), lambda call: call())
+    assert not service.is_alive
+    ours.close()
