@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from kvist.engine.core import EngineCore, EngineStatistics
-from kvist.engine.request import Handoff, RequestOutput
+from kvist.engine.request import Handoff, RequestOutput, RequestTimes
 from kvist.engine.text import Detokenizer
 from kvist.errors import KvistError
 from kvist.openai.requests import SamplingParams
@@ -58,6 +58,8 @@ class Generation:
     """
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
+        self.times = {request_id: RequestTimes() for request_id in request_ids}
+        """How far each sequence has come, in the order in which they were given."""
         self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
         self._open = set(request_ids)
         self._pending: dict[int, RequestOutput] = {}
@@ -159,7 +161,7 @@ class AsyncEngine:
         generation = Generation(request_ids, self._abort)
         for request_id, each in zip(request_ids, inputs, strict=True):
             self._generations[request_id] = generation
-            self._commands.put(partial(self._core.add_request, request_id, *each))
+            self._commands.put(partial(self._core.add_request, request_id, *each, generation.times[request_id]))
         return generation
 
     def check_room(self, num_sequences: int) -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, check_handoff
-from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill, Request, RequestOutput, TokenLogprobs
+from kvist.engine.request import (
+    Handoff,
+    RemoteDecode,
+    RemotePrefill,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    TokenLogprobs,
+)
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import sample
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
@@ -122,6 +131,7 @@ class EngineCore:
         cache_salt: str | None = None,
         swa_scratch: bool | None = None,
         handoff: Handoff | None = None,
+        times: RequestTimes | None = None,
     ) -> None:
         """Queue one sequence, `params.n` being the caller's to unfold; raises InvalidValueError as `check`.
 
@@ -140,6 +150,7 @@ class EngineCore:
             end_token_ids=self._end_token_ids(params),
             is_scratch_allowed=self.kv_cache.has_scratch and swa_scratch is not False,
             handoff=handoff,
+            times=RequestTimes() if times is None else times,
         )
         assert request_id not in self._requests, "request ids are unique"
         self._requests[request_id] = request
@@ -157,6 +168,7 @@ class EngineCore:
         request = self._requests.pop(request_id, None)
         if request is None:
             return
+        self._note_end(request, "abort")
         self._is_stuck = False
         if request in self._unreserved:
             self._unreserved.remove(request)
@@ -177,6 +189,7 @@ class EngineCore:
         """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""
         request = self._reported().completed(request_id)
         if request is not None:
+            request.times.fetched_s = time.monotonic()
             assert isinstance(request.handoff, RemotePrefill)
             self._scheduler.run(request)
             if request.params.temperature > 0:
@@ -189,6 +202,7 @@ class EngineCore:
         request = handoffs.failed(request_id, reason)
         if request is None:
             return
+        request.times.fetched_s, request.times.fetch_error = time.monotonic(), reason
         self._scheduler.leave(request)
         if handoffs.limits.is_fallback_allowed:
             self._scheduler.add(request)
@@ -254,13 +268,17 @@ class EngineCore:
         has_reserved = False
         while self._unreserved and self._scheduler.reserve(self._unreserved[0]):
             assert self._handoffs is not None
-            self._handoffs.fetch(self._unreserved.popleft())
+            request = self._unreserved.popleft()
+            request.times.fetching_s = time.monotonic()
+            self._handoffs.fetch(request)
             has_reserved = True
         return has_reserved
 
     def _advance(self, request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
         request.token_ids.append(token_id)
         self._num_output_tokens += 1
+        if request.num_output_tokens == 1:
+            request.times.first_token_s = time.monotonic()
         is_end = token_id in request.end_token_ids
         is_silent = is_end and not request.params.include_stop_str_in_output
         can_stop = request.num_output_tokens >= request.params.min_tokens
@@ -274,6 +292,7 @@ class EngineCore:
         if reason is not None:
             text += request.text.finish()
             del self._requests[request.request_id]
+            self._note_end(request, reason)
             if isinstance(request.handoff, RemoteDecode):
                 assert self._handoffs is not None
                 if not self._handoffs.has_room_to_hold:
@@ -281,6 +300,7 @@ class EngineCore:
                     return RequestOutput(request.request_id, error="kv transfer failed: too many prompts are held")
                 blocks = self._scheduler.detach(request)
                 remote_request_id = self._handoffs.offer(blocks, len(request.prompt_token_ids))
+                request.times.remote_request_id = remote_request_id
             else:
                 self._scheduler.remove(request)
         return RequestOutput(
@@ -292,6 +312,12 @@ class EngineCore:
             reason,
             remote_request_id=remote_request_id,
         )
+
+    def _note_end(self, request: Request, reason: FinishReason) -> None:
+        times = request.times
+        times.ended_s, times.finish_reason = time.monotonic(), reason
+        times.num_cached_tokens = request.num_cached_tokens or 0
+        times.num_output_tokens = request.num_output_tokens
 
     def _end_token_ids(self, params: SamplingParams) -> frozenset[int]:
         ends = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.limits.eos_token_ids)}

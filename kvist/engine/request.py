@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -84,6 +85,27 @@ class RequestOutput:
 
 
 @dataclass(slots=True, eq=False)
+class RequestTimes:
+    """How far a sequence has come, and when (by `time.monotonic`); None where it has not, or never will.
+
+    The engine's thread writes each field once, but for a prompt that is computed here after all when it could not be
+    fetched; any thread may read. A sequence that is dropped keeps what it had.
+    """
+
+    queued_s: float = field(default_factory=time.monotonic)
+    fetching_s: float | None = None
+    fetched_s: float | None = None
+    fetch_error: str | None = None
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    ended_s: float | None = None
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    remote_request_id: str | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Request:
     """One sequence to generate (a choice, when a client asks for `n`). The scheduler owns it until it is finished.
 
@@ -108,6 +130,7 @@ class Request:
     blocks: SequenceBlocks | None = None
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None
+    times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
         """Start with the prompt alone."""

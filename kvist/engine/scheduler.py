@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -169,6 +170,7 @@ class Scheduler:
             request.num_computed_tokens = hit.num_tokens
             if request.num_cached_tokens is None:
                 request.num_cached_tokens = hit.num_tokens
+                request.times.scheduled_s = time.monotonic()
             self._running.append(self._waiting.popleft())
             admitted.append(ScheduledRequest(request, num_new))
             budget -= num_new

@@ -14,7 +14,7 @@ from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import LoadedEngine, load_with_memory
-from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
+from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes
 from kvist.errors import InvalidValueError
 from kvist.kvcache import ABSENT
 from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
@@ -318,3 +318,36 @@ def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, gre
 def test_an_engine_without_transfers_refuses_handoffs(make_core, greedy) -> None:
     with pytest.raises(InvalidValueError, match="kv_transfer_params"):
         make_core("gemma3").check(make_prompt(31), greedy(3), handoff=RemoteDecode())
+
+
+def test_each_part_of_a_request_is_timed_where_it_is_done(make_worker, greedy) -> None:
+    source, target = make_worker("qwen3"), make_worker("qwen3")
+    prompt, times = make_prompt(22), {name: RequestTimes() for name in ("P", "D", "failed", "aborted")}
+    source.core.add_request("P", prompt, greedy(9), handoff=RemoteDecode(), times=times["P"])
+    source.run()
+    offered = source.notes.offered[-1].remote_request_id
+    held = RemotePrefill(("tcp://here:1",), offered, len(prompt), tuple(source.tokens("P")))
+    for name in ("D", "failed", "aborted"):
+        target.core.add_request(name, prompt, greedy(9), handoff=held, times=times[name])
+        target.run()
+        assert times[name].fetching_s is not None
+        assert times[name].fetched_s is times[name].ended_s is None
+    target.core.fetch_completed("D")
+    target.core.fetch_failed("failed", "gone")
+    target.core.abort("aborted")
+    target.run()
+
+    def steps(name: str) -> list[str]:
+        reached = ("queued_s", "fetching_s", "fetched_s", "scheduled_s", "first_token_s", "ended_s")
+        at_s = {step: getattr(times[name], step) for step in reached if getattr(times[name], step) is not None}
+        assert list(at_s.values()) == sorted(at_s.values())
+        return list(at_s)
+
+    assert steps("P") == ["queued_s", "scheduled_s", "first_token_s", "ended_s"]
+    assert (times["P"].remote_request_id, times["P"].num_output_tokens) == (offered, 1)
+    assert steps("D") == ["queued_s", "fetching_s", "fetched_s", "first_token_s", "ended_s"]
+    assert (times["D"].num_output_tokens, times["D"].finish_reason, times["D"].fetch_error) == (9, "length", None)
+    assert steps("failed") == ["queued_s", "fetching_s", "fetched_s", "scheduled_s", "first_token_s", "ended_s"]
+    assert times["failed"].fetch_error == "gone"
+    assert steps("aborted") == ["queued_s", "fetching_s", "ended_s"]
+    assert times["aborted"].finish_reason == "abort"
