@@ -71,10 +71,11 @@ class _Sending:
 
 @dataclass(slots=True)
 class _Held:
-    """One request's blocks; `num_receivers` is known from the first that asks."""
+    """One request's blocks; `num_receivers` is known from the first that asks, and each of them asks once."""
 
     deadline_s: float
     num_receivers: int | None = None
+    receivers: set[str] = field(default_factory=set)
     num_fetched: int = 0
     is_given_up: bool = False
     writes: dict[TransferKey, _Sending] = field(default_factory=dict)
@@ -119,6 +120,7 @@ class Sender:
             return [SendRefusal(receiver, Refusal(reason, request.transfer_id))]
         held = self._held[request.request_id]
         held.num_receivers = held.num_receivers or request.num_receivers
+        held.receivers.add(receiver)
         held.writes[key] = _Sending(now_s + self._limits.transfer_timeout_s)
         self._request_ids[key] = request.request_id
         return [StartWrite(receiver, request)]
@@ -197,7 +199,8 @@ class Sender:
             return RefusalReason.UNKNOWN_REQUEST
         if held.is_given_up:
             return RefusalReason.ALREADY_ENDED
-        if held.num_fetched + len(held.writes) >= (held.num_receivers or request.num_receivers):
+        is_complete = len(held.receivers) == held.num_receivers
+        if is_complete or key.receiver in held.receivers:
             return RefusalReason.BUSY
         return None
 

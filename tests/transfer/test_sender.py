@@ -11,7 +11,7 @@ from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRe
 from kvist.transfer.sessions import TransferLimits
 
 LIMITS = TransferLimits(transfer_timeout_s=10.0, hold_timeout_s=20.0)
-D = "decode-0"
+D, D1 = "decode-0", "decode-0 rank 1"
 
 Input = Callable[[Sender], list[SenderAction]]
 
@@ -20,12 +20,12 @@ def request(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1)
     return ReceiveRequest(transfer_id, request_id, 0, 4, 4, ((1,),), num_receivers)
 
 
-def asks(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1) -> Input:
-    return lambda sender: sender.requested(D, request(transfer_id, request_id, num_receivers), 1.0)
+def asks(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1, name: str = D) -> Input:
+    return lambda sender: sender.requested(name, request(transfer_id, request_id, num_receivers), 1.0)
 
 
-def written(transfer_id: int = 7, *, is_ok: bool = True) -> Input:
-    return lambda sender: sender.written(D, transfer_id, is_ok=is_ok)
+def written(transfer_id: int = 7, *, is_ok: bool = True, name: str = D) -> Input:
+    return lambda sender: sender.written(name, transfer_id, is_ok=is_ok)
 
 
 def rejected(sender: Sender) -> list[SenderAction]:
@@ -48,8 +48,8 @@ def gone(sender: Sender) -> list[SenderAction]:
     return sender.receiver_gone(D)
 
 
-def result(status: ResultStatus, transfer_id: int = 7) -> SendResult:
-    return SendResult(D, transfer_id, status)
+def result(status: ResultStatus, transfer_id: int = 7, name: str = D) -> SendResult:
+    return SendResult(name, transfer_id, status)
 
 
 def refusal(reason: RefusalReason, transfer_id: int = 7) -> SendRefusal:
@@ -65,7 +65,7 @@ UNKNOWN = refusal(RefusalReason.UNKNOWN_REQUEST)
 WAYS: dict[str, list[Input]] = {
     "held": [],
     "active": [asks()],
-    "active, one of two": [asks(num_receivers=2), asks(8, num_receivers=2), written(8)],
+    "active, one of two": [asks(num_receivers=2), asks(8, num_receivers=2, name=D1), written(8, name=D1)],
     "waiting for the second": [asks(num_receivers=2), written()],
     "quarantined": [asks(), cancels()],
     "completed": [asks(), written()],
@@ -100,7 +100,9 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
     ("active, one of two", written(), [result(SUCCESS), FETCHED]),
     ("active, one of two", written(is_ok=False), [result(FAILED), GIVEN_UP]),
     ("active, one of two", cancels(8), [result(CANCELLED, 8), AbortWrite(D, 7)]),
-    ("waiting for the second", asks(8, num_receivers=9), [StartWrite(D, request(8, num_receivers=9))]),
+    ("active, one of two", asks(9, name="decode-1"), [SendRefusal("decode-1", Refusal(RefusalReason.BUSY, 9))]),
+    ("waiting for the second", asks(8, num_receivers=9, name=D1), [StartWrite(D1, request(8, num_receivers=9))]),
+    ("waiting for the second", asks(8, num_receivers=2), [refusal(RefusalReason.BUSY, 8)]),
     ("waiting for the second", asks(), [ENDED]),
     ("waiting for the second", ticks(20), [GIVEN_UP]),
     ("quarantined", asks(), []),
@@ -148,9 +150,10 @@ def test_a_request_that_comes_after_its_cancel_writes_nothing() -> None:
 
 
 def test_a_receiver_that_fails_takes_the_writes_of_its_other_ranks_with_it() -> None:
-    sender = held_sender(asks(num_receivers=2), asks(8, num_receivers=2))
-    assert written(is_ok=False)(sender) == [result(FAILED), AbortWrite(D, 8)]
-    assert written(8)(sender) == [result(CANCELLED, 8), GIVEN_UP], "blocks are freed when the last write has ended"
+    sender = held_sender(asks(num_receivers=2), asks(8, num_receivers=2, name=D1))
+    assert written(is_ok=False)(sender) == [result(FAILED), AbortWrite(D1, 8)]
+    last = [result(CANCELLED, 8, D1), GIVEN_UP]
+    assert written(8, name=D1)(sender) == last, "blocks are freed when the last write has ended"
 
 
 def test_receivers_may_number_their_transfers_alike() -> None:
