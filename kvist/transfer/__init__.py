@@ -1,12 +1,14 @@
 """Moves KV blocks between workers: one prefills, another decodes.
 
 A receiver reserves blocks and asks the sender that holds the prompt's. `slices` says which block belongs into which,
-from each group's cached tokens and window; `messages` and `frames` are what the two say to each other; `receiver` and
-`sender` are their halves of the protocol, without I/O: a transfer completes at most once, and memory that a late write
-could reach is not used again (`sessions`). Nothing here imports torch but what touches tensors.
+from each group's cached tokens and window, and `heads` which part of it, where ranks split heads; `messages` and `frames`
+are what the two say to each other; `receiver` and `sender` are their halves of the protocol, without I/O: a transfer
+completes at most once, and memory that a late write could reach is not used again (`sessions`). `service` drives them,
+one a rank. Nothing here imports torch but what touches tensors.
 """
 
 from kvist.transfer.frames import BounceTail, Extent, Report, Result, ResultStatus, decode_report, encode_report
+from kvist.transfer.heads import WHOLE, HeadRange, Part, heads_of, written_heads
 from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, Refusal, RefusalReason, judge_hello
 from kvist.transfer.receiver import Fetch, Receiver
 from kvist.transfer.sender import Sender
@@ -14,13 +16,16 @@ from kvist.transfer.sessions import TransferLimits, TransferState
 from kvist.transfer.slices import BlockCountMismatchError, KvSlice, SliceGroup, TokenRange, pair_blocks
 
 __all__ = [
+    "WHOLE",
     "BlockCountMismatchError",
     "BounceTail",
     "Cancel",
     "Extent",
     "Fetch",
+    "HeadRange",
     "Hello",
     "KvSlice",
+    "Part",
     "ReceiveRequest",
     "Receiver",
     "Refusal",
@@ -35,6 +40,8 @@ __all__ = [
     "TransferState",
     "decode_report",
     "encode_report",
+    "heads_of",
     "judge_hello",
     "pair_blocks",
+    "written_heads",
 ]
