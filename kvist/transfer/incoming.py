@@ -40,6 +40,7 @@ from kvist.transfer.receiver import (
 from kvist.transfer.sessions import TransferLimits
 from kvist.transfer.slices import TokenRange, raw_cached_tokens, slice_of_tables
 from kvist.transfer.sources import Source, Sources
+from kvist.transfer.timing import FetchTimes, TransferObserver
 from kvist.transfer.wire import MESSAGE, PING, REPORT
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,15 @@ class _Fetching:
     regions: tuple[Extent | None, ...]
     ungreeted: set[str]
     began_s: float
+    greeted_s: float | None = None
+    arrived_s: float | None = None
     has_failed: bool = False
+
+    def times(self, ended_s: float, error: str | None) -> FetchTimes:
+        """Return what is told of the fetch, which has just ended."""
+        arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
+        steps_s = (self.began_s, self.greeted_s, arrived_s, ended_s)
+        return FetchTimes(self.wanted.request_id, *steps_s, self.num_bytes, len(self.wanted.endpoints), error)
 
     def misfit(self, source: Source) -> str | None:
         """Return why a rank that has greeted is not the one that is wanted there."""
@@ -94,6 +103,7 @@ class Incoming:
         self.num_malformed = 0
         self.bytes_received = 0
         self.fetch_seconds = 0.0
+        self.observer = TransferObserver()
 
     @property
     def quarantined_bytes(self) -> int:
@@ -207,6 +217,7 @@ class Incoming:
 
     def _start(self, transfer_id: int, fetching: _Fetching, now_s: float) -> None:
         if not fetching.ungreeted:
+            fetching.greeted_s = now_s
             self._do(self._receiver.start(transfer_id), now_s)
 
     def _take(self, source: Source, frames: list[bytes], now_s: float) -> None:
@@ -269,11 +280,13 @@ class Incoming:
                 case SendRequest(rank=rank) | SendCancel(rank=rank):
                     self._send(transfer_id, fetching, rank, isinstance(action, SendCancel))
                 case StartScatter(tails=tails) if lease is not None:
+                    fetching.arrived_s = now_s
                     self._scatterings[transfer_id] = self._bounce.scatter(lease, plan_scatter(tails))
                 case Fail(reason=reason):
                     fetching.has_failed = True
                     if lease is not None:
                         self._bounce.quarantine(lease)
+                    self.observer.fetched(fetching.times(now_s, reason))
                     self._reports.fetch_failed(request_id, reason)
                 case Release():
                     if lease is not None:
@@ -285,6 +298,7 @@ class Incoming:
                     self._forget(transfer_id)
                     self.bytes_received += fetching.num_bytes
                     self.fetch_seconds += now_s - fetching.began_s
+                    self.observer.fetched(fetching.times(now_s, None))
                     self._reports.fetch_completed(request_id)
                 case _:
                     pass

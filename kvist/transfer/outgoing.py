@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 
@@ -30,6 +31,7 @@ from kvist.transfer.messages import (
 from kvist.transfer.sender import Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
 from kvist.transfer.sessions import TransferLimits
 from kvist.transfer.slices import BlockCountMismatchError
+from kvist.transfer.timing import HoldTimes, TransferObserver, WriteTimes
 from kvist.transfer.wire import MESSAGE, PING, REPORT
 
 logger = logging.getLogger(__name__)
@@ -48,13 +50,29 @@ class _Receiver:
     peer: PeerId
 
 
+class _Offer(NamedTuple):
+    """Blocks that are held, and since when."""
+
+    blocks: OfferedBlocks
+    began_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Write:
     receiver: str
     transfer_id: int
     request_id: str
     transfer: Transfer | Bounced
+    num_bytes: int
+    num_pieces: int
     began_s: float
+
+    def times(self, ended_s: float) -> WriteTimes:
+        """Return what is told of the write, which has just ended."""
+        is_bounced, error = isinstance(self.transfer, Bounced), None
+        if self.transfer.state is not WriteState.DONE:
+            error = self.transfer.reason or self.transfer.state.value
+        return WriteTimes(self.request_id, self.began_s, ended_s, self.num_bytes, self.num_pieces, is_bounced, error)
 
     @property
     def tail(self) -> BounceTail | None:
@@ -84,12 +102,13 @@ class Outgoing:
         self._hello = memory.hello
         self._free = free
         self.sender = Sender(limits)
-        self._offered: dict[str, OfferedBlocks] = {}
+        self._offered: dict[str, _Offer] = {}
         self._receivers: OrderedDict[str, _Receiver] = OrderedDict()
         self._writes: list[_Write] = []
         self.num_malformed = 0
         self.num_refused_greetings = 0
         self.write_seconds = 0.0
+        self.observer = TransferObserver()
 
     @property
     def has_writes(self) -> bool:
@@ -98,7 +117,7 @@ class Outgoing:
 
     def offer(self, offered: OfferedBlocks, now_s: float) -> None:
         """Hold blocks until they are fetched, or nobody has come in time."""
-        self._offered[offered.remote_request_id] = offered
+        self._offered[offered.remote_request_id] = _Offer(offered, now_s)
         self.sender.hold(offered.remote_request_id, now_s)
 
     def withdraw(self, request_id: str, now_s: float) -> None:
@@ -140,6 +159,7 @@ class Outgoing:
                 continue
             self._writes.remove(write)
             self.write_seconds += now_s - write.began_s
+            self.observer.written(write.times(now_s))
             if state is not WriteState.DONE:
                 reason = write.transfer.reason
                 logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
@@ -215,13 +235,15 @@ class Outgoing:
                 case SendRefusal(receiver=receiver, refusal=refusal):
                     self._send_message(receiver, refusal)
                 case Free(request_id=request_id, is_fetched=is_fetched):
-                    if self._offered.pop(request_id, None) is not None:
+                    offer = self._offered.pop(request_id, None)
+                    if offer is not None:
+                        self.observer.released(HoldTimes(request_id, offer.began_s, now_s, is_fetched))
                         self._free(request_id, is_fetched)
                 case _:  # a write cannot be ended early: it is short, and its end is waited for
                     pass
 
     def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:
-        receiver, offered = self._receivers[name], self._offered[request.request_id]
+        receiver, offered = self._receivers[name], self._offered[request.request_id].blocks
         try:
             fragments = self._memory.fragments(offered.block_ids_per_group, offered.num_tokens, request, receiver.hello)
             transfer = self._begin(receiver.peer, fragments, request) if len(fragments) else None
@@ -234,7 +256,9 @@ class Outgoing:
         if transfer is None:
             self._do(self.sender.written(name, request.transfer_id, is_ok=True), now_s)
         else:
-            self._writes.append(_Write(name, request.transfer_id, request.request_id, transfer, now_s))
+            num_bytes = int(fragments[:, 2].sum())
+            ids = (request.transfer_id, request.request_id)
+            self._writes.append(_Write(name, *ids, transfer, num_bytes, len(fragments), now_s))
 
     def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Transfer | Bounced:
         """Write in one piece where the receiver has room for that and so have we, else as it is."""

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from kvist.transfer.handoff import Cancelled, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
 from kvist.transfer.ranks import Ranks, RanksAction, Report, Reporter, Tell, deliver
 from kvist.transfer.service import KvTransferService, TransferStatistics
+from kvist.transfer.timing import TransferObserver
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,10 @@ class RankedTransfers:
     def is_alive(self) -> bool:
         """Return whether all ranks serve transfers."""
         return self._service.is_alive and not self._has_lost
+
+    def observe(self, observer: TransferObserver) -> None:
+        """Tell of what ends at rank 0 from now on."""
+        self._service.observe(observer)
 
     def start(self) -> None:
         """Begin to serve; the followers have begun."""

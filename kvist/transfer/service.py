@@ -29,6 +29,7 @@ from kvist.transfer.outgoing import Outgoing
 from kvist.transfer.receiver import ReceiverStatistics
 from kvist.transfer.sender import SenderStatistics
 from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.timing import TransferObserver
 from kvist.transfer.wire import MAX_MESSAGE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,10 @@ class KvTransferService:
     def is_alive(self) -> bool:
         """Return whether transfers are served."""
         return self._thread.is_alive() and not self._has_ended
+
+    def observe(self, observer: TransferObserver) -> None:
+        """Tell of what ends from now on."""
+        self._incoming.observer = self._outgoing.observer = observer
 
     def start(self) -> None:
         """Begin to serve."""
