@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvist.kvcache import ABSENT
+from kvist.events import FULL
+from kvist.kvcache import ABSENT, stale_range
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
@@ -63,14 +64,17 @@ class Reports:
     def wait_for(self, *what: Any) -> tuple[Any, ...]:
         """Return the first report that begins so."""
 
-        def found() -> tuple[Any, ...] | None:
-            return next((each for each in self.heard if each[: len(what)] == what), None)
+        return self._wait(lambda each: each[: len(what)] == what, what)
 
+    def wait_for_either(self, one: str, other: str, name: str) -> str:
+        """Return which of two reports comes first."""
+        kind: str = self._wait(lambda each: each[0] in (one, other) and each[1] == name, (one, other, name))[0]
+        return kind
+
+    def _wait(self, is_it: Callable[[tuple[Any, ...]], bool], what: object) -> tuple[Any, ...]:
         with self.changed:
-            assert self.changed.wait_for(found, PATIENCE_S), (what, self.heard)
-            result = found()
-            assert result is not None
-            return result
+            assert self.changed.wait_for(lambda: any(map(is_it, self.heard)), PATIENCE_S), (what, self.heard)
+            return next(filter(is_it, self.heard))
 
 
 class Rank:
@@ -144,9 +148,13 @@ class Worker:
             rank.service.offer(OfferedBlocks(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
 
     def fetch(self, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
-        wanted = WantedBlocks(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, tuple(map(tuple, tables)))
         for rank in self.ranks:
-            rank.service.fetch(wanted)
+            self.fetch_by(rank, prompt, tables, endpoints)
+
+    def fetch_by(self, rank: Rank, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
+        """Have one rank alone fetch its part."""
+        block_ids = tuple(map(tuple, tables))
+        rank.service.fetch(WantedBlocks(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, block_ids))
 
 
 class Prompt:
@@ -166,7 +174,8 @@ class Prompt:
         """Return blocks for it, by ordinal, in any order; windowed groups lack the stale ones."""
         rng = random.Random(seed * 1000 + self.seed)
         total = -(-self.num_tokens // B)
-        stale = [0 if s.window is None else (self.num_tokens + 1 - s.window) // B for s in self.shapes]
+        windows = [FULL if shape.window is None else shape.window for shape in self.shapes]
+        stale = [stale_range(self.num_tokens, window, B).end for window in windows]
         return [[ABSENT] * first + rng.sample(range(NUM_SLOTS), total - first) for first in stale]
 
 

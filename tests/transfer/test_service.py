@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from kvist.transfer.messages import GroupShape, PoolPlace, Refusal, RefusalReaso
 from kvist.transfer.service import make_hello
 from kvist.transfer.sessions import TransferLimits
 
+NUM_SLOTS = 24  # of each pool
 FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
 TWO_HEADS = (GroupShape(None, 2, 8, "float32", 2, (0, 1)),)
 SIX_HEADS = (GroupShape(None, 6, 8, "float32", 2, (0, 1)),)
@@ -439,3 +442,44 @@ def test_pools_that_are_not_what_the_groups_come_to_are_refused(shapes: Any, ope
     for part in (Part(0, 1), Part(0, 3)):
         with pytest.raises(InvalidValueError, match="pools"):
             make_hello("tiny", 4, shapes, pools, agent, "shared_memory", part)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_mix_between_ranks_leaves_nothing_behind(seed: int, open_worker: Any, make_prompt: Any) -> None:
+    rng = random.Random(seed)
+    num_senders, num_receivers = rng.choice([(2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4)])
+    source, target = (open_worker(n, has_bounce=bool(seed % 2), limits=FAST) for n in (num_senders, num_receivers))
+    num_whole = 0
+    for batch in range(8):
+        prompts = [make_prompt(4 * batch + i, rng.randint(1, 20)) for i in range(4)]
+        rows = [prompt.tables(1) for prompt in prompts], [prompt.tables(2) for prompt in prompts]
+        for tables in rows:  # no two of the four may have a block in common
+            for group_id in range(len(tables[0])):
+                free = rng.sample(range(NUM_SLOTS), NUM_SLOTS)
+                for each in tables:
+                    each[group_id] = [-1 if block_id < 0 else free.pop() for block_id in each[group_id]]
+        moves: list[Callable[[], None]] = []
+        for prompt, offered, wanted in zip(prompts, *rows, strict=True):
+            source.offer(prompt, offered)
+            fetch = [partial(target.fetch_by, rank, prompt, wanted, source.endpoints) for rank in target.ranks]
+            rng.shuffle(fetch)
+            moves += fetch
+            fate = rng.choice(["fetched", "fetched", "fetched", "cancelled", "withdrawn", "withdrawn from one"])
+            if fate == "cancelled":
+                moves += [partial(rank.service.cancel, prompt.name) for rank in target.ranks]
+            elif fate != "fetched":
+                ranks = source.ranks if fate == "withdrawn" else [rng.choice(source.ranks)]
+                moves += [partial(rank.service.withdraw, prompt.name) for rank in ranks]
+        rng.shuffle(moves)
+        for move in moves:
+            move()
+        for prompt, wanted in zip(prompts, rows[1], strict=True):
+            for rank in source.ranks:
+                rank.reports.wait_for("release", prompt.name)
+            for rank in target.ranks:
+                if rank.reports.wait_for_either("completed", "released", prompt.name) == "completed":
+                    assert rank.holds(prompt.whole, wanted)
+                    num_whole += 1
+        for rank in (*source.ranks, *target.ranks):
+            rank.assert_nothing_left()
+    assert num_whole > 4
