@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:
     raise MissingExtraError("nixl", str(error.name)) from error
 
 KIND = "nixl"
-_DRAIN_S = 1.0  # for a write that is to end early
+_DRAIN_S = 1.0  # for a write that is under way while the agent closes
 _logger = logging.getLogger(__name__)
 # The bindings' errors have no root of their own but Exception.
 _NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
@@ -198,6 +198,7 @@ class NixlAgent:
                 raise WriteFailedError(f"NIXL reports {state} for a write to {peer!r}")
             self._agent.release_xfer_handle(handle)
         except (WriteFailedError, *_NIXL_ERRORS) as error:
+            _logger.warning("kv write is late or has failed: agent=%s reason=%s", self.name, self._reason(peer, error))
             is_over = handle is None or (yield from self._drain(handle))
             raise WriteFailedError(self._reason(peer, error), is_quiescent=is_over) from error
 
@@ -205,12 +206,17 @@ class NixlAgent:
         return error.reason if isinstance(error, WriteFailedError) else f"writing to {peer!r}: {error}"
 
     def _drain(self, handle: object) -> Generator[bool, None, bool]:
-        """Return whether a write is over: it has a while for that, since a cancelled one may still be under way."""
-        deadline_s = monotonic() + _DRAIN_S
+        """Return whether a write is over: it is not before its peer goes on or dies, and an agent that closes gives up.
+
+        NIXL cannot take back what is under way, and knows nothing more of a write whose handle was released.
+        """
+        closing_s: float | None = None
         is_pending = True
         try:
-            while is_pending and monotonic() < deadline_s:
+            while is_pending and (closing_s is None or monotonic() < closing_s + _DRAIN_S):
                 is_pending = self._agent.check_xfer_state(handle) == "PROC"
+                if closing_s is None and self._thread.is_closing:
+                    closing_s = monotonic()
                 yield False
         except _NIXL_ERRORS as error:  # of a peer that is gone: NIXL knows no more of the write
             _logger.info("a write has no state any more: agent=%s error=%s", self.name, error)

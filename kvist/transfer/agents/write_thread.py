@@ -53,6 +53,11 @@ class WriteThread:
         self._thread = threading.Thread(target=self._run, name=f"writes of {name}", daemon=True)
         self._thread.start()
 
+    @property
+    def is_closing(self) -> bool:
+        """Return whether writes that cannot end should be left behind."""
+        return self._is_closing
+
     def submit(self, peer: PeerId, transfer: Transfer, steps: Steps) -> Transfer:
         """Begin a write; returns `transfer`, FAILED already if there are too many or the agent is closed."""
         with self._changed:

@@ -1,0 +1,80 @@
+"""Starts `kvist serve` processes as forks of this one, in which everything is imported, each in tenths of a second.
+
+Each line of the standard input asks for one, in JSON: its `arguments`, the `log` that its output goes to, and what is
+to be changed in it. `is_bounced` has every transfer bounced, however slow that was measured to be; the first scatter
+then waits until somebody opens `scatter_gate`, a FIFO, if there is one. The answer is a process id.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from kvist.cli import main
+from kvist.transfer.bounce import calibration
+from kvist.transfer.bounce.copier import TorchCopier
+from kvist.transfer.bounce.gate import CostCurve, CostModel
+
+IMPORTED = (  # what the command imports when it runs
+    "kvist.cli._publisher_metrics",
+    "kvist.cli._transfer_metrics",
+    "kvist.cli.serve",
+    "kvist.engine.loading",
+    "kvist.engine.server.app",
+    "kvist.openai.tokenization",
+    "kvist.transfer.service",
+    "uvicorn",
+)
+_PR_SET_PDEATHSIG = 1
+_ANY = CostCurve((1,), (1.0,))
+
+
+def serve(asked: dict[str, Any]) -> None:
+    """Be the worker that was asked for, until it ends or the factory does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(asked["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number in (1, 2):
+        os.dup2(log, number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ |= asked["environment"]
+    if asked["is_bounced"]:
+        calibration.calibrate_agents = lambda *_: CostModel(_ANY, _ANY, _ANY, write_fixed_s=1.0)
+        CostModel.prefers_bounce = lambda *_: True  # type: ignore
+    if asked["scatter_gate"]:
+        hold_first_scatter(asked["scatter_gate"])
+    code = main(asked["arguments"])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def hold_first_scatter(gate: str) -> None:
+    """Say when the first scatter begins, and let it wait at the gate."""
+    scatter, is_first = TorchCopier.scatter, threading.Lock()
+
+    def held(*arguments: Any) -> None:
+        if is_first.acquire(blocking=False):
+            print("scattering", flush=True)
+            with open(gate):
+                pass
+        scatter(*arguments)
+
+    TorchCopier.scatter = held  # type: ignore
+
+
+if __name__ == "__main__":
+    for name in IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them but by their descriptors
+    print("ready", flush=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            serve(json.loads(line))
+        print(pid, flush=True)
