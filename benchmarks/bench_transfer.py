@@ -1,10 +1,16 @@
 """When does bouncing pay: gather, one write and scatter, against a write of every fragment as it is?
 
-Both in the same run, in turns, for each agent and fragment size, from a process to a peer of its own; the fragments are
-in random order at both ends. Bound by the copies and one large write, each measured alone in the same turns: the bound
-is 1/(1/gather + 1/write + 1/scatter). The baseline is the better of both ways; the gate's choice is held against it.
+Senders in processes of their own write to this one, both ways in turns and in a random order, for each agent, fragment
+size and number of fragments, which lie in random order at both ends. Last come the fragments of a model whose heads are
+split over two senders: 32 layers, 8 KV heads of 128, blocks of 16 tokens. Both ways are timed from being asked until
+every byte is in its place, which for a bounce includes the check of its tail.
 
-    python benchmarks/bench_transfer.py [--quick] [--save]
+Moving the bytes of a bounce is bound by 1/(1/gather + 1/write + 1/scatter), each measured alone in the same turns. The
+baseline is the better way, and the gate, calibrated anew in each run as a worker does it, is held against it. Fragments
+are written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
+longer by more than that.
+
+    python benchmarks/bench_transfer.py [--quick] [--runs N] [--save]
 """
 
 from __future__ import annotations
@@ -13,11 +19,12 @@ import argparse
 import base64
 import importlib
 import json
+import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -27,57 +34,86 @@ import torch
 from _common import report, table
 
 from kvist.errors import MissingExtraError
-from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, WriteState
+from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
 from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
-from kvist.transfer.bounce.calibration import calibrate_peer
-from kvist.transfer.bounce.copier import TorchCopier, host_region
-from kvist.transfer.bounce.gate import CostCurve
+from kvist.transfer.bounce.calibration import calibrate_agents
+from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
+from kvist.transfer.frames import BounceTail, Extent, check_tail, plan_scatter
 
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
+POOL_BYTES = 64 * MIB
 SIZES = tuple(1 << bits for bits in range(10, 19))
-REGION_BYTES = 64 * MIB
+# Of a block of 32 layers, keys and values, each sender has the half of the heads: 4 * 16 * 128 numbers of 2 bytes.
+HEADS_PIECES, HEADS_BYTES = 32 * 2, 4 * 16 * 128 * 2
+WAYS = ("fragments", "again", "bounced", "gather", "write", "scatter")
 _TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One agent and fragment size: the median seconds of each way and of each step of a bounce, alone."""
+class Shape:
+    """What each of some senders moves."""
 
-    agent: str
-    fragment_bytes: int
+    size_bytes: int
     num_fragments: int
-    per_fragment_s: float
-    bounced_s: float
-    gather_s: float
-    write_s: float
-    scatter_s: float
-    is_bounced_by_gate: bool
+    num_writers: int = 1
+    has_split_heads: bool = False
 
     @property
-    def bound_s(self) -> float:
-        """Return what a bounce would take if its steps cost nothing to put together."""
-        return self.gather_s + self.write_s + self.scatter_s
+    def total_bytes(self) -> int:
+        """Return the bytes of all senders."""
+        return self.size_bytes * self.num_fragments * self.num_writers
+
+    def offsets(self, rank: int, seed: int) -> tuple[Any, Any]:
+        """Return where one sender's fragments lie in its pool, and where they belong in the receiver's."""
+        there, here = np.random.default_rng(seed), np.random.default_rng((seed, rank))
+        if self.has_split_heads:
+            num_blocks, pieces = self.num_fragments // HEADS_PIECES, np.arange(HEADS_PIECES)
+            num_slots = POOL_BYTES // (self.num_writers * HEADS_PIECES * self.size_bytes)
+            ours, theirs = (rng.permutation(num_slots)[:num_blocks, None] * HEADS_PIECES for rng in (here, there))
+            theirs = ((theirs + pieces) * self.num_writers + rank).ravel()
+            return (ours + pieces).ravel() * self.size_bytes, theirs * self.size_bytes
+        num_slots = POOL_BYTES // self.size_bytes
+        targets = there.permutation(num_slots)[: self.num_fragments * self.num_writers][rank :: self.num_writers]
+        return here.permutation(num_slots)[: self.num_fragments] * self.size_bytes, targets * self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One agent and shape: the seconds of each turn, and what the gate says."""
+
+    agent: str
+    shape: Shape
+    seconds: dict[str, list[float]]
+    told_s: float
+    is_bounced_by_gate: bool
+
+    def ratios(self, way: str, other: str) -> list[float]:
+        """Return what one way took of the other, in each turn."""
+        return sorted(a / b for a, b in zip(self.seconds[way], self.seconds[other], strict=True))
+
+    @property
+    def bounced_of_fragments(self) -> float:
+        """Return the time of bounces over that of fragments: the median of the turns, against both repetitions."""
+        return median(self.ratios("bounced", "fragments") + self.ratios("bounced", "again"))
+
+    @property
+    def noise(self) -> float:
+        """Return how much longer the same may seem to take: where the median of 19 in 20 repetitions of this lies."""
+        ratios = np.array(self.ratios("fragments", "again"))
+        medians = np.median(np.random.default_rng(0).choice(ratios, (2000, len(ratios))), axis=1)
+        low, high = np.quantile(medians, (0.025, 0.975))
+        return float(max(high, 1 / low)) - 1
 
     @property
     def of_bound(self) -> float:
-        """Return the share of the bound that bouncing reaches."""
-        return self.bound_s / self.bounced_s
+        """Return the share of the bound that moving the bytes reaches."""
+        steps = zip(*(self.seconds[way] for way in ("gather", "write", "scatter", "bounced")), strict=True)
+        return median((gather + write + scatter) / (bounced - self.told_s) for gather, write, scatter, bounced in steps)
 
     @property
-    def gate_against_better(self) -> float:
-        """Return how much longer the gate's choice takes than the better way: 1 is the best."""
-        chosen_s = self.bounced_s if self.is_bounced_by_gate else self.per_fragment_s
-        return chosen_s / min(self.bounced_s, self.per_fragment_s)
-
-    def row(self) -> list[object]:
-        """Return a row of the table."""
-        rates = [
-            f"{self.num_fragments * self.fragment_bytes / s / 1e9:.2f}" for s in (self.per_fragment_s, self.bounced_s)
-        ]
-        ratio, gate = self.per_fragment_s / self.bounced_s, "bounce" if self.is_bounced_by_gate else "fragments"
-        size = f"{self.fragment_bytes >> 10} KiB"
-        last = [f"{ratio:.2f}", f"{self.of_bound:.2f}", gate, f"{self.gate_against_better:.2f}"]
-        return [self.agent, size, f"{self.num_fragments} : 1", *rates, *last]
+    def chosen_over_other(self) -> float:
+        """Return the time of the gate's choice over that of the other way."""
+        return self.bounced_of_fragments if self.is_bounced_by_gate else 1 / self.bounced_of_fragments
 
 
 def agent_class(kind: str) -> Callable[[str], TransferAgent]:
@@ -89,177 +125,274 @@ def agent_class(kind: str) -> Callable[[str], TransferAgent]:
 
 
 class End:
-    """One end: an agent, a pool, and a bounce whose copier knows the pool."""
+    """One end: an agent, a pool, and a bounce whose copier knows the pool, and which is not asked whether it pays."""
 
-    def __init__(self, kind: str, name: str, pool_bytes: int) -> None:
-        torch.set_num_threads(1)
-        new_agent = agent_class(kind)
-        self.agent = new_agent(name)
-        self.pool = self.agent.allocate(pool_bytes)
+    def __init__(self, agent: TransferAgent) -> None:
+        self.agent = agent
+        self.pool = agent.allocate(POOL_BYTES)
         self.pool[:] = 1  # every page is there before anything is timed
-        self.agent.register(self.pool.ctypes.data, pool_bytes)
+        agent.register(self.pool.ctypes.data, POOL_BYTES)
+        self.base = int(self.pool.ctypes.data)
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
-        size_bytes = max(REGION_BYTES, pool_bytes)
-        # The gate is asked apart, so that both ways can be timed whatever it says.
-        self.memory = [host_region(self.agent, size_bytes) for _ in range(2)]
-        for memory in self.memory:
-            memory.part(0, size_bytes).fill_(1)
-        regions = iter(self.memory)
-        never_asked = CostModel(*[CostCurve((1,), (1.0,))] * 3, write_fixed_s=1.0)
-        self.bounce = RegionBounce(self.agent, self.copier, lambda: next(regions), never_asked, BounceConfig())
+        self.memory: list[TensorRegion] = []
+        self.bounce = RegionBounce(agent, self.copier, self._region, None, BounceConfig())
+
+    def _region(self) -> TensorRegion:
+        self.memory.append(host_region(self.agent, POOL_BYTES))
+        self.memory[-1].part(0, POOL_BYTES).fill_(1)
+        return self.memory[-1]
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.bounce.close()
+        self.agent.close()
 
 
-def serve(kind: str, pool_bytes: int) -> None:
-    """Be the peer: scatter what lies in the region when told to, and say how long that took."""
-    end = End(kind, "peer", pool_bytes)
-    facts = {
-        "metadata": base64.b64encode(end.agent.metadata()).decode(),
-        "pool": int(end.pool.ctypes.data),
-        "region": end.memory[1].address,
+def serve(kind: str, rank: int) -> None:
+    """Be a sender: hear where the receiver is, then what to send, and how, and say how long each took."""
+    torch.set_num_threads(1)
+    end = End(agent_class(kind)(f"sender {rank}"))
+    print("{}", flush=True)
+    receiver = json.loads(sys.stdin.readline())
+    peer = end.agent.connect(base64.b64decode(receiver["metadata"]))
+    fragments, base = np.empty((0, 3), np.int64), 0
+
+    def gather() -> None:
+        size_bytes = int(fragments[:, 2].sum())
+        end.copier.gather(fragments[:, 0], fragments[:, 2], end.memory[0].part(0, size_bytes))
+
+    def write() -> None:
+        waited(end.agent.write(peer, [Fragment(end.memory[0].address, base, int(fragments[:, 2].sum()))]))
+
+    ways = {
+        "fragments": lambda: waited(end.agent.write(peer, fragments)),
+        "again": lambda: waited(end.agent.write(peer, fragments)),
+        "bounced": lambda: waited(end.bounce.send(peer, fragments, base)),
+        "gather": gather,
+        "write": write,
     }
-    print(json.dumps(facts), flush=True)
     for line in sys.stdin:
-        addresses, sizes = plan_of(json.loads(line), end.pool.ctypes.data)
+        asked = json.loads(line)
+        if "way" in asked:
+            print(json.dumps({"s": timed(ways[asked["way"]])}), flush=True)
+            continue
+        shape, base = Shape(**asked["shape"]), asked["base"]
+        sources, targets = shape.offsets(rank, asked["seed"])
+        sizes = np.full(shape.num_fragments, shape.size_bytes, np.int64)
+        fragments = np.stack((end.base + sources, receiver["pool"] + targets, sizes), axis=1)
         print("{}", flush=True)
-        sys.stdin.readline()
-        began = perf_counter()
-        end.copier.scatter(addresses, sizes, end.memory[1].part(0, int(sizes.sum())))
-        print(json.dumps({"scatter_s": perf_counter() - began}), flush=True)
-    end.bounce.close()
-    end.agent.close()
+    end.close()
 
 
-def plan_of(asked: dict[str, int], base: int) -> tuple[Any, Any]:
-    """Return addresses in a random order, and sizes, of the fragments that are asked for."""
-    order = np.random.default_rng(asked["seed"]).permutation(asked["count"]) * asked["size"]
-    return base + order, np.full(asked["count"], asked["size"], np.int64)
+class Sender:
+    """A sender, in a process of its own."""
 
-
-class PeerProcess:
-    """The peer, in a process of its own."""
-
-    def __init__(self, kind: str, pool_bytes: int) -> None:
-        command = [sys.executable, __file__, "--serve", kind, "--pool-bytes", str(pool_bytes)]
+    def __init__(self, kind: str, rank: int) -> None:
+        command = [sys.executable, __file__, "--serve", kind, "--rank", str(rank)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.facts = self._hear()
-
-    def prepare(self, count: int, size: int, seed: int) -> None:
-        """Let it know what to scatter next."""
-        self._say(json.dumps({"count": count, "size": size, "seed": seed}))
-        self._hear()
-
-    def scatter(self) -> tuple[float, float]:
-        """Return how long a scatter took there, and how long it was until that was known here."""
-        began = perf_counter()
-        self._say("go")
-        return self._hear()["scatter_s"], perf_counter() - began
+        self.hear()
 
     def end(self) -> None:
         """Let it end."""
         self._process.communicate()
 
-    def _say(self, line: str) -> None:
+    def say(self, **asked: Any) -> None:
+        """Ask for something."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.write(f"{json.dumps(asked)}\n")
         self._process.stdin.flush()
 
-    def _hear(self) -> dict[str, Any]:
+    def hear(self) -> dict[str, Any]:
+        """Return the answer."""
         assert self._process.stdout is not None
         while not (line := self._process.stdout.readline()).startswith("{"):  # NIXL logs here as well
             if not line:
-                raise SystemExit("the peer has died")
+                raise SystemExit("a sender has died")
         heard: dict[str, Any] = json.loads(line)
         return heard
 
 
 def waited(transfer: Any) -> None:
     """Wait until a write or a send has ended well."""
-    if not transfer.wait(_TIMEOUT_S) or transfer.state is not WriteState.DONE:
-        raise SystemExit(f"a write has failed: {transfer.reason}")
+    if transfer is None or not transfer.wait(_TIMEOUT_S) or transfer.state is not WriteState.DONE:
+        raise SystemExit(f"a write has failed: {transfer and transfer.reason}")
 
 
-def measure(
-    kind: str, end: End, peer: PeerProcess, costs: CostModel, size: int, total_bytes: int, num_turns: int
-) -> Case:
-    """Time both ways and each step in turns, after a turn that does not count."""
-    peer_id = end.agent.connect(base64.b64decode(peer.facts["metadata"]))
-    count = total_bytes // size
-    seconds: dict[str, list[float]] = {name: [] for name in ("fragments", "bounced", "gather", "write", "scatter")}
-    for turn in range(num_turns + 1):
-        asked = {"count": count, "size": size, "seed": turn}
-        sources, sizes = plan_of({**asked, "seed": turn + 1000}, end.pool.ctypes.data)
-        targets, _ = plan_of(asked, peer.facts["pool"])
-        fragments = np.stack((sources, targets, sizes), axis=1)
-        times = {"fragments": _timed(lambda rows=fragments: waited(end.agent.write(peer_id, rows)))}
-        region = end.memory[0]
-        times["gather"] = _timed(lambda: end.copier.gather(sources, sizes, region.part(0, total_bytes)))  # noqa: B023
-        whole = np.array([[region.address, peer.facts["region"], total_bytes]], np.int64)
-        times["write"] = _timed(lambda rows=whole: waited(end.agent.write(peer_id, rows)))
-        peer.prepare(**asked)
-        times["scatter"], _ = peer.scatter()
-        peer.prepare(**asked)
-        began = perf_counter()
-        outgoing = end.bounce.send(peer_id, fragments, peer.facts["region"])
-        if outgoing is None:
-            raise SystemExit("there is no room to gather in")
-        waited(outgoing)
-        peer.scatter()
-        times["bounced"] = perf_counter() - began
-        if turn:
-            for name, taken in times.items():
-                seconds[name].append(taken)
-    medians = {name: median(taken) for name, taken in seconds.items()}
-    prefers = costs.prefers_bounce(count, total_bytes)
-    steps = (medians["fragments"], medians["bounced"], medians["gather"], medians["write"], medians["scatter"])
-    return Case(kind, size, count, *steps, prefers)
-
-
-def _timed(function: Callable[[], object]) -> float:
+def timed(function: Callable[[], object]) -> float:
+    """Return the seconds of a call."""
     began = perf_counter()
     function()
     return perf_counter() - began
 
 
-def run(quick: bool) -> list[Case]:
-    """Return every case of every agent that is installed."""
-    sizes, total_bytes, num_turns = ((SIZES[0], SIZES[4], SIZES[8]), 16 * MIB, 3) if quick else (SIZES, 64 * MIB, 9)
+class Receiver:
+    """This process: asks senders for one shape, one way at a time, and scatters."""
+
+    def __init__(self, end: End, senders: Sequence[Sender]) -> None:
+        self.end, self._senders = end, senders
+        metadata = base64.b64encode(end.agent.metadata()).decode()
+        for sender in senders:
+            sender.say(metadata=metadata, pool=end.base)
+        self.told_s: list[float] = []
+
+    def prepare(self, shape: Shape, seed: int) -> None:
+        """Reserve room, and let everybody know what will be moved."""
+        self._shape = shape
+        lease = self.end.bounce.reserve(
+            shape.total_bytes, shape.num_fragments * shape.num_writers, shape.num_writers, timeout_s=0.0
+        )
+        assert lease is not None
+        self._lease, self._tails = lease, []
+        for rank, sender in enumerate(self._senders[: shape.num_writers]):
+            sender.say(shape=asdict(shape), seed=seed, base=lease.extents[rank].base)
+            targets = self.end.base + shape.offsets(rank, seed)[1]
+            self._tails.append(BounceTail(targets, np.full_like(targets, shape.size_bytes), lease.extents[rank].base))
+            sender.hear()
+        blocks = sorted(address for tail in self._tails for address in tail.dst_addresses.tolist())
+        self._blocks = tuple(Extent(address, shape.size_bytes) for address in blocks)
+
+    def move(self, way: str) -> float:
+        """Return the seconds of one way, or of one step of a bounce."""
+        if way == "scatter":
+            copies = plan_scatter(self._tails)
+            part = self.end.memory[1].part(self._lease.offset, self._shape.total_bytes)
+            return timed(lambda: self.end.copier.scatter(copies[:, 1], copies[:, 2], part))
+        began = perf_counter()
+        for sender in self._senders[: self._shape.num_writers]:
+            sender.say(way=way)
+        alone_s = max(sender.hear()["s"] for sender in self._senders[: self._shape.num_writers])
+        if way in ("gather", "write"):
+            return alone_s
+        if way == "bounced":
+            self.told_s.append(timed(self._check))
+            scattering = self.end.bounce.scatter(self._lease, plan_scatter(self._tails))
+            if not scattering.wait(_TIMEOUT_S) or scattering.error is not None:
+                raise SystemExit(f"a scatter has failed: {scattering.error}")
+        return perf_counter() - began
+
+    def _check(self) -> None:
+        for tail, region in zip(self._tails, self._lease.extents, strict=True):
+            check_tail(tail, region.size_bytes, region, self._blocks, "bench")
+
+    def release(self) -> None:
+        """Give the room back."""
+        self.end.bounce.release(self._lease)
+
+
+def measure(kind: str, receiver: Receiver, costs: CostModel, shape: Shape, num_turns: int) -> Case:
+    """Time both ways and each step in turns, in a random order, after a turn that does not count."""
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    order = random.Random(shape.size_bytes * shape.num_fragments)
+    receiver.told_s.clear()
+    for turn in range(num_turns + 1):
+        receiver.prepare(shape, turn)
+        for way in order.sample(WAYS, len(WAYS)):
+            taken = receiver.move(way)
+            if turn:
+                seconds[way].append(taken)
+        receiver.release()
+    asked = (shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
+    return Case(kind, shape, seconds, median(receiver.told_s), costs.prefers_bounce(*asked))
+
+
+def shapes(quick: bool) -> list[Shape]:
+    """Return few and many fragments of each size, and the fragments of split heads, for short and long prompts."""
+    sizes = SIZES[::4] if quick else SIZES
+    counts = {size: (16, 256, POOL_BYTES // size) for size in sizes}
+    swept = [Shape(size, count) for size in sizes for count in counts[size] if count * size <= POOL_BYTES]
+    return list(dict.fromkeys(swept)) + [
+        Shape(HEADS_BYTES, num_blocks * HEADS_PIECES, num_writers=2, has_split_heads=True) for num_blocks in (4, 32)
+    ]
+
+
+def run(kind: str, quick: bool) -> tuple[list[Case], float]:
+    """Return every case of an agent, and the seconds of the calibration."""
+    new_agent = agent_class(kind)
+    agent = new_agent("receiver")
+    ends = (new_agent("from"), new_agent("to"))
+    began = perf_counter()
+    costs = calibrate_agents(*ends)
+    calibration_s = perf_counter() - began
+    for each in ends:
+        each.close()
+    senders = [Sender(kind, rank) for rank in range(2)]
+    receiver = Receiver(End(agent), senders)
     cases = []
-    for kind in ("shared_memory", "nixl"):
-        with suppress(MissingExtraError):
-            agent_class(kind)
-            peer, end = PeerProcess(kind, total_bytes), End(kind, "bench", total_bytes)
-            peer_id = end.agent.connect(base64.b64decode(peer.facts["metadata"]))
-            costs = calibrate_peer(end.agent, peer_id, peer.facts["region"])
-            cases += [measure(kind, end, peer, costs, size, total_bytes, num_turns) for size in sizes]
-            end.bounce.close()
-            end.agent.close()
-            peer.end()
-    return cases
+    for shape in shapes(quick):
+        num_turns = 5 if quick else 9 if shape.total_bytes > 8 * MIB else 25
+        cases.append(measure(kind, receiver, costs, shape, num_turns))
+    for sender in senders:
+        sender.end()
+    receiver.end.close()
+    return cases, calibration_s
+
+
+def row(runs: Sequence[Case]) -> list[object]:
+    """Return a row of the table: one case in all runs."""
+    shape, first = runs[0].shape, runs[0]
+
+    def of_all(way: str) -> str:
+        low, middle, high = np.quantile([s * 1e3 for case in runs for s in case.seconds[way]], (0.25, 0.5, 0.75))
+        return f"{middle:.3g} ({low:.3g}-{high:.3g})"
+
+    size = f"{shape.size_bytes >> 10} KiB" + (", split heads" if shape.has_split_heads else "")
+    count = f"{shape.num_writers} x {shape.num_fragments}" if shape.num_writers > 1 else str(shape.num_fragments)
+    ratio = median(1 / case.bounced_of_fragments for case in runs)
+    bounces = sum(case.is_bounced_by_gate for case in runs)
+    last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
+    return [first.agent, size, count, of_all("fragments"), of_all("bounced"), *last, f"{bounces} of {len(runs)}"]
+
+
+def losses(cases: Sequence[Case]) -> dict[str, int]:
+    """Return how often the gate was right, or not: a loss is a bounce that was slower, by more than the noise."""
+    beyond = [case for case in cases if case.chosen_over_other > 1 + case.noise]
+    return {
+        "choices": len(cases),
+        "bounced": sum(case.is_bounced_by_gate for case in cases),
+        "bounced_and_slower": sum(case.is_bounced_by_gate and case.chosen_over_other > 1 for case in cases),
+        "bounced_and_slower_beyond_noise": sum(case.is_bounced_by_gate for case in beyond),
+        "gains_missed_beyond_noise": sum(not case.is_bounced_by_gate for case in beyond),
+    }
 
 
 def main() -> None:
-    """Run all, or be the peer."""
+    """Run all, or be a sender."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three sizes, a quarter of the bytes")
+    parser.add_argument("--quick", action="store_true", help="three sizes, five turns, one run")
+    parser.add_argument("--runs", type=int, default=5, help="how often everything is run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="write the results below benchmarks/results")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--pool-bytes", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.pool_bytes)
+        serve(args.serve, args.rank)
         return
-    cases = run(args.quick)
-    headers = ["agent", "fragment", "descriptors", "fragments GB/s", "bounced GB/s", "bounced / fragments"]
-    markdown = table([*headers, "of bound", "gate says", "gate / better"], [case.row() for case in cases])
-    results = {
-        "cases": [
-            {"agent": case.agent, "fragment_bytes": case.fragment_bytes, "of_bound": round(case.of_bound, 3)}
-            | {"speedup": round(case.per_fragment_s / case.bounced_s, 3)}
-            | {"gate_against_better": round(case.gate_against_better, 3), "gate_bounces": case.is_bounced_by_gate}
-            for case in cases
-        ]
-    }
+    torch.set_num_threads(1)
+    cases: dict[tuple[str, Shape], list[Case]] = {}
+    calibrations: dict[str, list[float]] = {}
+    for _ in range(1 if args.quick else args.runs):
+        for kind in ("shared_memory", "nixl"):
+            with suppress(MissingExtraError):
+                done, calibration_s = run(kind, args.quick)
+                calibrations.setdefault(kind, []).append(round(calibration_s, 2))
+                for case in done:
+                    cases.setdefault((kind, case.shape), []).append(case)
+    every = [case for runs in cases.values() for case in runs]
+    headers = ["agent", "fragment", "fragments", "as they are ms", "bounced ms", "as they are / bounced"]
+    markdown = table([*headers, "noise", "of bound", "gate bounces"], [row(runs) for runs in cases.values()])
+    counts = losses(every)
+    markdown += "\n\n" + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items())
+    results = {"gate": counts, "calibration_s": calibrations, "cases": [facts(runs) for runs in cases.values()]}
     report("bench_transfer", markdown, results, ["torch", "numpy"], args.save)
+
+
+def facts(runs: Sequence[Case]) -> dict[str, Any]:
+    """Return one case in all runs, for machines."""
+    named = {"agent": runs[0].agent, **asdict(runs[0].shape)}
+    for name in ("bounced_of_fragments", "noise", "of_bound", "is_bounced_by_gate"):
+        values = [getattr(case, name) for case in runs]
+        named[name] = [value if isinstance(value, bool) else round(value, 3) for value in values]
+    return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in WAYS}
 
 
 if __name__ == "__main__":

@@ -63,11 +63,14 @@ class RegionBounce(Generic[M]):
         agent: TransferAgent,
         copier: Copier[M],
         allocate: Callable[[], RegionMemory[M]],
-        costs: CostModel,
+        costs: CostModel | None,
         config: BounceConfig,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Register both regions; if the second cannot be, the first is taken back and the error raised."""
+        """Register both regions; if the second cannot be, the first is taken back and the error raised.
+
+        Without costs, whatever fits is bounced.
+        """
         self._agent, self._copier, self._costs, self._config, self._clock = agent, copier, costs, config, clock
         with ExitStack() as undo:
             self._regions = []
@@ -99,8 +102,7 @@ class RegionBounce(Generic[M]):
         if extents is None or num_fragments < 1 or size_bytes > self._receive_memory.size_bytes:
             self._count("refused_by_size")
             return None
-        if not self._costs.prefers_bounce(num_fragments, size_bytes):
-            self._count("refused_by_gate")
+        if not self._prefers_bounce(num_fragments, size_bytes, num_writers):
             return None
         offset = self._take(self._receive_room, size_bytes, timeout_s)
         if offset is None:
@@ -125,9 +127,14 @@ class RegionBounce(Generic[M]):
                 self._receive_room.quarantine(lease.offset)
 
     def send(self, peer: PeerId, fragments: Fragments, base: int, timeout_s: float | None = None) -> Outgoing | None:
-        """Gather on the thread, then write once; the room is free when that write has ended."""
+        """Gather on the thread, then write once; the room is free when that write has ended.
+
+        The gate is asked again: the receiver had to guess how many fragments are left where neighbours are joined.
+        """
         array = as_array(fragments)
         size_bytes = int(array[:, 2].sum())
+        if not self._prefers_bounce(len(array), size_bytes):
+            return None
         offset = self._take(self._send_room, size_bytes, timeout_s)
         if offset is None:
             self._count("refused_for_room")
@@ -179,6 +186,12 @@ class RegionBounce(Generic[M]):
                 send_bytes=self._send_room.used_bytes,
                 quarantined_bytes=quarantined,
             )
+
+    def _prefers_bounce(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> bool:
+        if self._costs is None or self._costs.prefers_bounce(num_fragments, size_bytes, num_writers):
+            return True
+        self._count("refused_by_gate")
+        return False
 
     def _is_idle(self) -> bool:
         return not (self._receive_room.used_bytes or self._send_room.used_bytes)

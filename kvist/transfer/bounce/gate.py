@@ -1,26 +1,39 @@
-"""Whether a transfer is faster bounced: predicted from costs that were measured on this host, at start."""
+"""Whether a transfer is faster bounced: predicted from what both ways took on this host, at start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import exp, inf, log
-from typing import TypeAlias
+from time import perf_counter
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
 
 from kvist.errors import InvalidValueError
 
-# Does one operation on so many fragments of so many bytes each, and returns the seconds it took.
-Measure: TypeAlias = Callable[[int, int], float]
+
+class Seconds(NamedTuple):
+    """What one transfer took both ways: a write of its fragments; a send of the same in one piece, and a scatter."""
+
+    write: float
+    send: float
+    scatter: float
+
+
+# Moves so many fragments of so many bytes each, both ways.
+Measure: TypeAlias = Callable[[int, int], Seconds]
 
 FRAGMENT_SIZES = (1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18)
-# Predictions are of a quiet host: bounced must be better by this much before it is chosen.
-_MARGIN = 1.25
-_REPETITIONS = 5
+_FEW = 2
+# A round takes 0.1 s in shared memory and 0.25 s over NIXL: at start it is worth a second to know.
+_MAX_ROUNDS = 9
+_MIN_ROUNDS = 3
+_BUDGET_S = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class CostCurve:
-    """What a fragment costs by its size: measured at some sizes, between them as a power of the size.
+    """What a fragment costs by its size: measured at some sizes, on a line between two of them.
 
     A smaller fragment costs as much as the smallest, a larger one the largest's seconds for each byte.
     """
@@ -29,74 +42,81 @@ class CostCurve:
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError unless sizes rise and costs are positive."""
+        """Raise InvalidValueError unless sizes rise, there is a cost for each, and none is negative."""
         if not self.sizes_bytes or list(self.sizes_bytes) != sorted(set(self.sizes_bytes)):
             raise InvalidValueError("sizes_bytes", self.sizes_bytes, "at least one, rising")
-        if len(self.seconds) != len(self.sizes_bytes) or min(self.seconds) <= 0:
-            raise InvalidValueError("seconds", self.seconds, "a positive cost for each size")
+        if len(self.seconds) != len(self.sizes_bytes) or not min(self.seconds) >= 0:
+            raise InvalidValueError("seconds", self.seconds, "a cost of at least 0 for each size")
 
     def fragment_s(self, size_bytes: float) -> float:
         """Return the predicted seconds of one fragment."""
-        sizes, seconds = self.sizes_bytes, self.seconds
-        if size_bytes <= sizes[0]:
-            return seconds[0]
-        if size_bytes >= sizes[-1]:
-            return seconds[-1] * size_bytes / sizes[-1]
-        idx = next(i for i, size in enumerate(sizes) if size > size_bytes)
-        share = log(size_bytes / sizes[idx - 1]) / log(sizes[idx] / sizes[idx - 1])
-        return exp((1 - share) * log(seconds[idx - 1]) + share * log(seconds[idx]))
+        within = float(np.interp(size_bytes, self.sizes_bytes, self.seconds))
+        return within * max(size_bytes / self.sizes_bytes[-1], 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Costs of a write, of a gather and of a scatter; `write_fixed_s` is that of a write of one small fragment."""
+    """What a write of fragments costs at its best, and what their send in one piece and their scatter cost at worst.
+
+    Each fragment costs by its size; the first of them costs `write_fixed_s` in addition, and `bounce_extra_s` on top of
+    that where it is bounced.
+    """
 
     write: CostCurve
-    gather: CostCurve
+    send: CostCurve
     scatter: CostCurve
     write_fixed_s: float
+    bounce_extra_s: float = 0.0
 
-    def per_fragment_s(self, num_fragments: int, size_bytes: int) -> float:
-        """Return the predicted seconds of a write of all fragments as they are."""
-        return self.write_fixed_s + num_fragments * self.write.fragment_s(size_bytes / num_fragments)
+    def __post_init__(self) -> None:
+        """Raise InvalidValueError for a negative cost."""
+        for field in ("write_fixed_s", "bounce_extra_s"):
+            if not getattr(self, field) >= 0:
+                raise InvalidValueError(field, getattr(self, field), "at least 0")
 
-    def bounced_s(self, num_fragments: int, size_bytes: int) -> float:
-        """Return the predicted seconds of gather, one write, and scatter: one after the other, a hand-over each."""
+    def per_fragment_s(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> float:
+        """Return the predicted seconds of writes of all fragments as they are, by several writers at a time."""
+        each_s = self.write.fragment_s(size_bytes / num_fragments)
+        return self.write_fixed_s + num_fragments / num_writers * each_s
+
+    def bounced_s(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> float:
+        """Return the predicted seconds of a bounce: sends at a time, and then one scatter of everything."""
         mean = size_bytes / num_fragments
-        copies_s = num_fragments * (self.gather.fragment_s(mean) + self.scatter.fragment_s(mean))
-        return 3 * self.write_fixed_s + copies_s + self.write.fragment_s(size_bytes)
+        each_s = self.send.fragment_s(mean) / num_writers + self.scatter.fragment_s(mean)
+        return self.write_fixed_s + self.bounce_extra_s + num_fragments * each_s
 
-    def prefers_bounce(self, num_fragments: int, size_bytes: int) -> bool:
-        """Return whether bouncing is expected to be faster, by a margin; blocks are not asked about."""
-        if num_fragments < 2 or size_bytes < num_fragments:
+    def prefers_bounce(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> bool:
+        """Return whether bouncing is clearly faster; if it is, so it is for more fragments of the same size."""
+        if num_fragments <= num_writers or size_bytes < num_fragments:
             return False
-        return self.bounced_s(num_fragments, size_bytes) * _MARGIN < self.per_fragment_s(num_fragments, size_bytes)
+        asked = (num_fragments, size_bytes, num_writers)
+        return self.bounced_s(*asked) < self.per_fragment_s(*asked)
 
 
 def calibrate(
-    write: Measure, gather: Measure, scatter: Measure, total_bytes: int, sizes_bytes: Sequence[int] = FRAGMENT_SIZES
+    measure: Measure,
+    total_bytes: int,
+    sizes_bytes: Sequence[int] = FRAGMENT_SIZES,
+    clock: Callable[[], float] = perf_counter,
 ) -> CostModel:
-    """Measure each operation on fragments of each size, `total_bytes` at a time, and a write of the smallest alone.
+    """Measure few fragments, and `total_bytes` in fragments of each size, in turns, for about a second.
 
-    The least of some repetitions counts: whatever else the host does only adds. Raises InvalidValueError.
+    A write counts with the least of its repetitions, a bounce with their upper quartile: the further they lie apart,
+    the less is known, and the more a bounce has to gain. Raises InvalidValueError for less than two of the largest.
     """
-    if total_bytes < max(sizes_bytes):
-        raise InvalidValueError("total_bytes", total_bytes, f"at least the largest fragment, {max(sizes_bytes)}")
-
-    # A bounce writes one large piece: what that costs is measured as well.
-    pieces = [*sizes_bytes, total_bytes] if total_bytes > max(sizes_bytes) else list(sizes_bytes)
-    plan = {(write, 1, min(sizes_bytes)): inf}
-    for measure, sizes in ((write, pieces), (gather, sizes_bytes), (scatter, sizes_bytes)):
-        plan |= {(measure, total_bytes // size, size): inf for size in sizes}
-    for _ in range(_REPETITIONS):  # of all in turns: what disturbs one for a while does not disturb it each time
-        for measure, num_fragments, size in plan:
-            least = min(plan[measure, num_fragments, size], measure(num_fragments, size))
-            plan[measure, num_fragments, size] = max(least, 1e-9)
-
-    def curve(measure: Measure, sizes: Sequence[int]) -> CostCurve:
-        counts = [total_bytes // size for size in sizes]
-        seconds = [plan[measure, count, size] / count for count, size in zip(counts, sizes, strict=True)]
-        return CostCurve(tuple(sizes), tuple(seconds))
-
-    fixed_s = plan[write, 1, min(sizes_bytes)]
-    return CostModel(curve(write, pieces), curve(gather, sizes_bytes), curve(scatter, sizes_bytes), fixed_s)
+    if total_bytes < _FEW * max(sizes_bytes):
+        raise InvalidValueError("total_bytes", total_bytes, f"at least {_FEW} of the largest fragment")
+    few, many = (_FEW, min(sizes_bytes)), [(total_bytes // size, size) for size in sizes_bytes]
+    measure(*few)  # does not count: agents connect at their first write
+    rounds: list[list[Seconds]] = []
+    began_s = clock()
+    while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and clock() - began_s < _BUDGET_S):
+        rounds.append([measure(*asked) for asked in (few, *many)])
+    taken = np.sort(np.array(rounds), axis=0)
+    least, worst = taken[0], taken[-1 - len(taken) // 4]
+    counts = np.array([count for count, _ in many])
+    each_s = np.stack((least[1:, 0], worst[1:, 1], worst[1:, 2])) - least[0, :, None]
+    rows = np.maximum(each_s, 0.0) / counts
+    write, send, scatter = (CostCurve(tuple(sizes_bytes), tuple(row.tolist())) for row in rows)
+    write_s = float(least[0, 0])
+    return CostModel(write, send, scatter, write_s, max(float(worst[0, 1:].sum()) - write_s, 0.0))

@@ -22,9 +22,10 @@ torch.set_num_threads(1)
 def costs(*, per_descriptor_s: float) -> CostModel:
     """Return costs of a host that copies 10 GB/s, and takes this long for a descriptor on top of that."""
     sizes = (1 << 10, 1 << 18)
-    copies = CostCurve(sizes, tuple(size / 10e9 for size in sizes))
-    writes = CostCurve(sizes, tuple(per_descriptor_s + size / 10e9 for size in sizes))
-    return CostModel(writes, copies, copies, write_fixed_s=per_descriptor_s / 10)
+    write = CostCurve(sizes, tuple(per_descriptor_s + size / 10e9 for size in sizes))
+    send = CostCurve(sizes, tuple(2 * size / 10e9 for size in sizes))
+    scatter = CostCurve(sizes, tuple(size / 10e9 for size in sizes))
+    return CostModel(write, send, scatter, per_descriptor_s / 10, per_descriptor_s / 10)
 
 
 @dataclass

@@ -174,6 +174,24 @@ def test_a_transfer_that_does_not_fit_divide_or_pay_is_not_reserved_and_says_why
     assert cheap.bounce.statistics().refused_by_gate == 1
 
 
+def test_without_costs_whatever_fits_is_bounced(new_end: NewEnd) -> None:
+    target = new_end("target", costs=None)
+    lease = target.bounce.reserve(65536, 1)
+    assert lease is not None
+    assert target.bounce.statistics().refused_by_gate == 0
+    target.bounce.release(lease)
+
+
+def test_the_sender_asks_the_gate_again_since_neighbours_are_joined(ends: tuple[Any, Any]) -> None:
+    source, target = ends
+    lease = target.bounce.reserve(4096, 8)
+    joined = np.array([[source.base, target.base, 4096]])
+    assert source.bounce.send(source.connect(target), joined, lease.extents[0].base) is None
+    assert source.bounce.statistics().refused_by_gate == 1
+    assert source.bounce.statistics().send_bytes == 0
+    target.bounce.release(lease)
+
+
 def test_reserving_gives_up_when_the_clock_says_so_and_finds_room_that_is_given_back(new_end: NewEnd) -> None:
     now = [0.0]
     target = new_end("target", clock=lambda: now[0], config=BounceConfig(reserve_timeout_s=DEADLINE_S))
@@ -341,7 +359,8 @@ def test_room_that_an_abandoned_write_may_still_read_is_quarantined_and_stays_re
     agent = AbandoningAgent()
     pool = agent.allocate(4096)
     bounce = bounce_of(agent, new_costs, TorchCopier([torch.from_numpy(pool)]))
-    outgoing = sent(bounce.send(PeerId("peer"), [Fragment(pool.ctypes.data, 4096, 64)], 4096))
+    halves = [Fragment(pool.ctypes.data + offset, 4096 + offset, 32) for offset in (0, 32)]
+    outgoing = sent(bounce.send(PeerId("peer"), halves, 4096))
     assert (outgoing.state, outgoing.reason) == (WriteState.ABANDONED, "not written within 30 s")
     assert bounce.statistics().quarantined_bytes == bounce.statistics().send_bytes == 512
     assert not bounce.close()

@@ -23,9 +23,8 @@ import base64, json, sys
 import numpy as np, torch
 torch.set_num_threads(1)
 from kvist.transfer.agents import SharedMemoryAgent
-from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
+from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
-from kvist.transfer.bounce.gate import CostCurve
 from kvist.transfer.frames import Result, ResultStatus, encode_report
 asked = json.loads(sys.stdin.readline())
 rank, size, count = asked["rank"], asked["size"], asked["count"]
@@ -33,9 +32,8 @@ agent = SharedMemoryAgent(f"sender {rank}")
 pool = agent.allocate(size * count)
 agent.register(pool.ctypes.data, size * count)
 pool[:] = np.random.default_rng(rank).integers(0, 256, size * count, dtype=np.uint8)
-curve = CostCurve((1,), (1.0,))
 bounce = RegionBounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: host_region(agent, size * count),
-                      CostModel(curve, curve, curve, 1.0), BounceConfig())
+                      None, BounceConfig())
 peer = agent.connect(base64.b64decode(asked["metadata"]))
 print("ready", flush=True)
 sys.stdin.readline()
