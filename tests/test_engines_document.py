@@ -14,7 +14,7 @@ from kvist.cli import publish
 from kvist.errors import InvalidValueError
 from kvist.publisher.engine_config import engine_endpoints
 from kvist.publisher.sidecar import SAVE_COST_FACTOR, SAVE_INTERVAL_S
-from kvist.router.healing import MAX_ASKED, NUM_KNOWN_IN_A_ROW
+from kvist.router.healing import MAX_ASKED, MAX_HITS, NUM_UNCHANGED_IN_A_ROW
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "engines.md").read_text(encoding="utf-8")
 CONFIGURATIONS = re.findall(r"--kv-events-config '(\{.*?\})'", DOCUMENT, re.S)
@@ -42,8 +42,9 @@ def test_the_commands_have_only_flags_that_exist() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     text = " ".join(DOCUMENT.split())
-    assert f"{NUM_KNOWN_IN_A_ROW} answers in a row" in text
+    assert f"{NUM_UNCHANGED_IN_A_ROW} answers in a row" in text
     assert f"asked {MAX_ASKED:,} times" in text
+    assert f"{MAX_HITS:,} blocks" in text
     assert (SAVE_INTERVAL_S, SAVE_COST_FACTOR) == (2.0, 20)
     assert "Every two seconds" in text
     assert "at most a twentieth of the time" in text

@@ -35,6 +35,8 @@ class SlotTable:
         self._heap = heap
         self._control = control
         self._slots: dict[WorkerRank, int] = {}
+        self._giving_of: dict[WorkerRank, int] = {}
+        self._num_given = 0
         self._ranks_of: dict[str, list[WorkerRank]] = {}
         self._free: list[int] = []
         self._capacity = _LEAST_SLOTS
@@ -51,6 +53,10 @@ class SlotTable:
     def get(self, source: WorkerRank) -> int | None:
         """Return the slot of a rank, if it has one."""
         return self._slots.get(source)
+
+    def giving_of(self, source: WorkerRank) -> int | None:
+        """Return the number of the giving by which a rank has its slot, which no other one has or had."""
+        return self._giving_of.get(source)
 
     def items(self) -> list[tuple[WorkerRank, int]]:
         """Return the ranks that have a slot, with it."""
@@ -72,6 +78,8 @@ class SlotTable:
                 self._double()
             self.ranks.append(source)
         self._slots[source] = slot
+        self._num_given += 1
+        self._giving_of[source] = self._num_given
         self._ranks_of.setdefault(source.worker, []).append(source)
         self.table()[slot] = (0, 0, layout.LIVE, 0, 0)
         return slot
@@ -79,6 +87,7 @@ class SlotTable:
     def remove(self, source: WorkerRank) -> int | None:
         """Take the slot from a rank; return it if blocks still refer to it, and a sweep must free it."""
         slot = self._slots.pop(source)
+        del self._giving_of[source]
         self._ranks_of[source.worker].remove(source)
         if not self._ranks_of[source.worker]:
             del self._ranks_of[source.worker]

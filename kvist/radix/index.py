@@ -283,6 +283,10 @@ class RadixIndex:
         """Return the slot that stands for a rank until it is cleared or forgotten, None while it has none."""
         return self._slots.get(source)
 
+    def clearing_of(self, source: WorkerRank) -> int | None:
+        """Return a number for the last clearing of a rank, another one each time; None while it has no slot."""
+        return self._slots.giving_of(source)
+
     @property
     def ranks_by_slot(self) -> list[WorkerRank]:
         """Return the rank of each slot; a list that may grow, but is replaced once a slot stands for another rank."""

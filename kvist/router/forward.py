@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
@@ -351,7 +352,7 @@ class _Passage:
         elif usage is not None:
             metrics.reported(decision, usage)
         if self._is_healing:
-            self._router.healer.answered(decision, usage)
+            self._router.healer.answered(decision, usage, partial(self._router.routing.block_hashes, self._ask))
 
     async def _worker_failed(self, error: UpstreamError) -> str | None:
         """Return the failure where another worker follows, None where the answer was whole; raises it elsewhere."""

@@ -2,20 +2,27 @@
 
 Where events were lost beyond recovery, the index lacks blocks that the engine holds, and shows the rank as partial.
 vLLM reports a request's cached blocks anew if its body says `"vllm_xargs": {"kv_cache_report_mode": "full"}`: requests
-to a partial rank say so, and are otherwise byte for byte the client's, until what is hit is known:
+to a partial rank say so, and are otherwise byte for byte the client's, until the digest of hits is stable.
 
-- after `NUM_KNOWN_IN_A_ROW` answers in a row whose `cached_tokens` were no more than the index had predicted;
-- or, of an engine that does not tell (`--enable-prompt-tokens-details`), after `MAX_ASKED` requests.
+    hit      a block of a prompt that the engine said it had cached (`cached_tokens`) and the index had not
+    digest   the sum of all hits so far, each counted once, whether or not a report brought it into the index
+    stable   `NUM_UNCHANGED_IN_A_ROW` answers, one after the other, brought nothing that was not in it
 
-What was never hit may then still be missing, so the rank stays partial by name. A new loss begins anew.
+So it ends where reports bring all that is hit, and where they never will: blocks of a store beside the engine, layers
+that report otherwise. An engine that does not tell (`--enable-prompt-tokens-details`), or has news for ever, is asked
+`MAX_ASKED` times. What was never hit may then be missing still, so the rank stays partial by name. A new loss begins
+anew.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
+from typing import TypeAlias
 
 import msgspec
 
@@ -32,15 +39,21 @@ from kvist.router.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-NUM_KNOWN_IN_A_ROW = 32
-"""Full reports that bring nothing new, one after the other, before a rank is left alone."""
+NUM_UNCHANGED_IN_A_ROW = 32
+"""Full reports without a new hit, one after the other, before a rank is left alone."""
 MAX_ASKED = 2048
 """Full reports after which a rank is left alone in any case: each makes the engine send its prompt's tokens again."""
+MAX_HITS = 1 << 16
+"""Hits remembered, to be counted once; those beyond count each time, so that healing is not ended for want of room."""
 
 _PATHS = frozenset({CHAT_PATH, COMPLETION_PATH, "/v1/responses"})
 _FIELD = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
 _ARGUMENT = b'"kv_cache_report_mode":"full"'
 _ARGUMENTS = re.compile(rb'"vllm_xargs"\s*:\s*\{')
+_DIGEST_MASK = (1 << 53) - 1  # what a metric, which is a float, shows exactly
+
+BlockHashes: TypeAlias = Callable[[int], Iterable[int]]
+"""Names the blocks that so many leading tokens of a prompt fill."""
 
 
 class Report(StrEnum):
@@ -51,17 +64,62 @@ class Report(StrEnum):
     UNTOLD = "untold"
 
 
+class End(StrEnum):
+    """Why a rank is asked no more."""
+
+    STABLE = "stable"
+    ASKED_ENOUGH = "asked enough"
+
+
+class HitDigest:
+    """Stands for a set of blocks, in whatever order and however often they were hit."""
+
+    __slots__ = ("_counted", "num_hits", "value")
+
+    def __init__(self) -> None:
+        self._counted: set[int] = set()
+        self.num_hits = self.value = 0
+
+    def add(self, block_hashes: Iterable[int]) -> bool:
+        """Count the blocks that were not counted yet; return whether there were any."""
+        new = set(block_hashes) - self._counted
+        self._counted.update(islice(new, MAX_HITS - len(self._counted)))
+        self.num_hits += len(new)
+        self.value = (self.value + sum(new)) & _DIGEST_MASK
+        return bool(new)
+
+
 @dataclass(slots=True)
 class _Healing:
-    """How far one rank's healing has come."""
+    """How far one rank's healing has come since it was cleared."""
 
-    most_blocks: int = 0
+    clearing: int | None
     num_asked: int = 0
-    num_known_in_a_row: int = 0
+    num_unchanged_in_a_row: int = 0
+    hits: HitDigest = field(default_factory=HitDigest)
+    is_telling: bool = False
+    end: End | None = None
 
-    @property
-    def is_over(self) -> bool:
-        return self.num_known_in_a_row >= NUM_KNOWN_IN_A_ROW or self.num_asked >= MAX_ASKED
+    def learn(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> Report:
+        """Take what an answer tells."""
+        if usage is None or not decision.prompt.is_tokenized:
+            return Report.UNTOLD
+        self.is_telling |= usage.cached_tokens is not None
+        if not self.is_telling:
+            return Report.UNTOLD
+        num_cached_tokens = usage.cached_tokens or 0  # of which vLLM says nothing
+        num_predicted_tokens = decision.overlap_tokens
+        hits: Iterable[int] = ()
+        if num_cached_tokens > num_predicted_tokens:
+            hits = islice(block_hashes(num_cached_tokens), num_predicted_tokens // decision.prompt.block_size, None)
+        self.num_unchanged_in_a_row = 0 if self.hits.add(hits) else self.num_unchanged_in_a_row + 1
+        return Report.LACKING if num_cached_tokens > num_predicted_tokens else Report.KNOWN
+
+    def reached_end(self) -> End | None:
+        """Return why to ask no more, None if there is no reason yet."""
+        if self.num_unchanged_in_a_row >= NUM_UNCHANGED_IN_A_ROW:
+            return End.STABLE
+        return End.ASKED_ENOUGH if self.num_asked >= MAX_ASKED else None
 
 
 class Healer:
@@ -83,37 +141,36 @@ class Healer:
             self._ranks[target].num_asked += 1
         return asking
 
-    def answered(self, decision: Decision, usage: ReportedUsage | None) -> None:
-        """Take what the answer to a full report tells: how many tokens the engine found in its cache."""
+    def answered(self, decision: Decision, usage: ReportedUsage | None, block_hashes: BlockHashes) -> None:
+        """Take what the answer to a full report tells: how many tokens of the prompt the engine found in its cache."""
         target = decision.chosen.target
         healing = self._ranks.get(target)
         if healing is None:
             return
-        report = _judge(decision, usage)
-        self._metrics.full_report(target.worker, report)
-        was_over = healing.is_over
-        if report is Report.LACKING:
-            healing.num_known_in_a_row = 0
-        elif report is Report.KNOWN:
-            healing.num_known_in_a_row += 1
-        if healing.is_over and not was_over:
-            logger.info("partial rank is asked no more worker=%s rank=%d num_asked=%d", *target, healing.num_asked)
+        report = healing.learn(decision, usage, block_hashes)
+        hits = healing.hits
+        self._metrics.full_report(target, report, hits.value, hits.num_hits)
+        if healing.end is None and (end := healing.reached_end()) is not None:
+            healing.end = end
+            self._metrics.healed(target.worker, end)
+            text = "partial rank is asked no more: %s worker=%s rank=%d num_asked=%d num_hits=%d digest=%014x"
+            logger.info(text, end, *target, healing.num_asked, hits.num_hits, hits.value)
 
     def _is_lacking(self, target: WorkerRank) -> bool:
         """Return whether the rank is known in part and may hold blocks that are asked for and not known."""
         status = self._status(target)
-        if status is None or status.state is not SourceState.PARTIAL:
+        if status is None or status.state is SourceState.LIVE:
             self._ranks.pop(target, None)
+        if status is None or status.state is not SourceState.PARTIAL:
             return False
         worker = self._fleet.get(target.worker)
         if worker is None or not _is_vllm(worker):
             return False
         healing = self._ranks.get(target)
-        if healing is None or status.num_blocks < healing.most_blocks // 2:  # each loss clears the rank
+        if healing is None or healing.clearing != status.clearing:  # each loss clears the rank
             self._forget_removed()
-            healing = self._ranks[target] = _Healing()
-        healing.most_blocks = max(healing.most_blocks, status.num_blocks)
-        return not healing.is_over
+            healing = self._ranks[target] = _Healing(status.clearing)
+        return healing.end is None and healing.num_asked < MAX_ASKED
 
     def _forget_removed(self) -> None:
         for target in [target for target in self._ranks if self._fleet.get(target.worker) is None]:
@@ -152,12 +209,6 @@ def _inserted(body: bytes, place: int, field: bytes) -> bytes:
     """Return the body with a field put in where an object begins."""
     separator = b"" if body[place:].lstrip().startswith(b"}") else b","
     return b"".join((body[:place], field, separator, body[place:]))
-
-
-def _judge(decision: Decision, usage: ReportedUsage | None) -> Report:
-    if usage is None or usage.cached_tokens is None or not decision.prompt.is_tokenized:
-        return Report.UNTOLD
-    return Report.LACKING if usage.cached_tokens > decision.overlap_tokens else Report.KNOWN
 
 
 def _is_vllm(worker: Worker) -> bool:

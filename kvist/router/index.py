@@ -38,11 +38,15 @@ Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """How well one rank's cache is known; `state` is None where no stream tells of it."""
+    """How well one rank's cache is known; `state` is None where no stream tells of it.
+
+    `clearing` is a number for the last time that its blocks were dropped, another one each time.
+    """
 
     target: WorkerRank
     state: SourceState | None = None
     num_blocks: int = 0
+    clearing: int | None = None
 
 
 class FleetIndex:
@@ -158,7 +162,12 @@ class FleetIndex:
                 return statuses
         states = self._indexer.states(worker) if self._indexer is not None else {}
         statuses = [
-            RankStatus(target := WorkerRank(worker, rank), state, self.radix.digest(target).num_blocks)
+            RankStatus(
+                target := WorkerRank(worker, rank),
+                state,
+                self.radix.digest(target).num_blocks,
+                self.radix.clearing_of(target),
+            )
             for rank, state in sorted(states.items())
         ]
         self._statuses[worker] = (now_s, statuses)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvist.events import WorkerRank
 from kvist.router.policy import Decision
 from kvist.router.usage import ReportedUsage
 
@@ -34,6 +35,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
         self._series: dict[str, _WorkerSeries] = {}
         self._requests = counter(
             "kvist_router_requests",
@@ -68,6 +70,17 @@ class RouterMetrics:
             "kvist_router_full_reports",
             "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
             ["worker", "report"],
+        )
+        self._healed = counter(
+            "kvist_router_healed", "Partial ranks that are asked for full reports no more, by why", ["worker", "reason"]
+        )
+        self._hits = gauge(
+            "kvist_router_healing_hits",
+            "Blocks that a partial rank said it had cached and the index had not, each counted once",
+            ["worker", "rank"],
+        )
+        self._hit_digest = gauge(
+            "kvist_router_healing_digest", "A number that changes whenever such a block is new", ["worker", "rank"]
         )
         self._prompt_tokens = counter("kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"])
         self._overlap_tokens = counter(
@@ -120,9 +133,16 @@ class RouterMetrics:
         """Count a prompt that nobody fetches: released, unknown to its worker, failed or dropped."""
         self._releases.labels(outcome).inc()
 
-    def full_report(self, worker: str, report: str) -> None:
-        """Count an answer to a request for a full report: it showed blocks that were lacking, none, or nothing."""
+    def full_report(self, target: WorkerRank, report: str, digest: int, num_hits: int) -> None:
+        """Count an answer to a request for a full report, and show the digest of all that were lacking so far."""
+        worker, rank = target.worker, str(target.rank)
         self._full_reports.labels(worker, report).inc()
+        self._hits.labels(worker, rank).set(num_hits)
+        self._hit_digest.labels(worker, rank).set(digest)
+
+    def healed(self, worker: str, reason: str) -> None:
+        """Count a rank that is asked for full reports no more."""
+        self._healed.labels(worker, reason).inc()
 
     def dispatched(self, decision: Decision) -> None:
         """Count the tokens of a request that goes to its worker."""
@@ -146,7 +166,7 @@ class RouterMetrics:
         """Drop every series of a removed worker."""
         self._series.pop(worker, None)
         counters = (self._requests, self._retries, self._full_reports, self._prompt_tokens, self._overlap_tokens)
-        for metric in counters:
+        for metric in (*counters, self._healed, self._hits, self._hit_digest):
             metric.remove_by_labels({"worker": worker})
         for histogram in (self._overlap_error, self._ttft):
             histogram.remove_by_labels({"worker": worker})

@@ -10,6 +10,9 @@ from functools import partial
 from http import HTTPStatus
 from random import Random
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvist.events import WorkerRank
 from kvist.openai.errors import RequestError
 from kvist.router.disaggregation import Local, Plan, is_worth_handing_over
@@ -60,17 +63,23 @@ class Routing:
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
             return {}
-        from kvist.indexer.hashing import block_hashes, token_array  # compiled when the index was
+        from kvist.indexer.hashing import token_array  # compiled when the index was
 
-        token_ids = token_array(ask.token_ids)
-        lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
-        hashes_of = partial(block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
+        token_ids, hashes_of = token_array(ask.token_ids), self._hashes_of(ask, block_size)
         overlaps = self._index.match(hashes_of(token_ids[:num_usable_tokens]))
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
         if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
             overlaps = {**overlaps, **self._index.match(eagle_hashes)}
         return overlaps
+
+    def block_hashes(self, ask: Ask, num_tokens: int) -> list[int]:
+        """Return the names of the blocks that the prompt's first tokens fill; none where its tokens are not known."""
+        block_size = self._index.block_size if self._index is not None else None
+        if ask.token_ids is None or block_size is None:
+            return []
+        hashes: list[int] = self._hashes_of(ask, block_size)(ask.token_ids[:num_tokens]).tolist()
+        return hashes
 
     def plan(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = (), obstacle: Local | None = None) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
@@ -127,6 +136,13 @@ class Routing:
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""
         return self._index is not None and len(self._index.ranks(target.worker, RANKS_MAX_AGE_S)) > 1
+
+    def _hashes_of(self, ask: Ask, block_size: int) -> Callable[..., NDArray[np.uint64]]:
+        """Return what names the blocks of a prompt as the workers' streams do."""
+        from kvist.indexer.hashing import block_hashes
+
+        lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
+        return partial(block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
 
     def _refusal(self, model: str | None) -> RequestError:
         workers = self._fleet.workers

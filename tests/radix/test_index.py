@@ -106,6 +106,23 @@ def test_a_match_still_names_whom_it_meant_after_their_slots_were_reused(index: 
     assert list(match) == [W0]
 
 
+def test_each_clearing_has_a_number_of_its_own_whatever_slot_it_leaves(index: RadixIndex, u64: U64) -> None:
+    assert index.clearing_of(W0) is None
+    numbers = []
+    for _ in range(3):
+        index.store(W0, Tier.GPU, None, u64(1, 2))
+        numbers.append(index.clearing_of(W0))
+        index.remove(W0, Tier.GPU, u64(1, 2))
+        assert index.clearing_of(W0) == numbers[-1]
+        for _ in range(2):
+            index.clear("w0", 0)
+            sweep_all(index)
+    assert None not in numbers
+    assert numbers == sorted(set(numbers))
+    index.remove_worker("w0")
+    assert index.clearing_of(W0) is None
+
+
 def test_a_refused_chain_changes_nothing(index: RadixIndex, u64: U64) -> None:
     index.store(W0, Tier.GPU, None, u64(1, 2))
     before = index.statistics(), index.digest(W0), index.ranks()
