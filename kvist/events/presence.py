@@ -30,7 +30,7 @@ class Presence:
 
         A straggler of an epoch that came before, by its number or in fact, is not, unless the present one is silent.
         """
-        is_past = self.epoch is not None and (epoch < self.epoch or epoch in self._left_epochs)
+        is_past = epoch in self._left_epochs or (self.epoch is not None and epoch < self.epoch)
         if is_past and epoch != self.epoch and now_s - self._heard_at_s <= self._limits.epoch_grace_s:
             return False
         self.heard(now_s)
@@ -47,6 +47,18 @@ class Presence:
             self._left_epochs.append(self.epoch)
         self.epoch = epoch
         self.has_heartbeat = False
+
+    def leave(self, now_s: float) -> None:
+        """Follow no epoch until another one is heard, or this one after all."""
+        if self.epoch is not None:
+            self._left_epochs.append(self.epoch)
+        self.epoch = None
+        self.has_heartbeat = self.is_silent = False
+        self._heard_at_s = now_s
+
+    def is_missed(self, since_s: float) -> bool:
+        """Return whether the publisher is silent, or nothing of an epoch that is followed was heard since then."""
+        return self.is_silent or (self.epoch is not None and self._heard_at_s < since_s)
 
     def tick(self, now_s: float) -> None:
         """Notice silence."""

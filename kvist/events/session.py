@@ -17,6 +17,7 @@
     and does so repeatedly          clear, apply the rest: partial    -
     no answer, repeatedly           clear, apply what was held        -
     the peer is gone                -                                 -; not trusted until heard again
+    the next peer has no such rank  clear: partial                    -
 
 Engines' own streams have neither epoch nor heartbeat nor snapshots: `kvist.events.restarts` gives them an epoch. An
 answer of a new one is another process's, of which the stream need not be yet: what it goes on with is held back and
@@ -35,7 +36,6 @@ from kvist.events.presence import Presence
 from kvist.events.steps import Apply, Clear, ClearReason, Holding, Restore, SourceState, Step, T
 
 __all__ = ["NO_REPLAY", "Apply", "Clear", "Holding", "Restore", "Session", "SessionLimits", "SourceState", "Step"]
-
 
 MAX_SEQUENCE = (1 << 63) - 1
 """What has a number beyond it is passed over: no peer gets there, and what follows must fit in 64 bits."""
@@ -57,12 +57,10 @@ class Session(Generic[T]):
         self._has_snapshots = has_snapshots
         self._presence = Presence(self._limits)
         self._expected = 0
-        # The next sequence that a heartbeat announced: what lies before it exists, even if nothing follows.
-        self._announced = 0
+        self._announced = 0  # by a heartbeat, as the next sequence: what lies before it exists, even if nothing follows
         self._is_complete = True
         self._held: deque[tuple[int, T]] = deque()
-        self._is_doubted = False
-        self._is_unproven = False
+        self._is_doubted = self._is_unproven = False
         self._num_heals_left = 0
         self._num_divergences_in_a_row = 0
         self.num_gaps = self.num_duplicates = self.num_stale = 0
@@ -225,9 +223,8 @@ class Session(Generic[T]):
         if `asks_at_s` says when; if they show that it does not, the copy is cleared.
         """
         self._presence.enter(epoch)
-        self._expected = next_sequence
-        self._is_complete = is_complete
         self._presence.is_silent = True
+        self._expected, self._is_complete = next_sequence, is_complete
         self.num_epochs = 1
         self._patience.ask_at(asks_at_s)
 
@@ -238,6 +235,16 @@ class Session(Generic[T]):
     def departed(self) -> None:
         """Take note that the peer is known to be gone: nothing is trusted until it, or another, is heard."""
         self._presence.is_silent = True
+
+    def is_missed(self, since_s: float) -> bool:
+        """Return whether nothing was heard since then, or for long, of what is followed."""
+        return self._presence.is_missed(since_s)
+
+    def forgotten(self, now_s: float) -> list[Step[T]]:
+        """Judge a peer that is there and knows nothing of this: what was held is gone, and what is held not known."""
+        self._forget_epoch()
+        self._presence.leave(now_s)
+        return [self._lose(ClearReason.GONE)]
 
     def diverged(self, now_s: float) -> list[Step[T]]:
         """Judge a copy that is not what it should be: learn it anew, after an ever longer wait if that repeats."""
@@ -257,8 +264,7 @@ class Session(Generic[T]):
         return is_beyond
 
     def _hears(self, epoch: int, now_s: float) -> bool:
-        is_heard = self._presence.hears(epoch, now_s)
-        self.num_stale += not is_heard
+        self.num_stale += not (is_heard := self._presence.hears(epoch, now_s))
         return is_heard
 
     def _enter(self, epoch: int) -> list[Step[T]]:
@@ -266,11 +272,14 @@ class Session(Generic[T]):
             return []
         steps: list[Step[T]] = [] if self._presence.epoch is None else [Clear(ClearReason.NEW_EPOCH)]
         self._presence.enter(epoch)
+        self._forget_epoch()
+        self.num_epochs += 1
+        return steps
+
+    def _forget_epoch(self) -> None:
         self._restart_numbering()
         self._held.clear()
         self._announced = 0
-        self.num_epochs += 1
-        return steps
 
     def _restart_numbering(self) -> None:
         self._expected = 0
@@ -373,10 +382,10 @@ class Session(Generic[T]):
         self._expected = sequence
         return [self._lose()]
 
-    def _lose(self) -> Clear:
+    def _lose(self, reason: ClearReason = ClearReason.LOST) -> Clear:
         self._is_complete = False
         self.num_lost += 1
-        return Clear(ClearReason.LOST)
+        return Clear(reason)
 
     def _compare(self, published: Holding, held: Holding, now_s: float) -> list[Step[T]]:
         if published == held:

@@ -21,6 +21,7 @@ class ClearReason(StrEnum):
 
     NEW_EPOCH = "new epoch"
     LOST = "lost beyond recovery"
+    GONE = "gone with its publisher"
     DIVERGED = "digest differs"
     INCOMPLETE = "incomplete, and learnt from the beginning"
 

@@ -157,6 +157,24 @@ class CanonicalFollower:
                 due.append(Question(ReplayRequest(self._topics.get(rank), start_sequence, session.epoch), rank))
         return due
 
+    def missed(self, since_s: float) -> list[int]:
+        """Return the ranks of which nothing was heard since then, or for long."""
+        return [rank for rank, session in self._sessions.items() if session.is_missed(since_s)]
+
+    def take_names(self, messages: Sequence[Message], since_s: float, now_s: float) -> None:
+        """Take which ranks a peer has, from its heartbeats: a missed one that is not among them went with another."""
+        named = set()
+        for message in messages:
+            batch = self._decode(message)
+            if batch is None:  # an answer that is damaged may lack what it had
+                return
+            named.add(batch.rank)
+        for rank in self.missed(since_s):
+            if rank not in named:
+                for step in self._sessions[rank].forgotten(now_s):
+                    self._take(rank, step, now_s)
+                self._note_state(rank)
+
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches, and slices of a snapshot."""
         rank = question.rank

@@ -15,7 +15,7 @@ from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
-from kvist.events.transports import Endpoint, Message, MessageBlock, Subscription, base, public_url
+from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
@@ -38,6 +38,7 @@ _MAX_ONE_BY_ONE = 16
 """More messages than this are looked at side by side: 4 µs, and 0.1 a message one by one."""
 _WHAT_FOLLOWS, _EVERYTHING = Question(base.WHAT_FOLLOWS), Question(base.EVERYTHING)
 """What makes a peer speak of which nobody knows whether it is an engine or a publisher, one after the other."""
+_WHO_IS_THERE = Question(base.WHO_IS_THERE)
 _SECOND_BYTE = b"\xa6"
 """What follows a canonical batch's first byte: the header of a string of six. An engine's batch has a number there."""
 
@@ -55,6 +56,9 @@ class Source:
     What was held is cleared then, and the new form followed from that batch on. So a publisher may be put before an
     engine, or taken away, without a word to anyone; an endpoint where both speak stays canonical; and what only begins
     like a batch is malformed and decides nothing. What the publisher keeps is asked for as soon as one is connected.
+
+    A rank that is not heard within `PROBE_S` of a connection, or falls silent on it, is asked about. A peer that
+    answers, and does not name it, is another process than before and knows nothing of it: what was held is forgotten.
     """
 
     def __init__(
@@ -81,7 +85,8 @@ class Source:
         self._probe = _WHAT_FOLLOWS
         self._probe_at_s = 0.0
         self._num_silences = 0
-        self._is_new_peer = False
+        self._connected_at_s = -math.inf
+        self._is_new_peer = self._is_probed = False
         self._canonical_at_s = 0.0
         self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
@@ -107,7 +112,8 @@ class Source:
     def reconnected(self, now_s: float) -> None:
         """Take note that a peer connected."""
         self._num_heard_connects = 0 if self.subscription is None else self.subscription.num_connects
-        self._is_new_peer = True
+        self._connected_at_s = now_s
+        self._is_new_peer, self._is_probed = True, False
         self._probe = _WHAT_FOLLOWS
         self._num_silences = 0
         self._probe_at_s = now_s if self._follower is None else now_s + PROBE_S
@@ -122,9 +128,11 @@ class Source:
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now."""
         due = [] if self._follower is None else self._follower.questions(now_s)
-        # A new peer that is an engine's, as before, is asked by its follower.
-        if self._is_new_peer and now_s >= self._probe_at_s and self.engine is None:
-            due.append(self._probe)
+        probe = self._wanted_probe()
+        if probe is None:
+            self._num_silences, self._probe_at_s = 0, -math.inf
+        elif now_s >= self._probe_at_s and (probe is not _WHO_IS_THERE or self._has_peer):
+            due.append(probe)
         return due
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
@@ -136,9 +144,12 @@ class Source:
             self.is_taking_answer = False
 
     def _answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        is_probe = question.request in (base.WHAT_FOLLOWS, base.EVERYTHING) and self.engine is None
+        request = question.request
+        if self.engine is not None and request in (base.WHAT_FOLLOWS, base.WHO_IS_THERE):
+            return  # an engine spoke meanwhile, to whom nothing follows from that answer
+        is_probe = request in (base.WHAT_FOLLOWS, base.EVERYTHING, base.WHO_IS_THERE) and self.engine is None
         if is_probe:
-            self._note_probe(messages, now_s)
+            self._note_probe(request, messages, now_s)
         if messages and (is_probe or self.engine is not None):
             turn_idx = self._turn_idx(messages, now_s)
             if turn_idx < len(messages):
@@ -149,6 +160,8 @@ class Source:
                     return
         if self._follower is not None and not (is_probe and self.engine is None):
             yield from self._follower.answered(question, messages, now_s)
+        elif isinstance(self._follower, CanonicalFollower) and self._is_about_ranks(request, messages):
+            self._follower.take_names(messages or (), self._connected_at_s, now_s)
 
     def progress(self) -> Progress | None:
         """Return how far the stream was followed, None if nothing of it can be trusted."""
@@ -169,6 +182,7 @@ class Source:
             self._follower = self._canonical_follower()
             self._follower.resume(progress)
             self._canonical_at_s = now_s
+            self._probe_at_s = now_s + PROBE_S
         else:
             self._follower = self._engine_follower()
             self._follower.resume(progress, now_s)
@@ -259,14 +273,35 @@ class Source:
             self._canonical_at_s = now_s
         return len(messages)
 
-    def _note_probe(self, messages: Sequence[Message] | None, now_s: float) -> None:
+    def _wanted_probe(self) -> Question | None:
+        """Return what a peer is to be asked that is not known, or does not tell of every rank."""
+        if isinstance(self._follower, EngineFollower) or (self._limits is NO_REPLAY and self._is_probed):
+            return None  # an engine's stream is asked about by its follower
+        if self._is_new_peer and not self._is_probed:
+            return self._probe
+        is_missed = self._follower is not None and bool(self._follower.missed(self._connected_at_s))
+        return _WHO_IS_THERE if is_missed else None
+
+    @property
+    def _has_peer(self) -> bool:
+        """Return whether somebody is connected, all of whose messages were taken."""
+        return self.subscription is not None and self.subscription.is_caught_up
+
+    def _note_probe(self, request: ReplayRequest, messages: Sequence[Message] | None, now_s: float) -> None:
         """Ask like this again more and more rarely while nobody answers, and no more once somebody did."""
-        if self._probe == _WHAT_FOLLOWS and messages is not None and not messages:
-            self._probe = _EVERYTHING  # at once: it is none of ours
+        if request == base.WHAT_FOLLOWS and messages is not None and not messages:
+            self._probe = _EVERYTHING  # at once: it is none of ours, or has nothing
             return
         self._num_silences += 1
-        wait_s = PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
-        self._probe_at_s = now_s + wait_s if messages is None and self._limits is not NO_REPLAY else math.inf
+        self._probe_at_s = now_s + PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
+        self._is_probed |= messages is not None or self._limits is NO_REPLAY
+
+    @staticmethod
+    def _is_about_ranks(request: ReplayRequest, messages: Sequence[Message] | None) -> bool:
+        """Return whether this is an answer that names all ranks its peer has."""
+        if messages is None or request == base.WHO_IS_THERE:
+            return messages is not None
+        return bool(messages) == (request == base.WHAT_FOLLOWS)  # a peer that has nothing was asked for everything, too
 
     def _skip(self, num_messages: int) -> None:
         """Count messages that came before the first batch."""

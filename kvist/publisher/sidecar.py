@@ -22,6 +22,7 @@ from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint, open_publication, open_subscription
 from kvist.events.windows import KnownWindow
 from kvist.files import in_thread
+from kvist.publisher.answering import AnsweringPublication
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
 from kvist.publisher.sidecar_feed import SidecarFeed
 from kvist.publisher.state import EngineProgress, SidecarState
@@ -98,7 +99,7 @@ class Sidecar:
         with ExitStack() as exits:
             self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
             saved = self._load()
-            self._publication = open_publication(to, worker)
+            self._publication = AnsweringPublication(open_publication(to, worker))
             self._exits = exits.pop_all()
         if self._block_size is not None:
             self._start_publisher(self._block_size)

@@ -25,6 +25,7 @@ HELD = {"": SAME, "other": Holding(5, 66), "less": Holding(3, 33)}
 SHORT = {
     "new epoch": "new",
     "lost beyond recovery": "lost",
+    "gone with its publisher": "forgotten",
     "digest differs": "diverged",
     "incomplete, and learnt from the beginning": "anew",
 }
@@ -40,7 +41,8 @@ class Script:
     def play(self, word: str) -> str:
         """Play one input: `3` or `e2:3` a message, `hb3` a heartbeat, `r3-5` a replay, `r` an empty one, `?` none.
 
-        `s3r3-5` is a replay with a snapshot in front of it, whose sequence is 3.
+        `s3r3-5` is a replay with a snapshot in front of it, whose sequence is 3. `unknown` is a peer that is there and
+        has no such rank.
         """
         epoch, _, rest = word.rpartition(":")
         number = int(epoch[1:]) if epoch else 1
@@ -61,6 +63,8 @@ class Script:
         elif rest == "gone":
             session.departed()
             steps = []
+        elif rest == "unknown":
+            steps = session.forgotten(self.now_s)
         elif rest.startswith("hb"):
             text, _, held = rest[2:].partition("/")
             steps = session.heartbeat(number, int(text), SAME, HELD[held], self.now_s)
@@ -305,6 +309,40 @@ LOST_ONE = [("0", "a0"), ("5", "ask 1"), ("?", ""), ("+1", "ask 1"), ("?", ""), 
         pytest.param([("0", "a0"), ("gone", ""), ("hb1", "")], LIVE, id="gone, and back"),
         pytest.param([("0", "a0"), ("gone", "")], RESYNCING, id="gone"),
         pytest.param([("0", "a0"), ("gone", ""), ("1", "a1")], LIVE, id="gone, and heard again"),
+        pytest.param([("0", "a0"), ("hb1", ""), ("+11", ""), ("unknown", "forgotten")], PARTIAL, id="unknown"),
+        pytest.param(
+            [("0", "a0"), ("hb1", ""), ("unknown", "forgotten"), ("+99", "")],
+            PARTIAL,
+            id="unknown: its silence says nothing new",
+        ),
+        pytest.param(
+            [("0", "a0"), ("unknown", "forgotten"), ("e2:0", "a0"), ("e2:1", "a1")], LIVE, id="unknown, and begun anew"
+        ),
+        pytest.param(
+            [("0", "a0"), ("unknown", "forgotten"), ("e2:hb3", "ask 0"), ("e2:s3r", "restore")],
+            LIVE,
+            id="unknown, and heard of in the middle",
+        ),
+        pytest.param(
+            [("0", "a0"), ("2", "ask 1"), ("3", "ask 1"), ("unknown", "forgotten"), ("e2:0", "a0"), ("e2:hb1", "")],
+            LIVE,
+            id="unknown amid a gap: nothing held comes back",
+        ),
+        pytest.param(
+            [("0", "a0"), ("unknown", "forgotten"), ("1", ""), ("hb9", ""), ("e2:0", "a0")],
+            LIVE,
+            id="unknown, and stragglers of what it was",
+        ),
+        pytest.param(
+            [("0", "a0"), ("unknown", "forgotten"), ("+4", ""), ("hb3", "ask 0"), ("s3r", "restore")],
+            LIVE,
+            id="said to be unknown by mistake",
+        ),
+        pytest.param(
+            [("0", "a0"), ("unknown", "forgotten"), ("gone", ""), ("unknown", "forgotten")],
+            PARTIAL,
+            id="unknown to one peer after another",
+        ),
     ],
 )
 def test_session_with_a_peer_that_has_snapshots_follows_its_table(table, state):
@@ -313,6 +351,23 @@ def test_session_with_a_peer_that_has_snapshots_follows_its_table(table, state):
         done = script.play(word)
         assert f"{done} {script.asks()}".strip() == expected, f"at {word!r}"
     assert script.session.state is state
+
+
+def test_what_was_not_heard_since_a_connection_or_for_long_is_missed_until_a_peer_does_not_know_it():
+    script = Script()
+    session = script.session
+    assert not session.is_missed(script.now_s)
+    script.play("0")
+    assert not session.is_missed(script.now_s)
+    assert session.is_missed(script.now_s + 1)
+    for word in ("+1", "hb1"):
+        script.play(word)
+    assert not session.is_missed(script.now_s)
+    script.play("+11")
+    assert session.is_missed(0.0)
+    script.play("unknown")
+    assert not session.is_missed(script.now_s + 1)
+    assert (session.epoch, session.expected_sequence, session.num_lost) == (None, 0, 1)
 
 
 def test_what_happened_is_counted():

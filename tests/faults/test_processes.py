@@ -7,7 +7,8 @@ from functools import partial
 import pytest
 from fault_harness.processes import play_live
 
-TRANSPORTS = ["tcp", "nats", "jetstream", "mqtt", "sidecar"]
+SIDECARS = ["sidecar", "forgetful-sidecar"]
+TRANSPORTS = ["tcp", "nats", "jetstream", "mqtt", *SIDECARS]
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def broker_of(start_nats_server, start_mqtt_broker):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_killed_processes_leave_the_index_exact(transport, free_port, broker_of, seeds, tally):
     for seed in seeds or (1,):
-        options = {"num_workers": 2, "num_steps": 8, "rate": 0.1, "num_ranks": 1 if transport == "sidecar" else 2}
+        options = {"num_workers": 2, "num_steps": 8, "rate": 0.1, "num_ranks": 1 if transport in SIDECARS else 2}
         tally.add(await play_live(transport, seed, free_port, broker_of(transport), has_state=True, **options))
 
 
@@ -34,7 +35,7 @@ async def test_killed_processes_leave_the_index_exact(transport, free_port, brok
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_soak_of_killed_processes(transport, has_state, free_port, broker_of, seeds, tally):
     for seed in seeds or range(100, 105):
-        options = {"num_workers": 3, "num_steps": 20, "rate": 0.1, "num_ranks": 1 if transport == "sidecar" else 2}
+        options = {"num_workers": 3, "num_steps": 20, "rate": 0.1, "num_ranks": 1 if transport in SIDECARS else 2}
         tally.add(await play_live(transport, seed, free_port, broker_of(transport), has_state=has_state, **options))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from kvist.events.digest import block_digest
 from kvist.events.follow import Question
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, MessageBlock, ReplayRequest
+from kvist.events.transports import Message, MessageBlock, ReplayRequest, base
 from kvist.events.types import Batch, Cleared, Heartbeat, Stored
 from kvist.indexer.source import MAX_PROBE_DOUBLINGS, PROBE_S, SILENCE_S, Source
 from kvist.radix import RadixIndex
@@ -69,15 +70,19 @@ class World:
 
     def take(self, *messages: Message) -> None:
         """Receive messages at once, and answer what is asked: nothing is kept."""
+        self.hear(*messages)
+        self.answer(None)
+
+    def hear(self, *messages: Message) -> None:
+        """Receive messages at once."""
         received = MessageBlock.of(messages) if self._is_block else list(messages)
         for _ in self.source.received_all(received, self.now_s):
             pass
-        self.answer(None)
 
     def answer(self, messages: list[Message] | None) -> None:
         """Answer what is asked now."""
         for question in self.source.questions(self.now_s):
-            for _ in self.source.answered(question, messages, self.now_s):
+            for _ in self.source.answered(question._replace(is_caught_up=True), messages, self.now_s):
                 pass
 
     def reconnect(self) -> None:
@@ -280,6 +285,139 @@ def test_a_peer_that_answers_nobody_is_asked_more_and_more_rarely():
     assert gaps[:4] == pytest.approx([PROBE_S * 2, PROBE_S * 4, PROBE_S * 8, PROBE_S * 16])
     assert max(gaps) == pytest.approx(PROBE_S * 2**MAX_PROBE_DOUBLINGS)
     assert world.holds(1)
+
+
+WHO_IS_THERE = Question(base.WHO_IS_THERE)
+
+
+def heartbeat(sequence: int, *numbers: int, is_complete: bool = True, **options) -> Message:
+    """Return a heartbeat of who holds the prompts of these numbers."""
+    hashes = [int(block_hashes(tokens_of(number), BLOCK_SIZE)[0]) for number in numbers]
+    digest = sum(block_digest(block_hash, Tier.GPU) for block_hash in hashes) % (1 << 64)
+    return canonical(sequence, Heartbeat(len(hashes), digest, is_complete=is_complete), **options)
+
+
+@pytest.fixture
+def followed():
+    """A world with two ranks, followed over a connection that stands."""
+    world = World(True, options="")
+    world.source.subscription = SimpleNamespace(
+        num_connects=1, is_caught_up=True, is_peer_gone=False, num_malformed=0, problem=None
+    )
+    world.source.reconnected(world.now_s)
+    world.answer([heartbeat(0)])
+    world.hear(publishers(0, 1), heartbeat(1, 1), publishers(0, 2, rank=1), heartbeat(1, 2, rank=1))
+    assert world.source.questions(world.now_s) == []
+    world.now_s += 0.5
+    return world
+
+
+def test_a_process_that_has_nothing_at_all_leaves_nothing_of_the_one_before(followed):
+    followed.source.reconnected(followed.now_s)
+    followed.now_s += PROBE_S
+    followed.answer([])  # as a sidecar does whose engine was silent yet, and whoever has nothing
+    assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.LIVE}
+    followed.answer([])
+    assert followed.source.states() == {0: SourceState.PARTIAL, 1: SourceState.PARTIAL}
+    assert followed.holds()
+    assert followed.holds(rank=1)
+    assert followed.statistics.num_cleared == 2
+    followed.now_s += 1000.0
+    assert followed.source.questions(followed.now_s) == []
+    assert followed.source.states() == {0: SourceState.PARTIAL, 1: SourceState.PARTIAL}
+    followed.hear(publishers(0, 7, epoch=2))
+    followed.hear(heartbeat(1, 7, epoch=2, is_complete=False))
+    assert followed.source.states() == {0: SourceState.PARTIAL, 1: SourceState.PARTIAL}
+    followed.hear(heartbeat(1, 7, epoch=2))
+    assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.PARTIAL}
+    assert followed.holds(7)
+
+
+def test_a_rank_that_the_next_process_does_not_name_is_forgotten_and_the_others_are_not(followed):
+    followed.source.reconnected(followed.now_s)
+    followed.hear(publishers(0, 7, epoch=2), heartbeat(1, 7, epoch=2))
+    followed.now_s += PROBE_S
+    assert followed.source.questions(followed.now_s) == [WHO_IS_THERE]
+    followed.answer([heartbeat(1, 7, epoch=2)])
+    assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.PARTIAL}
+    assert followed.holds(7)
+    assert followed.holds(rank=1)
+
+
+def test_a_rank_that_fell_silent_on_a_connection_that_stands_is_asked_about(followed):
+    """As over a broker, which does not tell that a publisher died and another one came."""
+    followed.now_s += SILENCE_S + 1
+    followed.hear(heartbeat(1, 1))
+    assert followed.source.questions(followed.now_s) == [WHO_IS_THERE]
+    assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.RESYNCING}
+    followed.answer([heartbeat(1, 1)])
+    assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.PARTIAL}
+    assert followed.source.questions(followed.now_s) == []
+
+
+def test_a_rank_that_is_named_is_believed_to_be_there_and_asked_about_more_and_more_rarely(followed):
+    followed.now_s += SILENCE_S + 1
+    asked_at_s = []
+    for _ in range(1000):
+        followed.now_s += PROBE_S / 3
+        if followed.source.questions(followed.now_s):
+            asked_at_s.append(followed.now_s)
+            followed.answer([heartbeat(1, 1), heartbeat(1, 2, rank=1)])
+    gaps = [later - earlier for earlier, later in pairwise(asked_at_s)]
+    assert gaps[:3] == pytest.approx([PROBE_S * 2, PROBE_S * 4, PROBE_S * 8])
+    assert max(gaps) == pytest.approx(PROBE_S * 2**MAX_PROBE_DOUBLINGS)
+    assert followed.source.states() == {0: SourceState.RESYNCING, 1: SourceState.RESYNCING}
+    assert followed.holds(1)
+    followed.hear(heartbeat(1, 1), heartbeat(1, 2, rank=1))
+    assert followed.source.questions(followed.now_s) == []
+    assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.LIVE}
+    followed.now_s += SILENCE_S + 1
+    assert followed.source.questions(followed.now_s) == [WHO_IS_THERE]
+
+
+@pytest.mark.parametrize("answer", [None, [garbage(0)]], ids=["none", "damaged"])
+def test_no_answer_and_one_that_is_damaged_say_nothing_of_who_is_there(followed, answer):
+    followed.now_s += SILENCE_S + 1
+    followed.answer(answer)
+    assert followed.source.states() == {0: SourceState.RESYNCING, 1: SourceState.RESYNCING}
+    assert followed.holds(1)
+
+
+def test_nobody_is_asked_who_is_there_while_nobody_is_connected(followed):
+    followed.source.subscription.is_caught_up = False
+    followed.now_s += SILENCE_S + 1
+    assert followed.source.questions(followed.now_s) == []
+
+
+def test_an_engine_in_the_place_of_a_publisher_is_found_before_anything_is_forgotten(followed):
+    followed.source.reconnected(followed.now_s)
+    followed.now_s += PROBE_S
+    followed.answer([])
+    followed.answer([engines(0, 7)])
+    assert followed.holds(7)
+    assert followed.source.states() == {0: SourceState.LIVE}
+
+
+@pytest.mark.parametrize("answer", [[], [heartbeat(5)]], ids=["nothing", "a publisher"])
+def test_an_engine_that_speaks_before_a_publisher_is_asked_about_is_not_judged_by_the_answer(followed, answer):
+    followed.source.reconnected(followed.now_s)
+    followed.now_s += PROBE_S
+    (question,) = followed.source.questions(followed.now_s)
+    followed.hear(engines(0, 7))
+    followed.answer([engines(0, 7)])
+    exhaust(followed.source.answered(question, answer, followed.now_s))
+    assert followed.holds(7)
+    assert followed.source.states() == {0: SourceState.LIVE}
+
+
+def test_an_engine_that_speaks_after_its_publisher_was_forgotten_takes_over(followed):
+    followed.source.reconnected(followed.now_s)
+    followed.now_s += PROBE_S
+    followed.answer([])
+    followed.answer([])
+    followed.hear(engines(0, 7))
+    assert followed.holds(7)
+    assert followed.source.states() == {0: SourceState.LIVE}
 
 
 def test_the_counts_of_before_stay_when_the_form_changes(world):

@@ -16,6 +16,7 @@ from kvist.events.codec import decode_batch
 from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
 from kvist.events.transports import Endpoint, open_publication, open_subscription
+from kvist.events.transports.base import EVERYTHING, WHAT_FOLLOWS, WHO_IS_THERE
 from kvist.publisher import PublisherLimits
 from kvist.publisher.sidecar import Sidecar
 from kvist.publisher.state_store import StateStore
@@ -96,6 +97,22 @@ async def test_the_block_size_is_learnt_from_the_first_stored_event(start_vllm, 
         engine.store(1, tokens_of(1))
         await until(lambda: observed.holding() == holding_of(1))
         assert observed.batches[-1].block_size == 4
+
+
+async def test_a_sidecar_whose_engine_is_silent_answers_that_it_has_nothing_and_its_publisher_once_there_is_one(
+    start_vllm, port, until
+):
+    engine = start_vllm(port)
+    async with (
+        running(sidecar := sidecar_of(port)),
+        open_subscription(Endpoint.parse(sidecar.endpoint)) as subscription,
+    ):
+        for question in (WHAT_FOLLOWS, EVERYTHING, WHO_IS_THERE):
+            assert await subscription.replay(question, 10) == []
+        engine.store(1, tokens_of(1))
+        await until(lambda: sidecar.statistics().published.num_heartbeats)
+        (message,) = await subscription.replay(WHO_IS_THERE, 10)
+        assert decode_batch(message.payload, "test").batch.events == (holding_of(1),)
 
 
 async def test_a_restarted_engine_is_published_as_cleared_and_then_anew(start_vllm, port, until):

@@ -43,6 +43,8 @@ WHAT_FOLLOWS = ReplayRequest(None, (1 << 63) - 1)
 """Asks for nothing that was sent yet: an engine answers with nothing, a publisher of Kvist's with its heartbeats."""
 EVERYTHING = ReplayRequest(None, 0)
 """Asks for all that is kept: of who said nothing to that, so that a publisher is spared it."""
+WHO_IS_THERE = ReplayRequest(b"", (1 << 63) - 1)
+"""Asks a publisher of Kvist's which ranks it has: it answers with their heartbeats, and an engine not at all."""
 
 
 class ReplaySource(Protocol):

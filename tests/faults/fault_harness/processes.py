@@ -115,11 +115,13 @@ class LiveFleet:
         broker: Any = None,
         *,
         has_state: bool = False,
+        have_sidecars_state: bool = True,
         **options: Any,
     ) -> None:
         """Have a sidecar publish at each URL that is not its engine's own."""
         self.tally = Tally(num_histories=1)
         self._folder = folder
+        self._have_sidecars_state = have_sidecars_state
         kinds = ["embedded" if url == own else "stock" for url, own in zip(urls, engine_urls, strict=True)]
         self.engines = [
             EngineProcess(kind, url, f"pod-{number}", random.Random(f"{seed} {number}"), **options)
@@ -136,7 +138,9 @@ class LiveFleet:
         folder = self._folder / f"sidecar-{url.rpartition(':')[2]}"
         folder.mkdir()
         where = ("--engine", "vllm", "--endpoint", engine_url, "--to", url, "--worker", "any")
-        return Process("-m", "kvist", "publish", *where, "--block-size", str(BLOCK_SIZE), "--state-dir", str(folder))
+        # One with a state has its block size from there; of one without it is learnt from the engine.
+        state = ("--block-size", str(BLOCK_SIZE), "--state-dir", str(folder)) if self._have_sidecars_state else ()
+        return Process("-m", "kvist", "publish", *where, *state)
 
     async def play(self, num_steps: int, events_a_step: int = 60, fill: int = 0) -> Tally:
         """Do so much, then have quiet and see that all is exact."""
@@ -152,6 +156,9 @@ class LiveFleet:
             if fill:
                 await self._have_all(f"fill {fill}")
             await self._become_quiet()
+            if self.sidecars:
+                await self._be_silent()
+                await self._become_quiet()
         finally:
             for process in (*self.engines, *self.sidecars, self._router):
                 await process.kill()
@@ -216,12 +223,35 @@ class LiveFleet:
         began_s = time.monotonic()
         while wrong := await self._wrong():
             assert time.monotonic() < began_s + EXACT_TIMEOUT_S, wrong
-            for sidecar in self.sidecars:
-                if not sidecar.is_up:  # its port was taken for a moment
-                    await sidecar.start(is_awaited=False)
-            await asyncio.sleep(0.05)
+            await self._revive_sidecars()
         self.tally.until_exact_s.append(time.monotonic() - began_s)
         self.tally.num_ranks += sum(engine.num_ranks for engine in self.engines)
+
+    async def _be_silent(self) -> None:
+        """Kill an engine with its sidecar: of the next two, who say nothing, the router soon believes nothing."""
+        number = self._rng.randrange(len(self.sidecars))
+        self._note("sidecar killed")
+        self._note("engine restarted in silence")
+        await self.sidecars[number].kill()
+        await self.engines[number].kill()
+        await self.engines[number].start()
+        await self.sidecars[number].start(is_awaited=False)
+        # What an engine holds is known to be nothing where its answer shows that it is another process than before.
+        states = {"live", "partial"} if self._have_sidecars_state else {"partial"}
+        began_s = time.monotonic()
+        while True:
+            said = (await self._router.do("tell"))[number]
+            if all(state in states and num_blocks == 0 for state, num_blocks, _ in said.values()):
+                return
+            assert time.monotonic() < began_s + EXACT_TIMEOUT_S, f"{self.engines[number].url} is silent: {said}"
+            await self._revive_sidecars()
+
+    async def _revive_sidecars(self) -> None:
+        """Start those that ended, since their port was taken for a moment, and wait a little."""
+        for sidecar in self.sidecars:
+            if not sidecar.is_up:
+                await sidecar.start(is_awaited=False)
+        await asyncio.sleep(0.05)
 
     async def _wrong(self) -> list[str]:
         wrong = []
@@ -246,16 +276,21 @@ async def play_live(
     num_steps: int,
     **options: Any,
 ) -> Tally:
-    """Play one history over a transport; over "sidecar" engines have streams of their own, and sidecars before them."""
+    """Play one history over a transport; over a sidecar's engines have streams of their own, and sidecars before them.
+
+    A "forgetful-sidecar" has no state, and knows nothing that it was not told.
+    """
     fill, events_a_step = options.pop("fill", 0), options.pop("events_a_step", 60)
-    if transport in ("tcp", "sidecar"):
+    has_sidecars = transport in ("sidecar", "forgetful-sidecar")
+    if transport == "tcp" or has_sidecars:
         urls = [f"tcp://127.0.0.1:{free_port()}" for _ in range(num_workers)]
     else:
         suffix = "?jetstream=KV" if transport == "jetstream" else ""
         base = f"{transport.replace('jetstream', 'nats')}://127.0.0.1:{broker.port}"
         urls = [f"{base}/model/pod-{number}{suffix}" for number in range(num_workers)]
     engine_urls = urls
-    if transport == "sidecar":
+    if has_sidecars:
+        options["have_sidecars_state"] = transport == "sidecar"
         engine_urls = [f"tcp://127.0.0.1:{free_port()}" for _ in range(num_workers)]
     with tempfile.TemporaryDirectory() as folder:
         fleet = LiveFleet(engine_urls, urls, seed, Path(folder), broker, **options)

@@ -11,7 +11,7 @@ from typing import Self
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvist.events.transports.base import MAX_DRAIN, MAX_RECONNECT_S, Message, ReplayRequest
+from kvist.events.transports.base import MAX_DRAIN, MAX_RECONNECT_S, WHO_IS_THERE, Message, ReplayRequest
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpack
 from kvist.events.transports.broker_replay import WINDOW_PAGES, Asking, ask
 from kvist.events.transports.frames import MalformedCounter
@@ -97,7 +97,8 @@ class NatsSubscription:
             async with asyncio.timeout(timeout_s):
                 client = await self._link.connected()
             messages = await self._ask(client, request, timeout_s)
-            if messages is None and "jetstream" in self._url.options:
+            # The stream knows what was sent, and not who is there.
+            if messages is None and "jetstream" in self._url.options and request != WHO_IS_THERE:
                 async with asyncio.timeout(HISTORY_TIMEOUT_S):
                     messages = await read_kept(client, self._url, request)
         except FAILURES:

@@ -13,6 +13,7 @@ from nats.js.api import StreamConfig
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message, ReplayRequest
+from kvist.events.transports.base import WHO_IS_THERE
 
 TOPIC, OTHER_TOPIC = b"kv/pod-1/0", b"kv/pod-1/1"
 QUERY = "?jetstream=KV&max_age_s=3600&max_bytes=1000000"
@@ -129,6 +130,7 @@ async def test_what_a_publisher_left_behind_is_read_from_the_stream(wire):
         assert await subscription.replay(ReplayRequest(OTHER_TOPIC, 48), 10) == other[-1:]
         assert await subscription.replay(ReplayRequest(None, 0), 10) == sent + other
         assert await subscription.replay(ReplayRequest(b"kv/pod-1/7", 0), 10) is None
+        assert await subscription.replay(WHO_IS_THERE, 10) is None  # which only a publisher can tell
 
 
 async def test_a_publisher_that_is_there_is_asked_rather_than_its_stream(wire):
