@@ -19,6 +19,7 @@ from typing import Any
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 NS_PER_MS = 1e6
+HIDDEN = re.compile(r"(http|gen_ai)[.](request|operation|latency|response.f)|url|server|kvist[.](re[qm]|ru|ra|cand)")
 traces: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)  # of each trace, services and spans
 changed_s: dict[bytes, float] = {}
 
@@ -60,7 +61,7 @@ def print_tree(spans: list[tuple[str, Any]]) -> None:
 
 def facts_of(span: Any) -> str:
     facts = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
-    shown = [f"{re.sub(r'^(kvist|gen_ai|http)[.]', '', name)}={value}" for name, value in facts.items()]
+    shown = [f"{name.partition('.')[2]}={value}" for name, value in facts.items() if not HIDDEN.match(name)]
     return " ".join([*shown, *([f"error: {span.status.message}"] if span.status.message else [])])
 
 

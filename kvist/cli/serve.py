@@ -15,22 +15,24 @@ from typing import TYPE_CHECKING
 
 from kvist.cli._kv_transfer import add_transfer_arguments, read_transfer_settings
 from kvist.cli._tensor_parallel import add_tensor_parallel_argument, end_on_loss
+from kvist.cli._tracing import add_tracing_argument, open_worker_tracing
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     import uvicorn
     from prometheus_client.registry import Collector
-    from starlette.applications import Starlette
+    from starlette.types import ASGIApp
 
     from kvist.cli._rank_transfers import RankTransfers
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
     from kvist.publisher import KvEventPublisher
+    from kvist.tracing.otlp import Tracing
 
 HELP = "serve a model with the bundled engine"
 
 # Together below the 5 s that whoever sends SIGTERM should have to wait.
-_HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S = 2, 1.0, 1.0, 0.5
+_HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S, _TRACES_CLOSE_S = 2, 1.0, 1.0, 0.5, 0.4
 _DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
 
 
@@ -63,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
     add_tensor_parallel_argument(parser)
     add_transfer_arguments(parser)
+    add_tracing_argument(parser)
 
 
 def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with _listen(args.host, args.port) as listener:
         worker = f"{args.host}:{listener.getsockname()[1]}"
+        tracing = open_worker_tracing(args, worker)
         settings = read_transfer_settings(args, f"{worker}/{uuid.uuid4().hex}", _names(args)[0])
         transfers, allocate, open_server = None, None, None
         if settings is not None:
@@ -124,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
             allocate = transfers.allocate
         with _publisher(args, worker) as publisher:
             loaded = load_with_memory(config, publisher, allocate, open_server)
-            return asyncio.run(_serve(args, listener, loaded, publisher, transfers))
+            return asyncio.run(_serve(args, listener, loaded, publisher, transfers, tracing))
 
 
 @contextmanager
@@ -157,11 +161,13 @@ async def _serve(
     loaded: LoadedEngine,
     publisher: KvEventPublisher | None,
     rank_0: RankTransfers | None,
+    tracing: Tracing | None,
 ) -> int:
     from kvist.cli._publisher_metrics import PublisherCollector
     from kvist.cli._transfer_metrics import TransferCollector
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
+    from kvist.engine.server.spans import WorkerSpans
     from kvist.openai.tokenization import ChatTokenizer
 
     tokenizer = ChatTokenizer.load(args.model)
@@ -171,7 +177,11 @@ async def _serve(
     collectors: list[Collector] = [PublisherCollector(publisher)] if publisher else []
     engine = AsyncEngine(loaded.core, args.max_num_seqs + args.max_num_waiting, _ENGINE_CLOSE_S)
     async with AsyncExitStack() as exits:
-        served, followers = None, loaded.followers
+        served, spans, followers = None, None, loaded.followers
+        if tracing is not None:
+            exits.push_async_callback(asyncio.to_thread, tracing.close, _TRACES_CLOSE_S)
+            collectors.append(tracing)
+            spans = WorkerSpans(tracing, names[0], asyncio.get_running_loop())
         if followers is not None:
             exits.callback(followers.close)
         if rank_0 is not None:
@@ -184,6 +194,8 @@ async def _serve(
                 agent=args.kv_transfer_agent,
                 is_alive=lambda: transfers.is_alive,
             )
+            if spans is not None:
+                transfers.observe(spans)
             transfers.start()
         await exits.enter_async_context(engine)
         model = ServedModel(
@@ -194,7 +206,7 @@ async def _serve(
             transfers=served,
             tensor_parallel_size=args.tensor_parallel_size,
         )
-        app = create_app(engine, tokenizer, model, collectors=collectors)
+        app = create_app(engine, tokenizer, model, collectors=collectors, spans=spans)
         server = _server(app, engine, ready_line=f"kvist serve: {names[0]} on {url}, {events}")
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
@@ -206,7 +218,7 @@ async def _serve(
     return 0
 
 
-def _server(app: Starlette, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
+def _server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:
     import uvicorn
 
     class Server(uvicorn.Server):

@@ -12,6 +12,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvist.cli._tracing import add_tracing_argument
 from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     parser.add_argument("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
+    add_tracing_argument(parser)
     parser.add_argument("--no-demo", action="store_true", help="serve at once, without the demo's requests")
     parser.add_argument("--exit", action="store_true", help="end after the demo instead of serving on")
     parser.add_argument("--json", action="store_true", help="print the demo's facts as one line of JSON, last")
@@ -103,7 +105,7 @@ def _serve(args: argparse.Namespace, index: int) -> list[str]:
     if args.disaggregated:
         role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
     name = [] if args.model else ["--served-model-name", "kvist-tiny"]
-    return ["serve", "--model", _model(args), "--port", "0", *name, *role]
+    return ["serve", "--model", _model(args), "--port", "0", *name, *role, *_tracing(args)]
 
 
 def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: str, port: str) -> list[str]:
@@ -111,7 +113,12 @@ def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: 
     return [
         *("route", "--worker-urls", *worker_urls, "--model-path", _model(args), *handing_over),
         *("--policy", policy, "--host", host, "--port", port),
+        *_tracing(args),
     ]
+
+
+def _tracing(args: argparse.Namespace) -> list[str]:
+    return [] if args.otlp_traces_endpoint is None else ["--otlp-traces-endpoint", args.otlp_traces_endpoint]
 
 
 async def _demo(

@@ -78,7 +78,12 @@ class Tracing(Collector):
 
     def close(self, timeout_s: float) -> None:
         """Export what is left, for so long; what is not exported then is lost."""
-        closing = threading.Thread(target=self._processor.shutdown, name="kvist-traces", daemon=True)
+
+        def close() -> None:
+            self._processor.shutdown()  # type: ignore[no-untyped-call]
+            self._exporter.complaints.close()
+
+        closing = threading.Thread(target=close, name="kvist-traces", daemon=True)
         closing.start()
         closing.join(timeout_s)
         self._exporter.shutdown()
@@ -136,7 +141,7 @@ class _PassedOn(Span):
 class _Recorded(_PassedOn):
     """A step that is traced; its wall-clock times are monotonic ones, all of a request by one offset."""
 
-    __slots__ = ("_error", "_offset_ns", "_tracing", "attributes", "kind", "name", "parent", "start_ns")
+    __slots__ = ("_end_ns", "_error", "_offset_ns", "_tracing", "attributes", "kind", "name", "parent", "start_ns")
 
     is_recorded = True
 
@@ -155,6 +160,7 @@ class _Recorded(_PassedOn):
         self._tracing = tracing
         self._offset_ns = offset_ns
         self._error: str | None = None
+        self._end_ns: int | None = None
         self.name = name
         self.parent = parent
         self.kind = kind
@@ -167,7 +173,7 @@ class _Recorded(_PassedOn):
         if kind is not None:
             self.attributes.setdefault("error.type", kind.__name__)
             self.fail(str(error) or kind.__name__)
-        self._tracing.ended(self, self._wall_ns(None), self._error)
+        self._tracing.ended(self, self._wall_ns(None) if self._end_ns is None else self._end_ns, self._error)
 
     def step(self, name: str) -> Span:
         return self._child(name, SpanKind.INTERNAL, {})
@@ -192,6 +198,9 @@ class _Recorded(_PassedOn):
     def fail(self, error: str) -> None:
         self._error = error
 
+    def stop(self) -> None:
+        self._end_ns = self._wall_ns(None)
+
     def _child(self, name: str, kind: SpanKind, attributes: dict[str, Any], began_s: float | None = None) -> _Recorded:
         context = self._tracing.child_of(self.context)
         return _Recorded(self._tracing, name, context, self.context, self._offset_ns, kind, attributes, began_s)
@@ -206,7 +215,7 @@ class _WatchedExporter(SpanExporter):
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._inner = OTLPSpanExporter(endpoint=endpoint)
-        self._complaints = _Complaints()
+        self.complaints = _Complaints()
         self._is_failing = False
         self._is_shut_down = False
         self.num_exported = 0
@@ -219,7 +228,7 @@ class _WatchedExporter(SpanExporter):
             self.num_exported += len(spans)
         else:
             self.num_lost += len(spans)
-        reason = self._complaints.take()
+        reason = self.complaints.take()
         if not is_ok and not self._is_failing:
             logger.warning("traces are not taken and will be lost url=%s reason=%s", self._endpoint, reason)
         elif is_ok and self._is_failing:
@@ -231,13 +240,13 @@ class _WatchedExporter(SpanExporter):
         if not self._is_shut_down:
             self._is_shut_down = True
             self._inner.shutdown()  # type: ignore[no-untyped-call]
-            self._complaints.close()
 
 
 class _Complaints(logging.Filter):
-    """Keeps what the SDK's loggers would repeat with every batch from being logged, and the first of it as a reason."""
+    """Keeps from the log what the SDK would repeat with every batch, and the exporter's first words as a reason."""
 
-    _LOGGERS = ("opentelemetry.exporter.otlp.proto.http.trace_exporter", "opentelemetry.sdk._shared_internal")
+    _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
+    _LOGGERS = (_EXPORTER, "opentelemetry.sdk._shared_internal")
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +255,7 @@ class _Complaints(logging.Filter):
             logging.getLogger(name).addFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if self._first is None:
+        if self._first is None and record.name == self._EXPORTER:
             self._first = record.getMessage()
         return False
 

@@ -59,6 +59,9 @@ class Span:
     def fail(self, error: str) -> None:
         """Say why the step came to nothing."""
 
+    def stop(self) -> None:
+        """Let the step have ended now, though its block goes on."""
+
     def headers(self, headers: Headers) -> Headers:
         """Return the headers of a request, such that whoever gets it goes on with this trace."""
         return headers

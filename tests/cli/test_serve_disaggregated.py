@@ -16,10 +16,13 @@ import pytest
 
 from kvist.cli import main
 from kvist.engine import bundled_model_path
+from kvist.router.config import RouterConfig
+from kvist.router.service import RouterService
 
 MODEL = str(bundled_model_path())
 READY = re.compile(r"kvist serve: \S+ on (http://127\.0\.0\.1:\d+), ")
 DEADLINE_S = 60.0
+PARENT_ID = "b7ad6b7169203331"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +123,60 @@ async def test_one_worker_computes_prompts_and_another_goes_on(flags: tuple[str,
         await target.is_idle()
 
 
-async def test_a_stream_goes_on_from_the_first_token() -> None:
-    prompt = make_prompt(50, 3)
-    async with serve() as source, serve() as target:
-        params = await source.prefill(prompt)
-        body = {"prompt": prompt, "max_tokens": 9, "temperature": 0, "ignore_eos": True, "stream": True}
-        answer = await target.client.post("/v1/completions", json=body | {"kv_transfer_params": params})
-        alone = await source.client.post("/v1/completions", json=body)
-        texts = [re.findall(r'"text":"(.*?)","finish', each.text) for each in (answer, alone)]
-        assert "".join(texts[0]) == "".join(texts[1]) != ""
+def path_of(span: Any, spans: dict[str, Any]) -> str:
+    """Return the span and what it is part of, and check that it is so in time."""
+    parent = spans.get(span.parent_id)
+    name = f"{span.service.removeprefix('kvist-')}:{span.name.removeprefix('POST /v1/')}"
+    if parent is None:
+        assert span.parent_id == PARENT_ID
+        return name
+    assert span.start_ns >= parent.start_ns
+    assert span.end_ns <= parent.end_ns or span.name == "hold"  # which goes on behind its request
+    return f"{path_of(parent, spans)} > {name}"
+
+
+async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_router_and_both_workers(
+    trace_collector: Any, until: Any
+) -> None:
+    tracing = ("--otlp-traces-endpoint", trace_collector.url)
+    async with serve("--role", "prefill", *tracing) as source, serve("--role", "decode", *tracing) as target:
+        urls = [str(each.client.base_url) for each in (source, target)]
+        config = RouterConfig(worker_urls=(*urls,), port=0, otlp_traces_endpoint=trace_collector.url, policy="random")
+        async with RouterService(config) as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+
+            async def ask(who: httpx.AsyncClient, trace_id: str, num_spans: int) -> tuple[str, list[Any]]:
+                """Return the text of a stream, and the spans that it has left."""
+                body = {"prompt": make_prompt(300, 3), "max_tokens": 9, "temperature": 0, "stream": True}
+                traced = {"traceparent": f"00-{trace_id}-{PARENT_ID}-01"}
+                answer = await who.post("/v1/completions", json=body, headers=traced)
+                await until(lambda: sum(each.trace_id == trace_id for each in trace_collector.spans) >= num_spans)
+                texts = re.findall(r'"text":"(.*?)","finish', answer.text)
+                return "".join(texts), [each for each in trace_collector.spans if each.trace_id == trace_id]
+
+            text, spans = await ask(client, "1" * 32, 18)
+            alone, _ = await ask(source.client, "2" * 32, 4)
+            assert text == alone != ""
+            of_router, in_p = "router:completions", "router:completions > router:prefill > prefill:completions"
+            in_d = f"{of_router} > router:decode > decode:completions"
+            paths = sorted(path_of(span, {each.span_id: each for each in spans}) for span in spans)
+            assert paths == sorted(
+                [of_router, in_p, in_d]
+                + [f"{of_router} > router:{name}" for name in ("read", "match", "prefill", "decode")]
+                + [f"{of_router} > router:choose"] * 2
+                + [f"{in_p} > prefill:{name}" for name in ("queue", "prefill", "hold", "hold > prefill:write")]
+                + [f"{in_d} > decode:{name}" for name in ("queue", "fetch", "decode")]
+                + [f"{in_d} > decode:fetch > decode:{name}" for name in ("greet", "transfer")]
+            )
+            fetch, write = (next(each for each in spans if each.name == name) for name in ("fetch", "write"))
+            assert fetch.attributes["kvist.bytes"] == write.attributes["kvist.bytes"] > 0
+            assert fetch.start_ns <= write.start_ns <= write.end_ns <= fetch.end_ns
+
+            await source.kill()
+            text, spans = await ask(client, "3" * 32, 13)
+            assert text == alone
+            assert {"prefill", "retry", "fallback", "generate"} <= {each.name for each in spans}
+            (fallback,) = (each for each in spans if each.name == "fallback")
+            assert fallback.attributes["kvist.reason"] == "prefill_failed"
 
 
 async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on() -> None:

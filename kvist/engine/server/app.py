@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvist import __version__
 from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, EngineStoppedError, Generation
@@ -29,6 +30,8 @@ from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Job, read_body, read_chat, read_completion
 from kvist.engine.server.metrics import EngineCollector
+from kvist.engine.server.spans import WorkerSpans, span_of
+from kvist.engine.server.timing import Timings
 from kvist.errors import InvalidValueError, KvistError
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.responses import Model, ModelList
@@ -72,9 +75,11 @@ def create_app(
     *,
     collectors: Iterable[Collector] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
-) -> Starlette:
-    """Return the application over a running engine; `collectors` add their metrics to /metrics."""
-    return _Server(engine, tokenizer, model, collectors, max_body_bytes).app
+    spans: WorkerSpans | None = None,
+) -> ASGIApp:
+    """Return the application over a running engine; `collectors` add their metrics to /metrics, `spans` trace."""
+    app = _Server(engine, tokenizer, model, collectors, max_body_bytes, spans).app
+    return app if spans is None else spans.wrap(app)
 
 
 class _Server:
@@ -85,6 +90,7 @@ class _Server:
         model: ServedModel,
         collectors: Iterable[Collector],
         max_body_bytes: int,
+        spans: WorkerSpans | None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
@@ -94,6 +100,7 @@ class _Server:
         self._registry = CollectorRegistry()
         for collector in (EngineCollector(engine), *collectors):
             self._registry.register(collector)
+        self._timings = Timings(self._registry, spans)
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
@@ -123,12 +130,14 @@ class _Server:
         endpoints = () if transfers is None else transfers.endpoints
         heading = Heading(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self._model.names[0], endpoints)
         shape = make_shape(heading, self._tokenizer)
+        noting = self._timings.noting(span_of(request.scope), job, generation.times)
         if job.is_stream:
-            return _EventStream(generation, stream_events(generation, job, shape))
-        async with generation, asyncio.TaskGroup() as group:
-            watcher = group.create_task(_cancel_on_disconnect(request, generation), name="watch for disconnect")
-            answer = await collect(generation, job, shape)
-            watcher.cancel()
+            return _EventStream(generation, noting, stream_events(generation, job, shape))
+        with noting:
+            async with generation, asyncio.TaskGroup() as group:
+                watcher = group.create_task(_cancel_on_disconnect(request, generation), name="watch for disconnect")
+                answer = await collect(generation, job, shape)
+                watcher.cancel()
         if isinstance(answer, RequestError):
             raise answer
         return _json(answer)
@@ -182,13 +191,17 @@ class _Server:
 class _EventStream(StreamingResponse):
     """A stream that drops its generation when it ends, also when the client left before the first event."""
 
-    def __init__(self, generation: Generation, events: AsyncIterator[bytes]) -> None:
+    def __init__(
+        self, generation: Generation, noting: AbstractContextManager[None], events: AsyncIterator[bytes]
+    ) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._generation = generation
+        self._noting = noting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._generation:
-            await super().__call__(scope, receive, send)
+        with self._noting:
+            async with self._generation:
+                await super().__call__(scope, receive, send)
 
 
 async def _cancel_on_disconnect(request: Request, generation: Generation) -> None:

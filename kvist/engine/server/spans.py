@@ -1,0 +1,223 @@
+"""What the spans of a request say of its way through a worker: OpenTelemetry's names where it has them, else vLLM's.
+
+    POST /v1/completions        the request, until its last byte has gone out
+    ├─ queue                    until its first step, or until its blocks are reserved
+    ├─ fetch                    of a prompt that another worker computed
+    │  ├─ greet                 until every rank that holds it has answered
+    │  ├─ transfer              until every rank has written its part
+    │  └─ scatter               out of the bounce region
+    ├─ prefill                  until the first token
+    ├─ decode                   the other tokens
+    └─ hold                     of a prompt for another worker, after the request has ended
+       └─ write                 into that worker's memory, once for each of its ranks
+
+With several choices, or prompts, there is one of each for every sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvist.engine.request import RemoteDecode, RemotePrefill, RequestTimes
+from kvist.engine.server.intake import Job
+from kvist.tracing import NO_SPAN, Attributes, Span
+from kvist.transfer.timing import FetchTimes, HoldTimes, TransferObserver, WriteTimes
+
+if TYPE_CHECKING:
+    from kvist.tracing.otlp import Tracing
+
+_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+_SCOPE_KEY = "kvist.span"
+_MAX_KEPT = 1024
+_MAX_SEQUENCES = 16
+"""Of more choices than that in one request, the first are told."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request whose blocks are held, and the writes from them."""
+
+    span: Span
+    writes: list[WriteTimes] = field(default_factory=list)
+
+
+def span_of(scope: Scope) -> Span:
+    """Return the span of the request."""
+    span: Span = scope.get(_SCOPE_KEY, NO_SPAN)
+    return span
+
+
+class WorkerSpans(TransferObserver):
+    """Makes the spans of all requests, on the event loop; of their transfers it hears from any thread."""
+
+    def __init__(self, tracing: Tracing, model_name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._tracing = tracing
+        self._model_name = model_name
+        self._loop = loop
+        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._fetches: OrderedDict[str, FetchTimes] = OrderedDict()
+
+    def wrap(self, app: ASGIApp) -> ASGIApp:
+        """Return the application with a span around each request for an answer."""
+
+        async def traced(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in _OPERATIONS:
+                await app(scope, receive, send)
+                return
+            attributes = _of_scope(scope, self._model_name)
+            with self._tracing.request(f"POST {scope['path']}", scope["headers"], attributes) as span:
+
+                async def send_and_tell(message: Message) -> None:
+                    if message["type"] == "http.response.start":
+                        span.set(_of_status, message["status"])
+                        if message["status"] >= 500:
+                            span.fail(f"answered {message['status']}")
+                    elif message["type"] == "http.response.body" and not message.get("more_body"):
+                        span.stop()  # before the client can know
+                    await send(message)
+
+                await app({**scope, _SCOPE_KEY: span}, receive, send_and_tell)
+
+        return traced
+
+    def tell(self, span: Span, job: Job, times: Mapping[str, RequestTimes]) -> None:
+        """Tell of a request's sequences, which have ended."""
+        fetches = [self._fetches.pop(request_id, None) for request_id in times]
+        if not span.is_recorded:
+            return
+        told, now_s = list(times.values()), time.monotonic()
+        span.set(_of_job, job, told)
+        if any(each.finish_reason in (None, "abort") for each in told):
+            span.fail("ended early")
+        for index, (each, fetch) in enumerate(zip(told[:_MAX_SEQUENCES], fetches, strict=False)):
+            choice = {"kvist.choice": index} if len(told) > 1 else {}
+            _tell_sequence(span, each, fetch, len(job.prompts[index // job.params.n]), now_s, choice)
+            if each.remote_request_id is not None:
+                _keep(self._held, each.remote_request_id, _Held(span))
+
+    def fetched(self, times: FetchTimes) -> None:
+        """Keep what is told of a fetch until its request has ended."""
+        self._on_loop(_keep, self._fetches, times.request_id, times)
+
+    def written(self, times: WriteTimes) -> None:
+        """Keep what is told of a write until the hold that it was for has ended."""
+        self._on_loop(self._add_write, times)
+
+    def released(self, times: HoldTimes) -> None:
+        """Tell of a hold, whose request has ended."""
+        self._on_loop(self._tell_hold, times)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: so is everything else
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def _add_write(self, times: WriteTimes) -> None:
+        held = self._held.get(times.remote_request_id)
+        if held is not None:
+            held.writes.append(times)
+
+    def _tell_hold(self, times: HoldTimes) -> None:
+        held = self._held.pop(times.remote_request_id, None)
+        if held is None:
+            return
+        facts: Attributes = {"kvist.remote_request_id": times.remote_request_id, "kvist.fetched": times.is_fetched}
+        hold = held.span.record("hold", times.began_s, times.ended_s, facts)
+        for write in held.writes:
+            pieces = {"kvist.bytes": write.num_bytes, "kvist.pieces": write.num_pieces}
+            hold.record(
+                "write", write.began_s, write.ended_s, pieces | {"kvist.bounced": write.is_bounced}, write.error
+            )
+
+
+def _tell_sequence(
+    span: Span, times: RequestTimes, fetch: FetchTimes | None, num_prompt_tokens: int, now_s: float, more: Attributes
+) -> None:
+    """Record the steps that a sequence has begun, each until the next; the last may have been cut short."""
+    ended_s = now_s if times.ended_s is None else times.ended_s
+    begun = [at_s for at_s in (times.fetching_s, times.scheduled_s, ended_s) if at_s is not None]
+    span.record("queue", times.queued_s, begun[0], more)
+    if times.fetching_s is not None:
+        fetched_s = ended_s if times.fetched_s is None else times.fetched_s
+        step = span.record("fetch", times.fetching_s, fetched_s, {**more, **_of_fetch(fetch)}, times.fetch_error)
+        if fetch is not None:
+            _tell_fetch(step, fetch)
+    first_token_s = ended_s if times.first_token_s is None else times.first_token_s
+    if times.scheduled_s is not None:
+        tokens = {"kvist.prompt_tokens": num_prompt_tokens, "kvist.cached_tokens": times.num_cached_tokens}
+        span.record("prefill", times.scheduled_s, first_token_s, {**more, **tokens})
+    if first_token_s < ended_s and times.num_output_tokens != 1:
+        tokens = {"gen_ai.usage.output_tokens": times.num_output_tokens}
+        span.record("decode", first_token_s, ended_s, {**more, **tokens})
+
+
+def _tell_fetch(step: Span, fetch: FetchTimes) -> None:
+    for name, began_s, ended_s in (
+        ("greet", fetch.began_s, fetch.greeted_s),
+        ("transfer", fetch.greeted_s, fetch.arrived_s),
+        ("scatter", fetch.arrived_s, fetch.ended_s),
+    ):
+        if began_s is not None and (ended_s is None or began_s < ended_s):
+            step.record(name, began_s, fetch.ended_s if ended_s is None else ended_s, {})
+
+
+def _of_scope(scope: Scope, model_name: str) -> Attributes:
+    request_id = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), None)
+    path = scope["path"]
+    return {
+        "http.request.method": "POST",
+        "url.path": path,
+        "gen_ai.operation.name": _OPERATIONS[path],
+        "gen_ai.request.model": model_name,
+        "kvist.request_id": request_id,
+    }
+
+
+def _of_status(status: int) -> Attributes:
+    return {"http.response.status_code": status}
+
+
+def _of_job(job: Job, times: list[RequestTimes]) -> Attributes:
+    """Say how many tokens there were, and how the first sequence's time was spent."""
+    handoff = {RemoteDecode: "prefill", RemotePrefill: "decode", type(None): None}[type(job.handoff)]
+    first, have_ended = times[0], all(each.ended_s is not None for each in times)
+    num_cached_tokens = sum(each.num_cached_tokens for each in times[:: job.params.n])
+    return {
+        "gen_ai.request.max_tokens": job.params.token_limit,
+        "gen_ai.request.stream": job.is_stream,
+        "gen_ai.request.choice.count": job.params.n if job.params.n > 1 else None,
+        "gen_ai.usage.input_tokens": sum(map(len, job.prompts)),
+        "gen_ai.usage.output_tokens": sum(each.num_output_tokens for each in times) if have_ended else None,
+        "gen_ai.usage.cache_read.input_tokens": num_cached_tokens if have_ended else None,
+        "gen_ai.response.finish_reasons": [each.finish_reason or "abort" for each in times],
+        "gen_ai.latency.time_in_queue": _seconds(first.queued_s, first.fetching_s or first.scheduled_s),
+        "gen_ai.latency.time_to_first_token": _seconds(first.queued_s, first.first_token_s),
+        "gen_ai.latency.time_in_model_prefill": _seconds(first.scheduled_s, first.first_token_s),
+        "gen_ai.latency.time_in_model_decode": _seconds(first.first_token_s, first.ended_s),
+        "gen_ai.latency.e2e": _seconds(first.queued_s, first.ended_s),
+        "kvist.handoff": handoff,
+    }
+
+
+def _of_fetch(fetch: FetchTimes | None) -> Attributes:
+    return {} if fetch is None else {"kvist.bytes": fetch.num_bytes, "kvist.senders": fetch.num_senders}
+
+
+def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
+    return None if began_s is None or ended_s is None else ended_s - began_s
+
+
+def _keep(kept: OrderedDict[str, _T], name: str, value: _T) -> None:
+    """Keep a value, and forget the oldest where that are too many."""
+    kept[name] = value
+    while len(kept) > _MAX_KEPT:
+        kept.popitem(last=False)
