@@ -194,8 +194,10 @@ class Receiving:
         if self.state.is_ended or self.state is TransferState.QUARANTINED:
             return []
         fail = Fail(self.fetch.transfer_id, reason)
-        if self.state is TransferState.INIT:  # nobody has been asked
+        if self.state is TransferState.INIT:  # nobody has been asked, or will be: they may stop holding the blocks
+            cancels = self._cancels(now_s)
             self._unreported.clear()
+            return [fail, *cancels, *self._release()]
         if not self._unreported and not self._is_scattering:
             return [fail, *self._release()]
         self.state = TransferState.QUARANTINED

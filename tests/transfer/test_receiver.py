@@ -111,9 +111,9 @@ RELEASE = Release(ID)
 TABLE: list[tuple[str, Input, list[ReceiverAction], TransferState]] = [
     ("init", start, [SendRequest(ID, 0), SendRequest(ID, 1)], ACTIVE),
     ("init", bounced(0), [], INIT),
-    ("init", cancel, [LEFT, RELEASE], FAILED),
-    ("init", quiet(0), [GONE, RELEASE], FAILED),
-    ("init", ticks(10), [LATE, RELEASE], FAILED),
+    ("init", cancel, [LEFT, *CANCELS, RELEASE], FAILED),
+    ("init", quiet(0), [GONE, SendCancel(ID, 1), RELEASE], FAILED),
+    ("init", ticks(10), [LATE, *CANCELS, RELEASE], FAILED),
     ("init", scattered(), [], INIT),
     ("active", start, [], ACTIVE),
     ("active", bounced(0), [], ACTIVE),
@@ -323,7 +323,7 @@ def test_a_dead_sender_frees_what_waited_for_it_alone_and_fails_nothing_else() -
 def test_a_transfer_cancelled_during_the_handshake_asks_nobody() -> None:
     receiver = Receiver(LIMITS)
     receiver.open(DIRECT, 0.0)
-    assert receiver.cancel(ID, "client left", 0.1) == [LEFT, RELEASE]
+    assert receiver.cancel(ID, "client left", 0.1) == [LEFT, *CANCELS, RELEASE]
     assert receiver.start(ID) == []
 
 
@@ -331,7 +331,7 @@ def test_the_registry_ticks_all_and_remembers_only_the_latest() -> None:
     receiver = Receiver(TransferLimits(transfer_timeout_s=10.0, max_tombstones=2))
     for transfer_id in range(5):
         receiver.open(Fetch(transfer_id, ("p0",), (None,)), 0.0)
-    assert len(receiver.tick(10.0)) == 2 * 5
+    assert len(receiver.tick(10.0)) == 3 * 5
     assert receiver.statistics().num_failed == 5
     receiver.reported("p0", Report(Result(0, 0, 0, True, ResultStatus.SUCCESS)), 11.0)
     receiver.reported("p0", Report(Result(0, 4, 0, True, ResultStatus.SUCCESS)), 11.0)

@@ -232,6 +232,22 @@ def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(
         rank.assert_nothing_left()
 
 
+def test_a_fetch_that_is_cancelled_before_anybody_was_asked_frees_what_is_held(
+    open_worker: Any, make_prompt: Any
+) -> None:
+    source, target = open_worker(2), open_worker(1, is_started=False)
+    prompt, (rank,) = make_prompt(), target.ranks
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    rank.service.cancel(prompt.name)
+    rank.service.start()
+    rank.reports.wait_for("released", prompt.name)
+    for each in source.ranks:
+        assert each.reports.wait_for("release", prompt.name)[2] is False
+    for each in (rank, *source.ranks):
+        each.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("endpoints", "named"),
     [
