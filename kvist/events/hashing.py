@@ -99,6 +99,12 @@ def chain_hashes(
     return _chained(_local_hashes(token_ids, block_size, lora_name, cache_salt, mm_hashes, is_eagle), parent)
 
 
+def block_hash(packed_tokens: bytes, parent: int | None) -> int:
+    """Return the canonical hash of one full block behind `parent`, without scope and images, from its packed tokens."""
+    local = xxh3_64_intdigest(packed_tokens, HASH_SEED)
+    return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), HASH_SEED)
+
+
 def scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
     """Return the seed of local hashes, of which each adapter and salt has its own; empty names count as absent."""
     seed = HASH_SEED

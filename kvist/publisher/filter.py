@@ -111,6 +111,23 @@ class WindowFilter:
             self._has_published_unknown,
         )
 
+    def verdict(self, event: EngineStored | EngineRemoved) -> bool | None:
+        """Return whether such an event passes while `state` stays equal; None if it would change that, or be counted.
+
+        To be asked about an event that was just admitted.
+        """
+        trial = WindowFilter(self._rank, self._configured_window)
+        trial.resume(self.state)
+        trial._has_warned_of_larger = True
+        passed = trial.admit(event)
+        is_counted = trial._num_ambiguous_removals + trial._num_undecidable > 0
+        return None if is_counted or trial.state != self.state else event in passed
+
+    def admitted(self, num_passed: int, num_filtered: int) -> None:
+        """Take note of events that were admitted elsewhere, by their verdicts."""
+        self._num_passed += num_passed
+        self._num_filtered += num_filtered
+
     def resume(self, state: FilterState) -> None:
         """Go on as a filter of that state would."""
         (

@@ -19,7 +19,8 @@ from kvist.events.engine import EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Heartbeat, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
-from kvist.publisher.residency import NO_SCOPE, Holdings, Residency, Scope
+from kvist.publisher.holdings import NO_SCOPE, Holdings, Scope
+from kvist.publisher.residency import Residency
 
 _logger = logging.getLogger(__name__)
 
@@ -93,6 +94,11 @@ class Normaliser:
         self._residency.clear()
         self._partial_blocks.clear()
         return (Cleared(),)
+
+    def normalised(self, num_stored_blocks: int, num_removed_blocks: int) -> None:
+        """Take note of blocks that were stored and removed elsewhere, to the same effect on what is held."""
+        self._num_stored_blocks += num_stored_blocks
+        self._num_removed_blocks += num_removed_blocks
 
     def heartbeat(self, *, is_complete: bool = True) -> Heartbeat:
         """Return how much is held and its digest, for a subscriber to compare with what it has."""

@@ -8,12 +8,11 @@ import random
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -23,10 +22,12 @@ from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, Engin
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.events.types import Batch, Tier, WorkerRank
 from kvist.events.windows import UNKNOWN, KnownWindow, Window
+from kvist.publisher.inbox import Between, Inbox
 from kvist.publisher.outbox import Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
 from kvist.publisher.snapshot import Answers, Streams
 from kvist.publisher.stream import RankState, RankStream, new_epoch, topic_of
+from kvist.publisher.unread import Unread
 from kvist.publisher.values import PublisherLimits, PublisherStatistics
 
 __all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
@@ -36,15 +37,10 @@ _Items = TypeVar("_Items", bound=Sequence[object])
 
 _NUM_EVENTS_A_PASS = 4096
 """Events taken before their batches are sent, so that a flood is not held back until it ends."""
+_NUM_BYTES_A_PASS = 1 << 20
+"""The same for unread messages: as many events, or fewer."""
 _RETRY_S = 0.02
 """The wait before batches are offered again to a transport that was full."""
-
-
-class _Between(NamedTuple):
-    """A place in the inbox where something else is to be done."""
-
-    do: Callable[[Streams], None]
-    is_done: Future[None]
 
 
 class KvEventPublisher:
@@ -91,7 +87,7 @@ class KvEventPublisher:
         self._streams = {rank: self._new_stream(rank) for rank in range(num_ranks)}
         self._outbox = Outbox(self._limits.outbox_capacity)
         self._replay_buffer = ReplayBuffer(self._limits.replay_max_batches, self._limits.replay_max_bytes)
-        self._inbox: deque[EngineEvent | _Between] = deque()
+        self._inbox = Inbox()
         # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
         self._lossy_ranks: set[int] = set()
         self._num_lost_events = self._num_heartbeats = 0
@@ -180,17 +176,29 @@ class KvEventPublisher:
         if not self._wake.is_set():
             self._wake.set()
 
+    def report_unread(self, unread: Unread) -> None:
+        """Report an engine's message, to be decoded later; whoever does keeps `num_waiting_bytes` bounded."""
+        if self._closing.is_set() or self._failure is not None:
+            self._lose(unread.rank)
+            return
+        self._lossy_ranks.discard(unread.rank)
+        self._inbox.put_unread(unread)
+        if not self._wake.is_set():
+            self._wake.set()
+
+    @property
+    def num_waiting_bytes(self) -> int:
+        """How large the unread messages are that wait for the background thread; from any thread."""
+        return self._inbox.num_bytes
+
     def between_events(self, do: Callable[[Streams], None], *, is_urgent: bool = False) -> Future[None]:
         """Have the publisher's thread call `do` once all reported so far is in its streams, and all batches are closed.
 
         If it is urgent, what waits in the inbox comes behind it. The future is cancelled if that thread ends before.
         From any thread.
         """
-        between = _Between(do, Future())
-        if is_urgent:
-            self._inbox.appendleft(between)
-        else:
-            self._inbox.append(between)
+        between = Between(do, Future())
+        (self._inbox.appendleft if is_urgent else self._inbox.append)(between)
         self._wake.set()
         if not self._thread.is_alive():  # and will take no more from the inbox
             between.is_done.cancel()
@@ -209,6 +217,7 @@ class KvEventPublisher:
         """Return the counters as they are now; from any thread."""
         return PublisherStatistics(
             num_waiting_events=len(self._inbox),
+            num_waiting_bytes=self.num_waiting_bytes,
             num_lost_events=self._num_lost_events,
             num_waiting_batches=len(self._outbox),
             num_dropped_batches=self._outbox.num_dropped,
@@ -235,7 +244,7 @@ class KvEventPublisher:
             self._wake.set()
         self._thread.join()
         if is_first:
-            self._drop_inbox()  # what came while the thread ended
+            self._num_lost_events += self._inbox.drop()  # what came while the thread ended
             self._answers.close()
             self._publication.close(self._limits.close_timeout_s * 0.25)
             if self._failure is not None:
@@ -287,21 +296,13 @@ class KvEventPublisher:
                 self._publish_pass()
                 time.sleep(_RETRY_S if self._outbox else 0)
             self._send_heartbeats()
-            self._drop_inbox()
+            self._num_lost_events += self._inbox.drop()
         except BaseException as error:
-            self._drop_inbox()
+            self._num_lost_events += self._inbox.drop()
             self._failure = error
             _logger.error("publishing stopped: %r endpoint=%s", error, self._publication.endpoint)
             if not isinstance(error, OSError):
                 raise
-
-    def _drop_inbox(self) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, _Between):
-                item.is_done.cancel()
-            else:
-                self._num_lost_events += 1
 
     def _publish_until_closing(self) -> None:
         heartbeat_at_s = time.monotonic()
@@ -320,13 +321,20 @@ class KvEventPublisher:
         """Hash and send a bounded part of the inbox, then do what is to be done between two events, if that comes."""
         num_events = min(len(self._inbox), _NUM_EVENTS_A_PASS)
         num_events_a_slice = self._limits.num_events_a_slice
+        num_bytes_left = _NUM_BYTES_A_PASS
         between = None
         for event_idx in range(num_events):
-            event = self._inbox.popleft()
-            if isinstance(event, _Between):
-                between = event
+            item = self._inbox.take()
+            if isinstance(item, Between):
+                between = item
                 break
-            self._stream(event.rank).admit(event)
+            if isinstance(item, Unread):
+                self._stream(item.rank).admit_unread(item)
+                num_bytes_left -= len(item.payload)
+                if num_bytes_left <= 0:
+                    break
+                continue
+            self._stream(item.rank).admit(item)
             if event_idx % num_events_a_slice == num_events_a_slice - 1 and not self._must_hurry():
                 time.sleep(0)
         if self._inbox:

@@ -14,7 +14,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,12 +22,15 @@ from kvist.events.digest import blocks_digest
 from kvist.events.engine import EngineHash
 from kvist.events.snapshot import HeldBlocks
 from kvist.events.types import Tier
+from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 # A block's place is one integer, half the memory of a parent and a depth in dicts of their own: its parent's hash, its
 # depth in 32 bits, and a bit for each tier that holds it. Only the root has depth 0, and its parent counts for nothing.
 _PARENT_SHIFT, _DEPTH_SHIFT = 36, 4
 _DEPTH_MASK, _TIERS_MASK = 0xFFFF_FFFF, 0xF
+_GPU, _GPU_BIT = int(Tier.GPU), 1 << Tier.GPU
+_DEPTH_STEP, _DEPTH_BITS = 1 << _DEPTH_SHIFT, _DEPTH_MASK << _DEPTH_SHIFT
 _DEPTH_AND_TIERS_MASK = (1 << _PARENT_SHIFT) - 1
 
 _NUM_BLOCKS_A_SLICE = 16_384
@@ -36,106 +38,40 @@ _NUM_UNDIGESTED_BLOCKS = 4096
 """Changes kept until they enter the digest together: 0.05 µs each, where one by one they are 0.4 µs."""
 
 
-class Scope(NamedTuple):
-    """What besides its tokens names a block, and is the same all along its chain."""
-
-    lora_name: str | None
-    cache_salt: str | None
-
-
-NO_SCOPE = Scope(None, None)
-
-
-class Held(NamedTuple):
-    """What `Residency.hold` changed: positions in the chain that are new to the tier, and blocks that left it."""
-
-    new_idxs: list[int]
-    displaced: list[int]
-
-
-class Released(NamedTuple):
-    """What `Residency.release` changed: blocks that left the tier, and engine hashes that were not in it."""
-
-    block_hashes: list[int]
-    not_found: list[EngineHash]
-
-
-class Holdings(Protocol):
-    """What a normaliser needs of what it keeps: `Residency`, or something that keeps the same in another way."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
-
-    @property
-    def digest(self) -> int:
-        """Return the digest (`kvist.events.digest`) of everything held."""
-
-    def find(self, engine_hash: EngineHash) -> int | None:
-        """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
-
-    def holds(self, block_hash: int) -> bool:
-        """Return whether any tier holds the block."""
-
-    def parent(self, block_hash: int) -> int | None:
-        """Return the block before a held one, None at the root, or where that does not matter."""
-
-    def scope(self, block_hash: int) -> Scope:
-        """Return the scope that a held block was stored with."""
-
-    def hold(
-        self,
-        engine_hashes: Sequence[EngineHash],
-        block_hashes: Sequence[int],
-        parent: int | None,
-        tier: Tier,
-        scope: Scope = NO_SCOPE,
-    ) -> Held:
-        """Hold a chain of blocks behind `parent` in a tier."""
-
-    def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
-        """Take the engine's hashes out of a tier, in any order."""
-
-    def clear(self) -> None:
-        """Hold nothing."""
-
-
 class Residency:
     """The blocks of one rank. An entry lives exactly as long as its block: memory is bounded by the engine's cache."""
 
     def __init__(self) -> None:
         # One dict a tier: a hash that no tier holds is gone from all of them, without a count of references.
-        self._block_of: dict[Tier, dict[EngineHash, int]] = {tier: {} for tier in Tier}
+        self._block_of: list[dict[EngineHash, int]] = [{} for _ in Tier]
         self._place_of: dict[int, int] = {}
         # How many engine hashes beyond the first hold a block in a tier: nearly always none.
         self._num_aliases: dict[tuple[int, Tier], int] = {}
         self._scopes: dict[int, Scope] = {}
-        self._num_blocks = 0
-        # The digest of what was held when it was last asked for, and what came and went since.
+        # The digest of what was held when it was last asked for, and for each tier what came and went since.
         self._digest = 0
-        self._undigested: dict[tuple[Tier, int], list[int]] = {}
+        self._came: list[list[int]] = [[] for _ in Tier]
+        self._went: list[list[int]] = [[] for _ in Tier]
 
     @property
     def num_blocks(self) -> int:
         """Return how many (block, tier) pairs are held."""
-        return self._num_blocks
+        return sum(map(len, self._block_of)) - sum(self._num_aliases.values())
 
     @property
     def digest(self) -> int:
         """Return the digest (`kvist.events.digest`) of everything held; changes since the last call are added now."""
-        for (tier, sign), block_hashes in self._undigested.items():
-            self._digest += sign * blocks_digest(block_hashes, tier)
-        self._undigested.clear()
-        self._digest &= _U64_MASK
+        for tier in Tier:
+            self._digest_changes(tier)
         return self._digest
 
     def copy(self) -> Residency:
         """Return one that holds the same; O(blocks), at the speed of copying dicts."""
         copy = Residency()
-        copy._block_of = {tier: block_of.copy() for tier, block_of in self._block_of.items()}
+        copy._block_of = [block_of.copy() for block_of in self._block_of]
         copy._place_of = self._place_of.copy()
         copy._num_aliases, copy._scopes = self._num_aliases.copy(), self._scopes.copy()
-        copy._num_blocks, copy._digest = self._num_blocks, self.digest
+        copy._digest = self.digest
         return copy
 
     @classmethod
@@ -147,15 +83,13 @@ class Residency:
     ) -> Residency:
         """Return what holds all that another told as its `names` of each tier, its `places` and its `scopes`."""
         residency = cls()
-        residency._block_of.update(names)
         residency._place_of, residency._scopes = places, scopes
         for tier, block_of in names.items():
+            residency._block_of[tier] = block_of
             num_names = Counter(block_of.values())
             residency._num_aliases |= {(block, tier): num - 1 for block, num in num_names.items() if num > 1}
         for held in held_blocks(residency.slices()):
-            holding = held.holding()
-            residency._num_blocks += holding.num_blocks
-            residency._digest = (residency._digest + holding.digest) & _U64_MASK
+            residency._digest = (residency._digest + held.holding().digest) & _U64_MASK
         return residency
 
     def names(self, tier: Tier) -> Mapping[EngineHash, int]:
@@ -180,7 +114,7 @@ class Residency:
 
     def find(self, engine_hash: EngineHash) -> int | None:
         """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
-        for block_of in self._block_of.values():
+        for block_of in self._block_of:
             block_hash = block_of.get(engine_hash)
             if block_hash is not None:
                 return block_hash
@@ -234,9 +168,53 @@ class Residency:
             before = block_hash
             depth_bits += 1 << _DEPTH_SHIFT
         is_all_new = len(new_idxs) == len(block_hashes)
-        self._add_to_digest(block_hashes if is_all_new else [block_hashes[idx] for idx in new_idxs], tier, sign=1)
-        self._add_to_digest(displaced, tier, sign=-1)
+        self._came[tier] += block_hashes if is_all_new else [block_hashes[idx] for idx in new_idxs]
+        self._went[tier] += displaced
+        if len(self._came[tier]) >= _NUM_UNDIGESTED_BLOCKS:
+            self._digest_changes(tier)
         return Held(new_idxs, displaced)
+
+    def hold_new(self, engine_hash: EngineHash, block_hash: int, parent: int | None) -> bool:
+        """Hold one block without scope in GPU memory as `hold` does, if all of that is new; return whether.
+
+        Nothing changes if GPU memory has that name, any tier the block, or the parent a scope.
+        """
+        names, place_of = self._block_of[_GPU], self._place_of
+        if engine_hash in names or block_hash in place_of or parent in self._scopes:
+            return False
+        names[engine_hash] = block_hash
+        if parent is None:
+            place_of[block_hash] = _GPU_BIT
+        else:
+            depth_bits = (place_of.get(parent, 0) & _DEPTH_BITS) + _DEPTH_STEP
+            place_of[block_hash] = parent << _PARENT_SHIFT | depth_bits | _GPU_BIT
+        came = self._came[_GPU]
+        came.append(block_hash)
+        if len(came) >= _NUM_UNDIGESTED_BLOCKS:
+            self._digest_changes(Tier.GPU)
+        return True
+
+    def release_known(self, engine_hash: EngineHash) -> int | None:
+        """Take one engine hash out of GPU memory as `release` does, and return the block that left it.
+
+        Nothing changes, and None is returned, if there is no such block or it has another name there, too.
+        """
+        block_hash = self._block_of[_GPU].get(engine_hash)
+        if block_hash is None or (self._num_aliases and (block_hash, Tier.GPU) in self._num_aliases):
+            return None
+        del self._block_of[_GPU][engine_hash]
+        place = self._place_of[block_hash] - _GPU_BIT
+        if place & _TIERS_MASK:
+            self._place_of[block_hash] = place
+        else:
+            del self._place_of[block_hash]
+            if self._scopes:
+                self._scopes.pop(block_hash, None)
+        went = self._went[_GPU]
+        went.append(block_hash)
+        if len(went) >= _NUM_UNDIGESTED_BLOCKS:
+            self._digest_changes(Tier.GPU)
+        return block_hash
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes out of a tier, in any order."""
@@ -252,18 +230,21 @@ class Residency:
                 released.block_hashes.append(block_hash)
             elif self._drop(block_hash, tier):
                 released.block_hashes.append(block_hash)
-        self._add_to_digest(released.block_hashes, tier, sign=-1)
+        self._went[tier] += released.block_hashes
+        if len(self._went[tier]) >= _NUM_UNDIGESTED_BLOCKS:
+            self._digest_changes(tier)
         return released
 
     def clear(self) -> None:
         """Hold nothing."""
         for tier in Tier:
             self._block_of[tier].clear()
+            self._came[tier].clear()
+            self._went[tier].clear()
         self._place_of.clear()
         self._num_aliases.clear()
         self._scopes.clear()
-        self._undigested.clear()
-        self._num_blocks = self._digest = 0
+        self._digest = 0
 
     def _drop(self, block_hash: int, tier: Tier) -> bool:
         """Give up one engine hash's hold on a block; return whether the block left the tier."""
@@ -280,14 +261,12 @@ class Residency:
             self._scopes.pop(block_hash, None)
         return True
 
-    def _add_to_digest(self, block_hashes: Sequence[int], tier: Tier, *, sign: int) -> None:
-        if block_hashes:
-            self._num_blocks += sign * len(block_hashes)
-            undigested = self._undigested.setdefault((tier, sign), [])
-            undigested.extend(block_hashes)
-            if len(undigested) >= _NUM_UNDIGESTED_BLOCKS:
-                self._digest += sign * blocks_digest(undigested, tier)
-                del self._undigested[tier, sign]
+    def _digest_changes(self, tier: Tier) -> None:
+        came, went = self._came[tier], self._went[tier]
+        self._digest += blocks_digest(came, tier) - blocks_digest(went, tier)
+        self._digest &= _U64_MASK
+        came.clear()
+        went.clear()
 
 
 def held_blocks(slices: Iterable[tuple[list[int], list[int]]]) -> Iterator[HeldBlocks]:

@@ -27,7 +27,8 @@ from kvist.events.engine import EngineHash
 from kvist.events.types import NonNegative, Positive, Rank, Tier
 from kvist.events.windows import UnsizedWindow
 from kvist.publisher.filter import FilterState
-from kvist.publisher.residency import Residency, Scope
+from kvist.publisher.holdings import Scope
+from kvist.publisher.residency import Residency
 from kvist.publisher.stream import RankState
 
 MAGIC = b"kvist-sidecar-state\n"

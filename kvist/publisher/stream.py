@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EngineCleared, EngineEvent
-from kvist.events.types import Batch, Event, Removed, Stored, WorkerRank
+from kvist.events.types import Batch, Event, WorkerRank
 from kvist.events.windows import KnownWindow
+from kvist.publisher.coalescer import Coalescer
 from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
+from kvist.publisher.plain import read_plain
+from kvist.publisher.plain_path import PlainPath
 from kvist.publisher.residency import Residency
+from kvist.publisher.unread import Unread
 
-MAX_BATCH_HASH_BYTES = 64 << 10
-"""Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
-
-_HASH_BYTES = 8
 # What arguments of wrong types end in, sooner or later. A typed caller never causes it.
 _MALFORMED_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
 
@@ -61,8 +61,8 @@ class RankStream:
         self._epoch = epoch
         self._lora_names = lora_names
         self._filter = WindowFilter(source.rank, window)
-        self._hold(Residency())
         self._coalescer = Coalescer()
+        self._hold(Residency())
         self._num_events = 0
         self._num_malformed = 0
         self._next_sequence = 0
@@ -83,11 +83,22 @@ class RankStream:
                 _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
             self._admit(EngineCleared(self._source.rank))
 
+    def admit_unread(self, unread: Unread) -> None:
+        """Take all events of a message, to the same effect as `admit` one after another."""
+        events = read_plain(unread.payload)
+        if events is not None:
+            num_short = self._plain_path.admit(events, self._source.rank, self.admit)  # which counts the others
+            self._num_events += num_short
+            return
+        for event in unread.decode(unread.payload):
+            self.admit(event)
+
     def _hold(self, residency: Residency) -> None:
         self._residency = residency
         self._normaliser = Normaliser(
             self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
         )
+        self._plain_path = PlainPath(self._block_size, self._filter, self._normaliser, residency, self._coalescer)
 
     def _admit(self, event: EngineEvent) -> None:
         for passed in self._filter.admit(event):
@@ -156,85 +167,6 @@ class RankStream:
             timestamp_s=timestamp_s,
             events=events,
         )
-
-
-class Coalescer:
-    """Joins neighbouring events that say the same in one: chains that continue each other, removals of one tier."""
-
-    def __init__(self) -> None:
-        self._closed: list[tuple[Event, ...]] = []
-        self._events: list[Event] = []
-        # The event being extended, with its hashes in pieces: joining them once keeps a long chain O(n).
-        self._last: Stored | Removed | None = None
-        self._pieces: list[bytes] = []
-        self._size_bytes = 0
-
-    def add(self, event: Event) -> None:
-        """Put an event behind the others."""
-        if not isinstance(event, Stored) and not isinstance(event, Removed):
-            self._settle()
-            self._events.append(event)
-        elif len(event.hashes) <= MAX_BATCH_HASH_BYTES:
-            self._extend(event)
-        else:
-            for piece in _cut(event):
-                self._extend(piece)
-
-    def take(self) -> list[tuple[Event, ...]]:
-        """Return everything added, in order and cut into batches, and start anew."""
-        self._close()
-        closed, self._closed = self._closed, []
-        return closed
-
-    def _extend(self, event: Stored | Removed) -> None:
-        if self._size_bytes + len(event.hashes) > MAX_BATCH_HASH_BYTES:
-            self._close()
-        if not self._continues(event):
-            self._settle()
-            self._last = event
-        self._pieces.append(event.hashes)
-        self._size_bytes += len(event.hashes)
-
-    def _continues(self, event: Stored | Removed) -> bool:
-        last = self._last
-        if type(event) is not type(last) or last is None or event.tier != last.tier:
-            return False
-        if isinstance(event, Removed):
-            return True
-        return event.parent is not None and event.parent == _last_hash(self._pieces[-1])
-
-    def _settle(self) -> None:
-        last = self._last
-        if last is None:
-            return
-        hashes = b"".join(self._pieces)
-        if isinstance(last, Stored):
-            self._events.append(Stored(hashes, last.parent, last.tier))
-        else:
-            self._events.append(Removed(hashes, last.tier))
-        self._last = None
-        self._pieces = []
-
-    def _close(self) -> None:
-        self._settle()
-        if self._events:
-            self._closed.append(tuple(self._events))
-        self._events = []
-        self._size_bytes = 0
-
-
-def _cut(event: Stored | Removed) -> Iterator[Stored | Removed]:
-    """Yield events of bounded size that amount to a larger one."""
-    for start in range(0, len(event.hashes), MAX_BATCH_HASH_BYTES):
-        hashes = event.hashes[start : start + MAX_BATCH_HASH_BYTES]
-        if isinstance(event, Removed):
-            yield Removed(hashes, event.tier)
-        else:
-            yield Stored(hashes, _last_hash(event.hashes[:start]) if start else event.parent, event.tier)
-
-
-def _last_hash(hashes: bytes) -> int:
-    return int.from_bytes(hashes[-_HASH_BYTES:], "little")
 
 
 def topic_of(source: WorkerRank) -> bytes:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from kvist.events import Tier, WorkerRank
 from kvist.indexer.engine_map import Names
 from kvist.indexer.residency import EngineResidency
-from kvist.publisher.residency import NO_SCOPE, Residency, Scope
+from kvist.publisher.holdings import NO_SCOPE, Scope
+from kvist.publisher.residency import Residency
 from kvist.radix import RadixIndex
 from kvist.radix.compiled import layout
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from kvist.events.digest import blocks_digest
 from kvist.events.types import Tier
-from kvist.publisher.residency import NO_SCOPE, Residency, Scope, held_blocks
+from kvist.publisher.holdings import NO_SCOPE, Scope
+from kvist.publisher.residency import Residency, held_blocks
 
 tiers = st.sampled_from([Tier.GPU, Tier.HOST])
 names = st.integers(0, 5)
@@ -74,6 +75,41 @@ def check(residency, model, scope) -> None:
         is_held = any(block_hash == held_hash for held_hash, _ in held)
         assert residency.holds(block_hash) == is_held
         assert residency.scope(block_hash) == (scope if is_held else NO_SCOPE)
+
+
+chains_behind = st.tuples(chains, st.sampled_from([None, 100, 101, 107]))
+scoped_steps = st.one_of(
+    st.tuples(st.just("hold"), chains_behind, tiers, st.sampled_from([NO_SCOPE, NO_SCOPE, Scope("sql", None)])),
+    st.tuples(st.just("release"), st.lists(names, max_size=2), tiers, st.none()),
+)
+
+
+@given(st.lists(scoped_steps, max_size=12), names, blocks, st.sampled_from([None, 100, 101, 102]), st.booleans())
+def test_the_forms_for_one_block_do_the_same_as_those_for_any_or_nothing(history, name, block, parent, is_hold):
+    short, long = Residency(), Residency()
+    for residency in (short, long):
+        for step, what, tier, scope in history:
+            if step == "hold":
+                pairs, behind = what
+                residency.hold([n for n, _ in pairs], [b for _, b in pairs], behind, tier, scope)
+            else:
+                residency.release(what, tier)
+    if is_hold:
+        is_done = short.hold_new(name, block, parent)
+        is_new = name not in long.names(Tier.GPU) and not long.holds(block)
+        assert is_done == (is_new and (parent is None or long.scope(parent) == NO_SCOPE))
+        if is_done:
+            assert long.hold([name], [block], parent, Tier.GPU) == ([0], [])
+    else:
+        gone = short.release_known(name)
+        is_done = gone is not None
+        held = [*long.names(Tier.GPU).values()]
+        assert is_done == (name in long.names(Tier.GPU) and held.count(long.names(Tier.GPU)[name]) == 1)
+        if is_done:
+            assert long.release([name], Tier.GPU) == ([gone], [])
+    assert (short.num_blocks, short.digest) == (long.num_blocks, long.digest)
+    assert (short.places, short.scopes) == (long.places, long.scopes)
+    assert [short.names(tier) for tier in Tier] == [long.names(tier) for tier in Tier]
 
 
 def test_the_parent_of_a_held_block_outlives_the_parent_itself():

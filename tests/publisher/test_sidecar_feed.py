@@ -253,16 +253,50 @@ def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(public
     receive(engine.change(1))
     assert is_complete()
     publication.gate.clear()
-    receive(*(engine.change(number) for number in range(2, 50)))
+    for number in range(2, 50):
+        publisher.report(EngineRemoved([number]))  # of another feed, say, that decoded its messages
+    receive(engine.change(2))
     publication.gate.set()
     assert not is_complete()
     assert feed.progress() is not None
     assert not feed.is_complete
     publisher.between_events(lambda _: None).result(20)
     cleared = msgspec.msgpack.encode([5.0, [{"type": "AllBlocksCleared"}], 0])
-    receive(Message(b"", 49, cleared))
+    receive(Message(b"", 2, cleared))
     assert is_complete()
     publisher.close()
+
+
+def test_messages_are_handed_over_unread_and_what_is_broken_in_them_is_counted(start, caplog):
+    engine, sidecar = Engine(1, 1000), start()
+    messages = [engine.change(number) for number in (1, 2)]
+    timestamp_s, events, rank = msgspec.msgpack.decode(engine.change(3).payload)
+    for sequence, what in ((2, [{"type": 5}, *events, {"type": "BlockMoved"}]), (3, "none"), (4, [])):
+        messages.append(Message(b"", sequence, msgspec.msgpack.encode([timestamp_s, what, rank])))
+    messages.append(Message(b"", 5, b"no batch"))
+    for _ in sidecar.feed.received_all(messages, 1.0):
+        pass
+    assert sidecar.held() == {block_of(number) for number in (1, 2, 3)}
+    assert (sidecar.feed.num_malformed, sidecar.feed.feed.session.expected_sequence) == (3, 6)
+    assert sidecar.publisher.statistics().num_waiting_bytes == 0
+    assert caplog.text.count("malformed batch skipped") == 2  # once where it is received, once where it is read
+
+
+def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
+    limits = PublisherLimits(coalesce_s=0, inbox_capacity=4)
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=limits)
+    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
+    list(feed.received_all([engine.change(1)], 1.0))
+    for number in range(2, 50):
+        engine.change(number)
+    list(feed.received_all([engine.change(50)], 2.0))
+    publication.gate.clear()
+    (question,) = feed.questions(3.0)
+    list(feed.answered(question, engine.replay(question.request.start_sequence), 3.0))
+    publication.gate.set()
+    publisher.close()
+    assert feed.is_complete
+    assert {block_hash for block_hash, _ in publication.held()} == {block_of(number) for number in engine.held}
 
 
 def test_neighbouring_removals_of_one_kind_are_joined_and_nothing_else_changes_place():

@@ -10,7 +10,8 @@ from kvist.errors import InvalidValueError
 from kvist.events import Tier
 from kvist.events.windows import FULL
 from kvist.publisher.filter import FilterState
-from kvist.publisher.residency import Residency, Scope
+from kvist.publisher.holdings import Scope
+from kvist.publisher.residency import Residency
 from kvist.publisher.state import EngineProgress, SidecarState, UnreadableStateError, pack, unpack
 from kvist.publisher.state_store import StateStore
 from kvist.publisher.stream import RankState

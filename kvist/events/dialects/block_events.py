@@ -186,7 +186,7 @@ def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusabl
         token_ids=token_ids,
         block_size=raw.block_size,
         parent_block_hash=None if raw.parent_block_hash is None else fold_hash(raw.parent_block_hash),
-        window=_window(raw.kv_cache_spec_kind, raw.kv_cache_spec_sliding_window),
+        window=window_of(raw.kv_cache_spec_kind, raw.kv_cache_spec_sliding_window),
         group=raw.group_idx,
         rank=rank,
         tier=tier,
@@ -206,7 +206,7 @@ def _tier(medium: str | None, locality: str | None) -> Tier | None:
     return _TIER_OF_MEDIUM.get(medium.upper()) if tier is None and medium is not None else tier
 
 
-def _window(kind: str | None, sliding_window: int | None) -> Window:
+def window_of(kind: str | None, sliding_window: int | None) -> Window:
     """Return the window of a cache group; without a kind, that no window is named says nothing."""
     if kind in _FULL_KINDS:
         return FULL
