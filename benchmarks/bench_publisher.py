@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from _common import report, table, time_call_us
+from _paced_sidecar import Outcome, PacedStream, follow_paced
 
 from kvist.events import FULL, EngineStored
 from kvist.events.transports import Endpoint, Message, ReplaySource
@@ -70,7 +71,7 @@ def call_costs(num_rounds: int) -> dict[str, float]:
         rounds = []
         for _ in range(num_rounds):
             rounds.append(time_call_us(call, 200)[1])
-            publisher._inbox.clear()  # as the background thread would have: memory is used again, not grown
+            publisher._inbox.drop()  # as the background thread would have: memory is used again, not grown
             baseline.queue.clear()
         return min(rounds) / num_blocks
 
@@ -144,6 +145,36 @@ def sidecar(num_messages: int, num_events: int, num_blocks: int) -> tuple[float,
     return cpu_s / (num_messages * num_events * num_blocks) * 1e6, publisher.num_lost_events
 
 
+def paced(duration_s: float) -> dict[str, Outcome]:
+    """Return what becomes of 100,000 blocks/s in a whole sidecar, and of as many at once."""
+    num_blocks = int(100_000 * duration_s)
+    runs = {
+        "1 block an event, 16 events a message, one core": (PacedStream(num_blocks, 1, 16, 100_000), 1),
+        "1 block an event, 16 events a message": (PacedStream(num_blocks, 1, 16, 100_000), None),
+        "1 block an event, 16 events a message, all at once": (PacedStream(num_blocks, 1, 16, None), None),
+        "8 blocks an event, 4 events a message, one core": (PacedStream(num_blocks, 8, 4, 100_000), 1),
+    }
+    return {name: follow_paced(stream, num_cores) for name, (stream, num_cores) in runs.items()}
+
+
+def paced_table(outcomes: dict[str, Outcome]) -> str:
+    """Return the table of what became of paced streams."""
+    headers = ["a whole sidecar", "blocks/s sent", "CPU µs a block", "lag in the end", "inbox, peak", "lost", "held"]
+    rows = [
+        [
+            name,
+            f"{outcome.sent_per_s:,.0f}",
+            f"{outcome.cpu_us_per_block:.2f}",
+            f"{outcome.lag_s:.2f} s",
+            f"{outcome.peak_inbox_mib:.1f} MiB",
+            outcome.num_missing,
+            outcome.num_held,
+        ]
+        for name, outcome in outcomes.items()
+    ]
+    return table(headers, rows)
+
+
 def step_times_ms(num_steps: int, num_events: int, limits: PublisherLimits = BUSY) -> list[float]:
     """Return the milliseconds of engine steps: 1 ms of Python, some events of 8 blocks, 2 ms waiting for a device."""
     publisher = publisher_with(limits)
@@ -166,7 +197,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--paced-only", action="store_true", help="print what a paced engine costs a sidecar, no more")
+    parser.add_argument("--paced-s", type=float, default=8.0, metavar="S", help="for how long it sends (%(default)s)")
     args = parser.parse_args()
+    outcomes = paced(1.0 if args.quick else args.paced_s)
+    if args.paced_only:
+        print(paced_table(outcomes))
+        return
     costs = call_costs(5 if args.quick else 50)
     text = [table(["on the engine's thread", "CPU µs a block"], [[name, f"{us:.3f}"] for name, us in costs.items()])]
 
@@ -190,6 +227,8 @@ def main() -> None:
     rows = [[name, f"{us:.2f}", f"{1e6 / us:,.0f}", lost] for name, (us, lost) in beside.items()]
     text.append(table(["a sidecar of vLLM", "CPU µs a block", "blocks/s of one core", "events lost"], rows))
 
+    text.append(paced_table(outcomes))
+
     num_steps = 100 if args.quick else 1_500
     steps = {f"{num_events} events": step_times_ms(num_steps, num_events) for num_events in (0, 4, 32)}
     for num_events in (4, 32):
@@ -204,6 +243,7 @@ def main() -> None:
         "engine_thread_us_per_block": {name: round(us, 4) for name, us in costs.items()},
         "background_us_and_bytes_per_block": {name: [round(v, 3) for v in share] for name, share in shares.items()},
         "sidecar_us_per_block": {name: round(us, 3) for name, (us, _) in beside.items()},
+        "paced_sidecar": {name: outcome._asdict() for name, outcome in outcomes.items()},
         "engine_step_ms": {name: {str(q): ms for q, ms in times.items()} for name, times in quantiles.items()},
     }
     report("publisher", "\n\n".join(text), results, ["msgspec", "numpy", "xxhash"], args.save)
