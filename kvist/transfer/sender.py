@@ -153,14 +153,19 @@ class Sender:
     def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
         """Take a receiver's cancel: it is told at once if nothing is under way, else when the write has ended.
 
-        Also for a transfer never heard of: its request may still be on the way, and will find that it has ended.
+        Also for a transfer never heard of: its request may still be on the way, and will find that it has ended. Who
+        comes when all ranks of another receiver have asked ends nothing of theirs.
         """
         key = TransferKey(receiver, cancel.transfer_id)
         request_id = self._request_ids.get(key)
         if request_id is not None:
             return self._give_up(request_id)
         self._ended.bury(key, ResultStatus.CANCELLED)
-        return [SendResult(receiver, cancel.transfer_id, ResultStatus.CANCELLED), *self._give_up(cancel.request_id)]
+        result = SendResult(receiver, cancel.transfer_id, ResultStatus.CANCELLED)
+        held = self._held.get(cancel.request_id)
+        if held is not None and len(held.receivers) == held.num_receivers and receiver not in held.receivers:
+            return [result]
+        return [result, *self._give_up(cancel.request_id)]
 
     def withdraw(self, request_id: str) -> list[SenderAction]:
         """Stop holding a request that nobody will fetch: its client has left."""
