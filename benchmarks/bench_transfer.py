@@ -228,16 +228,24 @@ def timed(function: Callable[[], object]) -> float:
 class Receiver:
     """This process: asks senders for one shape, one way at a time, and scatters."""
 
-    def __init__(self, end: End, senders: Sequence[Sender]) -> None:
-        self.end, self._senders = end, senders
-        metadata = base64.b64encode(end.agent.metadata()).decode()
-        for sender in senders:
-            sender.say(metadata=metadata, pool=end.base)
+    def __init__(self, kind: str, end: End) -> None:
+        self.end, self._kind = end, kind
+        self._senders: list[Sender] = []
         self.told_s: list[float] = []
+
+    def close(self) -> None:
+        """Let go of everything."""
+        for sender in self._senders:
+            sender.end()
+        self.end.close()
 
     def prepare(self, shape: Shape, seed: int) -> None:
         """Reserve room, and let everybody know what will be moved."""
         self._shape = shape
+        while len(self._senders) < shape.num_writers:  # not before they are needed: agents keep a core busy
+            self._senders.append(Sender(self._kind, len(self._senders)))
+            metadata = base64.b64encode(self.end.agent.metadata()).decode()
+            self._senders[-1].say(metadata=metadata, pool=self.end.base)
         lease = self.end.bounce.reserve(
             shape.total_bytes, shape.num_fragments * shape.num_writers, shape.num_writers, timeout_s=0.0
         )
@@ -315,21 +323,18 @@ def run(kind: str, quick: bool) -> tuple[list[Case], float]:
     calibration_s = perf_counter() - began
     for each in ends:
         each.close()
-    senders = [Sender(kind, rank) for rank in range(2)]
-    receiver = Receiver(End(agent), senders)
+    receiver = Receiver(kind, End(agent))
     cases = []
     for shape in shapes(quick):
-        num_turns = 5 if quick else 9 if shape.total_bytes > 8 * MIB else 25
+        num_turns = 5 if quick else 7 if shape.total_bytes > 8 * MIB else 15
         cases.append(measure(kind, receiver, costs, shape, num_turns))
-    for sender in senders:
-        sender.end()
-    receiver.end.close()
+    receiver.close()
     return cases, calibration_s
 
 
 def row(runs: Sequence[Case]) -> list[object]:
     """Return a row of the table: one case in all runs."""
-    shape, first = runs[0].shape, runs[0]
+    shape = runs[0].shape
 
     def of_all(way: str) -> str:
         low, middle, high = np.quantile([s * 1e3 for case in runs for s in case.seconds[way]], (0.25, 0.5, 0.75))
@@ -340,7 +345,7 @@ def row(runs: Sequence[Case]) -> list[object]:
     ratio = median(1 / case.bounced_of_fragments for case in runs)
     bounces = sum(case.is_bounced_by_gate for case in runs)
     last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
-    return [first.agent, size, count, of_all("fragments"), of_all("bounced"), *last, f"{bounces} of {len(runs)}"]
+    return [runs[0].agent, size, count, of_all("fragments"), of_all("bounced"), *last, f"{bounces} of {len(runs)}"]
 
 
 def losses(cases: Sequence[Case]) -> dict[str, int]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from kvist.errors import KvistError
-from kvist.transfer.agents.base import Bytes, Int64s, PeerId, TransferAgent, WriteState
+from kvist.transfer.agents.base import Bytes, Int64s, PeerId, Transfer, TransferAgent, WriteState
 from kvist.transfer.bounce.base import Outgoing
 from kvist.transfer.bounce.bounce import RegionBounce
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
@@ -29,8 +28,9 @@ from kvist.transfer.frames import (
 
 _TIMEOUT_S = 30.0
 _TOTAL_BYTES = 4 << 20
-# Read before each measurement, so that nothing of it lies in a cache. Without this a gather of 64 MiB was predicted to
-# take 0.45 of what it took, a scatter 0.6, a write of fragments 0.64 (4 KiB, shared memory, 2 x AMD EPYC, 2026-11-21).
+# Read before each measurement, so that nothing of it lies in a cache: twice the largest one where this was tried. From
+# 8 MiB that did, a gather of 64 MiB was predicted to take 0.45 of what it took, a scatter 0.6, a write of pieces 0.64
+# (4 KiB, shared memory, 2 x AMD EPYC, 2026-11-21).
 _SWEPT_BYTES = 64 << 20
 
 
@@ -40,13 +40,6 @@ class CalibrationError(KvistError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"costs of transfers cannot be measured: {reason}")
         self.reason = reason
-
-
-class _Ending(Protocol):
-    state: WriteState
-    reason: str | None
-
-    def wait(self, timeout_s: float) -> bool: ...
 
 
 class _End:
@@ -133,6 +126,6 @@ def _told(tail: BounceTail, size_bytes: int, region: Extent, blocks: tuple[Exten
     return told
 
 
-def _wait(write: _Ending | Outgoing) -> None:
+def _wait(write: Transfer | Outgoing) -> None:
     if not write.wait(_TIMEOUT_S) or write.state is not WriteState.DONE:
         raise CalibrationError(write.reason or f"not written within {_TIMEOUT_S} s")
