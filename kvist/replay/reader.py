@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self
 
+from kvist.errors import InvalidValueError
 from kvist.replay.errors import RecordingError
 from kvist.replay.format import Block, End, Record, RecordedSource, Start, decode, records
 from kvist.replay.frames import (
@@ -40,11 +41,14 @@ class RecordingReader:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the recording, or what is left of it from a later file on; raises OSError when that cannot be opened."""
+        """Open the recording, or what is left of it from a later file on.
+
+        Raises InvalidValueError when that cannot be opened.
+        """
         self._base_path = path
         self._first_part = self._part = 0
         self._path = path
-        self._file: BinaryIO = path.open("rb")
+        self._file = _opened(path)
         self._offset = 0
         self._start: Start | None = None
         self._has_started_part = False
@@ -209,7 +213,7 @@ class RecordingReader:
         self._file.close()
         self._num_bytes_of_parts_before += self._offset
         self._part += 1
-        self._path, self._file, self._offset = next_path, next_path.open("rb"), 0
+        self._path, self._file, self._offset = next_path, _opened(next_path), 0
         self._has_started_part, self._end = False, None
         return True
 
@@ -219,3 +223,10 @@ class RecordingReader:
             return False
         self._file.seek(self._offset)
         return HEADER_BYTES + unpack_header(self._file.read(HEADER_BYTES)).stored_bytes <= size_bytes
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise InvalidValueError("recording", str(path), f"a recording that can be read ({error.strerror})") from None

@@ -47,11 +47,14 @@ class RecordingWriter:
     ) -> None:
         """Create the file, or with `appends` go on in what is there, cut back to its last whole frame.
 
-        Beyond `rotate_bytes` the next file is begun. Raises InvalidValueError when the file exists and is not to be
-        appended to or is being written, RecordingError when it is no recording, OSError when it cannot be written.
+        Beyond `rotate_bytes` the next file is begun. Raises InvalidValueError when the file cannot be opened, exists
+        and is not to be appended to, or is being written; RecordingError when it is no recording; OSError when a write
+        fails.
         """
         if rotate_bytes is not None and rotate_bytes < MIN_ROTATE_BYTES:
             raise InvalidValueError("rotate_bytes", rotate_bytes, f"at least {MIN_ROTATE_BYTES} bytes")
+        if not path.name:
+            raise InvalidValueError("recording", str(path), "the name of a file")
         self._first_path = path
         self._rotate_bytes = rotate_bytes
         self._wall_ns = wall_ns
@@ -68,7 +71,7 @@ class RecordingWriter:
         self.torn: Torn | None = None
         """What was cut off what is appended to."""
         self._recording_id, self._part, self._session = secrets.randbits(63), 0, 0
-        parts = existing_parts(path) if appends else []
+        parts = _existing(path) if appends else []
         if parts:
             self._append_to(parts)
         else:
@@ -168,12 +171,14 @@ class RecordingWriter:
 
     def _create(self) -> None:
         path, beyond = part_path(self._first_path, self._part), part_path(self._first_path, self._part + 1)
-        if beyond.exists():
-            raise InvalidValueError("recording", str(path), f"a name behind which no {beyond.name} is")
         try:
+            if beyond.exists():
+                raise InvalidValueError("recording", str(path), f"a name behind which no {beyond.name} is")
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         except FileExistsError:
             raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)") from None
+        except OSError as error:
+            raise _impossible(path, "created", error) from None
         self._size_bytes = 0
         self._has_blocks = False
         self._lock(path)
@@ -182,7 +187,10 @@ class RecordingWriter:
     def _append_to(self, parts: Sequence[Path]) -> None:
         """Open the last part behind its last whole frame, and note what session comes next."""
         path = parts[-1]
-        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+        except OSError as error:
+            raise _impossible(path, "written", error) from None
         try:
             self._lock(path)
             start, self.torn, is_continued = _read_to_end(self._first_path)
@@ -218,11 +226,26 @@ class RecordingWriter:
     def _write(self, data: bytes) -> None:
         left = memoryview(data)
         self._is_broken = True
-        while left:
-            left = left[os.write(self._fd, left) :]
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            path = part_path(self._first_path, self._part)
+            raise OSError(f"recording: got {str(path)!r}, expected room for what comes ({error.strerror})") from error
         self._is_broken = False
         self._size_bytes += len(data)
         self.num_written_bytes += len(data)
+
+
+def _existing(path: Path) -> list[Path]:
+    try:
+        return existing_parts(path)
+    except OSError as error:
+        raise _impossible(path, "created", error) from None
+
+
+def _impossible(path: Path, done: str, error: OSError) -> InvalidValueError:
+    return InvalidValueError("recording", str(path), f"a file that can be {done} ({error.strerror})")
 
 
 def _read_to_end(path: Path) -> tuple[Start | None, Torn | None, bool]:

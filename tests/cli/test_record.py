@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
+from kvist.cli import main
 from kvist.events import FULL
 from kvist.publisher import KvEventPublisher
 from kvist.replay import RecordingReader
@@ -119,6 +123,32 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message, tmp_path)
     assert errors.startswith("kvist record: error: ")
     assert message in errors
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("away/r", "a file that can be created (No such file or directory)"),
+        ("file/r", "a file that can be created (Not a directory)"),
+        ("r" * 300, "a file that can be created (File name too long)"),
+        ("folder", "a file that can be written (Is a directory)"),
+        ("", "the name of a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_named_with_the_reason(tmp_path, monkeypatch, capsys, name, reason):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    assert main(["record", "--from", "tcp://h:1", "--to", name, "--append"]) == 2
+    assert capsys.readouterr().err == f"kvist record: error: recording: got {name or '.'!r}, expected {reason}\n"
+
+
+def test_a_disk_that_is_full_is_named_with_the_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "write", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    path = tmp_path / "r"
+    assert main(["record", "--from", "tcp://h:1", "--to", str(path)]) == 1
+    text = f"recording: got {str(path)!r}, expected room for what comes (No space left on device)"
+    assert capsys.readouterr().err == f"kvist record: error: {text}\n"
 
 
 def test_a_file_that_exists_is_refused_unless_it_is_to_be_appended_to(tmp_path):

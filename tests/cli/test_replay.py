@@ -204,7 +204,10 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(recorded, capsys, args, 
 
 def test_a_file_that_is_not_there_or_no_recording_is_said(capsys, tmp_path):
     code, _, errors = run(capsys, tmp_path / "none", "--stats")
-    assert (code, "No such file" in errors) == (1, True)
+    text = (
+        f"recording: got {str(tmp_path / 'none')!r}, expected a recording that can be read (No such file or directory)"
+    )
+    assert (code, errors) == (2, f"kvist replay: error: {text}\n")
     (tmp_path / "letter").write_text("dear aunt")
     code, output, errors = run(capsys, tmp_path / "letter", "--stats")
     assert (code, output, "expected a recording, which begins with" in errors) == (1, "", True)
