@@ -6,7 +6,7 @@ put on a bounded `queue.Queue`; it copies nothing, and blocks when the queue is 
 Predicted before the first run, for 8 blocks of 16 tokens an event: 0.2 µs a block on the engine's thread, 2 µs a block
 in the background, 10 bytes a block on the wire. Measured: 0.12 µs, 3.7 µs, 9.5 bytes.
 
-    python benchmarks/bench_publisher.py [--quick] [--save]
+    python benchmarks/bench_publisher.py [--quick] [--save] [--paced-only] [--paced-s S]
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import queue
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import msgspec
 import numpy as np
 from _common import report, table, time_call_us
 from _paced_sidecar import Outcome, PacedStream, follow_paced
@@ -32,7 +30,7 @@ from kvist.publisher.sidecar_feed import SidecarFeed
 
 BLOCK_SIZE = 16
 NUM_CACHED_BLOCKS = 20_000
-"""What the simulated vLLM holds before it removes."""
+"""What the emulated vLLM holds before it removes, where no socket has a part."""
 PARKED = PublisherLimits(inbox_capacity=10**9, coalesce_s=3600.0)
 """The background thread gathers for an hour: what is left is the cost of the call alone."""
 BUSY = PublisherLimits(inbox_capacity=10**9)
@@ -113,36 +111,18 @@ def background(num_events: int, num_blocks: int, is_filtered: bool) -> tuple[flo
     return cpu_s / (num_events * num_blocks) * 1e6, publisher.statistics().num_sent_bytes / (num_events * num_blocks)
 
 
-def vllm_messages(num_messages: int, num_events: int, num_blocks: int) -> list[Message]:
-    """Return vLLM's messages of root chains: each event removes as many blocks, an event for each, as it stores."""
-    rng = np.random.default_rng(1)
-    messages, held = [], deque[list[int]]()
-    for sequence in range(num_messages):
-        events: list[dict[str, object]] = []
-        for _ in range(num_events):
-            if len(held) * num_blocks >= NUM_CACHED_BLOCKS:
-                events += [{"type": "BlockRemoved", "block_hashes": [one], "medium": "GPU"} for one in held.popleft()]
-            hashes = rng.integers(0, 1 << 63, num_blocks, np.uint64).tolist()
-            tokens = rng.integers(0, 1 << 17, num_blocks * BLOCK_SIZE).tolist()
-            stored = {"block_hashes": hashes, "parent_block_hash": None, "token_ids": tokens, "block_size": BLOCK_SIZE}
-            events.append({"type": "BlockStored", **stored, "medium": "GPU"})
-            held.append(hashes)
-        messages.append(Message(b"", sequence, msgspec.msgpack.encode([1.0, events, 0])))
-    return messages
-
-
-def sidecar(num_messages: int, num_events: int, num_blocks: int) -> tuple[float, int]:
+def sidecar(stream: PacedStream) -> tuple[float, int]:
     """Return CPU microseconds of a sidecar for each block stored, socket and splitting left out, and events lost."""
-    messages = vllm_messages(num_messages, num_events, num_blocks)
+    messages = [Message(b"", sequence, payload) for sequence, payload in enumerate(stream.payloads())]
     publisher = KvEventPublisher(Discarding(), worker="bench", block_size=BLOCK_SIZE, num_ranks=0, limits=LIMITS)
     feed = SidecarFeed(Endpoint.parse("tcp://127.0.0.1:5557"), lambda _: publisher)
     cpu_s = time.process_time()
-    for start in range(0, num_messages, 16):
+    for start in range(0, stream.num_messages, 16):
         for _ in feed.received_all(messages[start : start + 16], 1.0):
             pass
     publisher.close()
     cpu_s = time.process_time() - cpu_s
-    return cpu_s / (num_messages * num_events * num_blocks) * 1e6, publisher.num_lost_events
+    return cpu_s / stream.num_blocks * 1e6, publisher.num_lost_events
 
 
 def paced(duration_s: float) -> dict[str, Outcome]:
@@ -220,7 +200,7 @@ def main() -> None:
 
     beside = {
         f"{num_blocks} blocks an event, {num_events} events a message": sidecar(
-            (60_000 if args.quick else 300_000) // (num_events * num_blocks), num_events, num_blocks
+            PacedStream(64_000 if args.quick else 320_000, num_blocks, num_events, None, NUM_CACHED_BLOCKS)
         )
         for num_blocks, num_events in ((1, 1), (1, 16), (8, 4), (64, 1))
     }
