@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
+from kvist.events.session import SourceState
 from kvist.indexer import Indexer
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.radix import RadixIndex
@@ -74,6 +76,34 @@ async def test_a_restarted_publisher_and_a_restarted_index_are_exact_again(
             await until(lambda: restarted.is_exact("w1", 0) and restarted.is_exact("w1", 1))
             ranks = [rank for rank in other.ranks() if rank.rank == 0]
             assert [(held.num_blocks, held.digest) for held in map(other.digest, ranks)] == [truth.digest()]
+
+
+async def test_what_the_next_publisher_does_not_know_is_forgotten_though_no_connection_tells_of_it(
+    server_and_url, index, make_truth, digest_of, until
+):
+    _, url = server_and_url
+    ahead_s = 0.0
+    async with Indexer(index, block_size=BLOCK_SIZE, clock=lambda: time.monotonic() + ahead_s) as indexer:
+        with publisher_at(url) as publisher:
+            indexer.add_source("w1", publisher.endpoint)
+            truth = make_truth(publisher)
+            truth.churn(200)
+            await until(lambda: digest_of("w1") == truth.digest() and indexer.is_exact("w1", 1))
+
+        def is_after_a_while(*states: SourceState) -> bool:
+            nonlocal ahead_s
+            ahead_s += 1.0
+            return [*indexer.states("w1").values()] == [*states]
+
+        await until(lambda: is_after_a_while(SourceState.RESYNCING, SourceState.RESYNCING))
+        assert digest_of("w1") == truth.digest()
+        with KvEventPublisher(url, worker="pod-1", block_size=BLOCK_SIZE, num_ranks=0, limits=QUICK) as silent:
+            await until(lambda: is_after_a_while(SourceState.PARTIAL, SourceState.PARTIAL))
+            assert digest_of("w1") == (0, 0)
+            truth = make_truth(silent)
+            truth.churn(200)
+            await until(lambda: digest_of("w1") == truth.digest() and indexer.is_exact("w1", 0))
+            assert indexer.states("w1")[1] is SourceState.PARTIAL
 
 
 async def test_an_index_that_starts_beyond_the_replay_buffer_gets_a_snapshot_in_pages(
