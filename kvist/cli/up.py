@@ -35,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="the first worker computes prompts, the others go on",
     )
+    parser.add_argument(
+        "--kv-transfer-bounce-mib",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --disaggregated, the workers' flag of this name (default: 0, off)",
+    )
     parser.add_argument("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     parser.add_argument("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
@@ -50,6 +57,9 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValueError("--workers", args.workers, "at least 1")
     if args.disaggregated and args.workers < 2:
         raise InvalidValueError("--workers", args.workers, "at least 2 with --disaggregated")
+    if args.kv_transfer_bounce_mib < 0 or (args.kv_transfer_bounce_mib and not args.disaggregated):
+        expected = "at least 0 MiB, and 0 without --disaggregated"
+        raise InvalidValueError("--kv-transfer-bounce-mib", args.kv_transfer_bounce_mib, expected)
     if args.no_demo and (args.exit or args.json):
         raise InvalidValueError("--no-demo", True, "no --exit or --json, which are about the demo")
     try:
@@ -104,6 +114,7 @@ def _serve(args: argparse.Namespace, index: int) -> list[str]:
     role = []
     if args.disaggregated:
         role = ["--role", "decode" if index else "prefill", "--kv-transfer", "tcp://127.0.0.1:0"]
+        role += ["--kv-transfer-bounce-mib", str(args.kv_transfer_bounce_mib)]
     name = [] if args.model else ["--served-model-name", "kvist-tiny"]
     return ["serve", "--model", _model(args), "--port", "0", *name, *role, *_tracing(args)]
 

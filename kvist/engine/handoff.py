@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvist.engine.request import RemoteDecode, RemotePrefill, Request
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvCacheManager, SequenceBlocks
-from kvist.transfer.handoff import MAX_NAME_LEN, BlockLists, KvTransfers, OfferedBlocks, WantedBlocks
+from kvist.transfer.handoff import MAX_NAME_LEN, BlockLists, KvTransfers, OfferedBlocks, WantedBlocks, check_endpoints
 
 logger = logging.getLogger(__name__)
 
@@ -170,6 +170,11 @@ def check_handoff(handoff: RemoteDecode | RemotePrefill, num_prompt_tokens: int,
         case RemotePrefill(remote_request_id=name) if not 1 <= len(name) <= MAX_NAME_LEN:
             # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
             raise InvalidValueError("kv_transfer_params.remote_request_id", name, f"1 to {MAX_NAME_LEN} characters")
+        case RemotePrefill(remote_endpoints=endpoints):
+            try:
+                check_endpoints(endpoints)
+            except InvalidValueError as error:
+                raise InvalidValueError(f"kv_transfer_params.{error.field}", error.value, error.expected) from None
 
 
 def _lists(blocks: SequenceBlocks) -> BlockLists:

@@ -5,8 +5,7 @@ Fields that nobody here reads are left alone, since other engines take more than
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
 
@@ -15,9 +14,6 @@ from kvist.openai.errors import RequestError
 Message: TypeAlias = dict[str, Any]
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt: TypeAlias = str | list[int]
-
-MAX_RANKS: Final = 64
-_ENDPOINT: Final = re.compile(r"tcp://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 
 
 def is_text_part(part: Any) -> bool:
@@ -194,21 +190,7 @@ def decode_kv_transfer_params(body: bytes) -> KvTransferParams | None:
         for name in ("remote_endpoints", "remote_request_id", "num_tokens", "first_token_ids"):
             if getattr(params, name) is None:
                 raise _handoff_refusal(f"kv_transfer_params.{name}", "missing, expected with do_remote_prefill")
-        _check_endpoints(params.remote_endpoints or [])
     return params
-
-
-def _check_endpoints(endpoints: list[str]) -> None:
-    """Raise RequestError (400) for what cannot be a worker's ranks: they are dialled as they are named."""
-    field = "kv_transfer_params.remote_endpoints"
-    if not 1 <= len(endpoints) <= MAX_RANKS:
-        raise _handoff_refusal(field, f"got {len(endpoints)}, expected 1 to {MAX_RANKS}, one a rank")
-    for endpoint in endpoints:
-        match = _ENDPOINT.fullmatch(endpoint)
-        if match is None or not 1 <= int(match[2]) <= 65_535:
-            raise _handoff_refusal(field, f"got {endpoint!r:.100}, expected tcp://host:port")
-    if len(set(endpoints)) < len(endpoints):
-        raise _handoff_refusal(field, f"got {endpoints!r:.200}, expected each once")
 
 
 def _handoff_refusal(field: str, reason: str) -> RequestError:

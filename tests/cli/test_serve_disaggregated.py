@@ -249,7 +249,13 @@ async def test_a_receiver_killed_while_it_is_written_to_costs_the_sender_no_bloc
 async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_allowed() -> None:
     async with serve("--no-kv-transfer-fallback") as target, serve() as source:
         prompt = make_prompt(40, 1)
-        params = await source.prefill(prompt) | {"remote_request_id": "nobody's"}
+        params = await source.prefill(prompt)
+        withdrawn = await source.client.delete(f"/kv_transfer/{params['remote_request_id']}")
+        assert withdrawn.status_code == 204
+        await source.is_idle()
+        answer = await target.post({"prompt": prompt, "max_tokens": 5, "kv_transfer_params": params})
+        assert answer.json()["error"]["message"] == "kv transfer failed: already_ended"
+        params["remote_request_id"] = "nobody's"
         answer = await target.post({"prompt": prompt, "max_tokens": 5, "kv_transfer_params": params})
         assert answer.status_code == 500
         assert answer.json()["error"]["message"] == "kv transfer failed: unknown_request"

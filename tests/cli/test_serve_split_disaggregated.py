@@ -30,6 +30,8 @@ from kvist.engine.request import RequestOutput
 from kvist.openai.requests import SamplingParams
 from kvist.openai.tokenization import ChatTokenizer
 
+pytestmark = pytest.mark.xdist_group("split workers")
+
 READY = re.compile(r"kvist serve: \S+ on (http://127\.0\.0\.1:\d+), ")
 DEADLINE_S = 60.0
 NUM_TOKENS = 16

@@ -315,6 +315,21 @@ def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, gre
         make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
 
 
+@pytest.mark.parametrize(
+    "endpoints",
+    [
+        (),
+        tuple(f"tcp://a:{port}" for port in range(1, 66)),
+        ("tcp://a:1", "tcp://a:1"),
+        *(("tcp://a:1", bad) for bad in ("ipc://x", "tcp://a", "tcp://a:0", "tcp://a:99999", "tcp://a:1;tcp://b:1")),
+    ],
+)
+def test_what_cannot_be_the_ranks_of_a_worker_is_refused(endpoints: tuple[str, ...], make_worker, greedy) -> None:
+    remote = RemotePrefill(endpoints, "id", 31, (5,))
+    with pytest.raises(InvalidValueError, match=r"kv_transfer_params\.remote_endpoints"):
+        make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
+
+
 def test_an_engine_without_transfers_refuses_handoffs(make_core, greedy) -> None:
     with pytest.raises(InvalidValueError, match="kv_transfer_params"):
         make_core("gemma3").check(make_prompt(31), greedy(3), handoff=RemoteDecode())

@@ -171,25 +171,11 @@ def test_a_part_of_a_request_can_be_another_workers(params: Any) -> None:
         ({"do_remote_decode": False}, "kv_transfer_params: got neither"),
         (FETCH | {"do_remote_decode": True}, "kv_transfer_params: got both"),
         (FETCH | {"remote_endpoints": None}, "kv_transfer_params.remote_endpoints: missing"),
-        (FETCH | {"remote_endpoints": []}, "remote_endpoints: got 0, expected 1 to 64, one a rank"),
-        (FETCH | {"remote_endpoints": [f"tcp://a:{i}" for i in range(1, 66)]}, "remote_endpoints: got 65"),
-        (FETCH | {"remote_endpoints": ["tcp://a:1"] * 2}, "expected each once"),
-        *(
-            (FETCH | {"remote_endpoints": ["tcp://a:1", bad]}, "expected tcp://host:port")
-            for bad in (
-                "ipc://x",
-                "inproc://x",
-                "tcp://a",
-                "tcp://a:0",
-                "tcp://a:99999",
-                "tcp://a:1\n",
-                "tcp://a:1;b:2",
-            )
-        ),
+        (FETCH | {"remote_endpoints": "tcp://a:1"}, "remote_endpoints: expected `array | null`"),
     ],
 )
 def test_params_that_no_worker_would_give_are_refused_by_field(params: Any, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
         decode_kv_transfer_params(json.dumps({"kv_transfer_params": params}).encode())
     assert reason in caught.value.message
-    assert (caught.value.status, caught.value.param) == (400, "kv_transfer_params")
+    assert caught.value.status == 400
