@@ -75,12 +75,6 @@ class EngineFeed:
         for step in session.received(epoch, message.sequence, message.payload, now_s):
             self.take(step)
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages; yields between them."""
-        for message in messages:
-            self.received(message, now_s)
-            yield
-
     @property
     def next_sequence(self) -> int | None:
         """Return the sequence of the message that would be applied at once, None while there is none.

@@ -141,7 +141,7 @@ class SidecarFeed:
         self._is_taking_answer = True  # which the session takes as a whole, and at once
         try:
             for step in self.feed.judged(question, messages, now_s):
-                if isinstance(step, Apply) and self._hand_over_judged(step.body):
+                if isinstance(step, Apply) and self._report_unread(step.body):
                     self.feed.took_judged(1)
                 else:
                     self.feed.take(step)
@@ -154,24 +154,21 @@ class SidecarFeed:
 
     def _hand_over(self, messages: Sequence[Message], now_s: float) -> int:
         """Give the publisher messages unread, as long as they are next in sequence and can be; return how many."""
-        next_sequence, publisher = self.feed.next_sequence, self._publisher
-        if next_sequence is None or publisher is None or self._restored is not None:
+        next_sequence = self.feed.next_sequence
+        if next_sequence is None or self._restored is not None:
             return 0
         taken: list[tuple[int, bytes]] = []
         for _, sequence, payload in messages:
-            rank = rank_to_be_read(payload)
-            if rank is None or sequence != next_sequence + len(taken):
+            if sequence != next_sequence + len(taken) or not self._report_unread(payload):
                 break
-            self._ranks.add(rank)
-            publisher.report_unread(Unread(rank, payload, self._read))
             taken.append((sequence, payload))
         if taken:
             self.feed.restarts.took(taken)
             self.feed.took(len(taken), now_s)
         return len(taken)
 
-    def _hand_over_judged(self, payload: bytes) -> bool:
-        """Give the publisher a message of an answer unread, if it can be; return whether."""
+    def _report_unread(self, payload: bytes) -> bool:
+        """Give the publisher a message unread, if there is one and the message can be; return whether."""
         rank = rank_to_be_read(payload)
         if rank is None or self._publisher is None:
             return False

@@ -299,6 +299,21 @@ def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
     assert {block_hash for block_hash, _ in publication.held()} == {block_of(number) for number in engine.held}
 
 
+def test_a_feed_is_not_settled_before_all_of_an_answer_is_taken(start):
+    engine, feed = Engine(1, 1000), start().feed
+    list(feed.received_all([engine.change(1)], 1.0))
+    for number in range(2, 5):
+        engine.change(number)
+    list(feed.received_all([engine.change(5)], 2.0))
+    (question,) = feed.questions(3.0)
+    taking = feed.answered(question, engine.replay(question.request.start_sequence), 3.0)
+    next(taking)
+    assert feed.feed.session.state is SourceState.LIVE
+    assert not feed.is_settled
+    assert list(taking)
+    assert feed.is_settled
+
+
 def test_neighbouring_removals_of_one_kind_are_joined_and_nothing_else_changes_place():
     gone = [EngineRemoved([number]) for number in range(3)]
     other_group, other_tier = EngineRemoved([5], group=1), EngineRemoved([6], tier=Tier.HOST)
