@@ -16,7 +16,7 @@ import torch
 
 from kvist.events import FULL
 from kvist.kvcache import ABSENT, stale_range
-from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
+from kvist.transfer.agents import SharedMemoryAgent, Transfer, TransferAgent
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
 from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
@@ -122,6 +122,29 @@ class Rank:
                 if block_id != ABSENT:
                     pool[block_id] = blocks[ordinal, :, slice(*heads_of(shape.num_kv_heads, self.part))]
 
+    def hold_writes(self) -> Callable[[], None]:
+        """Begin writes, and do them only when the returned function is called."""
+        write, held, lock = self.agent.write, [], threading.Lock()
+
+        def begin(peer: Any, fragments: Any) -> Transfer:
+            with lock:
+                if self.agent.write != begin:
+                    return write(peer, fragments)
+                transfer = Transfer(len(fragments), 1)
+                held.append((transfer, peer, fragments))
+                return transfer
+
+        def go_on() -> None:
+            with lock:
+                self.agent.write = write  # type: ignore[method-assign]
+            for transfer, peer, fragments in held:
+                done = write(peer, fragments)
+                assert done.wait(PATIENCE_S)
+                transfer.end(done.state, done.reason)
+
+        self.agent.write = begin  # type: ignore[method-assign]
+        return go_on
+
     def assert_nothing_left(self) -> None:
         """Raise AssertionError if a transfer, a block or a part of a region is still in another's reach."""
         statistics = self.service.statistics()
@@ -155,6 +178,25 @@ class Worker:
         """Have one rank alone fetch its part."""
         block_ids = tuple(map(tuple, tables))
         rank.service.fetch(WantedBlocks(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, block_ids))
+
+    def hand_over(self, target: Worker, prompt: Prompt) -> list[list[int]]:
+        """Have a prompt offered and fetched; return where it is."""
+        tables = prompt.tables(2)
+        self.offer(prompt, prompt.tables(1))
+        target.fetch(prompt, tables, self.endpoints)
+        for rank in target.ranks:
+            rank.reports.wait_for("completed", prompt.name)
+        for rank in self.ranks:
+            assert rank.reports.wait_for("release", prompt.name)[2] is True
+        return tables
+
+    def assert_hands_over(self, target: Worker, prompt: Prompt) -> None:
+        """Raise AssertionError unless a prompt goes over whole, and nothing is left in anybody's reach."""
+        tables = self.hand_over(target, prompt)
+        for rank in target.ranks:
+            assert rank.holds(prompt.whole, tables)
+        for rank in (*self.ranks, *target.ranks):
+            rank.assert_nothing_left()
 
 
 class Prompt:

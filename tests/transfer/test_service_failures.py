@@ -1,0 +1,278 @@
+"""Ranks that die, refuse, lie or are cancelled amid a transfer: no block is used too early, and none is lost."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from kvist.transfer import outgoing, sources
+from kvist.transfer.frames import BounceTail, Result, encode_report
+from kvist.transfer.sessions import TransferLimits
+
+NUM_SLOTS = 24  # of each pool
+FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
+
+
+@pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
+def test_one_of_two_senders_dies_and_the_blocks_are_free_when_the_other_has_written(
+    has_bounce: bool, open_worker: Any, make_prompt: Any, until_true: Any
+) -> None:
+    source, target = open_worker(2, has_bounce=has_bounce), open_worker(1, has_bounce=has_bounce)
+    prompt, (rank,) = make_prompt(), target.ranks
+    go_on, _ = (each.hold_writes() for each in source.ranks)
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
+    threading.Thread(target=source.ranks[1].service.close, daemon=True).start()
+    reason = rank.reports.wait_for("failed", prompt.name)[2]
+    assert reason == f"rank 1 at {source.endpoints[1]} is gone"
+    assert ("released", prompt.name) not in rank.reports.heard
+    assert rank.service.statistics().quarantined_bytes > 0
+    assert (rank.service.statistics().bounce.quarantined_bytes > 0) == has_bounce
+    go_on()
+    rank.reports.wait_for("released", prompt.name)
+    source.ranks[0].reports.wait_for("release", prompt.name)
+    for each in (rank, source.ranks[0]):
+        each.assert_nothing_left()
+    open_worker(2, has_bounce=has_bounce).assert_hands_over(target, make_prompt(1))
+
+
+@pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
+def test_one_of_two_senders_refuses_and_the_other_frees_what_it_holds(
+    has_bounce: bool, open_worker: Any, make_prompt: Any
+) -> None:
+    source, target = open_worker(2, has_bounce=has_bounce), open_worker(2, has_bounce=has_bounce)
+    prompt = make_prompt()
+    source.offer(prompt, prompt.tables(1))
+    source.ranks[1].service.withdraw(prompt.name)
+    assert source.ranks[1].reports.wait_for("release", prompt.name)[2] is False
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    # Whoever hears of it first cancels at the other sender, which then may have a word for the second as well.
+    for rank in target.ranks:
+        assert rank.reports.wait_for("failed", prompt.name)[2] in ("already_ended", "rank 0 reports CANCELLED")
+        rank.reports.wait_for("released", prompt.name)
+    source.ranks[0].reports.wait_for("release", prompt.name)
+    for rank in (*source.ranks, *target.ranks):
+        rank.assert_nothing_left()
+    source.assert_hands_over(target, make_prompt(1))
+
+
+DEFECTS: dict[str, tuple[Callable[[BounceTail], BounceTail | None], str]] = {
+    "cut off": (lambda _: None, "a tail of 2 frames"),
+    "in the other's part": (
+        lambda tail: BounceTail(tail.dst_addresses, tail.sizes_bytes, tail.src_base - int(tail.sizes_bytes.sum())),
+        "are not within",
+    ),
+    "outside the blocks": (
+        lambda tail: BounceTail(tail.dst_addresses + (1 << 40), tail.sizes_bytes, tail.src_base),
+        "outside every reserved block",
+    ),
+    "not what it declares": (
+        lambda tail: BounceTail(tail.dst_addresses[1:], tail.sizes_bytes[1:], tail.src_base),
+        "sizes sum to",
+    ),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_tail_of_one_rank_that_does_not_fit_fails_the_fetch_and_its_room_waits_for_the_other(
+    defect: str, open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change, named = DEFECTS[defect]
+
+    def encode(result: Result, tail: BounceTail | None = None) -> list[bytes]:
+        if result.rank == 0 or tail is None:
+            return encode_report(result, tail)
+        changed = change(tail)
+        return encode_report(result, tail)[:-1] if changed is None else encode_report(result, changed)
+
+    monkeypatch.setattr(outgoing, "encode_report", encode)
+    source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
+    prompt, (rank,) = make_prompt(), target.ranks
+    go_on = source.ranks[0].hold_writes()
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    reason = rank.reports.wait_for("failed", prompt.name)[2]
+    assert reason.startswith("rank 1: ")
+    assert named in reason
+    assert rank.service.statistics().bounce.quarantined_bytes > 0
+    assert ("released", prompt.name) not in rank.reports.heard
+    go_on()
+    rank.reports.wait_for("released", prompt.name)
+    for each in source.ranks:
+        each.reports.wait_for("release", prompt.name)
+    for each in (rank, *source.ranks):
+        each.assert_nothing_left()
+    assert not rank.pools[0].any(), "nothing was copied"
+    monkeypatch.undo()
+    source.assert_hands_over(target, make_prompt(1))
+
+
+def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(
+    open_worker: Any, make_prompt: Any, until_true: Any
+) -> None:
+    source, target = open_worker(2), open_worker(2)
+    prompt = make_prompt()
+    go_on = [rank.hold_writes() for rank in source.ranks]
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    until_true(lambda: [rank.service.statistics().sender.num_writing for rank in source.ranks] == [1, 1])
+    for rank in target.ranks:
+        rank.service.cancel(prompt.name)
+        assert rank.reports.wait_for("failed", prompt.name)[2] == "cancelled"
+    for each in go_on:
+        each()
+    for rank in target.ranks:
+        rank.reports.wait_for("released", prompt.name)
+    for rank in source.ranks:
+        rank.reports.wait_for("release", prompt.name)
+    for rank in (*source.ranks, *target.ranks):
+        rank.assert_nothing_left()
+
+
+def test_a_fetch_that_is_cancelled_before_anybody_was_asked_frees_what_is_held(
+    open_worker: Any, make_prompt: Any
+) -> None:
+    source, target = open_worker(2), open_worker(1, is_started=False)
+    prompt, (rank,) = make_prompt(), target.ranks
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    rank.service.cancel(prompt.name)
+    rank.service.start()
+    rank.reports.wait_for("released", prompt.name)
+    for each in source.ranks:
+        assert each.reports.wait_for("release", prompt.name)[2] is False
+    for each in (rank, *source.ranks):
+        each.assert_nothing_left()
+
+
+def test_looking_whether_a_sender_has_died_holds_nobody_up(
+    open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def has_process_ended(endpoint: str) -> bool:
+        asked.set()
+        assert go_on.wait(20)
+        return has_ended(endpoint)
+
+    has_ended = sources.has_process_ended
+    monkeypatch.setattr(sources, "has_process_ended", has_process_ended)
+    dead, source, target = open_worker(1), open_worker(1), open_worker(1)
+    (rank,) = target.ranks
+    dead.ranks[0].service.close()
+    lost, later = make_prompt(0), make_prompt(1)
+    target.fetch(lost, lost.tables(2), dead.endpoints)
+    assert asked.wait(20)
+    source.hand_over(target, make_prompt(2))
+    target.fetch(later, later.tables(2), dead.endpoints)
+    assert ("failed", lost.name) not in [each[:2] for each in rank.reports.heard]
+    go_on.set()
+    for prompt in (lost, later):
+        assert rank.reports.wait_for("failed", prompt.name)[2] == f"rank 0 at {dead.endpoints[0]} is gone"
+        rank.reports.wait_for("released", prompt.name)
+    rank.assert_nothing_left()
+
+
+def test_what_a_sender_reported_before_it_died_counts(
+    open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    source, target = open_worker(2), open_worker(1)
+    prompt, (rank,) = make_prompt(), target.ranks
+    write = [each.hold_writes() for each in source.ranks]
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints)
+    until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
+    monkeypatch.setattr(rank.service._outgoing, "poll_writes", lambda _: go_on.wait(20))
+    for each, begin in zip(source.ranks, write, strict=True):
+        begin()
+        each.reports.wait_for("release", prompt.name, True)
+        each.service.close()
+    go_on.set()
+    rank.reports.wait_for("completed", prompt.name)
+    assert rank.holds(prompt.whole, prompt.tables(2))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_when_the_thread_dies_everything_that_was_asked_is_answered(
+    open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def die(now_s: float) -> None:
+        entered.set()
+        assert go_on.wait(20)
+        raise RuntimeError(f"at {now_s}")
+
+    (rank,) = (worker := open_worker(1, is_started=False)).ranks
+    held, queued, late = (make_prompt(seed) for seed in range(3))
+    under_way = make_prompt(3)
+    worker.offer(held, held.tables(1))
+    worker.fetch(under_way, under_way.tables(2), ("tcp://127.0.0.1:1",))
+    monkeypatch.setattr(rank.service._incoming, "tick", die)
+    rank.service.start()
+    assert entered.wait(20)
+    worker.offer(queued, queued.tables(1))
+    worker.fetch(queued, queued.tables(2), ("tcp://127.0.0.1:1",))
+    rank.service.cancel("nobody's")
+    rank.service.withdraw("nobody's")
+    go_on.set()
+    assert rank.reports.wait_for("failed", under_way.name)[2] == "transfers have stopped"
+    for prompt in (held, queued):
+        assert rank.reports.wait_for("release", prompt.name)[2] is False
+    until_true(lambda: not rank.service.is_alive)
+    worker.offer(late, late.tables(1))
+    worker.fetch(late, late.tables(2), ("tcp://127.0.0.1:1",))
+    for prompt in (queued, late):
+        assert rank.reports.wait_for("failed", prompt.name)[2] == "transfers have stopped"
+        rank.reports.wait_for("released", prompt.name)
+        assert rank.reports.wait_for("release", prompt.name)[2] is False
+    names = [each[:2] for each in rank.reports.heard]
+    assert len(set(names)) == len(names), "each was answered once"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_long_mix_between_ranks_leaves_nothing_behind(seed: int, open_worker: Any, make_prompt: Any) -> None:
+    rng = random.Random(seed)
+    num_senders, num_receivers = rng.choice([(2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (4, 4)])
+    source, target = (open_worker(n, has_bounce=bool(seed % 2), limits=FAST) for n in (num_senders, num_receivers))
+    num_whole = 0
+    for batch in range(8):
+        prompts = [make_prompt(4 * batch + i, rng.randint(1, 20)) for i in range(4)]
+        rows = [prompt.tables(1) for prompt in prompts], [prompt.tables(2) for prompt in prompts]
+        for tables in rows:  # no two of the four may have a block in common
+            for group_id in range(len(tables[0])):
+                free = rng.sample(range(NUM_SLOTS), NUM_SLOTS)
+                for each in tables:
+                    each[group_id] = [-1 if block_id < 0 else free.pop() for block_id in each[group_id]]
+        moves: list[Callable[[], None]] = []
+        for prompt, offered, wanted in zip(prompts, *rows, strict=True):
+            source.offer(prompt, offered)
+            fetch = [partial(target.fetch_by, rank, prompt, wanted, source.endpoints) for rank in target.ranks]
+            rng.shuffle(fetch)
+            moves += fetch
+            fate = rng.choice(["fetched", "fetched", "fetched", "cancelled", "withdrawn", "withdrawn from one"])
+            if fate == "cancelled":
+                moves += [partial(rank.service.cancel, prompt.name) for rank in target.ranks]
+            elif fate != "fetched":
+                ranks = source.ranks if fate == "withdrawn" else [rng.choice(source.ranks)]
+                moves += [partial(rank.service.withdraw, prompt.name) for rank in ranks]
+        rng.shuffle(moves)
+        for move in moves:
+            move()
+        for prompt, wanted in zip(prompts, rows[1], strict=True):
+            for rank in source.ranks:
+                rank.reports.wait_for("release", prompt.name)
+            for rank in target.ranks:
+                if rank.reports.wait_for_either("completed", "released", prompt.name) == "completed":
+                    assert rank.holds(prompt.whole, wanted)
+                    num_whole += 1
+        for rank in (*source.ranks, *target.ranks):
+            rank.assert_nothing_left()
+    assert num_whole > 4
