@@ -40,8 +40,7 @@ from kvist.transfer.bounce.calibration import calibrate_agents
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.frames import BounceTail, Extent, check_tail, plan_scatter
 
-KIB, MIB = 1 << 10, 1 << 20
-POOL_BYTES = 64 * MIB
+POOL_BYTES = 64 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))
 # Of a block of 32 layers, keys and values, each sender has the half of the heads: 4 * 16 * 128 numbers of 2 bytes.
 HEADS_PIECES, HEADS_BYTES = 32 * 2, 4 * 16 * 128 * 2
@@ -63,12 +62,17 @@ class Shape:
         """Return the bytes of all senders."""
         return self.size_bytes * self.num_fragments * self.num_writers
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of the receiver's blocks, which fragments are all or a part of."""
+        return self.size_bytes * (self.num_writers * HEADS_PIECES if self.has_split_heads else 1)
+
     def offsets(self, rank: int, seed: int) -> tuple[Any, Any]:
         """Return where one sender's fragments lie in its pool, and where they belong in the receiver's."""
         there, here = np.random.default_rng(seed), np.random.default_rng((seed, rank))
         if self.has_split_heads:
             num_blocks, pieces = self.num_fragments // HEADS_PIECES, np.arange(HEADS_PIECES)
-            num_slots = POOL_BYTES // (self.num_writers * HEADS_PIECES * self.size_bytes)
+            num_slots = POOL_BYTES // self.block_bytes
             ours, theirs = (rng.permutation(num_slots)[:num_blocks, None] * HEADS_PIECES for rng in (here, there))
             theirs = ((theirs + pieces) * self.num_writers + rank).ravel()
             return (ours + pieces).ravel() * self.size_bytes, theirs * self.size_bytes
@@ -166,7 +170,6 @@ def serve(kind: str, rank: int) -> None:
 
     ways = {
         "fragments": lambda: waited(end.agent.write(peer, fragments)),
-        "again": lambda: waited(end.agent.write(peer, fragments)),
         "bounced": lambda: waited(end.bounce.send(peer, fragments, base)),
         "gather": gather,
         "write": write,
@@ -208,8 +211,7 @@ class Sender:
         while not (line := self._process.stdout.readline()).startswith("{"):  # NIXL logs here as well
             if not line:
                 raise SystemExit("a sender has died")
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        return dict(json.loads(line))
 
 
 def waited(transfer: Any) -> None:
@@ -246,45 +248,40 @@ class Receiver:
             self._senders.append(Sender(self._kind, len(self._senders)))
             metadata = base64.b64encode(self.end.agent.metadata()).decode()
             self._senders[-1].say(metadata=metadata, pool=self.end.base)
-        lease = self.end.bounce.reserve(
-            shape.total_bytes, shape.num_fragments * shape.num_writers, shape.num_writers, timeout_s=0.0
-        )
+        lease = self.end.bounce.reserve(shape.total_bytes, shape.num_fragments, shape.num_writers)
         assert lease is not None
-        self._lease, self._tails = lease, []
+        self.lease, self._tails = lease, []
         for rank, sender in enumerate(self._senders[: shape.num_writers]):
             sender.say(shape=asdict(shape), seed=seed, base=lease.extents[rank].base)
             targets = self.end.base + shape.offsets(rank, seed)[1]
             self._tails.append(BounceTail(targets, np.full_like(targets, shape.size_bytes), lease.extents[rank].base))
             sender.hear()
-        blocks = sorted(address for tail in self._tails for address in tail.dst_addresses.tolist())
-        self._blocks = tuple(Extent(address, shape.size_bytes) for address in blocks)
+        targets = np.concatenate([tail.dst_addresses for tail in self._tails]) - self.end.base
+        blocks = np.unique(targets // shape.block_bytes) * shape.block_bytes + self.end.base
+        self._blocks = tuple(Extent(address, shape.block_bytes) for address in blocks.tolist())
 
     def move(self, way: str) -> float:
         """Return the seconds of one way, or of one step of a bounce."""
         if way == "scatter":
             copies = plan_scatter(self._tails)
-            part = self.end.memory[1].part(self._lease.offset, self._shape.total_bytes)
-            return timed(lambda: self.end.copier.scatter(copies[:, 1], copies[:, 2], part))
+            room = self.end.memory[1].part(self.lease.offset, self._shape.total_bytes)
+            return timed(lambda: self.end.copier.scatter(copies[:, 1], copies[:, 2], room))
         began = perf_counter()
         for sender in self._senders[: self._shape.num_writers]:
-            sender.say(way=way)
+            sender.say(way="fragments" if way == "again" else way)
         alone_s = max(sender.hear()["s"] for sender in self._senders[: self._shape.num_writers])
         if way in ("gather", "write"):
             return alone_s
         if way == "bounced":
             self.told_s.append(timed(self._check))
-            scattering = self.end.bounce.scatter(self._lease, plan_scatter(self._tails))
+            scattering = self.end.bounce.scatter(self.lease, plan_scatter(self._tails))
             if not scattering.wait(_TIMEOUT_S) or scattering.error is not None:
                 raise SystemExit(f"a scatter has failed: {scattering.error}")
         return perf_counter() - began
 
     def _check(self) -> None:
-        for tail, region in zip(self._tails, self._lease.extents, strict=True):
+        for tail, region in zip(self._tails, self.lease.extents, strict=True):
             check_tail(tail, region.size_bytes, region, self._blocks, "bench")
-
-    def release(self) -> None:
-        """Give the room back."""
-        self.end.bounce.release(self._lease)
 
 
 def measure(kind: str, receiver: Receiver, costs: CostModel, shape: Shape, num_turns: int) -> Case:
@@ -298,9 +295,9 @@ def measure(kind: str, receiver: Receiver, costs: CostModel, shape: Shape, num_t
             taken = receiver.move(way)
             if turn:
                 seconds[way].append(taken)
-        receiver.release()
-    asked = (shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
-    return Case(kind, shape, seconds, median(receiver.told_s), costs.prefers_bounce(*asked))
+        receiver.end.bounce.release(receiver.lease)
+    gate = costs.prefers_bounce(shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
+    return Case(kind, shape, seconds, median(receiver.told_s), gate)
 
 
 def shapes(quick: bool) -> list[Shape]:
@@ -326,7 +323,7 @@ def run(kind: str, quick: bool) -> tuple[list[Case], float]:
     receiver = Receiver(kind, End(agent))
     cases = []
     for shape in shapes(quick):
-        num_turns = 5 if quick else 7 if shape.total_bytes > 8 * MIB else 15
+        num_turns = 5 if quick else 7 if shape.total_bytes > POOL_BYTES // 8 else 15
         cases.append(measure(kind, receiver, costs, shape, num_turns))
     receiver.close()
     return cases, calibration_s
@@ -334,12 +331,12 @@ def run(kind: str, quick: bool) -> tuple[list[Case], float]:
 
 def row(runs: Sequence[Case]) -> list[object]:
     """Return a row of the table: one case in all runs."""
-    shape = runs[0].shape
 
     def of_all(way: str) -> str:
         low, middle, high = np.quantile([s * 1e3 for case in runs for s in case.seconds[way]], (0.25, 0.5, 0.75))
         return f"{middle:.3g} ({low:.3g}-{high:.3g})"
 
+    shape = runs[0].shape
     size = f"{shape.size_bytes >> 10} KiB" + (", split heads" if shape.has_split_heads else "")
     count = f"{shape.num_writers} x {shape.num_fragments}" if shape.num_writers > 1 else str(shape.num_fragments)
     ratio = median(1 / case.bounced_of_fragments for case in runs)
@@ -393,10 +390,9 @@ def main() -> None:
 
 def facts(runs: Sequence[Case]) -> dict[str, Any]:
     """Return one case in all runs, for machines."""
-    named = {"agent": runs[0].agent, **asdict(runs[0].shape)}
-    for name in ("bounced_of_fragments", "noise", "of_bound", "is_bounced_by_gate"):
-        values = [getattr(case, name) for case in runs]
-        named[name] = [value if isinstance(value, bool) else round(value, 3) for value in values]
+    named = {"agent": runs[0].agent, **asdict(runs[0].shape), "bounces": [case.is_bounced_by_gate for case in runs]}
+    for name in ("bounced_of_fragments", "noise", "of_bound"):
+        named[name] = [round(getattr(case, name), 3) for case in runs]
     return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in WAYS}
 
 
