@@ -18,8 +18,9 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-NS_PER_MS = 1e6
-HIDDEN = re.compile(r"(http|gen_ai)[.](request|operation|latency|response.f)|url|server|kvist[.](re[qm]|ru|ra|cand)")
+SHOWN = re.compile(
+    r"kvist[.](.*worker|.*_tokens|local|reason|bytes|pieces|bounced|fetched)|gen_ai[.]usage|http[.]response"
+)
 traces: dict[bytes, list[tuple[str, Any]]] = defaultdict(list)  # of each trace, services and spans
 changed_s: dict[bytes, float] = {}
 
@@ -49,10 +50,10 @@ def print_tree(spans: list[tuple[str, Any]]) -> None:
 
     def print_below(parent_id: bytes, parent_service: str | None, indent: str) -> None:
         for service, span in children[parent_id]:
-            at_ms = (span.start_time_unix_nano - began_ns) / NS_PER_MS
-            took_ms = (span.end_time_unix_nano - span.start_time_unix_nano) / NS_PER_MS
+            start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
             name = span.name if service == parent_service else f"{span.name} [{service}]"
-            print(f"{at_ms:9.2f} {took_ms:9.2f}  {indent + name:44} {facts_of(span)}".rstrip(), flush=True)
+            took = f"{(start_ns - began_ns) / 1e6:9.2f} {(end_ns - start_ns) / 1e6:9.2f}"
+            print(f"{took}  {indent + name:30} {facts_of(span)}".rstrip(), flush=True)
             print_below(span.span_id, service, indent + "  ")
 
     print(f"\n    at ms   took ms  trace {spans[0][1].trace_id.hex()}")
@@ -61,7 +62,7 @@ def print_tree(spans: list[tuple[str, Any]]) -> None:
 
 def facts_of(span: Any) -> str:
     facts = {each.key: getattr(each.value, each.value.WhichOneof("value")) for each in span.attributes}
-    shown = [f"{name.partition('.')[2]}={value}" for name, value in facts.items() if not HIDDEN.match(name)]
+    shown = [f"{name.partition('.')[2]}={value}" for name, value in facts.items() if SHOWN.match(name)]
     return " ".join([*shown, *([f"error: {span.status.message}"] if span.status.message else [])])
 
 

@@ -113,5 +113,4 @@ def _of_call(decision: Decision) -> Attributes:
         "server.address": place.hostname,
         "server.port": place.port,
         "kvist.rank": target.rank,
-        "kvist.overlap_tokens": decision.overlap_tokens,
     }

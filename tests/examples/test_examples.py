@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,6 +38,29 @@ def test_the_tiny_model_can_be_trained_again(tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "train_tiny_model"), "--out", str(tmp_path), "--minutes", "0.02", "--seed", "0")
     assert "held_out_loss=" in output
     assert (tmp_path / "model.safetensors").is_file()
+
+
+def test_a_trace_is_shown_as_a_tree(free_port: Callable[[], int]) -> None:
+    from kvist.tracing import open_tracing
+
+    port = free_port()
+    command = [sys.executable, str(EXAMPLES / "show_traces.py"), "--port", str(port), "--quiet-s", "0.1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as showing:
+        assert showing.stdout is not None
+        tracing = open_tracing(f"http://127.0.0.1:{port}", "kvist-router", "here:1")  # which tries until it listens
+        with tracing.request("POST /v1/completions", [], {"kvist.prompt_tokens": 9}) as request:
+            with request.step("read"):
+                pass
+            with request.call("prefill") as call:
+                call.fail("answered 503")
+        tracing.close(60)
+        lines = [showing.stdout.readline().rstrip() for _ in range(5)]
+        showing.kill()
+    assert [line[19:].split() for line in lines[2:]] == [
+        ["POST", "/v1/completions", "[kvist-router]", "prompt_tokens=9"],
+        ["read"],
+        ["prefill", "error:", "answered", "503"],
+    ]
 
 
 def test_examples_are_short() -> None:
