@@ -201,9 +201,13 @@ async def test_a_long_mix_of_everything_leaves_nothing_behind(seed: int, open_wo
         assert target.engine.statistics().handoffs.num_fetched > 5
 
 
-async def test_the_fetched_bytes_are_those_of_the_sender(open_worker, greedy, until) -> None:
-    prompt = make_prompt(61)
-    async with open_worker("gemma3") as source, open_worker("gemma3") as target:
+@pytest.mark.parametrize("way", ["piece by piece", "bounced", "piece by piece as the region is full"])
+async def test_the_fetched_bytes_are_those_of_the_sender(way: str, open_worker, greedy, until) -> None:
+    prompt, is_bounced = make_prompt(61), way == "bounced"
+    options = {"has_bounce": way != "piece by piece"}
+    async with open_worker("gemma3", **options) as source, open_worker("gemma3", **options) as target:
+        bounce = target.service._bounce
+        taken = bounce.reserve(1 << 20, 2) if options["has_bounce"] and not is_bounced else None
         offers, fetches = [], []
         for notes, worker, method in ((offers, source, "offer"), (fetches, target, "fetch")):
             original = getattr(worker.service, method)
@@ -221,6 +225,13 @@ async def test_the_fetched_bytes_are_those_of_the_sender(open_worker, greedy, un
                     num_compared += 1
         assert num_compared == 16 + 3
         await until(lambda: source.num_used == target.num_used == 0)
+        assert bounce.statistics().num_scattered == is_bounced
+        if taken is not None:
+            assert bounce.statistics().refused_for_room == 1
+            bounce.release(taken)
+        for worker in (source, target):
+            statistics = worker.service.statistics().bounce
+            assert statistics.receive_bytes == statistics.send_bytes == statistics.quarantined_bytes == 0
 
 
 async def test_a_prompt_that_nobody_fetches_is_given_up(open_worker, greedy, until) -> None:

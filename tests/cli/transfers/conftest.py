@@ -100,6 +100,12 @@ class Worker:
             assert time.monotonic() < give_up_s, f"never idle: {left}\n{self.log.read_text()}"
             await asyncio.sleep(0.01)
 
+    async def describe(self) -> str:
+        """Return what every thread of it does, what it counts and what it has logged."""
+        self._send(signal.SIGUSR1)
+        counts = {name: value for name, value in (await self.metrics()).items() if value and "transfer" in name}
+        return f"{counts}\n{self.log.read_text()}"
+
     async def stop(self) -> None:
         """Stop every thread of it, as SIGSTOP does."""
         self._send(signal.SIGSTOP)
@@ -229,6 +235,7 @@ def serve(factory: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         is_bounced: bool = False,
         scatter_gate: Path | None = None,
         environment: dict[str, str] | None = None,
+        hash_root: int | None = None,
     ) -> AsyncIterator[Worker]:
         log = logs / f"{len(list(logs.iterdir()))}.log"
         log.touch()
@@ -240,6 +247,7 @@ def serve(factory: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             is_bounced=is_bounced,
             scatter_gate=None if scatter_gate is None else str(scatter_gate),
             environment=environment or {},
+            hash_root=hash_root,
         )
         async with AsyncExitStack() as exits:
             pidfd = os.pidfd_open(pid)
@@ -247,7 +255,10 @@ def serve(factory: Factory, tmp_path_factory: pytest.TempPathFactory) -> Callabl
             await until(lambda: READY.search(log.read_text()) or select.select([pidfd], [], [], 0)[0])
             match = READY.search(log.read_text())
             assert match, log.read_text()
-            client = await exits.enter_async_context(httpx.AsyncClient(base_url=match[1], timeout=DEADLINE_S))
+            # A worker that was stopped for seconds ends its idle connections as soon as it goes on.
+            limits = httpx.Limits(max_keepalive_connections=0)
+            client = httpx.AsyncClient(base_url=match[1], timeout=DEADLINE_S, limits=limits)
+            await exits.enter_async_context(client)
             transfer = re.search(r"tcp://127\.0\.0\.1:(\d+)", (await client.get("/server_info")).text)
             assert transfer
             worker = Worker(client, pid, pidfd, log, int(transfer[1]))

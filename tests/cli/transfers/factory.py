@@ -2,12 +2,14 @@
 
 Each line of the standard input asks for one, in JSON: its `arguments`, the `log` that its output goes to, and what is
 to be changed in it. `is_bounced` has every transfer bounced, however slow that was measured to be; the first scatter
-then waits until somebody opens `scatter_gate`, a FIFO, if there is one. The answer is a process id.
+then waits until somebody opens `scatter_gate`, a FIFO, if there is one. `hash_root` is what its block hashes start
+with, in place of what all others have. The answer is a process id.
 """
 
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import importlib
 import json
 import os
@@ -17,6 +19,7 @@ import threading
 from typing import Any
 
 from kvist.cli import main
+from kvist.transfer import service
 from kvist.transfer.bounce import calibration
 from kvist.transfer.bounce.copier import TorchCopier
 from kvist.transfer.bounce.gate import CostCurve, CostModel
@@ -28,7 +31,6 @@ IMPORTED = (  # what the command imports when it runs
     "kvist.engine.loading",
     "kvist.engine.server.app",
     "kvist.openai.tokenization",
-    "kvist.transfer.service",
     "uvicorn",
 )
 _PR_SET_PDEATHSIG = 1
@@ -43,10 +45,13 @@ def serve(asked: dict[str, Any]) -> None:
     for number in (1, 2):
         os.dup2(log, number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    faulthandler.register(signal.SIGUSR1)
     os.environ |= asked["environment"]
     if asked["is_bounced"]:
         calibration.calibrate_agents = lambda *_: CostModel(_ANY, _ANY, _ANY, write_fixed_s=1.0)
         CostModel.prefers_bounce = lambda *_: True  # type: ignore
+    if asked["hash_root"] is not None:
+        service.root_digest = lambda *_: bytes([asked["hash_root"]] * 32)
     if asked["scatter_gate"]:
         hold_first_scatter(asked["scatter_gate"])
     code = main(asked["arguments"])
