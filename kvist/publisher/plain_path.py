@@ -21,6 +21,9 @@ from kvist.publisher.residency import Residency
 _MAX_KINDS = 256
 """Kinds of events, by group and window, whose verdicts are remembered: engines have a few."""
 
+_MAX_BLOCK_SIZE = 1 << 16
+"""Larger blocks go the long way: what an engine claims may be more than can be packed at once."""
+
 _pack_hash = struct.Struct("<Q").pack
 
 
@@ -36,8 +39,8 @@ class PlainPath:
         coalescer: Coalescer,
     ) -> None:
         """Work on the parts of a stream, which go on being used by it."""
-        self._block_size = block_size
-        self._pack_block = struct.Struct(f"<{block_size}I").pack
+        self._block_size = block_size if block_size <= _MAX_BLOCK_SIZE else None
+        self._pack_block = struct.Struct(f"<{self._block_size or 0}I").pack
         self._filter = window_filter
         self._normaliser = normaliser
         self._residency = residency

@@ -199,6 +199,15 @@ def test_what_was_learnt_of_a_kind_of_events_is_forgotten_when_the_filter_judges
     assert short.stream.num_blocks == 3
 
 
+@pytest.mark.parametrize("block_size", [(1 << 16) + 1, 2**64 - 1])
+def test_no_claim_about_the_size_of_blocks_ends_a_stream(block_size):
+    stream = RankStream(SOURCE, block_size, epoch=1)
+    for number in (1, 2, 3):
+        events = [stored(number, block_size=block_size), removed([number])]
+        stream.admit_unread(Unread(SOURCE.rank, msgspec.msgpack.encode([1.0, events, SOURCE.rank]), read_all))
+    assert (stream.statistics().num_events, stream.num_blocks) == (6, 0)
+
+
 def test_a_group_that_is_not_published_is_left_out_the_short_way():
     taken: list[object] = []
     stream = RankStream(SOURCE, BLOCK_SIZE, epoch=1)
