@@ -99,8 +99,8 @@ class Forwarder:
         if self.tracing is None:
             await _Passage(self, request, responder, request_id, NO_SPAN).run()
             return
-        name, attributes = f"{request.method} {request.path}", spans.of_request(request, request_id)
-        with self.tracing.request(name, request.headers, attributes) as trace:
+        attributes = spans.of_request(request, request_id)
+        with self.tracing.request(spans.name_of(request), request.headers, attributes) as trace:
             try:
                 await _Passage(self, request, responder, request_id, trace).run()
             except RequestError as error:

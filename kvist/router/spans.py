@@ -28,6 +28,11 @@ from kvist.tracing import Attributes, Span
 _OPERATIONS = {CHAT_PATH: "chat", COMPLETION_PATH: "text_completion"}
 
 
+def name_of(request: Request) -> str:
+    """Return what a request's span is called; paths that clients make up are not in it."""
+    return f"{request.method} {request.path}" if request.path in _OPERATIONS else request.method
+
+
 def of_request(request: Request, request_id: bytes) -> Attributes:
     """Say what is asked."""
     return {

@@ -246,7 +246,7 @@ class _Complaints(logging.Filter):
     """Keeps from the log what the SDK would repeat with every batch, and the exporter's first words as a reason."""
 
     _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    _LOGGERS = (_EXPORTER, "opentelemetry.sdk._shared_internal")
+    _LOGGERS = (_EXPORTER, "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")  # the latter of old
 
     def __init__(self) -> None:
         super().__init__()
