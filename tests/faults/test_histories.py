@@ -35,6 +35,10 @@ def test_what_stock_engines_tell_is_exact_or_partial_and_nothing_is_invented(see
     play_all(seeds or range(250), ("stock",), tally)
 
 
+def test_what_sidecars_that_forget_tell_is_exact_or_partial_and_nothing_is_invented(seeds, tally):
+    play_all(seeds or range(100), ("sidecar",), tally)
+
+
 @pytest.mark.parametrize(
     ("kind", "seed"),
     [
@@ -63,6 +67,6 @@ def test_a_seed_tells_all_of_a_history():
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kinds", [("embedded",), ("stock",), ("embedded", "stock")], ids="-".join)
+@pytest.mark.parametrize("kinds", [("embedded",), ("stock",), ("sidecar",), ("embedded", "stock")], ids="-".join)
 def test_a_soak_of_histories(kinds, seeds, tally):
     play_all(seeds or range(100_000, 105_000), kinds, tally)

@@ -14,6 +14,7 @@ from unittest import mock
 from fault_harness.engine import Engine, digest_of
 from fault_harness.plan import Plan, Step
 from fault_harness.router import Router
+from fault_harness.sidecar import SidecarWorker
 from fault_harness.virtual import World
 from fault_harness.wire import Network, Weather
 from fault_harness.workers import EmbeddedWorker, StockWorker, Worker
@@ -86,6 +87,9 @@ class Fleet:
         name, rng = f"{kind}-{number}", random.Random(self._rng.getrandbits(32))
         if kind == "embedded":
             return EmbeddedWorker(name, self._network.link(f"memory://{name}"), self._world, rng, self._plan.settings)
+        if kind == "sidecar":
+            link = self._network.link(f"memory://{name}")
+            return SidecarWorker(name, link, self._world, rng, self._plan.settings, self._network)
         link = self._network.link(f"tcp://{name}:5557")
         return StockWorker(name, link, self._world, rng, self._plan.settings)
 
@@ -323,7 +327,8 @@ class Fleet:
 
     def _is_right(self, number: int, worker: Worker, engine: Engine) -> bool:
         state, digest = self._router.state(number, engine.rank), self._router.digest(number, engine.rank)
-        if digest == digest_of(engine.held) and (state is SourceState.LIVE or (state is None and not engine.held)):
+        is_nothing_known = state is None or (state is SourceState.PARTIAL and isinstance(worker, SidecarWorker))
+        if digest == digest_of(engine.held) and (state is SourceState.LIVE or (is_nothing_known and not engine.held)):
             return True
         is_unheard = state is None and digest == (0, 0)
         return self._may_lack(number, worker) and (state is SourceState.PARTIAL or is_unheard)

@@ -49,6 +49,8 @@ class Worker:
 
     has_snapshots = True
     """Whether whatever was lost can be learnt again."""
+    tells_groups_first = True
+    """Whether its engines may say which layer groups they have, before anything else."""
 
     def __init__(self, name: str, link: Link, world: World, rng: random.Random, settings: dict[str, Any]) -> None:
         self.name = name
@@ -104,7 +106,7 @@ class Worker:
                 rank,
                 report,
                 has_groups=self._settings["has_groups"],
-                has_created=self._settings["has_created"] and not isinstance(self, StockWorker),
+                has_created=self._settings["has_created"] and self.tells_groups_first,
             )
             for rank in range(self._settings["num_ranks"])
         ]
@@ -207,6 +209,7 @@ class StockProcess:
 class StockWorker(Worker):
     """An engine that streams events of its own, which the index follows."""
 
+    tells_groups_first = False
     process: StockProcess | None = None
     _num_starts = 0
 

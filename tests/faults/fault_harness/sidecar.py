@@ -1,0 +1,130 @@
+"""The worker of a simulated fleet whose engine knows nothing of us: a sidecar without a state publishes for it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import suppress
+from typing import Any
+
+from fault_harness.engine import BLOCK_SIZE
+from fault_harness.publisher import SteppedPublisher
+from fault_harness.virtual import World
+from fault_harness.wire import Link, Network, WirePublication
+from fault_harness.workers import Account, StockProcess, Worker
+from kvist.events.dialects import DecodedEngineBatch
+from kvist.events.engine import EngineStored
+from kvist.events.follow import Ticker, follow
+from kvist.events.transports import Endpoint
+from kvist.publisher.answering import AnsweringPublication
+from kvist.publisher.sidecar_feed import SidecarFeed
+
+
+class VirtualSidecar:
+    """What `Sidecar` is, but for its threads and its state: follows the engine, and publishes once that has spoken."""
+
+    def __init__(self, worker: SidecarWorker, network: Network, endpoint: Endpoint) -> None:
+        self.publisher: SteppedPublisher | None = None
+        self._worker = worker
+        self._network = network
+        self._publication = AnsweringPublication(WirePublication(worker.link))
+        self._feed = SidecarFeed(endpoint, self._publisher_for)
+        self._following = asyncio.get_running_loop().create_task(self._follow())
+
+    def kill(self) -> None:
+        """End at once."""
+        self._following.cancel()
+        (self._publication.close if self.publisher is None else self.publisher.kill)()
+
+    def _publisher_for(self, batch: DecodedEngineBatch) -> SteppedPublisher | None:
+        if self.publisher is None and any(isinstance(event, EngineStored) for event in batch.events):
+            self.publisher = self._worker.new_publisher(self._publication)
+        return self.publisher
+
+    async def _follow(self) -> None:
+        loop, ticker = asyncio.get_running_loop(), Ticker()
+        ticking = loop.create_task(ticker.run())
+        with suppress(asyncio.CancelledError):
+            async with self._network.open_subscription(self._feed.endpoint) as subscription:
+                options: dict[str, Any] = {"clock": loop.time, "ticker": ticker, "replay_gate": asyncio.Semaphore()}
+                await follow(subscription, self._feed, **options)
+        ticking.cancel()
+
+
+class SidecarWorker(Worker):
+    """An engine and its sidecar, each of which may end alone; what the next sidecar knows, the engine must tell it."""
+
+    tells_groups_first = False
+
+    def __init__(
+        self, name: str, link: Link, world: World, rng: random.Random, settings: dict[str, Any], network: Network
+    ) -> None:
+        super().__init__(name, link, world, rng, settings)
+        suffix = "?replay_port=none" if settings["num_kept"] == 0 else ""
+        self._endpoint = Endpoint.parse(f"tcp://{name}-engine:5557{suffix}")
+        self._network = network
+        self._process: StockProcess | None = None
+        self._sidecar: VirtualSidecar | None = None
+
+    @property
+    def has_snapshots(self) -> bool:  # type: ignore[override]
+        return self._settings["num_kept"] is None
+
+    def start(self, *, clock_offset_s: float = 0.0) -> None:
+        self._start_engine()
+        self._world.wall_offset_s = clock_offset_s
+        self._start_sidecar()
+        self._world.wall_offset_s = 0.0
+
+    def kill(self) -> None:
+        super().kill()
+        if self._process is not None and self._sidecar is not None:
+            self._process.kill()
+            self._sidecar.kill()
+        self._process = self._sidecar = None
+
+    def live(self, num_steps: int) -> None:
+        """Have the engine do something, unless it or its sidecar is started anew instead."""
+        if self._process is None or self._sidecar is None:
+            return
+        fate = self._rng.random()
+        if fate < 0.05:
+            self.link.faults["sidecar killed"] += 1
+            self._sidecar.kill()
+            self._start_sidecar()
+        if fate < 0.02 or fate > 0.98:
+            self.link.faults["engine restarted behind its sidecar"] += 1
+            super().kill()
+            self._process.kill()
+            self._start_engine()
+        else:
+            super().live(num_steps)
+            self._process.step(self.engines)
+
+    def speak(self) -> None:
+        assert self._process is not None
+        before = self._process.next_sequence
+        while self._process.next_sequence == before:
+            Worker.live(self, 3)
+            self._process.step(self.engines)
+
+    def new_publisher(self, publication: AnsweringPublication) -> SteppedPublisher:
+        """Return the publisher of a sidecar, of whose batches account is kept."""
+        options: dict[str, Any] = {"worker": "any", "block_size": BLOCK_SIZE, "num_ranks": 0}
+        publisher = SteppedPublisher(publication, limits=self._settings["limits"], **options)
+        publisher.noted = self._note
+        return publisher
+
+    def _start_engine(self) -> None:
+        link = self._network.link(self._endpoint.address)
+        link.speaks_engine = True
+        self._process = StockProcess(link, self._world, self._settings["num_kept"], Account(), 0)
+        self.engines = self._new_engines(self._process.report)
+
+    def _start_sidecar(self) -> None:
+        self._sidecar = VirtualSidecar(self, self._network, self._endpoint)
+
+    def _note(self, publisher: SteppedPublisher) -> None:
+        for rank, stream in publisher.streams.items():
+            digest = stream.num_blocks, stream.residency.digest
+            self.account.note(rank, publisher.epoch, stream.next_sequence, None, digest)
