@@ -80,9 +80,7 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         help="'bounded' gives sliding windows what sequences can hold, 'uniform' every group as many blocks (default: "
         "%(default)s)",
     )
-    parser.add_argument(
-        "--kv-cache-dtype", metavar="DTYPE", help="fp8_e5m2, fp8_e4m3 or one of --dtype (default: --dtype)"
-    )
+    parser.add_argument("--kv-cache-dtype", metavar="DTYPE", help="fp8_e5m2, fp8_e4m3 or as --dtype (default: --dtype)")
     parser.add_argument(
         "--swa-scratch",
         action="store_true",

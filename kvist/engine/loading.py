@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from kvist.engine.config import EngineConfig
+from kvist.engine.config import DTYPES, EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.models.checkpoint_config import load_model_config
@@ -198,6 +198,9 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
     device = _device(config.device, rank, num_ranks)
     name = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     kv_dtype = KvDtype(config.kv_cache_dtype or name)
+    if kv_dtype.value in DTYPES and kv_dtype.value != name:
+        expected = f"{name}, in which the model computes, fp8_e5m2 or fp8_e4m3"
+        raise InvalidValueError("kv_cache_dtype", kv_dtype.value, expected)
     plan, whole_plan = (
         plan_windows(each.layer_kv(kv_dtype), max_model_len) for each in (rank_config(model, num_ranks), model)
     )

@@ -47,8 +47,14 @@ def test_memory_is_split_by_the_policy_and_all_of_it_is_used(make_core) -> None:
     assert full > 2 * sliding
     full, sliding = num_blocks(kv_memory_mib=3, kv_budget="uniform")
     assert full == sliding
-    full, sliding = num_blocks(kv_memory_mib=3, kv_cache_dtype="float16")
+    full, sliding = num_blocks(kv_memory_mib=3, dtype="float16")
     assert 0 <= 3 * 2**20 - (full + 5 * sliding) * layer_bytes // 2 < layer_bytes // 2
+
+
+def test_a_cache_in_another_dtype_than_the_model_computes_in_is_refused_unless_it_has_eight_bits(make_core) -> None:
+    with pytest.raises(InvalidValueError, match="kv_cache_dtype: got 'bfloat16', expected float32, in which the model"):
+        make_core("gemma3", kv_cache_dtype="bfloat16")
+    make_core("gemma3", kv_cache_dtype="fp8_e4m3")
 
 
 def test_scratch_slots_that_cannot_be_are_refused_before_weights_are_read(make_core, monkeypatch) -> None:
