@@ -88,7 +88,6 @@ class Case:
     agent: str
     shape: Shape
     seconds: dict[str, list[float]]
-    told_s: float
     is_bounced_by_gate: bool
 
     def ratios(self, way: str, other: str) -> list[float]:
@@ -111,8 +110,8 @@ class Case:
     @property
     def of_bound(self) -> float:
         """Return the share of the bound that moving the bytes reaches."""
-        steps = zip(*(self.seconds[way] for way in ("gather", "write", "scatter", "bounced")), strict=True)
-        return median((gather + write + scatter) / (bounced - self.told_s) for gather, write, scatter, bounced in steps)
+        steps = zip(*(self.seconds[way] for way in ("gather", "write", "scatter", "bounced", "told")), strict=True)
+        return median((gather + write + scatter) / (bounced - told) for gather, write, scatter, bounced, told in steps)
 
     @property
     def chosen_over_other(self) -> float:
@@ -297,7 +296,7 @@ def measure(kind: str, receiver: Receiver, costs: CostModel, shape: Shape, num_t
                 seconds[way].append(taken)
         receiver.end.bounce.release(receiver.lease)
     gate = costs.prefers_bounce(shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
-    return Case(kind, shape, seconds, median(receiver.told_s), gate)
+    return Case(kind, shape, seconds | {"told": receiver.told_s[1:]}, gate)
 
 
 def shapes(quick: bool) -> list[Shape]:
@@ -342,7 +341,14 @@ def row(runs: Sequence[Case]) -> list[object]:
     ratio = median(1 / case.bounced_of_fragments for case in runs)
     bounces = sum(case.is_bounced_by_gate for case in runs)
     last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
-    return [runs[0].agent, size, count, of_all("fragments"), of_all("bounced"), *last, f"{bounces} of {len(runs)}"]
+    return [
+        runs[0].agent,
+        size,
+        count,
+        *(of_all(way) for way in ("fragments", "bounced", "told")),
+        *last,
+        f"{bounces} of {len(runs)}",
+    ]
 
 
 def losses(cases: Sequence[Case]) -> dict[str, int]:
@@ -380,7 +386,7 @@ def main() -> None:
                 for case in done:
                     cases.setdefault((kind, case.shape), []).append(case)
     every = [case for runs in cases.values() for case in runs]
-    headers = ["agent", "fragment", "fragments", "as they are ms", "bounced ms", "as they are / bounced"]
+    headers = ["agent", "fragment", "fragments", "as they are ms", "bounced ms", "check ms", "as they are / bounced"]
     markdown = table([*headers, "noise", "of bound", "gate bounces"], [row(runs) for runs in cases.values()])
     counts = losses(every)
     markdown += "\n\n" + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items())
@@ -393,7 +399,7 @@ def facts(runs: Sequence[Case]) -> dict[str, Any]:
     named = {"agent": runs[0].agent, **asdict(runs[0].shape), "bounces": [case.is_bounced_by_gate for case in runs]}
     for name in ("bounced_of_fragments", "noise", "of_bound"):
         named[name] = [round(getattr(case, name), 3) for case in runs]
-    return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in WAYS}
+    return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in (*WAYS, "told")}
 
 
 if __name__ == "__main__":
