@@ -112,16 +112,18 @@ class WindowFilter:
         )
 
     def verdict(self, event: EngineStored | EngineRemoved) -> bool | None:
-        """Return whether such an event passes while `state` stays equal; None if it would change that, or be counted.
+        """Return whether such an event passes while `state` stays equal; None if it does more than that.
 
-        To be asked about an event that was just admitted.
+        To be asked about an event that was just admitted: it may log what that did.
         """
         trial = WindowFilter(self._rank, self._configured_window)
         trial.resume(self.state)
         trial._has_warned_of_larger = True
         passed = trial.admit(event)
         is_counted = trial._num_ambiguous_removals + trial._num_undecidable > 0
-        return None if is_counted or trial.state != self.state else event in passed
+        if is_counted or trial.state != self.state or passed not in ((), (event,)):
+            return None
+        return len(passed) > 0
 
     def admitted(self, num_passed: int, num_filtered: int) -> None:
         """Take note of events that were admitted elsewhere, by their verdicts."""

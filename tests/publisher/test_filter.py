@@ -300,10 +300,16 @@ def test_a_verdict_tells_what_becomes_of_an_event_and_that_it_changes_nothing_el
     assert window_filter.state == state
     passed = window_filter.admit(event)
     now = window_filter.statistics()
-    is_silent = window_filter.state == state and all(getattr(now, name) == getattr(counted, name) for name in COUNTERS)
-    assert (verdict is not None) == is_silent
-    if verdict is not None:
-        assert passed == ((event,) if verdict else ())
+    is_all = window_filter.state == state and all(getattr(now, name) == getattr(counted, name) for name in COUNTERS)
+    is_all &= passed in ((), (event,))
+    assert verdict == (bool(passed) if is_all else None)
+
+
+def test_there_is_no_verdict_on_an_event_that_clears_the_rank_each_time():
+    window_filter = WindowFilter()
+    admit_all(window_filter, stored(FULL, 0), stored(FULL, 1), unknown := stored(UNKNOWN, 0))
+    assert window_filter.verdict(unknown) is None
+    assert window_filter.admit(unknown) == (CLEARED, unknown)
 
 
 def test_events_admitted_elsewhere_are_counted():

@@ -67,6 +67,7 @@ class Engine:
         self.rng = random.Random(seed)
         self.num_names = self.rng.choice([4, 8, 16])
         self.groups = self.rng.choice([[0], [0, 0, 0, None], [0, 0, 1], [None]])
+        self.kinds = self.rng.choice([["full_attention"], ["full_attention", "full_attention", None], [None]])
         self.strangeness = self.rng.choice([0.0, 0.02, 0.1, 0.4])
 
     def message(self) -> bytes:
@@ -85,7 +86,7 @@ class Engine:
             )
             fields = {"medium": rng.choice(["CPU", None])} if self._is(self.strangeness) else {}
             return removed(hashes, group, **fields)
-        fields = {"kv_cache_spec_kind": None} if self.groups == [None] else {}
+        fields = {"kv_cache_spec_kind": rng.choice(self.kinds)}
         if group == 1:
             fields = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128}
         if self._is(self.strangeness):
