@@ -341,14 +341,8 @@ def row(runs: Sequence[Case]) -> list[object]:
     ratio = median(1 / case.bounced_of_fragments for case in runs)
     bounces = sum(case.is_bounced_by_gate for case in runs)
     last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
-    return [
-        runs[0].agent,
-        size,
-        count,
-        *(of_all(way) for way in ("fragments", "bounced", "told")),
-        *last,
-        f"{bounces} of {len(runs)}",
-    ]
+    taken = [of_all(way) for way in ("fragments", "bounced", "told")]
+    return [runs[0].agent, size, count, *taken, *last, f"{bounces} of {len(runs)}"]
 
 
 def losses(cases: Sequence[Case]) -> dict[str, int]:
