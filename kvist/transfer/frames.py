@@ -159,12 +159,12 @@ def encode_i64s(numbers: ArrayLike) -> bytes:
 
 
 def check_tail(
-    tail: BounceTail, declared_bytes: int | None, region: Extent, destinations: Sequence[Extent], source: str
+    tail: BounceTail, declared_bytes: int | None, region: Extent, destinations: ArrayLike, source: str
 ) -> None:
     """Raise MalformedMessageError unless every piece comes out of `region` and goes where a block was reserved.
 
-    `region` is this sender's own part, `destinations` are the reserved blocks, sorted, never overlapping; a piece lies
-    within one of them. The sizes must sum to what the result declares. O(n log n).
+    `region` is this sender's own part, `destinations` are the reserved blocks, `[n, 2]` of address and bytes, sorted,
+    never overlapping; a piece lies within one of them. The sizes must sum to what the result declares. O(n log n).
     """
     sizes = tail.sizes_bytes
     smallest, largest = int(sizes.min(initial=region.size_bytes)), int(sizes.max(initial=0))
@@ -179,7 +179,7 @@ def check_tail(
         raise MalformedMessageError(
             source, f"{size_bytes} bytes at {tail.src_base:#x} are not within {region.base:#x}..{region.end:#x}"
         )
-    blocks = np.array(destinations, np.int64).reshape(-1, 2)
+    blocks = np.asarray(destinations, np.int64).reshape(-1, 2)
     idx = np.searchsorted(blocks[:, 0], tail.dst_addresses, side="right") - 1
     # Distances instead of ends: an address near the largest number must not wrap round into a block.
     is_outside = idx < 0

@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from kvist.events.windows import FULL
 from kvist.transfer.bounce.region import fans_in
-from kvist.transfer.frames import Extent
 from kvist.transfer.heads import Part, heads_of, num_copies, written_heads
 from kvist.transfer.messages import GroupShape, Hello, ReceiveRequest
 from kvist.transfer.slices import BlockCountMismatchError, SliceGroup, pair_blocks, positional_block_ids
@@ -50,16 +49,14 @@ class KvMemory:
         pools = self.hello.pools
         return sum(len(ids) * pool.slot_bytes for ids, pool in zip(block_ids_per_group, pools, strict=True))
 
-    def extents(self, block_ids_per_group: BlockIds) -> tuple[Extent, ...]:
-        """Return where these blocks lie, sorted by address; neighbours are one piece."""
-        merged: list[Extent] = []
-        places = zip(self.hello.pools, block_ids_per_group, strict=True)
-        for extent in sorted(pool.block(block_id) for pool, ids in places for block_id in ids):
-            if merged and merged[-1].end == extent.base:
-                merged[-1] = Extent(merged[-1].base, merged[-1].size_bytes + extent.size_bytes)
-            else:
-                merged.append(extent)
-        return tuple(merged)
+    def extents(self, block_ids_per_group: BlockIds) -> Int64s:
+        """Return where these blocks lie, `[num_extents, 2]`: address and bytes, sorted; neighbours are one piece."""
+        extents = []
+        for pool, ids in zip(self.hello.pools, block_ids_per_group, strict=True):
+            addresses = pool.base_address + np.sort(np.array(ids, np.int64)) * pool.slot_bytes
+            extents.append(_runs(addresses, addresses, pool.slot_bytes)[:, ::2])
+        extents.sort(key=lambda pieces: pieces[:1].tolist())
+        return np.concatenate(extents)
 
     def shares(self, block_ids_per_group: BlockIds, num_senders: int) -> tuple[Share, ...]:
         """Return what each of a sender's ranks writes into these blocks; together that is every byte of them once.

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from numpy.typing import ArrayLike
+
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.frames import (
     BounceTail,
@@ -30,13 +32,13 @@ _MAX_SLICES = 1 << 16  # a prompt of a million tokens in chunks of 16
 class Fetch:
     """What to receive: from whom, by rank, each with its part of a bounce region, if any, and into where.
 
-    `destinations` are the reserved blocks' addresses, sorted; nothing else is ever scattered to.
+    `destinations` are the reserved blocks, as `check_tail` takes them; nothing else is ever scattered to.
     """
 
     transfer_id: int
     senders: tuple[str, ...]
     regions: tuple[Extent | None, ...]
-    destinations: tuple[Extent, ...] = ()
+    destinations: ArrayLike = ()
 
     def __post_init__(self) -> None:
         """Raise InvalidValueError without senders, as nobody would ever report, or if one is named twice."""
