@@ -109,6 +109,9 @@ def load_with_memory(
     facts = _facts(config, rank=0)
     if config.has_swa_scratch:
         facts.plan.check_scratch()
+    if open_server is not None and facts.plan.places != facts.whole_plan.places:
+        expected = "fewer, or no --kv-transfer: layers that differ in nothing but KV heads would be one group on a rank"
+        raise InvalidValueError("tensor_parallel_size", config.tensor_parallel_size, expected)
     if facts.shard is None:
         return _load(config, facts, sink, allocate, None)
     followers = Followers(config.tensor_parallel_size, _follow, config, open_server)

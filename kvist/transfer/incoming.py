@@ -107,8 +107,9 @@ class Incoming:
 
     @property
     def quarantined_bytes(self) -> int:
-        """Return the bytes of blocks that have failed to be filled, and may still be written to."""
-        return sum(each.num_bytes for each in self._fetching.values() if each.has_failed)
+        """Return the bytes of blocks that have failed to be filled, and may still be written to. Any thread may ask."""
+        fetching = list(self._fetching.values())  # at once: others come and go meanwhile
+        return sum(each.num_bytes for each in fetching if each.has_failed)
 
     @property
     def has_scatters(self) -> bool:

@@ -322,10 +322,11 @@ class Receiver:
         return [action for transfer in transfers for action in self._after(transfer, transfer.tick(now_s))]
 
     def statistics(self) -> ReceiverStatistics:
-        """Return the counters; quarantined transfers are not among the active ones."""
-        num_quarantined = sum(t.state is TransferState.QUARANTINED for t in self._transfers.values())
+        """Return the counters; quarantined transfers are not among the active ones. Any thread may ask."""
+        transfers = list(self._transfers.values())  # at once: others come and go meanwhile
+        num_quarantined = sum(t.state is TransferState.QUARANTINED for t in transfers)
         return ReceiverStatistics(
-            num_active=len(self._transfers) - num_quarantined,
+            num_active=len(transfers) - num_quarantined,
             num_quarantined=num_quarantined,
             num_completed=self._num_completed,
             num_failed=self._num_failed,

@@ -7,12 +7,14 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import distributed
 
+from kvist.engine import loading
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import LoadedEngine, load_engine, load_with_memory
@@ -106,6 +108,18 @@ def test_a_model_that_cannot_be_split_is_refused_before_a_process_is_started(che
     config = EngineConfig(model_dir=checkpoint("llama"), tensor_parallel_size=3)
     with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 3, expected a divisor of 4 attention heads"):
         load_engine(config)
+    assert not multiprocessing.active_children()
+
+
+def test_groups_that_are_one_on_a_rank_are_refused_where_workers_are_to_exchange_them(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = loading.load_model_config(checkpoint("llama"))
+    one_head = replace(whole.layers[1], num_kv_heads=1)
+    monkeypatch.setattr(loading, "load_model_config", lambda _: replace(whole, layers=(whole.layers[0], one_head)))
+    config = EngineConfig(model_dir=checkpoint("llama"), tensor_parallel_size=2, **SETTINGS)
+    with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 2, expected fewer, or no --kv-transfer"):
+        load_with_memory(config, open_server=lambda _: pytest.fail("nothing is to be served"))
     assert not multiprocessing.active_children()
 
 

@@ -338,6 +338,19 @@ def test_the_registry_ticks_all_and_remembers_only_the_latest() -> None:
     assert (receiver.statistics().num_late, receiver.statistics().num_unknown) == (1, 1)
 
 
+def test_counts_may_be_read_while_transfers_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    receiver = Receiver(LIMITS)
+    receiver.open(DIRECT, 0.0)
+
+    def state(_: Receiving) -> TransferState:
+        receiver.open(Fetch(ID + 1, SENDERS, (None, None)), 0.0)  # as the thread that receives may do meanwhile
+        return TransferState.ACTIVE
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Receiving, "state", property(state, lambda *_: None), raising=False)
+        assert receiver.statistics().num_active == 1
+
+
 @pytest.mark.parametrize("senders", [(), ("p0", "p0")])
 def test_a_fetch_from_nobody_or_from_one_in_two_roles_is_refused(senders: tuple[str, ...]) -> None:
     with pytest.raises(InvalidValueError, match="senders"):
