@@ -11,6 +11,9 @@ from kvist.events.engine import EngineEvent
 from kvist.publisher.snapshot import Streams
 from kvist.publisher.unread import Unread
 
+UNREAD_BYTES = 256
+"""What an unread message takes beside its payload, at most: small ones alone would take several times any bound."""
+
 
 class Between(NamedTuple):
     """A place in the inbox where something else is to be done."""
@@ -30,24 +33,24 @@ class Inbox(deque[Item]):
 
     def __init__(self) -> None:
         super().__init__()
-        # Each counted by one thread alone: the bytes of all unread messages so far, and of those taken out.
+        # Each counted by one thread alone: the bytes that all unread messages so far took, and those taken out.
         self._num_put_bytes = self._num_taken_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Return how large the unread messages are that wait."""
+        """Return how much memory the unread messages take that wait."""
         return self._num_put_bytes - self._num_taken_bytes
 
     def put_unread(self, unread: Unread) -> None:
         """Add a message behind the others."""
-        self._num_put_bytes += len(unread.payload)
+        self._num_put_bytes += UNREAD_BYTES + len(unread.payload)
         self.append(unread)
 
     def take(self) -> Item:
         """Return the oldest item; there must be one."""
         item = self.popleft()
         if isinstance(item, Unread):
-            self._num_taken_bytes += len(item.payload)
+            self._num_taken_bytes += UNREAD_BYTES + len(item.payload)
         return item
 
     def drop(self) -> int:

@@ -188,7 +188,7 @@ class KvEventPublisher:
 
     @property
     def num_waiting_bytes(self) -> int:
-        """How large the unread messages are that wait for the background thread; from any thread."""
+        """How much memory the unread messages take that wait for the background thread; from any thread."""
         return self._inbox.num_bytes
 
     def between_events(self, do: Callable[[Streams], None], *, is_urgent: bool = False) -> Future[None]:

@@ -39,7 +39,10 @@ Nobody waits for its interpreter lock either: offered every 8 events, it costs 2
 """
 
 INBOX_BYTES = 256 << 20
-"""Of an engine's messages that wait to be read. Beyond, they stay with the engine, up to its high-water mark."""
+"""Of an engine's messages that wait to be read, each with 256 bytes of its own: no more than `inbox_capacity` of them.
+
+Beyond, they stay with the engine, up to its high-water mark.
+"""
 
 FAILURE_CHECK_INTERVAL_S = 0.5
 
