@@ -250,25 +250,27 @@ class Incoming:
                 raise MalformedMessageError(source.endpoint, "a message for a sender")
 
     def _greeted(self, source: Source, now_s: float) -> None:
-        """Go on with the fetches that have waited for a greeting."""
-        for transfer_id, fetching in self._waiting(source):
+        """Go on with the fetches that have waited for a greeting; all fail that want another rank there.
+
+        Those that have not waited may have asked another process than had greeted: it greets before it serves them.
+        """
+        for transfer_id in self._ids_of(source.endpoint):
+            fetching = self._fetching[transfer_id]
             misfit = fetching.misfit(source)
-            if misfit is None:
+            if misfit is not None:
+                self._do(self._receiver.cancel(transfer_id, misfit, now_s), now_s)
+            elif source.endpoint in fetching.ungreeted:
                 fetching.ungreeted.discard(source.endpoint)
                 self._start(transfer_id, fetching, now_s)
-            else:
-                self._do(self._receiver.cancel(transfer_id, misfit, now_s), now_s)
 
     def _refuse(self, source: Source, reason: str, now_s: float) -> None:
         """Fail the fetches that have waited for a greeting."""
         source.hello = None
-        for transfer_id, _ in self._waiting(source):
-            self._do(self._receiver.cancel(transfer_id, reason, now_s), now_s)
+        for transfer_id in self._ids_of(source.endpoint):
+            if source.endpoint in self._fetching[transfer_id].ungreeted:
+                self._do(self._receiver.cancel(transfer_id, reason, now_s), now_s)
         if not self._ids_of(source.endpoint):
             self._sources.drop(source)
-
-    def _waiting(self, source: Source) -> list[tuple[int, _Fetching]]:
-        return [item for item in self._fetching.items() if source.endpoint in item[1].ungreeted]
 
     def _ids_of(self, endpoint: str) -> list[int]:
         return [item for item, fetching in self._fetching.items() if endpoint in fetching.wanted.endpoints]

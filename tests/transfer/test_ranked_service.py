@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvist.transfer import ranked_service
 from kvist.transfer.agents import AgentStatistics
 from kvist.transfer.bounce import BounceStatistics
 from kvist.transfer.handoff import Cancelled, Command, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
@@ -119,6 +121,21 @@ def test_counts_are_added_up_and_prompts_counted_once(until_true) -> None:
         assert (total.bytes_received, total.bounce.num_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
         assert (total.sender.num_writing, total.sender.num_held, total.receiver.num_completed) == (11, 1, 0)
         assert total.fetch_seconds == 1
+
+
+def test_a_follower_says_what_it_has_counted_once_a_second_and_only_what_is_new(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, service = [100.0], Service("tcp://a:2", 1)
+    monkeypatch.setattr(ranked_service, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    ours, theirs = Pipe()
+    with ours, theirs:
+        inlet = FollowerInlet(theirs)
+        for count, at_s, is_said in ((1, 100.0, True), (2, 100.9, False), (2, 101.0, True), (2, 102.0, False)):
+            service.count, now_s[0] = count, at_s
+            assert inlet.turn(service)  # type: ignore[arg-type]
+            assert ours.poll() == is_said
+            assert not is_said or ours.recv().bytes_received == count
 
 
 def test_a_follower_whose_transfers_end_is_a_lost_rank(until_true) -> None:

@@ -147,6 +147,13 @@ def test_with_a_rank_lost_nothing_is_begun() -> None:
     assert shown(ranks.command(WANT)) == shown([LOST, FREE])
 
 
+def test_what_is_ended_by_hand_is_not_told_to_a_lost_rank() -> None:
+    ranks = asked(3)
+    ranks.lost(1)
+    assert ranks.command(CANCEL) == [Tell(0, CANCEL), Tell(2, CANCEL)]
+    assert ranks.command(GIVE_UP) == [Tell(0, GIVE_UP), Tell(2, GIVE_UP)]
+
+
 def test_one_rank_speaks_for_itself() -> None:
     ranks = asked(1)
     assert ranks.reported(0, failed("why")) == [failed("why")]

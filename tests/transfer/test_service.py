@@ -112,6 +112,34 @@ def test_a_worker_that_was_started_again_with_other_ranks_is_greeted_again(open_
     open_worker(1, endpoints=endpoints[:1]).assert_hands_over(target, make_prompt(1))
 
 
+def test_ranks_that_are_known_in_another_order_are_not_asked(open_worker: Any, make_prompt: Any) -> None:
+    source, target = open_worker(2), open_worker(1)
+    (rank,), prompt = target.ranks, make_prompt(1)
+    source.assert_hands_over(target, make_prompt(0))
+    source.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), source.endpoints[::-1])
+    assert " of 2, expected rank " in rank.reports.wait_for("failed", prompt.name)[2]
+    rank.reports.wait_for("released", prompt.name)
+    for each in source.ranks:
+        assert each.reports.wait_for("release", prompt.name)[2] is False
+    rank.assert_nothing_left()
+
+
+def test_a_part_of_the_heads_is_not_taken_for_all_from_who_was_one_rank_before(
+    open_worker: Any, make_prompt: Any
+) -> None:
+    target, earlier = open_worker(1), open_worker(1)
+    (rank,), prompt = target.ranks, make_prompt(1)
+    earlier.assert_hands_over(target, make_prompt(0))
+    earlier.ranks[0].service.close()
+    later = open_worker(2, endpoints=(*earlier.endpoints, "tcp://127.0.0.1:*"))
+    later.offer(prompt, prompt.tables(1))
+    target.fetch(prompt, prompt.tables(2), earlier.endpoints)
+    assert rank.reports.wait_for("failed", prompt.name)[2].endswith("is rank 0 of 2, expected rank 0 of 1")
+    rank.reports.wait_for("released", prompt.name)
+    rank.assert_nothing_left()
+
+
 @pytest.mark.parametrize(
     ("answer", "named"),
     [

@@ -1,0 +1,79 @@
+"""Connections to ranks, some of which nobody listens for."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from io import BytesIO
+
+import pytest
+import zmq
+
+from kvist.transfer import sources as module
+from kvist.transfer.sources import Sources, has_process_ended
+
+ENDPOINTS = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
+
+
+@pytest.fixture
+def sources() -> Iterator[Sources]:
+    """Return sources of a context that is closed in the end."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield Sources(context, zmq.Poller(), b"me")
+    context.destroy(linger=0)
+
+
+def test_of_too_many_sources_one_goes_that_nothing_is_fetched_from(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_SOURCES", 2)
+    first, second = (sources.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
+    assert sources.connect(ENDPOINTS[0], ()) is first
+    sources.connect(ENDPOINTS[2], {ENDPOINTS[0]})
+    assert second.dealer.closed
+    assert [each.endpoint for each in sources] == [ENDPOINTS[0], ENDPOINTS[2]]
+    sources.connect(ENDPOINTS[3], {ENDPOINTS[0], ENDPOINTS[2]})
+    assert len(list(sources)) == 3, "all are in use"
+
+
+def test_only_so_many_hosts_are_looked_at_at_once(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch, until_true
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(module, "_MAX_PROBES", 1)
+    monkeypatch.setattr(module, "has_process_ended", lambda _: go_on.wait(20))
+    first, second = (sources.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
+    assert sources.take_probe(first, [1]) is sources.take_probe(second, [2]) is None
+    assert first.probe is not None
+    assert second.probe is None
+    go_on.set()
+    until_true(lambda: first.probe.has_ended)
+    assert sources.take_probe(first, [1, 3]).transfer_ids == [1], "those that it was asked for"
+    assert sources.take_probe(second, [2]) is None
+    assert second.probe is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "has_ended"),
+    [
+        (None, False),
+        (ConnectionRefusedError(), True),
+        (TimeoutError(), False),
+        (OSError(errno.EHOSTUNREACH, "no route"), False),
+    ],
+)
+def test_only_a_host_that_refuses_says_that_a_process_has_ended(
+    error: OSError | None, has_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def connect(address: tuple[str, int], timeout_s: float) -> BytesIO:
+        asked.append((address, timeout_s))
+        if error is not None:
+            raise error
+        return BytesIO()
+
+    monkeypatch.setattr(module.socket, "create_connection", connect)
+    assert has_process_ended("tcp://[::1]:7101") == has_ended
+    assert asked == [(("::1", 7101), 0.2)]
