@@ -155,7 +155,7 @@ class SidecarFeed:
     def _hand_over(self, messages: Sequence[Message], now_s: float) -> int:
         """Give the publisher messages unread, as long as they are next in sequence and can be; return how many."""
         next_sequence = self.feed.next_sequence
-        if next_sequence is None or self._restored is not None:
+        if next_sequence is None:
             return 0
         taken: list[tuple[int, bytes]] = []
         for _, sequence, payload in messages:
@@ -168,12 +168,14 @@ class SidecarFeed:
         return len(taken)
 
     def _report_unread(self, payload: bytes) -> bool:
-        """Give the publisher a message unread, if there is one and the message can be; return whether."""
+        """Give the publisher a message unread, if it can be; return whether.
+
+        Its rank must be one that was heard: whether there is another one, only its events tell, if there are any.
+        """
         rank = rank_to_be_read(payload)
-        if rank is None or self._publisher is None:
+        if rank is None or rank not in self._ranks:  # none is before what was restored is put back
             return False
-        self._put_back()
-        self._ranks.add(rank)
+        assert self._publisher is not None
         self._publisher.report_unread(Unread(rank, payload, self._read))
         return True
 

@@ -279,7 +279,22 @@ def test_messages_are_handed_over_unread_and_what_is_broken_in_them_is_counted(s
     assert sidecar.held() == {block_of(number) for number in (1, 2, 3)}
     assert (sidecar.feed.num_malformed, sidecar.feed.feed.session.expected_sequence) == (3, 6)
     assert sidecar.publisher.statistics().num_waiting_bytes == 0
+    assert sidecar.feed.feed.num_batches == 5
     assert caplog.text.count("malformed batch skipped") == 2  # once where it is received, once where it is read
+
+
+@pytest.mark.parametrize("has_gap", [False, True])
+def test_a_message_without_an_event_announces_no_rank(start, has_gap):
+    engine, sidecar = Engine(1, 1000), start()
+    messages = [engine.change(1)]
+    for events in ("none", [], [{"type": 5}], [{"type": "BlockMoved"}]):
+        messages.append(Message(b"", len(messages), msgspec.msgpack.encode([1.0, events, 7])))
+    list(sidecar.feed.received_all(messages[::4] if has_gap else messages, 1.0))
+    for question in sidecar.feed.questions(2.0):
+        list(sidecar.feed.answered(question, messages, 2.0))
+    assert sidecar.held() == {block_of(1)}
+    assert sidecar.feed.progress().ranks == (0,)
+    assert sidecar.publisher.statistics().ranks.keys() == {0}
 
 
 def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
@@ -296,6 +311,7 @@ def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
     publication.gate.set()
     publisher.close()
     assert feed.is_complete
+    assert feed.feed.num_batches == 50
     assert {block_hash for block_hash, _ in publication.held()} == {block_of(number) for number in engine.held}
 
 
