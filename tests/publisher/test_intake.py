@@ -99,17 +99,26 @@ async def test_all_else_is_as_the_subscription_says(room):
 async def test_a_sidecar_whose_inbox_is_full_leaves_messages_with_the_engine_and_loses_none(
     start_vllm, free_port, until, monkeypatch
 ):
-    monkeypatch.setattr("kvist.publisher.sidecar.INBOX_BYTES", 1)
+    looks: list[bool] = []
+    has_room = Sidecar._has_room
+    monkeypatch.setattr(Sidecar, "_has_room", lambda sidecar: looks.append(has_room(sidecar)) or looks[-1])
+    monkeypatch.setattr("kvist.publisher.sidecar.INBOX_BYTES", 0)
     port, num_blocks = free_port(), 300
     engine = start_vllm(port)
     limits = PublisherLimits(heartbeat_s=0.05)
     endpoints = [Endpoint.parse(f"tcp://127.0.0.1:{port}")]
     with Sidecar(endpoints, to="tcp://127.0.0.1:0", worker="w", limits=limits) as sidecar:
         running = asyncio.create_task(sidecar.run())
-        for number in range(num_blocks):
+        engine.store(0, [0, 1, 2, 3])
+        await until(lambda: sidecar.block_size == 4)  # told by the first message, before which all are taken
+        num_looks, num_taken = len(looks), sidecar.statistics().num_engine_batches
+        for number in range(1, num_blocks):
             engine.store(number, [number * 4 + idx for idx in range(4)])
+        await until(lambda: len(looks) > num_looks + 3)
+        assert not any(looks[num_looks:])
+        assert sidecar.statistics().num_engine_batches == num_taken
+        monkeypatch.setattr("kvist.publisher.sidecar.INBOX_BYTES", 1)
         await until(lambda: sidecar.statistics().num_engine_batches == num_blocks)
-        await until(lambda: 0 in sidecar.statistics().published.ranks)
         await until(lambda: sidecar.statistics().published.ranks[0].num_events == num_blocks)
         statistics = sidecar.statistics()
         assert statistics.published.ranks[0].normaliser.num_blocks == num_blocks

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -170,3 +172,16 @@ def test_a_digest_is_the_same_however_seldom_it_is_asked_for(monkeypatch):
     seldom.hold([1], [101], None, Tier.GPU)
     seldom.clear()
     assert seldom.digest == 0
+
+
+def test_blocks_that_come_and_go_leave_nothing_behind():
+    residency, num_blocks = Residency(), 1 << 16
+    tracemalloc.start()
+    try:
+        for number in range(num_blocks):
+            assert residency.hold_new(number, number << 20, None)
+            assert residency.release_known(number) == number << 20
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 8 * num_blocks
