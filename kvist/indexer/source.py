@@ -128,7 +128,7 @@ class Source:
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now."""
         due = [] if self._follower is None else self._follower.questions(now_s)
-        probe = self._wanted_probe()
+        probe = self._wanted_probe(now_s)
         if probe is None:
             self._num_silences, self._probe_at_s = 0, -math.inf
         elif now_s >= self._probe_at_s and (probe is not _WHO_IS_THERE or self._has_peer):
@@ -161,7 +161,7 @@ class Source:
         if self._follower is not None and not (is_probe and self.engine is None):
             yield from self._follower.answered(question, messages, now_s)
         elif isinstance(self._follower, CanonicalFollower) and self._is_about_ranks(request, messages):
-            self._follower.take_names(messages or (), self._connected_at_s, now_s)
+            self._follower.take_names(messages or (), self._heard_since_s(now_s), now_s)
 
     def progress(self) -> Progress | None:
         """Return how far the stream was followed, None if nothing of it can be trusted."""
@@ -273,14 +273,18 @@ class Source:
             self._canonical_at_s = now_s
         return len(messages)
 
-    def _wanted_probe(self) -> Question | None:
+    def _wanted_probe(self, now_s: float) -> Question | None:
         """Return what a peer is to be asked that is not known, or does not tell of every rank."""
         if isinstance(self._follower, EngineFollower) or (self._limits is NO_REPLAY and self._is_probed):
             return None  # an engine's stream is asked about by its follower
         if self._is_new_peer and not self._is_probed:
             return self._probe
-        is_missed = self._follower is not None and bool(self._follower.missed(self._connected_at_s))
+        is_missed = self._follower is not None and bool(self._follower.missed(self._heard_since_s(now_s)))
         return _WHO_IS_THERE if is_missed else None
+
+    def _heard_since_s(self, now_s: float) -> float:
+        """Return since when whoever is there was heard: what was unread may be taken behind a connection, and count."""
+        return max(self._connected_at_s, now_s - SILENCE_S)
 
     @property
     def _has_peer(self) -> bool:

@@ -355,6 +355,24 @@ def test_a_rank_that_fell_silent_on_a_connection_that_stands_is_asked_about(foll
     assert followed.source.questions(followed.now_s) == []
 
 
+def test_a_rank_is_asked_about_whose_last_messages_were_unread_when_its_publisher_was_replaced():
+    """No heartbeat was among them, and without one silence says nothing."""
+    world = World(True, options="")
+    world.source.subscription = SimpleNamespace(num_connects=1, is_caught_up=True)
+    world.source.reconnected(world.now_s)
+    world.answer([])
+    world.source.reconnected(world.now_s)
+    world.hear(publishers(0, 1, rank=1), publishers(0, 2, epoch=2), heartbeat(1, 2, epoch=2))
+    world.now_s += SILENCE_S
+    world.hear(heartbeat(1, 2, epoch=2))
+    assert world.source.questions(world.now_s) == []
+    world.now_s += 1.0
+    assert world.source.questions(world.now_s) == [WHO_IS_THERE]
+    world.answer([heartbeat(1, 2, epoch=2)])
+    assert world.source.states() == {1: SourceState.PARTIAL, 0: SourceState.LIVE}
+    assert world.holds(rank=1)
+
+
 def test_a_rank_that_is_named_is_believed_to_be_there_and_asked_about_more_and_more_rarely(followed):
     followed.now_s += SILENCE_S + 1
     asked_at_s = []

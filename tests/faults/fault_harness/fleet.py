@@ -280,7 +280,8 @@ class Fleet:
             is_right = expected is None or expected == digest
         self.tally.num_checks += 1
         if is_right:
-            self._lost.discard((number, rank))
+            if expected is not None:
+                self._lost.discard((number, rank))
         else:
             assert (number, rank) in self._lost, f"{worker.name} rank {rank} at {position}: {digest}, not {expected}"
 
@@ -331,7 +332,8 @@ class Fleet:
         if digest == digest_of(engine.held) and (state is SourceState.LIVE or (is_nothing_known and not engine.held)):
             return True
         is_unheard = state is None and digest == (0, 0)
-        return self._may_lack(number, worker) and (state is SourceState.PARTIAL or is_unheard)
+        is_partial = state is SourceState.PARTIAL and worker.is_of_now(self._router.position(number, engine.rank))
+        return self._may_lack(number, worker) and (is_partial or is_unheard)
 
     def _may_lack(self, number: int, worker: Worker) -> bool:
         """Return whether blocks may be missing: an engine of others was asked in vain, or no longer knew."""

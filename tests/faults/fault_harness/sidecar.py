@@ -31,6 +31,11 @@ class VirtualSidecar:
         self._feed = SidecarFeed(endpoint, self._publisher_for)
         self._following = asyncio.get_running_loop().create_task(self._follow())
 
+    @property
+    def next_sequence(self) -> int:
+        """Return the number of the engine's next message, as far as it was followed."""
+        return self._feed.feed.session.expected_sequence
+
     def kill(self) -> None:
         """End at once."""
         self._following.cancel()
@@ -100,6 +105,16 @@ class SidecarWorker(Worker):
         else:
             super().live(num_steps)
             self._process.step(self.engines)
+
+    def is_followed_to(self, position: tuple[int, int] | None) -> bool:
+        assert self._process is not None
+        assert self._sidecar is not None
+        return position is not None and self._sidecar.next_sequence == self._process.next_sequence
+
+    def is_of_now(self, position: tuple[int, int] | None) -> bool:
+        assert self._sidecar is not None
+        publisher = self._sidecar.publisher
+        return position is None or (publisher is not None and position[0] == publisher.epoch)
 
     def speak(self) -> None:
         assert self._process is not None
