@@ -167,7 +167,7 @@ def test_a_loss_behind_an_unread_message_clears_again(publication, until_true):
 
 
 def test_an_unread_message_does_not_wait_for_a_heartbeat(publication, until_true):
-    with publisher_over(publication, PublisherLimits(coalesce_s=0.0, heartbeat_s=60)) as publisher:
+    with publisher_over(publication, PublisherLimits(coalesce_s=0.0, heartbeat_s=3600)) as publisher:
         until_true(publication.heartbeats)
         publisher.report_unread(unread_block(1))
         until_true(lambda: publication.held() == {(hash_of(1), Tier.GPU)})
