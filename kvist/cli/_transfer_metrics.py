@@ -37,7 +37,7 @@ class TransferCollector(Collector):
         yield _counter("refused_greetings", "Workers whose blocks are not like ours.", statistics.num_refused_greetings)
         yield _counter("malformed", "Messages that were ignored.", statistics.num_malformed)
         yield _gauge("held", "Prompts that wait to be fetched.", sender.num_held)
-        yield _gauge("writing", "Those of them that are being written to another worker.", sender.num_writing)
+        yield _gauge("writing", "Writes under way, each from one rank to one.", sender.num_writing)
         yield _gauge("active", "Fetches under way.", receiver.num_active)
         yield _gauge(
             "quarantined_bytes", "Bytes of failed fetches that may be written to.", statistics.quarantined_bytes

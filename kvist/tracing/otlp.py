@@ -243,10 +243,19 @@ class _WatchedExporter(SpanExporter):
 
 
 class _Complaints(logging.Filter):
-    """Keeps from the log what the SDK would repeat with every batch, and the exporter's first words as a reason."""
+    """Keeps from the log what the SDK would repeat with every batch, and the exporter's first words as a reason.
+
+    Keeps from it too what OpenTelemetry says of headers that cannot be read: any client could fill the log with that.
+    """
 
     _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
-    _LOGGERS = (_EXPORTER, "opentelemetry.sdk._shared_internal", "opentelemetry.sdk.trace.export")  # the latter of old
+    _LOGGERS = (
+        _EXPORTER,
+        "opentelemetry.sdk._shared_internal",
+        "opentelemetry.sdk.trace.export",  # instead of the one above, of old
+        "opentelemetry.trace.propagation.tracecontext",
+        "opentelemetry.trace.span",  # of a trace state
+    )
 
     def __init__(self) -> None:
         super().__init__()

@@ -94,6 +94,17 @@ def test_without_a_trace_that_can_be_read_a_new_one_begins(
     assert told == f"00-{span.trace_id}-{span.span_id}-01"
 
 
+def test_headers_that_cannot_be_read_are_not_passed_on_and_do_not_fill_the_log(
+    trace_collector: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tracing(trace_collector) as opened:
+        for trace, state in ((b"x" * 600, b"a=1"), (parent()[0][1], b"a=\xff"), (parent()[0][1], b"k=v," * 4000)):
+            headers = [(b"traceparent", trace), (b"tracestate", state)]
+            with opened.request("POST /x", headers, {}) as request:
+                assert [name for name, _ in request.headers(headers)] == [b"traceparent"]
+    assert not caplog.records
+
+
 def test_a_trace_that_its_client_does_not_sample_is_passed_on_and_not_made(trace_collector: Any) -> None:
     with tracing(trace_collector) as opened:
         with opened.request("r", parent("00"), {}) as request, request.call("prefill") as call:

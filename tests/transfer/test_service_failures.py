@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvist.transfer import outgoing, sources
+from kvist.transfer import incoming, outgoing, sources
 from kvist.transfer.frames import BounceTail, Result, encode_report
+from kvist.transfer.messages import ReceiveRequest
 from kvist.transfer.sessions import TransferLimits
 
 NUM_SLOTS = 24  # of each pool
@@ -111,6 +112,20 @@ def test_a_tail_of_one_rank_that_does_not_fit_fails_the_fetch_and_its_room_waits
     assert not rank.pools[0].any(), "nothing was copied"
     monkeypatch.undo()
     source.assert_hands_over(target, make_prompt(1))
+
+
+def test_a_region_that_is_too_small_for_what_it_is_for_is_not_written_to(
+    open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        incoming, "ReceiveRequest", lambda **fields: ReceiveRequest(**{**fields, "bounce_size_bytes": 16})
+    )
+    source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
+    source.assert_hands_over(target, make_prompt())
+    assert [rank.service.statistics().bounce.num_sent for rank in source.ranks] == [0, 0]
+    monkeypatch.undo()
+    source.assert_hands_over(target, make_prompt(1))
+    assert [rank.service.statistics().bounce.num_sent for rank in source.ranks] == [1, 1]
 
 
 def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(
