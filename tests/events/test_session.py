@@ -334,6 +334,11 @@ LOST_ONE = [("0", "a0"), ("5", "ask 1"), ("?", ""), ("+1", "ask 1"), ("?", ""), 
             id="unknown, and stragglers of what it was",
         ),
         pytest.param(
+            [("0", "a0"), ("hb1", ""), ("+11", ""), ("unknown", "forgotten"), ("1", ""), ("hb9", ""), ("e2:0", "a0")],
+            LIVE,
+            id="unknown after a silence, and stragglers of what it was",
+        ),
+        pytest.param(
             [("0", "a0"), ("unknown", "forgotten"), ("+4", ""), ("hb3", "ask 0"), ("s3r", "restore")],
             LIVE,
             id="said to be unknown by mistake",
@@ -368,6 +373,14 @@ def test_what_was_not_heard_since_a_connection_or_for_long_is_missed_until_a_pee
     script.play("unknown")
     assert not session.is_missed(script.now_s + 1)
     assert (session.epoch, session.expected_sequence, session.num_lost) == (None, 0, 1)
+
+
+@pytest.mark.parametrize("leaving", [(), ("unknown",)])
+def test_what_was_held_back_of_one_epoch_is_not_applied_in_another(leaving):
+    script = Script(has_snapshots=True)
+    for word in ("0", "2", "3", *leaving, "e2:0", "e2:4"):
+        script.play(word)
+    assert script.play("e2:r1") == "a1"
 
 
 def test_what_happened_is_counted():
