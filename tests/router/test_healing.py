@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events import Batch, Heartbeat
+from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import encode_batch
+from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
 from kvist.router import healing
-from kvist.router.healing import HitDigest, ask_full_report
+from kvist.router.healing import Healer, HitDigest, Report, ask_full_report
+from kvist.router.index import RankStatus
+from kvist.router.usage import ReportedUsage
 
 FULL = {"kv_cache_report_mode": "full"}
 VLLM = [{"id": "m", "object": "model", "owned_by": "vllm"}]
@@ -242,6 +246,78 @@ def test_a_digest_of_hits_is_the_same_in_any_order_and_counts_each_block_once(mo
     assert first.add([9])
     assert first.value == before + 18
     assert not first.add([5, 7])  # … and what is remembered does not
+
+
+class OneRank:
+    """A healer of one rank of a vLLM worker, whose state is set, and what it told the metrics."""
+
+    target = WorkerRank("w", 0)
+
+    def __init__(self, monkeypatch) -> None:
+        monkeypatch.setattr(healing, "NUM_UNCHANGED_IN_A_ROW", 2)
+        self.state, self.clearing = SourceState.PARTIAL, 1
+        self.reports: list[tuple[str, int]] = []
+        self.ends: list[str] = []
+        model = SimpleNamespace(entry=VLLM[0])
+        worker = SimpleNamespace(identity=SimpleNamespace(models=[model]))
+        self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self)
+
+    def ranks(self, *_: object) -> list[RankStatus]:
+        return [RankStatus(self.target, self.state, 0, self.clearing)]
+
+    def full_report(self, _target, report, _digest, num_hits) -> None:
+        self.reports.append((report, num_hits))
+
+    def healed(self, _worker, reason) -> None:
+        self.ends.append(reason)
+
+    def asks(self) -> bool:
+        return self.healer.body_for(self.target, "/v1/completions", b"{}") != b"{}"
+
+    def answer(self, num_cached_tokens: int | None, num_predicted_tokens: int = 0) -> None:
+        prompt = SimpleNamespace(is_tokenized=True, block_size=16)
+        chosen = SimpleNamespace(target=self.target)
+        decision = SimpleNamespace(chosen=chosen, prompt=prompt, overlap_tokens=num_predicted_tokens)
+        usage = ReportedUsage(64, num_cached_tokens)
+        self.healer.answered(decision, usage, lambda num_tokens: range(num_tokens // 16))
+
+
+def test_a_rank_that_was_known_again_is_healed_anew_and_one_that_was_in_doubt_is_not(monkeypatch):
+    rank = OneRank(monkeypatch)
+    assert rank.asks()
+    for _ in range(2):
+        rank.answer(0)
+    assert (rank.asks(), rank.ends) == (False, ["stable"])
+    for state, is_begun_anew in ((SourceState.RESYNCING, False), (SourceState.LIVE, True)):
+        rank.state = state
+        assert not rank.asks()
+        rank.state = SourceState.PARTIAL
+        assert rank.asks() == is_begun_anew
+
+
+def test_hits_are_the_blocks_behind_those_that_the_index_had(monkeypatch):
+    rank = OneRank(monkeypatch)
+    assert rank.asks()
+    for num_cached_tokens, num_predicted_tokens in ((64, 32), (64, 16), (16, 16)):
+        rank.answer(num_cached_tokens, num_predicted_tokens)
+    assert rank.reports == [(Report.LACKING, 2), (Report.LACKING, 3), (Report.KNOWN, 3)]
+
+
+def test_an_engine_that_told_once_has_nothing_cached_where_it_says_nothing(monkeypatch):
+    rank = OneRank(monkeypatch)
+    assert rank.asks()
+    for num_cached_tokens in (None, 16, None, None):
+        rank.answer(num_cached_tokens)
+    assert [report for report, _ in rank.reports] == [Report.UNTOLD, Report.LACKING, Report.KNOWN, Report.KNOWN]
+    assert rank.ends == ["stable"]
+
+
+def test_requests_that_are_not_answered_yet_count_among_those_that_may_ask(monkeypatch):
+    monkeypatch.setattr(healing, "MAX_ASKED", 3)
+    rank = OneRank(monkeypatch)
+    assert [rank.asks() for _ in range(5)] == [True, True, True, False, False]
+    rank.answer(None)
+    assert rank.ends == ["asked enough"]
 
 
 async def test_requests_to_a_partial_rank_ask_until_nothing_new_is_hit(worker, router, engine, monkeypatch):
