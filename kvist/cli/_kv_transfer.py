@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 from dataclasses import dataclass
 
@@ -12,6 +13,16 @@ ROLES = ("both", "prefill", "decode")
 AGENTS = ("shared_memory", "nixl")
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 _MAX_TIMEOUT_S = 86_400
+_MAX_PORT = 65_535
+
+# What the flags are that say something with --kv-transfer alone, where they are not given.
+_UNSET: dict[str, object] = {
+    "role": "both",
+    "kv_transfer_agent": "shared_memory",
+    "kv_transfer_bounce_mib": 0,
+    "kv_transfer_timeout": 30.0,
+    "no_kv_transfer_fallback": False,
+}
 
 
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +30,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role",
         choices=ROLES,
-        default="both",
+        default=_UNSET["role"],
         help="what routers use this worker for, beside --kv-transfer (default: %(default)s)",
     )
     parser.add_argument(
@@ -30,13 +41,13 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-transfer-agent",
         choices=AGENTS,
-        default="shared_memory",
+        default=_UNSET["kv_transfer_agent"],
         help="what moves the bytes: shared_memory within a host, nixl between hosts (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-transfer-bounce-mib",
         type=int,
-        default=0,
+        default=_UNSET["kv_transfer_bounce_mib"],
         metavar="N",
         help="MiB of each of two regions through which many small pieces go as one write, where that is measured to be "
         "faster (default: 0, off)",
@@ -44,7 +55,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-transfer-timeout",
         type=float,
-        default=30.0,
+        default=_UNSET["kv_transfer_timeout"],
         metavar="S",
         help="when a transfer has failed; prompts are held twice as long (default: %(default)s)",
     )
@@ -73,8 +84,9 @@ class TransferSettings:
 def read_transfer_settings(args: argparse.Namespace, worker: str, model_name: str) -> TransferSettings | None:
     """Return what the flags ask for, None for no transfers; raises InvalidValueError for what cannot work."""
     if args.kv_transfer is None:
-        if args.role != "both":
-            raise InvalidValueError("role", args.role, "both, or --kv-transfer to be given as well")
+        for field, unset in _UNSET.items():
+            if getattr(args, field) != unset:
+                raise InvalidValueError(field, getattr(args, field), f"{unset}, or --kv-transfer to be given as well")
         return None
     _check_endpoint(args.kv_transfer)
     if not 0 < args.kv_transfer_timeout <= _MAX_TIMEOUT_S:
@@ -100,9 +112,11 @@ def read_transfer_settings(args: argparse.Namespace, worker: str, model_name: st
 def _check_endpoint(endpoint: str) -> None:
     """Raise InvalidValueError for an address that cannot be bound, or that no other worker could reach."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
-    is_tcp = endpoint.startswith("tcp://") and port.isdigit()
+    is_tcp = endpoint.startswith("tcp://") and re.fullmatch(r"[0-9]{1,5}", port) is not None
     if not is_tcp or not host or host in _WILDCARDS:
         raise InvalidValueError("kv_transfer", endpoint, "tcp://host:port that other workers can reach")
+    if int(port) > _MAX_PORT:  # getaddrinfo takes it for another one
+        raise InvalidValueError("kv_transfer", endpoint, f"a port of at most {_MAX_PORT}")
     try:
         socket.getaddrinfo(host, int(port), socket.AF_INET, socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from kvist.kvcache import WindowPlan
     from kvist.kvcache.tensors import KvTensors
 
+logger = logging.getLogger(__name__)
+
 _CLOSE_S = 0.5
 
 
@@ -56,7 +59,7 @@ class RankTransfers:
         """Return what gives the engine its memory, None for torch."""
         if self._settings.agent == "nixl":
             return None
-        return lambda size_bytes: torch.from_numpy(self._agent.allocate(size_bytes))
+        return self._allocate
 
     def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
         """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
@@ -70,6 +73,12 @@ class RankTransfers:
         except (EOFError, ConnectionError) as error:
             assert loaded.followers is not None
             raise loaded.followers.lose("could not open the transfers of all ranks") from error
+        logger.info(
+            "kv transfers open endpoints=%s agent=%s bounce_mib=%d",
+            ",".join(transfers.endpoints),
+            self._settings.agent,
+            0 if terms is None else terms.size_bytes >> 20,
+        )
         loaded.core.attach(transfers, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
         return transfers
 
@@ -85,6 +94,13 @@ class RankTransfers:
             yield
         finally:
             service.close(_CLOSE_S)
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return memory of the agent's: pages come when they are written to, and end a process if none is left."""
+        there_is = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+        if size_bytes > there_is:
+            raise RuntimeError(f"the host has {there_is >> 20} MiB of memory")
+        return torch.from_numpy(self._agent.allocate(size_bytes))
 
     def _make_agent(self, name: str) -> TransferAgent:
         if self._settings.agent == "nixl":

@@ -50,10 +50,15 @@ def split_memory(
     group the same, as if none had a window. Raises InvalidValueError with the bytes needed where one sequence of
     `max_model_len` tokens does not fit.
     """
-    if policy == "uniform":
-        return _uniform(groups, block_size, memory_bytes, max_model_len, max_num_seqs)
     peaks = [peak_num_blocks(group, block_size, max_model_len, max_step_tokens) for group in groups]
-    _check_memory(memory_bytes, _product(peaks, [block_bytes(group, block_size) for group in groups]), max_model_len)
+    sizes = [block_bytes(group, block_size) for group in groups]
+    bounded_bytes = _product(peaks, sizes)
+    if policy == "uniform":
+        uniform_bytes = num_blocks_for(max_model_len, block_size) * sum(sizes)
+        hint = f"; policy bounded needs {_in_words(bounded_bytes)}" if bounded_bytes < uniform_bytes else ""
+        _check_memory(memory_bytes, uniform_bytes, max_model_len, hint)
+        return _uniform(groups, block_size, memory_bytes, max_model_len, max_num_seqs)
+    _check_memory(memory_bytes, bounded_bytes, max_model_len)
     return _bounded(groups, block_size, memory_bytes, peaks, max_num_seqs)
 
 
@@ -93,8 +98,6 @@ def _uniform(
 ) -> tuple[int, ...]:
     """Return equal numbers: room for the sequences that fit, two held back, in every group at full length."""
     bytes_each = sum(block_bytes(group, block_size) for group in groups)
-    one_sequence = num_blocks_for(max_model_len, block_size)
-    _check_memory(memory_bytes, one_sequence * bytes_each, max_model_len)
     num_sequences = max(1, memory_bytes * block_size // bytes_each // max_model_len - 2)
     num_tokens = max(min(num_sequences, max_num_seqs) * max_model_len, max_num_seqs * block_size)
     return (min(num_blocks_for(num_tokens, block_size), memory_bytes // bytes_each),) * len(groups)
@@ -133,10 +136,14 @@ def _bounded(
     return tuple(count or left // full_size for count in counts)
 
 
-def _check_memory(memory_bytes: int, needed_bytes: int, max_model_len: int) -> None:
+def _check_memory(memory_bytes: int, needed_bytes: int, max_model_len: int, hint: str = "") -> None:
     if memory_bytes < needed_bytes:
-        expected = f"at least {needed_bytes} bytes: one sequence of max_model_len={max_model_len}"
+        expected = f"at least {_in_words(needed_bytes)}: one sequence of max_model_len={max_model_len}{hint}"
         raise InvalidValueError("memory_bytes", memory_bytes, expected)
+
+
+def _in_words(size_bytes: int) -> str:
+    return f"{size_bytes} bytes ({-(-size_bytes // 2**20)} MiB)"
 
 
 def _product(counts: Sequence[int], sizes: Sequence[int]) -> int:

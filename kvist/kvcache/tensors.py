@@ -44,10 +44,12 @@ class KvTensors:
             layer = group.layer
             shape = (layout.num_slots, layout.scale, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
             dtype = TORCH_DTYPES[layer.dtype]
-            if allocate is None:
-                self.pools.append(torch.zeros(shape, dtype=dtype, device=device))
-            else:
-                self.pools.append(allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape))
+            size_bytes = math.prod(shape) * dtype.itemsize
+            try:
+                memory = allocate(size_bytes) if allocate else torch.zeros(size_bytes, dtype=torch.uint8, device=device)
+            except RuntimeError as error:  # torch's is about its allocator, in as many words as it has
+                raise RuntimeError(f"group {group.group_id}: {device} has not {size_bytes >> 20} MiB left") from error
+            self.pools.append(memory.view(dtype).view(shape))
         self._places = plan.places
 
     def by_slot(self, layer_idx: int) -> torch.Tensor:

@@ -275,13 +275,19 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (["--role", "prefill"], "--kv-transfer to be given as well"),
+        (["--role", "prefill"], "role: got 'prefill', expected both, or --kv-transfer to be given as well"),
+        (["--kv-transfer-agent", "nixl"], "kv_transfer_agent: got 'nixl', expected shared_memory, or --kv-transfer"),
+        (["--kv-transfer-bounce-mib", "64"], "kv_transfer_bounce_mib: got 64, expected 0, or --kv-transfer"),
+        (["--kv-transfer-timeout", "5"], "kv_transfer_timeout: got 5.0, expected 30.0, or --kv-transfer"),
+        (["--no-kv-transfer-fallback"], "no_kv_transfer_fallback: got True, expected False, or --kv-transfer"),
+        (["--kv-transfer", "tcp://127.0.0.1:65536"], "a port of at most 65535"),
         (["--kv-transfer", "tcp://0.0.0.0:0"], "other workers can reach"),
         (["--kv-transfer", "ipc://x"], "other workers can reach"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-bounce-mib", "-1"], "kv_transfer_bounce_mib"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "nan"], "kv_transfer_timeout"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "inf"], "kv_transfer_timeout: got inf"),
         (["--kv-transfer", "tcp://127.0.0.1:http"], "kv_transfer"),
+        (["--kv-transfer", "tcp://127.0.0.1:0", "--num-blocks", "100000000"], "expected no more than fit into memory"),
         (["--kv-transfer", "tcp://nobody.invalid:0"], "a host with an IPv4 address"),
     ],
 )

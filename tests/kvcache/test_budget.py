@@ -82,6 +82,14 @@ def test_memory_without_room_for_one_sequence_is_refused_with_needed_and_availab
     check_sequence_fits(groups, split(groups, num_tokens_needed, policy), 32, 8192, 512)
 
 
+def test_memory_that_is_too_little_for_every_token_of_a_window_names_the_policy_that_needs_less() -> None:
+    needed = r"at least 1845493760 bytes \(1760 MiB\): .*; policy bounded needs 488898560 bytes \(467 MiB\)$"
+    with pytest.raises(InvalidValueError, match=needed):
+        split([WHOLE, SLIDING], 2**30, "uniform")
+    with pytest.raises(InvalidValueError, match=r"max_model_len=8192$"):
+        split([WHOLE], 2**20, "uniform")
+
+
 def test_bounded_holds_more_sequences_than_uniform_in_the_same_memory() -> None:
     memory_bytes = 100_000 * TOKEN_BYTES
     at_rest = [peak_num_blocks(group, 32, 8192, 1) for group in (WHOLE, SLIDING)]
