@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -10,6 +11,8 @@ from kvist.errors import InvalidValueError
 from kvist.events.windows import FULL, window_size
 from kvist.kvcache.groups import NUM_KV, KvGroup, LayerKv, SharedKv
 from kvist.kvcache.stale import effective_window
+
+logger = logging.getLogger(__name__)
 
 
 class LayerPlace(NamedTuple):
@@ -45,7 +48,10 @@ class WindowPlan:
         """Raise InvalidValueError if a layer would read scratch slots that no longer hold its source's keys.
 
         They hold those of the last layer of the group that wrote: it must be the source when a sharing layer reads.
+        Where no layer slides, nothing can be wrong, and the log says that scratch slots change nothing.
         """
+        if all(group.window is FULL for group in self.groups):
+            logger.warning("scratch slots change nothing: no layer has a window that a sequence can outgrow")
         for layer_idx, place in enumerate(self.places):
             group = self.groups[place.group_id]
             source = group.layer_indices[place.position]

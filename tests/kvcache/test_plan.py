@@ -70,6 +70,13 @@ def test_a_source_that_shares_itself_is_refused() -> None:
         plan_windows([WHOLE, SharedKv(0), SharedKv(1)], 512)
 
 
+def test_scratch_slots_that_no_layer_can_use_are_said_to_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    plan_windows([NARROW, WHOLE], 1024).check_scratch()
+    assert not caplog.records
+    plan_windows([NARROW, WHOLE], 512).check_scratch()
+    assert "scratch slots change nothing: no layer has a window" in caplog.text
+
+
 def test_scratch_slots_are_refused_where_another_layer_writes_between_a_source_and_its_reader() -> None:
     plan_windows([NARROW, NARROW, WHOLE, SharedKv(1), SharedKv(2), SharedKv(1)], 1024).check_scratch()
     plan_windows([NARROW, WHOLE, SharedKv(0), NARROW], 1024).check_scratch()

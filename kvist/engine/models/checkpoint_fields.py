@@ -177,10 +177,9 @@ def activation(raw: Raw) -> Activation:
 
 def windows(raw: Raw, layer_types: Sequence[str]) -> list[KnownWindow]:
     """Return each layer's window; raises InvalidValueError for too many, too few or unknown types of layer."""
-    if len(layer_types) != raw["num_hidden_layers"]:
-        raise InvalidValueError(
-            "layer_types", layer_types, f"{raw['num_hidden_layers']} entries, not {len(layer_types)}"
-        )
+    if len(layer_types) != raw["num_hidden_layers"]:  # the list itself may be as long as the model is deep
+        expected = f"{raw['num_hidden_layers']}, as num_hidden_layers"
+        raise InvalidValueError("number of layer_types", len(layer_types), expected)
     unknown = set(layer_types) - {SLIDING, WHOLE}
     if unknown:
         raise InvalidValueError("layer_types", sorted(unknown), f"{SLIDING} or {WHOLE}")
