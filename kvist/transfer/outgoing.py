@@ -211,8 +211,8 @@ class Outgoing:
                 if known is not None and known.peer != peer:
                     self._forget(name)
                 self._receivers[name] = _Receiver(payload, hello, peer)
-                while len(self._receivers) > _MAX_RECEIVERS:
-                    self._forget(next(iter(self._receivers)))
+                for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
+                    self._forget(oldest)
                 self._send_message(name, self._hello)
                 return
         if refusal is not None:
@@ -269,6 +269,9 @@ class Outgoing:
         return self._agent.write(peer, fragments)
 
     def _forget(self, name: str) -> None:
+        """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""
+        if any(write.receiver == name for write in self._writes):
+            return
         receiver = self._receivers.pop(name, None)
         if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
             self._agent.disconnect(receiver.peer)

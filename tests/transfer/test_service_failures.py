@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvist.transfer import incoming, outgoing, sources
+from kvist.transfer.agents import Transfer, WriteState
 from kvist.transfer.frames import BounceTail, Result, encode_report
 from kvist.transfer.messages import ReceiveRequest
 from kvist.transfer.sessions import TransferLimits
@@ -126,6 +127,35 @@ def test_a_region_that_is_too_small_for_what_it_is_for_is_not_written_to(
     monkeypatch.undo()
     source.assert_hands_over(target, make_prompt(1))
     assert [rank.service.statistics().bounce.num_sent for rank in source.ranks] == [1, 1]
+
+
+def test_a_receiver_is_not_let_go_of_while_anything_is_written_to_it(
+    open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outgoing, "_MAX_RECEIVERS", 1)
+    source, target = open_worker(1), open_worker(1)
+    (sender,), (rank,) = source.ranks, target.ranks
+    source.assert_hands_over(target, make_prompt(0))
+    let_go: list[str] = []
+    disconnect = sender.agent.disconnect
+    monkeypatch.setattr(sender.agent, "disconnect", lambda peer: (let_go.append(peer), disconnect(peer)))
+    failing, lasting = Transfer(1, 1), Transfer(1, 1)
+    writes = iter((failing, lasting))
+    monkeypatch.setattr(sender.agent, "write", lambda *_: next(writes))
+    for seed in (1, 2):
+        prompt = make_prompt(seed)
+        source.offer(prompt, prompt.tables(1))
+        target.fetch(prompt, prompt.tables(2), source.endpoints)
+        until_true(lambda: sender.service.statistics().sender.num_writing == seed)  # noqa: B023
+    failing.end(WriteState.FAILED, "late")
+    rank.reports.wait_for("released", "prompt-1")
+    other = open_worker(1)
+    other.fetch(make_prompt(3), make_prompt(3).tables(2), source.endpoints)  # one too many, and refused
+    other.ranks[0].reports.wait_for("failed", "prompt-3")
+    assert not let_go
+    lasting.end(WriteState.FAILED, "late too")
+    rank.reports.wait_for("released", "prompt-2")
+    assert let_go == [rank.agent.name]
 
 
 def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(

@@ -140,7 +140,10 @@ class TransferAgent(Protocol):
         ...
 
     def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer; writes to it that are under way fail, and the same id can connect again."""
+        """Forget a peer; writes to it that are under way fail, and the same id can connect again.
+
+        What one of these has under way in a network may still land: where that matters, let them end first.
+        """
         ...
 
     def close(self, timeout_s: float = 2.0) -> bool:
