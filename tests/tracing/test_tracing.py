@@ -94,6 +94,14 @@ def test_without_a_trace_that_can_be_read_a_new_one_begins(
     assert told == f"00-{span.trace_id}-{span.span_id}-01"
 
 
+def test_no_step_ends_before_it_begins(trace_collector: Any) -> None:
+    with tracing(trace_collector) as opened, opened.request("r", [], {}) as request:
+        now_s = time.monotonic()
+        request.record("back", now_s, now_s - 1, {})
+    (span,) = (span for span in trace_collector.spans if span.name == "back")
+    assert span.end_ns == span.start_ns
+
+
 def test_headers_that_cannot_be_read_are_not_passed_on_and_do_not_fill_the_log(
     trace_collector: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,6 +137,9 @@ def test_the_environment_says_what_is_sampled_and_what_the_service_is_called(
             pass
     assert [(span.name, span.service) for span in trace_collector.spans] == [("old", "mine")]
     assert trace_collector.requests[0][1]["x-key"] == "secret"
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+    with tracing(trace_collector) as opened, opened.request("sampled elsewhere", parent("03"), {}) as request:
+        assert dict(request.headers([]))[b"traceparent"].endswith(b"-02"), "others are not told to record"
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     with tracing(trace_collector) as opened:
         assert opened.request("r", parent(), {}) is NO_SPAN

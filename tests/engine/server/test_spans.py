@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -229,6 +230,24 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
     assert [each.name for each in steps_below(trace_collector.spans, fetched)] == ["greet", "transfer", "scatter"]
     assert [each.name for each in steps_below(trace_collector.spans, failed)] == ["greet", "transfer"]
     assert failed.error == "gone"
+
+
+async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_collector: Any) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": COME}
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}, {"type": "http.disconnect"}]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    async def send(_: dict[str, Any]) -> None:
+        pass
+
+    async with serve() as served:
+        await served.client._transport.app(scope, receive, send)
+    (root,) = trace_collector.named("POST /v1/completions")
+    assert root.error == "ended early"
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["abort"]
 
 
 async def test_what_nobody_asks_for_any_more_is_forgotten(serve: Any) -> None:
