@@ -201,12 +201,13 @@ class Fleet:
         worker.last_failure = failure
         worker.was_checked.set()
         if worker.health.record(failure is None):
+            problem = failure or worker.error
             logger.log(
-                logging.INFO if failure is None else logging.WARNING,
+                logging.INFO if problem is None else logging.WARNING,
                 "worker is %s url=%s reason=%s",
                 worker.state,
                 worker.url,
-                failure or "health check passed",
+                problem or "health check passed",
             )
 
     def _identified(self, worker: Worker, identity: Identity) -> None:

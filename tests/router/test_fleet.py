@@ -70,13 +70,16 @@ async def test_an_endpoint_elsewhere_is_not_dialled_and_the_worker_still_serves(
         assert (await front.complete()).status_code == 200
 
 
-async def test_a_worker_with_another_block_size_is_misconfigured_and_nothing_else_stops(worker, router) -> None:
+async def test_a_worker_with_another_block_size_is_misconfigured_and_nothing_else_stops(
+    worker, router, caplog: pytest.LogCaptureFixture
+) -> None:
     wrong, right = worker(server_info=kvist_engine(block_size=32)), worker(server_info=kvist_engine())
     async with wrong, right, router(wrong.url, right.url, block_size=16, ready=False) as front:
         await front.until_state(wrong.url, "misconfigured")
         await front.until_state(right.url, "healthy")
         explained = (await front.workers())[wrong.url]
         assert explained["error"] == "block_size: the worker has 32, the router 16"
+        assert f"worker is misconfigured url={wrong.url} reason={explained['error']}" in caplog.text
         await front.until_sources(wrong.url)
         await front.until_sources(right.url, EVENTS["endpoint"])
         assert (await front.complete()).headers["x-kvist-worker"] == right.url
