@@ -71,7 +71,7 @@ class WindowFilter:
         self._shown_groups: set[tuple[int] | KnownWindow] = set()
         self._has_published = False
         self._has_published_unknown = False
-        self._has_warned_of_larger = False
+        self._has_warned_of_larger = self._has_warned_of_groups = False
         self._num_passed = 0
         self._num_filtered = 0
         self._num_late_created = 0
@@ -118,7 +118,7 @@ class WindowFilter:
         """
         trial = WindowFilter(self._rank, self._configured_window)
         trial.resume(self.state)
-        trial._has_warned_of_larger = True
+        trial._has_warned_of_larger = trial._has_warned_of_groups = True
         passed = trial.admit(event)
         is_counted = trial._num_ambiguous_removals + trial._num_undecidable > 0
         if is_counted or trial.state != self.state or passed not in ((), (event,)):
@@ -239,12 +239,14 @@ class WindowFilter:
         if not (self._has_published_unknown and self._has_several_groups):
             return False
         self._has_published = self._has_published_unknown = False
-        _logger.warning(
-            "several groups, and the engine does not say their windows: the rank is cleared "
-            "rank=%d published_window=%s",
-            self._rank,
-            self._window,
-        )
+        if not self._has_warned_of_groups:
+            self._has_warned_of_groups = True
+            _logger.warning(
+                "several groups, and the engine does not say their windows: the rank is cleared, each time "
+                "rank=%d published_window=%s",
+                self._rank,
+                self._window,
+            )
         return True
 
     def _is_largest(self, event: EngineStored | EngineRemoved) -> bool:

@@ -105,6 +105,16 @@ def test_a_learnt_window_that_grows_is_warned_of_once_and_counted_each_time(capl
     assert len(caplog.records) == 1
 
 
+def test_groups_that_do_not_say_their_windows_are_warned_of_once_however_often_the_rank_is_cleared(caplog):
+    window_filter = WindowFilter()
+    with caplog.at_level(logging.WARNING):
+        admit_all(window_filter, stored(512))  # a group without a number
+        for _ in range(3):
+            assert CLEARED in admit_all(window_filter, stored(512, group=0), stored(group=0), stored(512, group=1))
+            window_filter.verdict(stored(group=0))
+    assert len(caplog.records) == 1
+
+
 def test_a_group_whose_window_grows_is_cleared_too():
     window_filter = WindowFilter()
     passed = admit_all(window_filter, stored(512, group=0), stored(4096, group=0))
