@@ -253,13 +253,15 @@ async def assert_all_was_handed_over(workers: list[Worker]) -> None:
 
 
 async def test_ranks_that_have_the_same_head_hand_prompts_over_and_one_that_is_lost_costs_the_others_nothing(
-    models,
+    models, free_port
 ) -> None:
-    model = models("llama, one KV head")
-    async with fleet(model, (*ONE, "--kv-transfer-timeout", "5"), TWO, TWO) as (one, two, other):
+    model, endpoint = models("llama, one KV head"), f"tcp://127.0.0.1:{free_port()}"
+    flags = ((*ONE, "--kv-transfer-timeout", "5"), (*TWO, "--kv-transfer", endpoint), TWO)
+    async with fleet(model, *flags) as (one, two, other):
         alone, workers = Alone(model), [one, two, other]
         info = [(await worker.client.get("/server_info")).json()["kv_transfer"]["endpoints"] for worker in workers]
         assert [len(set(endpoints)) for endpoints in info] == [1, 2, 2]
+        assert info[1][0] == endpoint
         for i, (source, target) in enumerate([(two, one), (one, two), (two, other)]):
             await hand_over(source, target, alone, 10 * i + 1)
         await assert_all_was_handed_over(workers)
