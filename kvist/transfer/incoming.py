@@ -11,7 +11,7 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.bounce import Bounce, Lease, Scattering
-from kvist.transfer.frames import Extent, decode_report, plan_scatter
+from kvist.transfer.frames import Extent, decode_report
 from kvist.transfer.handoff import TransferReports, WantedBlocks, check_endpoints
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
@@ -282,9 +282,9 @@ class Incoming:
             match action:
                 case SendRequest(rank=rank) | SendCancel(rank=rank):
                     self._send(transfer_id, fetching, rank, isinstance(action, SendCancel))
-                case StartScatter(tails=tails) if lease is not None:
+                case StartScatter() if lease is not None:
                     fetching.arrived_s = now_s
-                    self._scatterings[transfer_id] = self._bounce.scatter(lease, plan_scatter(tails))
+                    self._scatterings[transfer_id] = self._bounce.scatter(lease, action.copies)
                 case Fail(reason=reason):
                     fetching.has_failed = True
                     if lease is not None:
