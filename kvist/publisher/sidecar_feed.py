@@ -47,6 +47,7 @@ class SidecarFeed:
         self._publisher_for = publisher_for
         self._publisher: KvEventPublisher | None = None
         self._ranks: set[int] = set()
+        self._num_processes = 1  # of the engine, up to the last clearing
         self._restored: Mapping[int, RankState] | None = None
         # How many events the publisher had lost when the ranks were last known to hold nothing.
         self._num_lost_before = 0
@@ -214,10 +215,14 @@ class SidecarFeed:
             self._ranks |= self._restored.keys()  # said to be empty: the engine may stay silent about them for long
             self._restored = None
         self._num_lost_before_of.clear()
+        is_other_process = self.feed.session.num_epochs > self._num_processes
+        self._num_processes = self.feed.session.num_epochs
         if self._publisher is not None:
             for rank in self._ranks:
                 self._publisher.report(EngineCleared(rank))
             self._num_lost_before = self._publisher.num_lost_events
+            if is_other_process:
+                self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
 
     def _note_empty(self, rank: int, *, is_alone: bool) -> None:
         """Take note that a rank holds nothing, and the stream with it if that is of this rank alone."""
@@ -282,3 +287,9 @@ def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_r
     for rank in ranks:
         if rank in streams:
             streams[rank].is_complete = rank in complete_ranks
+
+
+def _forget_groups(streams: Mapping[int, RankStream], *, ranks: Sequence[int]) -> None:
+    for rank in ranks:
+        if rank in streams:
+            streams[rank].forget_groups()

@@ -132,6 +132,10 @@ class RankStream:
         self._hold(state.residency)
         self._next_sequence = 1
 
+    def forget_groups(self) -> None:
+        """Learn anew how the engine's layer groups differ: another process may run another model."""
+        self._filter.resume(WindowFilter().state)
+
     @property
     def next_sequence(self) -> int:
         """Return the number of the next batch."""

@@ -297,6 +297,26 @@ def test_a_message_without_an_event_announces_no_rank(start, has_gap):
     assert sidecar.publisher.statistics().ranks.keys() == {0}
 
 
+def test_an_engine_that_was_restarted_with_a_smaller_window_is_published(start):
+    def messages(timestamp_s: float, **fields: object) -> list[Message]:
+        payloads = []
+        for number in (1, 2, 3):
+            event = {"type": "BlockStored", "block_hashes": [number], "token_ids": tokens_of(number), "block_size": 4}
+            payloads.append(msgspec.msgpack.encode([timestamp_s, [{**event, **fields}], 0]))
+        return [Message(b"", sequence, payload) for sequence, payload in enumerate(payloads)]
+
+    sidecar = start()
+    list(sidecar.feed.received_all(messages(1.0, kv_cache_spec_kind="full_attention")[:2], 1.0))
+    assert sidecar.held() == {block_of(1), block_of(2)}
+    restarted = messages(2.0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=4096)
+    sidecar.feed.reconnected(2.0)
+    for question in sidecar.feed.questions(3.0):
+        list(sidecar.feed.answered(question, restarted[:2], 3.0))
+    list(sidecar.feed.received_all(restarted[1:], 4.0))
+    assert sidecar.held() == {block_of(1), block_of(2), block_of(3)}
+    assert sidecar.feed.is_complete
+
+
 def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
     limits = PublisherLimits(coalesce_s=0, inbox_capacity=4)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=limits)
