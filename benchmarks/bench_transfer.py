@@ -38,7 +38,7 @@ from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, Wr
 from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
 from kvist.transfer.bounce.calibration import calibrate_agents
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
-from kvist.transfer.frames import BounceTail, Extent, check_tail, plan_scatter
+from kvist.transfer.frames import BounceTail, check_tail, plan_scatter
 
 POOL_BYTES = 64 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))
@@ -257,7 +257,7 @@ class Receiver:
             sender.hear()
         targets = np.concatenate([tail.dst_addresses for tail in self._tails]) - self.end.base
         blocks = np.unique(targets // shape.block_bytes) * shape.block_bytes + self.end.base
-        self._blocks = tuple(Extent(address, shape.block_bytes) for address in blocks.tolist())
+        self._blocks = np.stack([blocks, np.full_like(blocks, shape.block_bytes)], axis=1)
 
     def move(self, way: str) -> float:
         """Return the seconds of one way, or of one step of a bounce."""

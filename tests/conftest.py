@@ -26,8 +26,13 @@ import msgspec
 import pytest
 import trustme
 import zmq
+from hypothesis import HealthCheck, settings
 
 DEADLINE_S = 60.0
+
+# A slow machine is no defect.
+settings.register_profile("kvist", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("kvist")
 
 _PORTS = range(10_000, 32_768)  # from there on, Linux gives them to outgoing connections
 _random = random.SystemRandom()  # tests seed the other one

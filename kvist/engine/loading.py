@@ -137,7 +137,7 @@ def _load(
     check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
     try:
         tensors = KvTensors(facts.plan, num_blocks, size, facts.device, allocate)
-    except RuntimeError as error:  # torch's word for out of memory, on the CPU as on a GPU
+    except RuntimeError as error:
         raise InvalidValueError("num_blocks", num_blocks, f"no more than fit into memory ({error})") from error
     if followers is None:
         runner = Runner(model, facts.plan, tensors, size, _graphs(config, facts, model, tensors))

@@ -174,11 +174,16 @@ class Incoming:
                 self._do(self._receiver.scattered(transfer_id, scattering.error, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Notice what takes too long, and workers that have died."""
+        """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
         self._do(self._receiver.tick(now_s), now_s)
         for source in self._sources:
-            transfer_ids = self._ids_of(source.endpoint) if source.is_suspect else []
-            probe = self._sources.take_probe(source, transfer_ids) if transfer_ids else None
+            if not source.is_suspect:
+                continue
+            transfer_ids = self._ids_of(source.endpoint)
+            if not transfer_ids:
+                self._sources.drop(source)
+                continue
+            probe = self._sources.take_probe(source, transfer_ids)
             if probe is not None and probe.has_ended:
                 source.hello = None
                 self._do(self._receiver.sender_gone(source.endpoint, probe.transfer_ids, now_s), now_s)

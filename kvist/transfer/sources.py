@@ -63,9 +63,9 @@ class Source:
             yield self.dealer.recv_multipart()
 
     def has_newly_lost(self) -> bool:
-        """Return whether the connection is lost since it was last asked about."""
+        """Return whether the connection is lost since it was last asked about; it may be dropped meanwhile."""
         has_lost = False
-        while self.monitor.poll(0):
+        while not self.monitor.closed and self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.is_suspect, self.probe = False, None

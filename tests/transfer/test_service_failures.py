@@ -224,6 +224,26 @@ def test_looking_whether_a_sender_has_died_holds_nobody_up(
     rank.assert_nothing_left()
 
 
+def test_who_is_gone_is_not_dialled_for_ever(
+    open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[str] = []
+    drop = sources.Sources.drop
+
+    def note(self: sources.Sources, source: sources.Source) -> None:
+        dropped.append(source.endpoint)
+        drop(self, source)
+
+    monkeypatch.setattr(sources.Sources, "drop", note)
+    dead, source, target = open_worker(1), open_worker(1), open_worker(1)
+    dead.ranks[0].service.close()
+    prompt, (rank,) = make_prompt(0), target.ranks
+    target.fetch(prompt, prompt.tables(2), dead.endpoints)
+    rank.reports.wait_for("released", prompt.name)
+    until_true(lambda: dropped == list(dead.endpoints))
+    source.assert_hands_over(target, make_prompt(1))
+
+
 def test_what_a_sender_reported_before_it_died_counts(
     open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

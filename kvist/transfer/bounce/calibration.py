@@ -79,16 +79,15 @@ class _Pair:
         targets = self._target.addresses(num_fragments, size_bytes, 1)
         sizes = np.full(num_fragments, size_bytes, np.int64)
         written, bounced = (np.stack((*ends, sizes), axis=1) for ends in zip(sources, targets, strict=True))
-        blocks = tuple(Extent(*block) for block in sorted(bounced[:, 1:].tolist()))
         self._swept.sum()
-        return Seconds(self._write(written), *self._bounce(bounced, blocks))
+        return Seconds(self._write(written), *self._bounce(bounced))
 
     def _write(self, fragments: Int64s) -> float:
         began_s = perf_counter()
         _wait(self._source.agent.write(self._peer, fragments))
         return perf_counter() - began_s
 
-    def _bounce(self, fragments: Int64s, blocks: tuple[Extent, ...]) -> tuple[float, float]:
+    def _bounce(self, fragments: Int64s) -> tuple[float, float]:
         size_bytes = int(fragments[:, 2].sum())
         began_s = perf_counter()
         lease = self._target.bounce.reserve(size_bytes, len(fragments))
@@ -97,6 +96,7 @@ class _Pair:
         assert outgoing is not None
         _wait(outgoing)
         sent_s = perf_counter()
+        blocks = fragments[np.argsort(fragments[:, 1]), 1:]
         tail = _told(outgoing.tail, size_bytes, lease.extents[0], blocks)
         scattering = self._target.bounce.scatter(lease, plan_scatter([tail]))
         if not scattering.wait(_TIMEOUT_S) or scattering.error is not None:
@@ -117,7 +117,7 @@ def calibrate_agents(source: TransferAgent, target: TransferAgent, total_bytes: 
         return calibrate(_Pair(*ends, peer).measure, total_bytes)
 
 
-def _told(tail: BounceTail, size_bytes: int, region: Extent, blocks: tuple[Extent, ...]) -> BounceTail:
+def _told(tail: BounceTail, size_bytes: int, region: Extent, blocks: Int64s) -> BounceTail:
     """Return the tail as the receiver gets it: sent, and checked, which costs something for each fragment."""
     frames = encode_report(Result(0, 0, 0, True, ResultStatus.SUCCESS, size_bytes), tail)
     told = decode_report(frames, "calibration").tail
