@@ -338,11 +338,14 @@ def row(runs: Sequence[Case]) -> list[object]:
     shape = runs[0].shape
     size = f"{shape.size_bytes >> 10} KiB" + (", split heads" if shape.has_split_heads else "")
     count = f"{shape.num_writers} x {shape.num_fragments}" if shape.num_writers > 1 else str(shape.num_fragments)
+    ways = ("fragments", "bounced")
+    middles = [median(s for case in runs for s in case.seconds[way]) for way in ways]
+    rates = [f"{shape.total_bytes / seconds / 1e9:.2f}" for seconds in middles]
     ratio = median(1 / case.bounced_of_fragments for case in runs)
     bounces = sum(case.is_bounced_by_gate for case in runs)
     last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
-    taken = [of_all(way) for way in ("fragments", "bounced", "told")]
-    return [runs[0].agent, size, count, *taken, *last, f"{bounces} of {len(runs)}"]
+    taken = [of_all(way) for way in (*ways, "told")]
+    return [runs[0].agent, size, f"{count} : {shape.num_writers}", *rates, *taken, *last, f"{bounces} of {len(runs)}"]
 
 
 def losses(cases: Sequence[Case]) -> dict[str, int]:
@@ -380,8 +383,9 @@ def main() -> None:
                 for case in done:
                     cases.setdefault((kind, case.shape), []).append(case)
     every = [case for runs in cases.values() for case in runs]
-    headers = ["agent", "fragment", "fragments", "as they are ms", "bounced ms", "check ms", "as they are / bounced"]
-    markdown = table([*headers, "noise", "of bound", "gate bounces"], [row(runs) for runs in cases.values()])
+    headers = ["agent", "fragment", "descriptors", "as they are GB/s", "bounced GB/s", "as they are ms", "bounced ms"]
+    headers += ["check ms", "as they are / bounced", "noise", "of bound", "gate bounces"]
+    markdown = table(headers, [row(runs) for runs in cases.values()])
     counts = losses(every)
     markdown += "\n\n" + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items())
     results = {"gate": counts, "calibration_s": calibrations, "cases": [facts(runs) for runs in cases.values()]}
