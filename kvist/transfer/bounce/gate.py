@@ -103,7 +103,8 @@ def calibrate(
     """Measure few fragments, and `total_bytes` in fragments of each size, in turns, for about a second.
 
     A write counts with the least of its repetitions, a bounce with their upper quartile: the further they lie apart,
-    the less is known, and the more a bounce has to gain. Raises InvalidValueError for less than two of the largest.
+    the less is known, and the more a bounce has to gain. A written byte costs no more in a larger fragment; if it seems
+    to, something else was in its way. Raises InvalidValueError for less than two of the largest.
     """
     if total_bytes < _FEW * max(sizes_bytes):
         raise InvalidValueError("total_bytes", total_bytes, f"at least {_FEW} of the largest fragment")
@@ -118,6 +119,7 @@ def calibrate(
     counts = np.array([count for count, _ in many])
     each_s = np.stack((least[1:, 0], worst[1:, 1], worst[1:, 2])) - least[0, :, None]
     rows = np.maximum(each_s, 0.0) / counts
+    rows[0] = np.minimum.accumulate(rows[0] / sizes_bytes) * sizes_bytes
     write, send, scatter = (CostCurve(tuple(sizes_bytes), tuple(row.tolist())) for row in rows)
     write_s = float(least[0, 0])
     return CostModel(write, send, scatter, write_s, max(float(worst[0, 1:].sum()) - write_s, 0.0))

@@ -128,6 +128,16 @@ def test_one_disturbed_bounce_in_nine_changes_nothing() -> None:
     assert model == Host().calibrate()
 
 
+def test_a_write_of_larger_fragments_that_was_disturbed_each_time_is_not_taken_for_slow() -> None:
+    def measure(num_fragments: int, size_bytes: int) -> Seconds:
+        taken = Host.exactly(num_fragments, size_bytes)
+        return taken._replace(write=10 * taken.write) if size_bytes == 1 << 18 else taken
+
+    model = calibrate(measure, 4 * MIB)
+    assert not model.prefers_bounce(256, 256 << 18)
+    assert model.prefers_bounce(65536, 65536 << 10)
+
+
 @pytest.mark.parametrize(("measurement_s", "num_rounds"), [(0.01, 9), (0.035, 5), (1.0, 3)])
 def test_measuring_ends_after_a_second_but_not_before_three_rounds(measurement_s: float, num_rounds: int) -> None:
     host = Host(measurement_s=measurement_s)
