@@ -325,7 +325,7 @@ class Pair:
     def num_irregular(self) -> int:
         """Return how many engine hashes the rank keeps account of in Python."""
         irregular = self.lane.follower._ranks[0]._residency._irregular
-        return sum(map(len, irregular._block_of.values()))
+        return sum(map(len, irregular._block_of))
 
 
 @pytest.fixture
