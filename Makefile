@@ -13,7 +13,7 @@ up: $(VENV)/.installed
 
 # The index is compiled first, and kept: every process that the tests start side by side would else compile it, too.
 test: check
-	$(BIN)/python -c "import kvist.indexer.service.service"
+	$(BIN)/kvist compile
 	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
 
 check: $(VENV)/.installed

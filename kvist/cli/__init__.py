@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from kvist import __version__
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
-COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay")
+COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "compile")
 
 # What each optional dependency comes with, for a command whose import failed.
 _EXTRA_OF_MODULE = {

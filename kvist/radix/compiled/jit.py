@@ -1,63 +1,59 @@
-"""Machine code is cached per user and per version of its source; without a writable directory it still compiles.
+"""Machine code comes out of the cache (`kvist.machine_code`); without a directory for that it still compiles.
 
 Only what Python calls has machine code of its own. A helper is compiled with the first of its callers that the cache
 does not hold, to LLVM's intermediate form only, and optimised in each of them: three times less work for LLVM than with
 code for each, and a process whose cache is filled does not touch helpers at all.
 
-Numba notices an edit of a function's own file by its time and size only, and none of a function that it calls. The
-directory used here is named by a hash of all sources, so stale machine code is never loaded, whatever a package manager
-did to the files' times. Directories of other versions that nobody has used for a month are removed.
+Numba notices an edit of a function's own file, and none of a function that it calls: the directory used here is named
+by a hash of all sources.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 # Numba has few types.
 from __future__ import annotations
 
-import hashlib
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.extending import typeof_impl
 
+from kvist.machine_code import RADIX_SOURCES, cache_directory
+
 _config: Any = numba.config
 _njit: Any = numba.njit
-_MAX_UNUSED_S = 30 * 24 * 3600
 _Decorator = Callable[[Callable[..., Any]], Any]
 
 
-def cache_directory(*sources: Path) -> Path | None:
-    """Return a directory for the machine code of `sources` that can be written now, or None where there is none.
+class _Locator:
+    """Tells Numba where machine code lies: its own locators want a directory that can be written, full as it may be."""
 
-    A source is a file, or a folder with all its modules; the directory bears the name of the first, and of its folder.
-    `NUMBA_CACHE_DIR` is honoured; otherwise it lies in `XDG_CACHE_HOME`, or in `.cache` of the home directory.
-    """
-    files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
-    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-    try:
-        base = _config.CACHE_DIR or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = Path(base) / "kvist" / f"{sources[0].parent.name}-{sources[0].stem}-{digest}"
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):  # which also marks the directory as used now
-            _remove_unused(directory)
-            return directory
-    except (OSError, RuntimeError):  # RuntimeError: no home directory at all
-        return None
+    directory: ClassVar[Path]
+    """Of the function that is being declared."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._directory = self.directory
+        self._line = function.__code__.co_firstlineno
 
-def _remove_unused(directory: Path) -> None:
-    """Remove the directories of other versions of these sources that were last used long ago."""
-    oldest_s = directory.stat().st_mtime - _MAX_UNUSED_S
-    for other in directory.parent.glob(f"{directory.name.rpartition('-')[0]}-*"):
-        if other.stat().st_mtime < oldest_s:
-            shutil.rmtree(other, ignore_errors=True)
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> _Locator:  # noqa: ARG003
+        return cls(function)
+
+    def ensure_cache_path(self) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+
+    def get_cache_path(self) -> str:
+        return str(self._directory)
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+    def get_source_stamp(self) -> None:
+        """All sources stand in the directory's name."""
 
 
 class _HelperLibrary(JITCodeLibrary):
@@ -117,16 +113,18 @@ def jit_for(*sources: Path) -> Callable[..., _Decorator]:
         def decorate(function: Callable[..., Any]) -> Any:
             if not is_entry:
                 return Helper(function, signature, {**options, "no_cpython_wrapper": True})
-            before = _config.CACHE_DIR
-            _config.CACHE_DIR = "" if directory is None else str(directory)
+            if directory is None:
+                return _njit(signature, **options)(function)
+            before, _Locator.directory = _config.CACHE_LOCATOR_CLASSES, directory
+            _config.CACHE_LOCATOR_CLASSES = f"{__name__}.{_Locator.__name__}"
             try:
-                return _njit(signature, cache=directory is not None, **options)(function)
+                return _njit(signature, cache=True, **options)(function)
             finally:
-                _config.CACHE_DIR = before
+                _config.CACHE_LOCATOR_CLASSES = before
 
         return decorate
 
     return jit
 
 
-jit = jit_for(Path(__file__).parent)
+jit = jit_for(*RADIX_SOURCES)

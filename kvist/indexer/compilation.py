@@ -1,0 +1,154 @@
+"""Compiled code without waiting for it: another process fills the cache while the service's event loop runs on.
+
+`python -m kvist.indexer.compilation` is that process. A thread compiles instead where no machine code can be written,
+or where the process failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import import_module
+from importlib.util import find_spec
+from pkgutil import iter_modules
+
+from kvist.errors import MissingExtraError
+from kvist.machine_code import (
+    INDEXER_SOURCES,
+    PACKAGES,
+    Filled,
+    cache_directory,
+    find_filled,
+    mark_filled,
+    only_one_compiles,
+)
+
+_logger = logging.getLogger(__name__)
+
+COMMAND = (sys.executable, "-m", __name__)
+"""Fills the cache."""
+CHILD_NICENESS = 10
+_MAX_TOLD_BYTES = 2000
+
+_is_loaded = False
+
+
+def compile_all() -> Filled | None:
+    """Import every compiled module, which compiles what the cache lacks; return the cache if it has all of them then.
+
+    Raises MissingExtraError.
+    """
+    global _is_loaded
+    if find_spec("numba") is None:
+        raise MissingExtraError("router", "numba")
+    for name in PACKAGES:
+        package = import_module(name)
+        for module in iter_modules(package.__path__):
+            import_module(f"{name}.{module.name}")
+    _is_loaded = True
+    return find_filled() or mark_filled()
+
+
+def fill() -> Filled | None:
+    """Compile what the cache lacks, unless another process does: then wait for it. Returns what `compile_all` does."""
+    if cache_directory(*INDEXER_SOURCES) is None:
+        return None
+    with only_one_compiles():
+        return find_filled() or compile_all()
+
+
+def is_loaded() -> bool:
+    """Return whether this process has every compiled module, so that `load` has nothing to do."""
+    return _is_loaded
+
+
+def load_and_wait() -> None:
+    """Import every compiled module; the log tells where that takes long."""
+    if not is_loaded() and find_filled() is None:
+        _logger.info("compiling the index, which is kept for the next start; directory=%s", _directory())
+        with suppress(OSError):
+            fill()
+    compile_all()
+
+
+async def load() -> None:
+    """Return once this process has every compiled module; the event loop runs on meanwhile.
+
+    Cancelled, it ends the process that compiles. Raises what compiling in this process raises, if it comes to that.
+    """
+    if is_loaded():
+        return
+    started_s = time.monotonic()
+    is_filled = find_filled() is not None
+    if not is_filled:
+        _logger.info("compiling the index; what needs it waits, nothing else does; directory=%s", _directory())
+        if _directory() is None:
+            _logger.warning("compiled at each start, in a thread: set NUMBA_CACHE_DIR to a directory that is writable")
+        else:
+            await _fill_in_child()
+    await _in_daemon_thread(compile_all)
+    if not is_filled:
+        _logger.info("the index is compiled after %.1f s", time.monotonic() - started_s)
+
+
+def _directory() -> str | None:
+    directory = cache_directory(*INDEXER_SOURCES)
+    return None if directory is None else str(directory.parent)
+
+
+async def _fill_in_child() -> None:
+    """Have another process fill the cache; its failure is logged."""
+    try:
+        child = await asyncio.create_subprocess_exec(
+            *COMMAND,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the service, which then ends its child
+        )
+    except OSError as error:
+        _logger.error("the process that compiles cannot be started, a thread does instead: %s", error)
+        return
+    try:
+        _, errors = await child.communicate()
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()
+    if child.returncode != 0:
+        told = errors[-_MAX_TOLD_BYTES:].decode(errors="replace").strip()
+        _logger.error("the process that compiles failed, a thread does instead: code=%s %s", child.returncode, told)
+
+
+async def _in_daemon_thread(function: Callable[[], object]) -> None:
+    """Run what may take a minute in a thread that a process which ends does not wait for."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def tell(error: BaseException | None) -> None:
+        if not done.done():
+            done.set_result(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            function()
+        except BaseException as raised:  # noqa: BLE001 - raised again in the loop
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, error)
+
+    threading.Thread(target=run, name="kvist-compile", daemon=True).start()
+    error = await done
+    if error is not None:
+        raise error
+
+
+if __name__ == "__main__":
+    os.nice(CHILD_NICENESS)
+    sys.exit(fill() is None)

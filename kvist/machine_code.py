@@ -1,0 +1,131 @@
+"""Where the machine code of the compiled modules lies, and whether all of it is there; asking imports no Numba.
+
+It is cached per user and per version of its source: a directory's name has a hash of the sources, so stale machine code
+is never loaded, whatever a package manager did to the files' times. A stamp beside it says what was written when all
+modules had been compiled, for one version of Python and Numba and one kind of CPU. Directories of other versions that
+nobody has used for a month are removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from kvist.errors import MissingExtraError
+
+PACKAGES = ("kvist.radix.compiled", "kvist.indexer.compiled")
+"""Every module in these is compiled when it is imported."""
+
+_RADIX, _INDEXER = (Path(__file__).parent.parent.joinpath(*package.split(".")) for package in PACKAGES)
+RADIX_SOURCES = (_RADIX,)
+INDEXER_SOURCES = (_INDEXER, _RADIX)
+"""Functions of the index are inlined into the indexer's: an edit there makes its machine code stale, too."""
+
+_MAX_UNUSED_S = 30 * 24 * 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A cache that has the machine code of all modules."""
+
+    directory: Path
+    num_files: int
+    size_bytes: int
+
+
+def cache_directory(*sources: Path) -> Path | None:
+    """Return a directory for the machine code of `sources`, or None where none can be written.
+
+    A source is a file, or a folder with all its modules; the directory bears the name of the first, and of its folder.
+    `NUMBA_CACHE_DIR` is honoured; otherwise it lies in `XDG_CACHE_HOME`, or in `.cache` of the home directory. One that
+    cannot be written is returned if nothing has to be, as in a container whose file system is read-only.
+    """
+    try:
+        directory = _directory(*sources)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):  # which also marks the directory as used now
+                _remove_unused(directory)
+        except OSError:
+            return directory if directory.is_dir() and find_filled() is not None else None
+        return directory
+    except (OSError, RuntimeError):  # RuntimeError: no home directory at all
+        return None
+
+
+def find_filled() -> Filled | None:
+    """Return the cache if it has all that was written when every module had been compiled for such a process as this.
+
+    Raises MissingExtraError where nothing can be compiled.
+    """
+    try:
+        stamp = _stamp()
+        caches = stamp.parent.parent
+        files = json.loads(stamp.read_bytes())
+        if any((caches / name).stat().st_size != size_bytes for name, size_bytes in files.items()):
+            return None
+    except (OSError, RuntimeError, ValueError):
+        return None
+    return Filled(caches, len(files), sum(files.values()))
+
+
+def mark_filled() -> Filled | None:
+    """Take note that every module is compiled; None where that, or the machine code, cannot be written."""
+    directories = [cache_directory(*RADIX_SOURCES), cache_directory(*INDEXER_SOURCES)]
+    try:
+        stamp = _stamp()
+        caches = stamp.parent.parent
+        paths = [path for directory in directories if directory is not None for path in directory.rglob("*.nb[ci]")]
+        with tempfile.NamedTemporaryFile("w", dir=stamp.parent, delete=False) as file:
+            json.dump({str(path.relative_to(caches)): path.stat().st_size for path in paths}, file)
+        os.replace(file.name, stamp)
+    except (OSError, RuntimeError):
+        return None
+    return find_filled()
+
+
+@contextmanager
+def only_one_compiles() -> Iterator[None]:
+    """Wait for other processes that compile the same; the lock of one that was killed is free. Raises OSError."""
+    with (_directory(*INDEXER_SOURCES) / "lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _directory(*sources: Path) -> Path:
+    files = [file for source in sources for file in (sorted(source.glob("*.py")) if source.is_dir() else [source])]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    base = os.environ.get("NUMBA_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "kvist" / f"{sources[0].parent.name}-{sources[0].stem}-{digest}"
+
+
+def _stamp() -> Path:
+    """Return the file that says what all machine code is; its name has what Numba keys that by, beside the sources."""
+    try:
+        from llvmlite import binding
+    except ModuleNotFoundError:
+        raise MissingExtraError("router", "numba") from None
+    settings = sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))
+    settings = [item for item in settings if item[0] != "NUMBA_CACHE_DIR"]
+    target = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
+    means = sys.version, version("numba"), version("llvmlite"), target, settings
+    name = hashlib.sha256(repr(means).encode()).hexdigest()[:16]
+    return _directory(*INDEXER_SOURCES) / f"{name}.json"
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove the directories of other versions of these sources that were last used long ago."""
+    oldest_s = directory.stat().st_mtime - _MAX_UNUSED_S
+    for other in directory.parent.glob(f"{directory.name.rpartition('-')[0]}-*"):
+        if other.stat().st_mtime < oldest_s:
+            shutil.rmtree(other, ignore_errors=True)

@@ -1,0 +1,23 @@
+"""`kvist compile` fills the cache, says what is in it, and fails where there can be none."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvist.cli import main
+
+
+def test_it_says_where_the_machine_code_lies_and_how_much_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile"]) == 0
+    line = r"kvist compile: [1-9]\d* files, \d+\.\d MB in /.*/kvist after \d+\.\d s\n"
+    assert re.fullmatch(line, capsys.readouterr().out)
+
+
+def test_it_fails_where_nothing_can_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/proc/none")
+    assert main(["compile"]) == 1
+    assert "no directory for machine code can be written: set NUMBA_CACHE_DIR to one" in capsys.readouterr().err
