@@ -28,7 +28,7 @@ from kvist.events.transports.block import MessageBlock
 from kvist.events.types import SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.restoring import Answer, is_heartbeat, read_answer, restore
-from kvist.indexer.statistics import SourceCounters
+from kvist.indexer.statistics import RankBound, SourceCounters
 from kvist.indexer.target import Index, state_of
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class CanonicalFollower:
         resyncing: set[WorkerRank],
         counters: SourceCounters,
         limits: SessionLimits | None = None,
+        bound: RankBound | None = None,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
         self._worker = worker
@@ -60,6 +61,7 @@ class CanonicalFollower:
         self._resyncing = resyncing
         self._counters = counters
         self._limits = limits
+        self._bound = bound or RankBound()
         self._lane = _lane_for(worker, block_size, index)
         self._sessions: dict[int, Session[Batch]] = {}
         self._topics: dict[int, bytes] = {}
@@ -105,6 +107,8 @@ class CanonicalFollower:
             return
         session = self._sessions.get(batch.rank)
         if session is None:
+            if not self._bound.admits(batch.rank, self._worker, self._counters):
+                return
             session = self._new_session(batch.rank)
         if message.topic:  # replies in the older framing have none
             self._topics[batch.rank] = message.topic

@@ -14,7 +14,7 @@ from kvist.events.follow import Question
 from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
-from kvist.indexer.statistics import SourceCounters
+from kvist.indexer.statistics import RankBound, SourceCounters
 from kvist.indexer.target import Index, state_of
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.stream import RankStream
@@ -50,15 +50,18 @@ class EngineFollower:
         resyncing: set[WorkerRank],
         counters: SourceCounters,
         limits: SessionLimits | None = None,
-        default_rank: int = 0,
+        bound: RankBound | None = None,
     ) -> None:
-        """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
+        """Keep `resyncing`, shared by all sources, up to date with this worker's ranks.
+
+        Batches that name no rank are of `bound.own_rank`.
+        """
         self._worker = worker
         self._block_size = block_size
         self._index = index
         self._resyncing = resyncing
         self._counters = counters
-        self._default_rank = default_rank
+        self._bound = bound or RankBound()
         self._ranks: dict[int, _Rank] = {}
         # Ranks that said they hold nothing since anything of the stream, which they may share, was lost.
         self._whole: set[int] = set()
@@ -66,7 +69,7 @@ class EngineFollower:
         self._has_our_block_size = False
         self._is_part = False
         self._feed = EngineFeed(engine, worker, self, limits)
-        self._lane = _lane_for(block_size, engine, index, default_rank)
+        self._lane = _lane_for(block_size, engine, index, self._bound.own_rank)
 
     @property
     def session(self) -> Session[bytes]:
@@ -196,7 +199,9 @@ class EngineFollower:
 
     def apply(self, batch: DecodedEngineBatch) -> None:
         """Filter, hash and apply an engine's batch (called by the feed)."""
-        number = self._default_rank if batch.rank is None else batch.rank
+        number = self._bound.own_rank if batch.rank is None else batch.rank
+        if number not in self._ranks and not self._bound.admits(number, self._worker, self._counters):
+            return
         for event in batch.events:
             self._check_block_size(event)
             self._rank(number).admit(event)

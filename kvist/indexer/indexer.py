@@ -18,7 +18,7 @@ from kvist.events.transports import open_subscription
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.progress import Progress
 from kvist.indexer.source import Source
-from kvist.indexer.statistics import SourceStatistics
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceStatistics
 from kvist.indexer.target import Index
 
 _logger = logging.getLogger(__name__)
@@ -37,9 +37,17 @@ class Indexer:
     """
 
     def __init__(
-        self, index: Index, *, block_size: int, clock: Callable[[], float] = time.monotonic, is_held: bool = False
+        self,
+        index: Index,
+        *,
+        block_size: int,
+        num_ranks: int = DEFAULT_NUM_RANKS,
+        clock: Callable[[], float] = time.monotonic,
+        is_held: bool = False,
     ) -> None:
         """Feed `index`, whose blocks are of `block_size` tokens: streams with another size are refused.
+
+        Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker.
 
         With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before.
         """
@@ -47,6 +55,8 @@ class Indexer:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
         self._index = index
         self._block_size = block_size
+        self._num_ranks = num_ranks
+        self._limits: dict[str, int] = {}
         self._clock = clock
         self._tasks = asyncio.TaskGroup()
         self._sources: dict[str, list[tuple[Source, asyncio.Task[None]]]] = {}
@@ -97,7 +107,7 @@ class Indexer:
             raise InvalidValueError("url", url, f"a stream that worker {worker} does not have yet")
         source = self._unpark(worker, url, rank)
         if source is None:
-            source = Source(worker, url, self._block_size, self._index, self._resyncing, rank)
+            source = self._new_source(worker, url, rank)
             self.forget_parked(worker)
         task = self._tasks.create_task(self._follow(source), name=f"kvist-source-{worker}")
         self._sources.setdefault(worker, sources).append((source, task))
@@ -107,11 +117,18 @@ class Indexer:
         for _, task in self._sources.pop(worker, ()):
             task.cancel()
         self._parked.pop(worker, None)
+        self._limits.pop(worker, None)
         self._forget_blocks(worker)
+
+    def limit_ranks(self, worker: str, num_ranks: int) -> None:
+        """Let streams of the worker name no other ranks than those below, from here on, until it is removed."""
+        self._limits[worker] = num_ranks
+        for source, _ in self._sources.get(worker, ()):
+            source.bound.num_ranks = num_ranks
 
     def park(self, worker: str, url: str, rank: int, progress: Progress) -> Source:
         """Have a stream, whose blocks the index gets now, wait until it is followed; until then they do not count."""
-        source = Source(worker, url, self._block_size, self._index, self._resyncing, rank)
+        source = self._new_source(worker, url, rank)
         source.resume(progress, self._clock())
         self._parked.setdefault(worker, []).append(source)
         return source
@@ -179,6 +196,10 @@ class Indexer:
         """Return the counters of every source as they are now."""
         now_s = self._clock()
         return [source.statistics(now_s) for source in self.sources]
+
+    def _new_source(self, worker: str, url: str, rank: int) -> Source:
+        num_ranks = self._limits.get(worker, self._num_ranks)
+        return Source(worker, url, self._block_size, self._index, self._resyncing, rank, num_ranks)
 
     def _unpark(self, worker: str, url: str, rank: int) -> Source | None:
         for source in self._parked.get(worker, ()):

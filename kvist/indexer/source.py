@@ -20,7 +20,7 @@ from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress
-from kvist.indexer.statistics import SourceCounters, SourceStatistics
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS, RankBound, SourceCounters, SourceStatistics
 from kvist.indexer.target import Index
 from kvist.publisher.engine_feed import DECODERS
 
@@ -62,9 +62,19 @@ class Source:
     """
 
     def __init__(
-        self, worker: str, url: str, block_size: int, index: Index, resyncing: set[WorkerRank], rank: int = 0
+        self,
+        worker: str,
+        url: str,
+        block_size: int,
+        index: Index,
+        resyncing: set[WorkerRank],
+        rank: int = 0,
+        num_ranks: int = DEFAULT_NUM_RANKS,
     ) -> None:
-        """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none."""
+        """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none.
+
+        Batches of others from `num_ranks` on are counted and skipped.
+        """
         self.worker = worker
         self.url = url
         self.public_url = public_url(url)
@@ -73,6 +83,8 @@ class Source:
         self.is_taking_answer = False
         """Whether an answer is taken bit by bit just now, so that the index is somewhere on the way to it."""
         self.rank = rank
+        self.bound = RankBound(num_ranks, rank)
+        """Which ranks it may name; those that it named before stay."""
         self._num_noted_connects = 0
         self._num_heard_connects = 0
         self._is_receiving = False
@@ -343,11 +355,11 @@ class Source:
 
     def _canonical_follower(self) -> CanonicalFollower:
         shared = (self._index, self._resyncing, self._counters)
-        return CanonicalFollower(self.worker, self._block_size, *shared, self._limits)
+        return CanonicalFollower(self.worker, self._block_size, *shared, self._limits, self.bound)
 
     def _engine_follower(self) -> EngineFollower:
         shared = (self._index, self._resyncing, self._counters)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits, self.rank)
+        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits, self.bound)
 
     def _is_canonical(self, message: Message) -> bool:
         try:

@@ -11,6 +11,9 @@ from kvist.events.session import Session, SourceState
 
 _logger = logging.getLogger(__name__)
 
+DEFAULT_NUM_RANKS = 64
+"""Ranks that a stream may name where nobody says how many there are: each costs every request a candidate."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceStatistics:
@@ -36,6 +39,7 @@ class SourceStatistics:
     num_unknown_events: int
     num_refused_batches: int
     num_refused_events: int
+    num_refused_ranks: int
     last_event_age_s: float | None
     lag_s: float | None
     failure: str | None
@@ -50,6 +54,24 @@ class SourceStatistics:
 
 
 @dataclass(slots=True)
+class RankBound:
+    """Which ranks a stream may name: those below `num_ranks`, and the one that it was added for."""
+
+    num_ranks: int = DEFAULT_NUM_RANKS
+    own_rank: int = 0
+
+    def admits(self, rank: int, worker: str, counters: SourceCounters) -> bool:
+        """Return whether the rank may be followed; where not, count it, and log the first of the source."""
+        if rank < self.num_ranks or rank == self.own_rank:
+            return True
+        counters.num_refused_ranks += 1
+        if counters.num_refused_ranks == 1:
+            text = "stream names a rank beyond its data-parallel size: skipped, and further ones are only counted"
+            _logger.warning("%s worker=%s rank=%d data_parallel_size=%d", text, worker, rank, self.num_ranks)
+        return False
+
+
+@dataclass(slots=True)
 class SourceCounters:
     """What a source's follower counts itself; the rest its sessions count."""
 
@@ -59,6 +81,7 @@ class SourceCounters:
     num_unknown_events: int = 0
     num_refused_batches: int = 0
     num_refused_events: int = 0
+    num_refused_ranks: int = 0
     last_event_at_s: float | None = None
     lag_s: float | None = None
     failure: str | None = None
@@ -114,6 +137,7 @@ class SourceCounters:
             num_unknown_events=self.num_unknown_events,
             num_refused_batches=self.num_refused_batches,
             num_refused_events=self.num_refused_events,
+            num_refused_ranks=self.num_refused_ranks,
             last_event_age_s=None if self.last_event_at_s is None else now_s - self.last_event_at_s,
             lag_s=self.lag_s,
             failure=self.failure,

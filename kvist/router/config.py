@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, redacted
+from kvist.events.types import MAX_RANKS
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
 from kvist.router.policy import (
     DEFAULT_DECODE_SCALE,
@@ -60,6 +62,10 @@ class RouterConfig:
         tuple[str, ...],
         Meta(description="networks (CIDR) where announced event endpoints may be, beside the worker's own host"),
     ] = ()
+    data_parallel_size: Annotated[
+        int,
+        Meta(ge=1, le=MAX_RANKS, description="ranks that a worker's streams may name, unless it announces fewer"),
+    ] = DEFAULT_NUM_RANKS
     policy: Annotated[PolicyName, Meta(description="how a worker is chosen")] = "kv"
     block_size: Annotated[
         Annotated[int, Meta(ge=1, le=65536)] | None,

@@ -7,7 +7,7 @@ What is announced is a claim: an event endpoint is dialled only where `event_end
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -38,6 +38,7 @@ class Identity(msgspec.Struct, frozen=True):
     version: str | None = None
     block_size: int | None = None
     event_endpoint: str | None = None
+    data_parallel_size: int | None = None
     role: Role = Role.BOTH
     transfer_endpoints: tuple[str, ...] = ()
     models: tuple[ServedModel, ...] | None = None
@@ -56,6 +57,7 @@ class _ServerInfo(msgspec.Struct, frozen=True):
     version: str | None = None
     block_size: int | None = None
     kv_events: _Place | None = None
+    data_parallel_size: Annotated[int, msgspec.Meta(ge=1)] | None = None
     role: Role = Role.BOTH
     kv_transfer: _Transfers | None = None
 
@@ -131,7 +133,8 @@ async def _server_info(pool: UpstreamPool, url: str) -> Identity:
         raise MalformedMessageError(f"{url}/server_info", str(error)) from None
     events = info.kv_events.endpoint if info.kv_events else None
     transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
-    return Identity(info.engine, info.version, info.block_size, events, info.role, transfers)
+    size = info.data_parallel_size
+    return Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
 
 
 async def _models(pool: UpstreamPool, url: str) -> tuple[ServedModel, ...] | None:

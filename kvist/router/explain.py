@@ -105,5 +105,6 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
         "gaps": source.num_gaps,
         "restarts": source.num_restarts,
         "refused_batches": source.num_refused_batches,
+        "refused_ranks": source.num_refused_ranks,
         "malformed": source.num_malformed,
     }

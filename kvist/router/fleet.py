@@ -217,6 +217,8 @@ class Fleet:
             return
         if identity.block_size is not None:
             self._index.adopt_block_size(identity.block_size)
+        if identity.data_parallel_size is not None:
+            self._index.limit_ranks(worker.url, identity.data_parallel_size)
         self._check_block_size(worker, self._index.block_size)
         if worker.error is not None:
             self._index.follow(worker.url, ())

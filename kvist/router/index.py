@@ -22,7 +22,7 @@ from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, open_subscription, public_url
 from kvist.indexer import Indexer, SourceStatistics, learn_block_size
-from kvist.indexer.statistics import SourceCounters
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceCounters
 from kvist.router.state import FleetState
 
 if TYPE_CHECKING:
@@ -58,10 +58,14 @@ class FleetIndex:
         now_s: Callable[[], float],
         state_dir: str | None = None,
         state_interval_s: float = 60.0,
+        *,
+        num_ranks: int = DEFAULT_NUM_RANKS,
     ) -> None:
         """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start."""
         self.block_size = block_size
         """Tokens per block of the whole fleet, None until it is configured or adopted."""
+        self._num_ranks = num_ranks
+        self._limits: dict[str, int] = {}
         self._now_s = now_s
         self._indexer: Indexer | None = None
         self._endpoints: dict[str, tuple[str, ...]] = {}
@@ -129,6 +133,8 @@ class FleetIndex:
             return
         if self._endpoints.pop(worker, ()) and self._indexer is not None:
             self._indexer.remove_source(worker)
+        if not wanted:
+            self._limits.pop(worker, None)
         if wanted:
             self._endpoints[worker] = wanted
             self._add_sources(worker)
@@ -137,6 +143,14 @@ class FleetIndex:
                     self._tasks.create_task(self._learn_block_size(worker, endpoint), name=f"kvist-block-size {worker}")
                     for endpoint in wanted
                 ]
+
+    def limit_ranks(self, worker: str, num_ranks: int) -> None:
+        """Let streams of the worker name no rank that it says it does not have, nor one that no worker may have."""
+        num_ranks = min(num_ranks, self._num_ranks)
+        if self._limits.get(worker) != num_ranks:
+            self._limits[worker] = num_ranks
+            if self._indexer is not None:
+                self._indexer.limit_ranks(worker, num_ranks)
 
     def endpoints(self, worker: str) -> tuple[str, ...]:
         """Return the streams followed for the worker."""
@@ -205,7 +219,9 @@ class FleetIndex:
     async def _follow(self) -> None:
         await self._has_block_size.wait()
         assert self.block_size is not None
-        async with Indexer(self.radix, block_size=self.block_size, clock=self._now_s) as indexer:
+        async with Indexer(
+            self.radix, block_size=self.block_size, num_ranks=self._num_ranks, clock=self._now_s
+        ) as indexer:
             if self._keeper is not None:
                 fleet = FleetState(self.block_size, self.radix, indexer)
                 self._kept.append(fleet)
@@ -218,6 +234,8 @@ class FleetIndex:
 
     def _add_sources(self, worker: str) -> None:
         if self._indexer is not None:
+            if worker in self._limits:
+                self._indexer.limit_ranks(worker, self._limits[worker])
             for endpoint in self._endpoints[worker]:
                 self._indexer.add_source(worker, endpoint)
             self._indexer.forget_parked(worker)

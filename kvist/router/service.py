@@ -95,7 +95,13 @@ class RouterService:
         self._metrics = RouterMetrics()
         index = None
         if config.policy == "kv":
-            index = FleetIndex(config.block_size, now_s, config.state_dir, config.state_interval_s)
+            index = FleetIndex(
+                config.block_size,
+                now_s,
+                config.state_dir,
+                config.state_interval_s,
+                num_ranks=config.data_parallel_size,
+            )
             await exits.enter_async_context(index)
         self._index = index
         reader = PromptReader(tokenizer, has_index=index is not None)

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events import WorkerRank
+from kvist.events import Batch, Stored, WorkerRank
+from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.source import Source
@@ -85,6 +86,32 @@ def test_a_batch_without_a_rank_that_clears_leaves_nothing_missing(world):
     world.take(MessageBlock.of([Message(b"", 6, msgspec.msgpack.encode([1.0, [{"type": "AllBlocksCleared"}]]))]))
     assert world.held() == {7: 0}
     assert world.source.states() == {7: SourceState.LIVE}
+
+
+def canonical(*ranks: int) -> MessageBlock:
+    """Return a canonical message of each rank."""
+    blocks = [Stored(number.to_bytes(8, "big"), None) for number, _ in enumerate(ranks)]
+    batches = [Batch("w", rank, 1, 0, BLOCK_SIZE, 1.0, (block,)) for rank, block in zip(ranks, blocks, strict=True)]
+    return MessageBlock.of([Message(b"kv/w/0", 0, encode_batch(batch)) for batch in batches])
+
+
+@pytest.mark.parametrize("is_canonical", [False, True], ids=["engine", "canonical"])
+def test_ranks_that_a_stream_invents_are_counted_logged_once_and_skipped(world, is_canonical, caplog):
+    ranks = [*range(4096)]
+    world.take(canonical(*ranks) if is_canonical else batches(*([[stored(rank)], rank] for rank in ranks)))
+    assert world.held() == dict.fromkeys(range(64), 1)
+    assert set(world.source.states()) == {*range(64)}
+    assert world.source.statistics(1.0).num_refused_ranks == 4096 - 64
+    assert [record.message for record in caplog.records if "rank=" in record.message] == [
+        "stream names a rank beyond its data-parallel size: skipped, and further ones are only counted"
+        " worker=w rank=64 data_parallel_size=64"
+    ]
+
+
+def test_the_rank_that_a_stream_was_added_for_is_followed_however_many_ranks_there_may_be(world):
+    world.source.bound.num_ranks = 2
+    world.take(batches([[stored(1)], None], [[stored(2)], 1], [[stored(3)], 2], [[stored(4)], 7]))
+    assert world.held() == {7: 2, 1: 1}
 
 
 @pytest.mark.parametrize("rank", [-1, 4096])

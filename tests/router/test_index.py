@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,24 @@ async def test_a_removed_workers_blocks_leave_the_index(worker, router, engine) 
                 await front.client.delete("/workers", params={"url": one.url})
                 await front.until_state(one.url, "gone")
                 assert {candidate["worker"] for candidate in (await front.explain(TOKENS))["candidates"]} == {other.url}
+
+
+async def test_streams_name_no_more_ranks_than_configured_and_none_that_their_worker_does_not_have(
+    worker, router, engine
+) -> None:
+    async with worker() as one, worker() as other:
+        with engine("one", num_ranks=4) as cache, engine("other", num_ranks=4) as silent:
+            one.server_info, other.server_info = cache.server_info, silent.server_info
+            other.server_info["data_parallel_size"] = 1
+            async with router(one.url, other.url, data_parallel_size=3) as front:
+
+                async def ranks() -> set[tuple[str, int]]:
+                    loads = (await front.client.get("/get_loads")).json()["loads"]
+                    return {(load["worker"], load["rank"]) for load in loads}
+
+                while len(await ranks()) < 4:
+                    await asyncio.sleep(0.01)
+                assert await ranks() == {(one.url, 0), (one.url, 1), (one.url, 2), (other.url, 0)}
 
 
 async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine) -> None:

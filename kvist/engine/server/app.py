@@ -168,6 +168,7 @@ class _Server:
                 "block_size": self._model.block_size,
                 "max_model_len": self._model.max_model_len,
                 "tensor_parallel_size": self._model.tensor_parallel_size,
+                "data_parallel_size": 1,
                 "kv_events": None if endpoint is None else {"endpoint": endpoint},
                 "role": "both" if transfers is None else transfers.role,
                 "kv_transfer": None

@@ -11,6 +11,7 @@ from msgspec import Meta
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
 from kvist.settings import check_fields
 
@@ -43,6 +44,9 @@ class IndexConfig:
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="distinct blocks that a model's index keeps; beyond them the least recently used go"),
     ] = None
+    data_parallel_size: Annotated[
+        int, Meta(ge=1, le=MAX_RANKS, description="ranks that a stream may name beside its own; others are skipped")
+    ] = DEFAULT_NUM_RANKS
     peers: Annotated[
         tuple[str, ...],
         Meta(description="index services to start from, as http://host:port joined by commas; the first that answers"),

@@ -35,6 +35,7 @@ _SOURCE_COUNTERS = {
     "unknown_events": "Events of a kind that is not indexed",
     "refused_batches": "Batches of another block size",
     "refused_events": "Stored events whose parent is not held",
+    "refused_ranks": "Batches of ranks beyond those that a stream may name",
 }
 
 

@@ -15,6 +15,7 @@ from kvist.indexer import Indexer
 from kvist.indexer.service.answers import MatchWriter, stream_name
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.source import Source
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
@@ -87,9 +88,20 @@ def parse_stream_name(name: str) -> tuple[int, int] | None:
 class Registry:
     """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
 
-    def __init__(self, now_s: Callable[[], float], *, max_blocks: int | None = None, is_held: bool = False) -> None:
-        """Cap each index at `max_blocks`. With `is_held`, streams are subscribed to, but not read until `release`."""
+    def __init__(
+        self,
+        now_s: Callable[[], float],
+        *,
+        max_blocks: int | None = None,
+        num_ranks: int = DEFAULT_NUM_RANKS,
+        is_held: bool = False,
+    ) -> None:
+        """Cap each index at `max_blocks`; streams may name the ranks below `num_ranks` beside their own.
+
+        With `is_held`, streams are subscribed to, but not read until `release`.
+        """
         self._max_blocks = max_blocks
+        self._num_ranks = num_ranks
         self._is_held = is_held
         self._now_s = now_s
         self._members: dict[Namespace, Member] = {}
@@ -225,7 +237,9 @@ class Registry:
     async def _run(self, namespace: Namespace, block_size: int, opened: asyncio.Future[Member]) -> None:
         """Keep one namespace from its first instance to its last."""
         index = RadixIndex(max_blocks=self._max_blocks)
-        async with Indexer(index, block_size=block_size, clock=self._now_s, is_held=self._is_held) as indexer:
+        async with Indexer(
+            index, block_size=block_size, num_ranks=self._num_ranks, clock=self._now_s, is_held=self._is_held
+        ) as indexer:
             member = Member(namespace, block_size, index, indexer)
             opened.set_result(member)
             await member.closed.wait()

@@ -73,7 +73,9 @@ class IndexService:
         config = self._config
         rules = EndpointRules(config.allow_endpoints, config.replay)
         is_held = bool(config.peers) or config.state_dir is not None
-        registry = Registry(time.monotonic, max_blocks=config.max_blocks, is_held=is_held)
+        registry = Registry(
+            time.monotonic, max_blocks=config.max_blocks, num_ranks=config.data_parallel_size, is_held=is_held
+        )
         await exits.enter_async_context(registry)
         dumper = Dumper()
         keeper = await self._open_state(exits, registry, dumper)

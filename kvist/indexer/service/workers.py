@@ -24,6 +24,7 @@ _COUNTERS = (
     "num_unknown_events",
     "num_refused_batches",
     "num_refused_events",
+    "num_refused_ranks",
 )
 
 
