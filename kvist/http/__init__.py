@@ -18,7 +18,7 @@ from kvist.http.errors import (
     UpstreamTimeoutError,
 )
 from kvist.http.fields import Headers
-from kvist.http.limits import HttpLimits, UpstreamLimits
+from kvist.http.limits import HttpLimits, UpstreamLimits, default_max_connections
 from kvist.http.pool import PoolStatistics, UpstreamPool, UpstreamResponse
 from kvist.http.request import Request
 from kvist.http.responder import Answer, Responder
@@ -46,5 +46,6 @@ __all__ = [
     "UpstreamProtocolError",
     "UpstreamResponse",
     "UpstreamTimeoutError",
+    "default_max_connections",
     "serve_asgi",
 ]

@@ -6,6 +6,7 @@ the task's end starts the next request. Only the handler's task ever waits.
 
 import asyncio
 import logging
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -25,8 +26,15 @@ QuickEndpoint = Callable[[bytes], Answer]
 
 MAX_QUICK_ANSWERS = 16
 """Requests of one client that are answered in a row before others get a turn."""
+HEALTH_PATH = "/health"
+"""Answered even where no place is left: a service that only has much to do must not be taken for dead."""
+MAX_LOOKED_AT = 8
+"""Idle connections looked at to find one whose client has read its last answer."""
 READ_BYTES = 256 * 1024
 """The most that is read at once. The buffer is one for all connections: nothing stays in it."""
+
+
+_NO_PLACE = RequestRefusedError(503, "overloaded", "too many connections; try again")
 
 
 @dataclass(slots=True)
@@ -37,7 +45,13 @@ class ServerState:
     quick_endpoints: Mapping[str, QuickEndpoint]
     limits: HttpLimits
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
-    connections: "set[ServerConnection]" = field(default_factory=set)
+    connections: "dict[ServerConnection, str | None]" = field(default_factory=dict)
+    """All that are open, each with its peer's address."""
+    idle: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
+    """Those with a place and without a request, the one that has waited longest for its client first."""
+    guests: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
+    """Those without a place, the oldest first."""
+    peers: Counter[str | None] = field(default_factory=Counter)
     is_closing: bool = False
     num_requests: int = 0
     num_refused: int = 0
@@ -45,6 +59,47 @@ class ServerState:
     num_disconnects: int = 0
     num_handler_failures: int = 0
     num_body_bytes_held: int = 0
+    num_evicted: int = 0
+
+    def admit(self, connection: "ServerConnection", peer: str | None) -> bool:
+        """Takes a connection in and returns whether it has a place, maybe that of the idlest; else it is a guest."""
+        limits, share = self.limits, self.limits.max_connections_per_peer
+        self.connections[connection] = peer
+        self.peers[peer] += 1
+        num_places = len(self.connections) - 1 - len(self.guests)
+        if (share is None or self.peers[peer] <= share) and (
+            num_places < limits.max_connections or self._close_idlest()
+        ):
+            self.idle[connection] = None
+            return True
+        if len(self.guests) >= limits.max_guests:
+            self._evict(next(iter(self.guests)))
+        self.guests[connection] = None
+        return False
+
+    def forget(self, connection: "ServerConnection") -> None:
+        """Gives the connection's place away; no-op for one that has none any more."""
+        if connection in self.connections:
+            peer = self.connections.pop(connection)
+            self.peers[peer] -= 1
+            if not self.peers[peer]:
+                del self.peers[peer]
+        self.idle.pop(connection, None)
+        self.guests.pop(connection, None)
+
+    def _close_idlest(self) -> bool:
+        for _ in range(min(len(self.idle), MAX_LOOKED_AT)):
+            connection = next(iter(self.idle))
+            if not connection.has_unsent:
+                self._evict(connection)
+                return True
+            self.idle.move_to_end(connection)
+        return False
+
+    def _evict(self, connection: "ServerConnection") -> None:
+        self.num_evicted += 1
+        self.forget(connection)
+        connection.abort()
 
 
 class ServerConnection(asyncio.BufferedProtocol):
@@ -62,6 +117,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._num_body_bytes_held = 0
         self._is_write_paused = False
         self._is_discarding = False
+        self._is_guest = False
         self.lost = loop.create_future()
 
     # What asyncio calls.
@@ -71,14 +127,11 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
         peer = transport.get_extra_info("peername")
         self._parser = RequestParser(self._limits, peer[:2] if isinstance(peer, tuple) else None)
-        num_open = len(self._state.connections)
-        self._state.connections.add(self)
-        if self._state.is_closing or num_open >= 2 * self._limits.max_connections:
+        self._is_guest = not self._state.admit(self, peer[0] if isinstance(peer, tuple) else None)
+        if self._state.is_closing:
             self._transport.abort()
-        elif num_open >= self._limits.max_connections:
-            self._refuse(RequestRefusedError(503, "overloaded", "too many connections; try again"))
         else:
-            self._deadline.set("idle", self._limits.idle_timeout_s)
+            self._deadline.set("idle", self._limits.guest_timeout_s if self._is_guest else self._limits.idle_timeout_s)
 
     def get_buffer(self, _sizehint: int) -> memoryview:
         return self._state.read_buffer
@@ -106,7 +159,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._deadline.close()
-        self._state.connections.discard(self)
+        self._state.forget(self)
         self._release_body()
         self._cancel_handler()
         self.resume_writing()
@@ -143,6 +196,10 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     # What the server calls.
 
+    @property
+    def has_unsent(self) -> bool:
+        return self._transport.get_write_buffer_size() > 0
+
     def close_when_idle(self) -> None:
         """Closes now, or when the running request has been answered."""
         if self._task is None and not self._is_discarding:
@@ -171,8 +228,12 @@ class ServerConnection(asyncio.BufferedProtocol):
                 self._await_bytes()
                 return
             self._deadline.clear()
+            self._state.idle.pop(self, None)
+            if self._is_guest and request.path != HEALTH_PATH:
+                self._refuse(_NO_PLACE)
+                return
             self._state.num_requests += 1
-            keep_alive = request.is_keep_alive and not self._state.is_closing
+            keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
             endpoint = self._state.quick_endpoints.get(request.path) if request.method == "POST" else None
             if endpoint is None:
                 responder = Responder(self, request, self._loop, keep_alive=keep_alive)
@@ -203,6 +264,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._run(self._pass_on())
         else:
             self._deadline.set("idle", self._limits.idle_timeout_s)
+            self._state.idle.move_to_end(self)
 
     async def _pass_on(self) -> None:
         """Waits until the client reads, and lets others run."""
@@ -217,6 +279,14 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _await_bytes(self) -> None:
         phase = self._parser.phase
+        if self._is_guest:  # whose deadline stands from its beginning on
+            if phase == "body":
+                self._refuse(_NO_PLACE)
+            return
+        if phase == "body":
+            self._state.idle.pop(self, None)
+        else:
+            self._state.idle.setdefault(self)  # whose place in the row stays: a head that trickles in is no request
         if self._parser.take_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if phase != self._deadline.phase:
@@ -292,6 +362,8 @@ class ServerConnection(asyncio.BufferedProtocol):
     def _linger(self) -> None:
         """Ends our side, and discards input for a moment: closing on unread input would reset the answer away."""
         self._is_discarding = True
+        if not self._is_guest:
+            self._state.idle.setdefault(self)
         if not self._transport.can_write_eof():
             self._close()
             return
@@ -306,12 +378,13 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._transport.close()
 
     def _bound_close(self) -> None:
-        has_unsent = self._transport.get_write_buffer_size() > 0
-        self._deadline.set("close", self._limits.write_timeout_s if has_unsent else self._limits.linger_timeout_s)
+        self._deadline.set("close", self._limits.write_timeout_s if self.has_unsent else self._limits.linger_timeout_s)
 
     def _expired(self, phase: str) -> None:
         self._state.num_timeouts += phase != "close"
-        if phase == "idle":
+        if phase == "idle" and self._is_guest:
+            self._refuse(_NO_PLACE)
+        elif phase == "idle":
             self._close()
         elif phase in ("header", "body"):
             self._refuse(RequestRefusedError(408, f"{phase}_timeout", f"the request's {phase} came too slowly"))

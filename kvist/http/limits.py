@@ -1,18 +1,46 @@
 """Every wait, buffer and count of the HTTP data path has one named bound, checked when the limits are built."""
 
+import logging
+import resource
 from dataclasses import dataclass, fields
 
 from kvist.errors import InvalidValueError
 
+logger = logging.getLogger(__name__)
+
 KIB = 1024
 MIB = 1024 * KIB
+
+_MAX_DESCRIPTORS = 1 << 20
+"""More than this are not asked for, even where the hard limit allows them."""
+_MAX_DEFAULT_CONNECTIONS = 1 << 16
+"""Idle ones take 0.3 GB then; who wants more says so."""
+
+
+def default_max_connections() -> int:
+    """Return how many clients the descriptor limit allows, which is raised as far as it may be: one for each of two.
+
+    The other half is for what serves them: connections to workers, event streams, files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MAX_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+        except (OSError, ValueError) as error:
+            logger.warning("descriptor limit stays as it is: %s limit=%d", error, soft)
+    num_descriptors = wanted if soft == resource.RLIM_INFINITY else soft
+    max_connections = max(1, min(num_descriptors // 2, _MAX_DEFAULT_CONNECTIONS))
+    logger.info("connections allowed max_connections=%d descriptors=%d", max_connections, num_descriptors)
+    return max_connections
 
 
 def _require_positive(limits: object) -> None:
     """Refuses a limit that is not above zero, naming the field and the value."""
     for field in fields(limits):  # type: ignore[arg-type]
         value = getattr(limits, field.name)
-        if not value > 0:
+        if value is not None and not value > 0:
             raise InvalidValueError(f"{type(limits).__name__}.{field.name}", value, "a number above 0")
 
 
@@ -21,7 +49,16 @@ class HttpLimits:
     """What one client, and all clients together, may cost the server."""
 
     max_connections: int = 4096
-    """Above it a connection is answered 503; above twice the number it is dropped unanswered."""
+    """A connection beyond it takes the place of the one that has waited longest for its client's next request.
+
+    Where all have one under way, only `GET /health` is answered, anything else with 503.
+    """
+    max_connections_per_peer: int | None = None
+    """Beyond it further connections of one address fare as if requests took all places; None: no such limit."""
+    max_guests: int = 64
+    """Connections without a place that may ask for `/health`; beyond it the oldest of them goes."""
+    guest_timeout_s: float = 2.0
+    """How long they may take to say what they want."""
     max_request_line_bytes: int = 8 * KIB
     max_header_bytes: int = 32 * KIB
     max_headers: int = 100

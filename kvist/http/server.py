@@ -10,6 +10,11 @@ from typing import Self
 from kvist.http.connection import Handler, QuickEndpoint, ServerConnection, ServerState
 from kvist.http.limits import HttpLimits
 
+_BACKLOG = 1024
+"""Connections that the system holds until they are accepted."""
+_ACCEPTED_AT_ONCE = 32
+"""In one turn of the loop; and asyncio logs as many lines a second while there are no descriptors left."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServerStatistics:
@@ -26,6 +31,8 @@ class ServerStatistics:
     num_disconnects: int
     """Clients that left before their response ended."""
     num_handler_failures: int
+    num_evicted: int
+    """Idle connections closed because others needed their place."""
 
 
 class HttpServer:
@@ -69,6 +76,7 @@ class HttpServer:
             num_timeouts=state.num_timeouts,
             num_disconnects=state.num_disconnects,
             num_handler_failures=state.num_handler_failures,
+            num_evicted=state.num_evicted,
         )
 
     async def __aenter__(self) -> Self:
@@ -78,8 +86,12 @@ class HttpServer:
             self._host,
             self._port,
             ssl=self._tls,
-            backlog=1024,
+            backlog=_ACCEPTED_AT_ONCE,
+            ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout_s,
         )
+        for listening in self._server.sockets:
+            with listening.dup() as socket:
+                socket.listen(_BACKLOG)
         return self
 
     async def __aexit__(

@@ -96,6 +96,14 @@ class RouterConfig:
         Meta(description="bearer key for administration; without it only loopback clients may administer"),
     ] = None
     max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
+    max_connections: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="clients' connections at a time; without it, half of the descriptors there may be"),
+    ] = None
+    max_connections_per_peer: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="those of one address, which may be a load balancer; without it, as many as of all"),
+    ] = None
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(description="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"),

@@ -25,7 +25,7 @@ from urllib.parse import unquote
 import msgspec
 
 from kvist.errors import InvalidValueError
-from kvist.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, serve_asgi
+from kvist.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, default_max_connections, serve_asgi
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.api import AdminApi
@@ -120,7 +120,12 @@ class RouterService:
         self._admin = AdminApi(
             fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
         ).application()
-        limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
+        limits = HttpLimits(
+            max_connections=config.max_connections or default_max_connections(),
+            max_connections_per_peer=config.max_connections_per_peer,
+            max_body_bytes=config.max_body_bytes,
+            close_timeout_s=CLOSE_TIMEOUT_S,
+        )
         server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_tls_context(config))
         self._server = await exits.enter_async_context(server)
         logger.info("router serves url=%s policy=%s cold_start_s=%.2f", self.url, config.policy, now_s() - started_s)

@@ -314,25 +314,121 @@ async def test_a_handler_that_fails_within_its_answer_leaves_it_visibly_incomple
 # Limits over all connections.
 
 
-async def test_a_connection_too_many_is_told_503_and_others_go_on(
-    serve: Serve, connect: Connect, echo: Handler
+class Work:
+    """Answers `/health` at once, and anything else when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+        self.may_end = asyncio.Event()
+
+    async def __call__(self, request: Request, responder: Responder) -> None:
+        if request.path != "/health":
+            self.num_begun += 1
+            await self.may_end.wait()
+        await responder.send_response(200, [], b"done")
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
+POST_WITH_A_BODY = b"POST / HTTP/1.1\r\nhost: test\r\ncontent-length: 5\r\n\r\n"
+
+
+async def test_clients_that_only_hold_connections_make_room_for_others_the_idlest_first(
+    serve: Serve, connect: Connect, echo: Handler, until: Until
 ) -> None:
-    server = await serve(echo, max_connections=2, linger_timeout_s=5)
-    first, second, third = [await connect(server) for _ in range(3)]
-    third.send(GET)
-    answer = await third.answer()
-    assert answer.status == 503
-    assert json.loads(answer.body)["error"]["code"] == "overloaded"
-    for client in (first, second):
-        client.send(GET)
+    server = await serve(echo, max_connections=3)
+    silent, trickling, served = [await connect(server) for _ in range(3)]
+    trickling.send(b"GET / HT")
+    for _ in range(2):
+        served.send(GET)
+        assert (await served.answer()).status == 200
+    for closed in (silent, trickling):
+        newcomer = await connect(server)
+        newcomer.send(GET)
+        assert (await newcomer.answer()).status == 200
+        assert await closed.read_to_end() == b""
+    served.send(GET)
+    assert (await served.answer()).status == 200
+    await until(lambda: server.statistics().num_connections == 3)
+    assert server.statistics().num_evicted == 2
+
+
+async def test_requests_under_way_are_never_cut_for_a_newcomer_who_is_told_503_and_health_is_answered(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    work = Work()
+    server = await serve(work, max_connections=2, max_guests=1, linger_timeout_s=5)
+    busy, uploading = [await connect(server) for _ in range(2)]
+    busy.send(GET)
+    uploading.send(POST_WITH_A_BODY + b"1234")
+    await until(lambda: work.num_begun == 1)
+    for request in (GET, POST_WITH_A_BODY):
+        newcomer = await connect(server)
+        newcomer.send(request)
+        answer = await newcomer.answer()
+        assert (answer.status, answer.is_closing) == (503, True)
+        assert json.loads(answer.body)["error"]["code"] == "overloaded"
+    silent = [await connect(server) for _ in range(5)]
+    for _ in range(3):
+        probe = await connect(server)
+        probe.send(HEALTH)
+        answer = await probe.answer()
+        assert (answer.status, answer.is_closing) == (200, True)
+    for client in silent:
+        assert await client.read_to_end() == b""
+    uploading.send(b"5")
+    work.may_end.set()
+    for client in (busy, uploading):
         assert (await client.answer()).status == 200
 
 
-async def test_connections_far_too_many_are_dropped_unanswered(serve: Serve, connect: Connect, echo: Handler) -> None:
-    server = await serve(echo, max_connections=1, linger_timeout_s=5)
-    clients = [await connect(server) for _ in range(3)]
-    assert await clients[2].read_to_end() == b""
-    assert server.statistics().num_refused == 1
+async def test_a_newcomer_without_a_place_that_asks_for_nothing_is_told_503(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    work = Work()
+    server = await serve(work, max_connections=1, guest_timeout_s=0.01)
+    busy = await connect(server)
+    busy.send(GET)
+    await until(lambda: work.num_begun == 1)
+    assert (await (await connect(server)).answer()).status == 503
+
+
+async def test_a_client_that_has_not_read_its_answer_is_not_taken_for_idle(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    async def answer_at_length(_: Request, responder: Responder) -> None:
+        await responder.send_response(200, [], b"x" * 32 * 1024 * 1024)
+
+    server = await serve(answer_at_length, max_connections=1, write_buffer_bytes=64 * 1024 * 1024)
+    slow = await connect(server)
+    slow.send(GET)
+    await until(lambda: server.statistics().num_requests == 1)
+    newcomer = await connect(server)
+    newcomer.send(GET)
+    assert (await newcomer.answer()).status == 503
+    assert len((await slow.answer()).body) == 32 * 1024 * 1024
+
+
+async def test_one_address_has_no_more_than_its_share_if_there_is_one(
+    serve: Serve, connect: Connect, until: Until
+) -> None:
+    work = Work()
+    server = await serve(work, max_connections=8, max_connections_per_peer=2)
+    busy = [await connect(server) for _ in range(2)]
+    for client in busy:
+        client.send(GET)
+    await until(lambda: work.num_begun == 2)
+    third = await connect(server)
+    third.send(GET)
+    assert (await third.answer()).status == 503
+    await third.close()
+    work.may_end.set()
+    for client in busy:
+        assert (await client.answer()).status == 200
+        await client.close()
+    await until(lambda: server.statistics().num_connections == 0)
+    again = await connect(server)
+    again.send(GET)
+    assert (await again.answer()).status == 200
 
 
 async def test_bodies_held_by_all_connections_are_bounded_and_given_back(

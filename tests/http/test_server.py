@@ -1,14 +1,18 @@
-"""The server stops as it promises: idle connections at once, running requests within their time."""
+"""The server starts and stops as it promises: within its descriptors, running requests within their time."""
 
 import asyncio
+import os
+import resource
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from kvist.http import Handler, HttpLimits, HttpServer, Request, Responder
+from kvist.http import Handler, HttpLimits, HttpServer, Request, Responder, default_max_connections
 
 Connect = Callable[[HttpServer], Awaitable[Any]]
+Until = Callable[[Callable[[], object]], Awaitable[None]]
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
@@ -82,3 +86,44 @@ async def test_closing_can_itself_be_cancelled_and_still_cuts_connections_off(co
     with pytest.raises(asyncio.CancelledError):
         await running
     assert ended == ["cancelled"]
+
+
+async def test_without_descriptors_connections_wait_and_the_log_is_not_flooded(
+    echo: Handler, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with HttpServer(echo) as server:
+        clients = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(100)]
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            await until(lambda: caplog.records)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        num_lines = len(caplog.records)
+        assert all("out of system resource" in record.message for record in caplog.records)
+        for client in clients:
+            reader, writer = await asyncio.open_connection(sock=client)
+            writer.write(GET)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.close()
+        assert num_lines <= 32
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "allowed"),
+    [
+        (1024, 4096, 4096, 2048),
+        (1024, 1024, None, 512),
+        (1024, resource.RLIM_INFINITY, 1 << 20, 1 << 16),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 1 << 16),
+        (1024, 1 << 30, 1 << 20, 1 << 16),
+    ],
+)
+def test_half_of_the_descriptors_there_may_be_are_for_clients(monkeypatch, soft, hard, raised, allowed) -> None:
+    asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    assert default_max_connections() == allowed
+    assert asked == ([] if raised is None else [(raised, hard)])

@@ -67,6 +67,14 @@ class IndexConfig:
         Meta(description="networks (CIDR) where registered endpoints must be; without any, wherever they are"),
     ] = ()
     max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
+    max_connections: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="clients' connections at a time; without it, half of the descriptors there may be"),
+    ] = None
+    max_connections_per_peer: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="those of one address, which may be a load balancer; without it, as many as of all"),
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self)

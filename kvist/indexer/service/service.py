@@ -18,7 +18,7 @@ from typing import Self
 import kvist.indexer.canonical_lane
 import kvist.indexer.engine_lane
 import kvist.indexer.frames  # noqa: F401 - all three compiled here, rather than with the first stream
-from kvist.http import HttpLimits, HttpServer
+from kvist.http import HttpLimits, HttpServer, default_max_connections
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.service.api import Api
@@ -94,7 +94,12 @@ class IndexService:
         counters = RequestCounters()
         gauges = Gauges(registry, counters, lambda: server.statistics(), keeper)
         self._api = Api(registry, rules, counters, gauges, config.admin_key, dumper, keeper)
-        limits = HttpLimits(max_body_bytes=config.max_body_bytes, close_timeout_s=CLOSE_TIMEOUT_S)
+        limits = HttpLimits(
+            max_connections=config.max_connections or default_max_connections(),
+            max_connections_per_peer=config.max_connections_per_peer,
+            max_body_bytes=config.max_body_bytes,
+            close_timeout_s=CLOSE_TIMEOUT_S,
+        )
         server = HttpServer(
             self._api.handle,
             quick_endpoints=self._api.quick_endpoints,
