@@ -1,4 +1,4 @@
-"""Transports behind one Protocol; `base` holds the delivery contract, `endpoint` the URLs that choose a transport."""
+"""Transports behind one Protocol; `base` holds the delivery contract, `schemes` what a URL opens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvist.events.transports.base import Message, Publication, ReplayRequest, ReplaySource, Subscription
 from kvist.events.transports.broker import public_url, redacted
-from kvist.events.transports.endpoint import Endpoint, open_publication, open_subscription
+from kvist.events.transports.endpoint import Endpoint
+from kvist.events.transports.schemes import open_publication, open_subscription
 
 if TYPE_CHECKING:
     from kvist.events.transports.block import MessageBlock

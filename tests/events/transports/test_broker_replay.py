@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -16,11 +16,8 @@ from kvist.events.transports.broker_replay import (
     MAX_OPEN_QUESTIONS,
     PAGE_BYTES,
     QUESTION_TIMEOUT_S,
-    WINDOW_PAGES,
     Answers,
     Asking,
-    ask,
-    serve_answers,
 )
 
 REQUEST = ReplayRequest(b"kv/w/0", 3, 77)
@@ -48,27 +45,27 @@ class Wire:
 
     def __init__(self, answers: Answers, change: Callable[[int, bytes], list[bytes]] = lambda _, page: [page]) -> None:
         self.answers = answers
-        self.num_pages = 0
-        self.max_waiting = 0
+        self.num_pages = self.num_questions = 0
         self._change = change
-        self._pages: dict[str, asyncio.Queue[bytes | None]] = {}
+        self._asking: dict[str, Asking] = {}
 
     async def ask(self, request: ReplayRequest = REQUEST, timeout_s: float = 5) -> list[Message] | None:
         asking = Asking(request)
-        pages = self._pages[asking.name] = asyncio.Queue()
-        return await ask(asking, self._send, pages, timeout_s)
+        self._asking[asking.name] = asking
+        return await asking.ask(self._send, timeout_s)
 
     async def _send(self, data: bytes) -> None:
-        self.answers.received(data)
+        self.num_questions += 1
+        self.answers.receive(data)
 
     async def deliver(self, name: str, page: bytes) -> None:
         for each in self._change(self.num_pages, page):
-            self._pages[name].put_nowait(each)
+            if name in self._asking:
+                self._asking[name].receive(each)
         self.num_pages += 1
-        self.max_waiting = max(self.max_waiting, self._pages[name].qsize())
 
     async def __aenter__(self) -> Wire:
-        self._task = asyncio.create_task(serve_answers(self.answers, self.deliver))
+        self._task = asyncio.create_task(self.answers.serve(self.deliver))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -92,7 +89,7 @@ async def test_an_answer_arrives_whole_and_in_order(messages) -> None:
     async with Wire(Answers(source)) as wire:
         assert await wire.ask() == messages
         assert source.requests == [REQUEST]
-        assert wire.max_waiting <= WINDOW_PAGES
+        assert wire.num_pages == wire.num_questions
 
 
 async def test_pages_are_as_small_as_the_broker_wants_them() -> None:
@@ -110,51 +107,24 @@ async def test_pages_are_as_small_as_the_broker_wants_them() -> None:
     assert max(sizes) < 1000 + 256
 
 
-async def test_no_more_pages_are_sent_than_the_asker_allows() -> None:
-    answers = Answers(Source([Message(b"t", 0, bytes(100 * PAGE_BYTES))]))
-    asking = Asking(REQUEST)
-    answers.received(asking.question())
-    pages: list[bytes] = []
-    all_sent = asyncio.Event()
+async def test_a_page_is_sent_once_however_often_it_is_asked_for() -> None:
+    answers = Answers(Source([Message(b"t", 0, bytes(10 * PAGE_BYTES))]))
+    sent: list[bytes] = []
+    was_sent = asyncio.Event()
 
-    async def send(name: str, page: bytes) -> None:
-        assert name == asking.name
-        pages.append(page)
-        if len(pages) == WINDOW_PAGES:
-            all_sent.set()
+    async def send(_: str, page: bytes) -> None:
+        sent.append(page)
+        was_sent.set()
 
-    serving = asyncio.create_task(serve_answers(answers, send))
-    await all_sent.wait()
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert len(pages) == WINDOW_PAGES
-    grants = [grant for page in pages if (grant := asking.received(page)) is not None]
-    assert len(grants) == 2
+    serving = asyncio.create_task(answers.serve(send))
+    for page_idx in (0, 1):
+        was_sent.clear()
+        for idx in (page_idx, page_idx + 7, page_idx) if page_idx else (0,):
+            answers.receive(_question(bytes(16), idx))
+        await was_sent.wait()
     serving.cancel()
     await asyncio.wait([serving])
-
-
-async def test_no_grant_brings_more_than_a_window_of_pages() -> None:
-    answers = Answers(Source([Message(b"t", 0, bytes(1 << 20))]))
-    answers.page_bytes = 1024
-
-    async def num_sent() -> int:
-        num_pages = 0
-        while True:
-            due = asyncio.create_task(answers.due())
-            await asyncio.sleep(0)
-            if not due.done():
-                due.cancel()
-                return num_pages
-            due.result().next_page()
-            answers.sent(due.result())
-            num_pages += 1
-
-    no_bound, question_id = 1 << 63, bytes(16)
-    answers.received(msgspec.msgpack.encode(["kvist-ask1", question_id, b"", 0, None, no_bound]))
-    assert await num_sent() == WINDOW_PAGES
-    answers.received(msgspec.msgpack.encode(["kvist-grant1", question_id, no_bound]))
-    assert await num_sent() == WINDOW_PAGES
+    assert [msgspec.msgpack.decode(page)[2] for page in sent] == [0, 1]
 
 
 async def test_a_repeated_page_changes_nothing() -> None:
@@ -163,11 +133,11 @@ async def test_a_repeated_page_changes_nothing() -> None:
         assert await wire.ask() == messages
 
 
-async def test_a_lost_page_ends_the_answer_and_leaves_nothing_open() -> None:
+async def test_a_lost_page_ends_the_answer() -> None:
     answers = Answers(Source(random_messages(200, 10_000)))
     async with Wire(answers, lambda idx, page: [] if idx == 2 else [page]) as wire:
-        assert await wire.ask() is None
-        assert answers._open == {}
+        assert await wire.ask(timeout_s=0.05) is None
+        assert await wire.ask() == random_messages(200, 10_000)
 
 
 async def test_silence_is_no_answer() -> None:
@@ -209,63 +179,74 @@ async def test_signs_of_life_of_a_slow_source_are_not_held_back_until_a_page_is_
         assert wire.num_pages == 6  # each message when it is there, and the end
 
 
-def test_what_is_no_question_is_counted_and_skipped(caplog) -> None:
-    answers = Answers(Source([]))
-    good = Asking(REQUEST).question()
-    for data in (b"", b"\xc1", good[:-1], msgspec.msgpack.encode(["kvist-ask1", b"id", b"t", -1, None, 1]), b"\x90"):
-        answers.received(data)
-    assert answers.num_malformed == 5
-    assert len(caplog.records) == 1
-    answers.received(msgspec.msgpack.encode(["kvist-ask1", b"short id", b"t", 0, None, 1]))
-    answers.received(msgspec.msgpack.encode(["kvist-grant1", b"unknown", 5]))
-    assert answers._open == {}
+def _question(question_id: bytes, page_idx: int = 0, start_sequence: int = 0) -> bytes:
+    return msgspec.msgpack.encode(["kvist-ask2", question_id, page_idx, b"t", start_sequence, None])
 
 
-def test_open_questions_are_bounded_and_those_of_silent_askers_forgotten() -> None:
+async def test_what_is_no_question_is_counted_and_skipped(caplog) -> None:
+    async with Wire(Answers(Source([]))) as wire:
+        good = _question(bytes(16))
+        for data in (b"", b"\xc1", good[:-1], _question(bytes(16), 0, -1), _question(b"short id"), b"\x90"):
+            wire.answers.receive(data)
+        assert wire.answers.num_malformed == 6
+        assert len(caplog.records) == 1
+        assert await wire.ask() == []
+        assert wire.num_pages == 1
+
+
+async def test_open_questions_are_bounded_and_those_of_silent_askers_forgotten(until) -> None:
     now_s = 0.0
-    answers = Answers(Source([]), clock=lambda: now_s)
-    for _ in range(MAX_OPEN_QUESTIONS + 5):
-        answers.received(Asking(REQUEST).question())
-    assert len(answers._open) == MAX_OPEN_QUESTIONS
-    now_s = QUESTION_TIMEOUT_S + 1
-    answers.received(Asking(REQUEST).question())
-    assert len(answers._open) == 1
+    messages = [Message(b"t", 0, bytes(3 * PAGE_BYTES))]
+    async with Wire(Answers(Source(messages), clock=lambda: now_s)) as wire:
+        for number in range(MAX_OPEN_QUESTIONS):
+            wire.answers.receive(_question(number.to_bytes(16, "big")))
+        await until(lambda: wire.num_pages == MAX_OPEN_QUESTIONS)
+        assert await wire.ask(timeout_s=0.05) is None
+        now_s = QUESTION_TIMEOUT_S + 1
+        assert await wire.ask() == messages
 
 
 def _page(asking: Asking, page_idx: int, is_last: bool, data: bytes) -> bytes:
-    return msgspec.msgpack.encode(["kvist-page1", asking.id, page_idx, is_last, data])
+    return msgspec.msgpack.encode(["kvist-page1", bytes.fromhex(asking.name), page_idx, is_last, data])
 
 
 @pytest.mark.parametrize(
     "pages",
     [
         lambda _: [b"\xc1"],
-        lambda asking: [_page(asking, 1, True, b"")],
         lambda asking: [_page(asking, 0, True, b"half a record")],
         lambda asking: [_page(asking, 0, False, b"\xff" * 16), _page(asking, 1, True, b"")],
     ],
-    ids=["no page", "not the first", "cut", "lying about its size"],
+    ids=["no page", "cut", "lying about its size"],
 )
 async def test_an_answer_that_is_none_is_given_up(pages) -> None:
     asking = Asking(REQUEST)
-    queue: asyncio.Queue[bytes | None] = asyncio.Queue()
-    for page in pages(asking):
-        queue.put_nowait(page)
-    sent: list[bytes] = []
+    coming = iter(pages(asking))
 
-    async def send(data: bytes) -> None:
-        sent.append(data)
+    async def send(_: bytes) -> None:
+        asking.receive(next(coming))
 
-    assert await ask(asking, send, queue, 5) is None
-    assert sent == [asking.question(), asking.cancellation()]
+    assert await asking.ask(send, 5) is None
+    assert next(coming, None) is None
 
 
-async def test_another_questions_page_is_ignored() -> None:
+async def test_pages_of_other_questions_and_other_numbers_are_ignored() -> None:
     asking, other = Asking(REQUEST), Asking(REQUEST)
-    assert asking.received(_page(other, 0, True, b"")) is None
-    assert not asking.is_done
-    assert asking.received(_page(asking, 0, True, b"")) is None
-    assert asking.is_done
+
+    async def send(_: bytes) -> None:
+        for page in (_page(other, 0, True, b""), _page(asking, 1, True, b"x"), _page(asking, 0, True, b"")):
+            asking.receive(page)
+
+    assert await asking.ask(send, 5) == []
+
+
+async def test_an_asker_is_told_at_once_that_nobody_is_there() -> None:
+    asking = Asking(REQUEST)
+
+    async def send(_: bytes) -> None:
+        asking.receive(None)
+
+    assert await asking.ask(send, 1e9) is None
 
 
 async def test_too_long_an_answer_is_given_up(monkeypatch) -> None:
@@ -286,29 +267,9 @@ async def test_an_answer_that_never_ends_is_given_up(monkeypatch) -> None:
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
     asking = Asking(REQUEST)
 
-    class Endless(asyncio.Queue[bytes | None]):
-        async def get(self) -> bytes:
-            await asyncio.sleep(0)
-            return _page(asking, asking.num_pages, False, b"")
-
-    async def send(data: bytes) -> None:
-        pass
+    async def send(_: bytes) -> None:
+        await asyncio.sleep(0)
+        asking.receive(_page(asking, asking.num_pages, False, b""))
 
     async with asyncio.timeout(60):
-        assert await ask(asking, send, Endless(), timeout_s=5) is None
-
-
-async def test_a_cancelled_question_is_no_longer_answered() -> None:
-    answers = Answers(Source([]))
-    sent: list[Callable[[bytes], Awaitable[None]]] = []
-
-    async def send(data: bytes) -> None:
-        answers.received(data)
-
-    asking = asyncio.create_task(ask(Asking(REQUEST), send, asyncio.Queue(), 60))
-    await asyncio.sleep(0)
-    assert len(answers._open) == 1
-    asking.cancel()
-    await asyncio.wait([asking])
-    assert answers._open == {}
-    assert not sent
+        assert await asking.ask(send, timeout_s=5) is None

@@ -15,7 +15,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events.transports.base import Message, ReplaySource
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, pack
 from kvist.events.transports.broker_loop import BrokerLoop
-from kvist.events.transports.broker_replay import Answers, serve_answers
+from kvist.events.transports.broker_replay import Answers
 from kvist.events.transports.mqtt.announcement import Announcement, decode_announcement
 from kvist.events.transports.mqtt.connection import QOS, Connection, subscribe
 
@@ -147,7 +147,7 @@ class MqttPublication:
             data = message.payload if isinstance(message.payload, bytes) else b""
             if message.topic.value != self._place:
                 if self._answers is not None:
-                    self._answers.received(data)
+                    self._answers.receive(data)
             elif self._is_displaced_by(data):
                 await self._announce(client)
 
@@ -175,4 +175,4 @@ class MqttPublication:
         async def send(name: str, page: bytes) -> None:
             await client.publish(self._url.name(ANSWER, name), page, QOS)
 
-        await serve_answers(self._answers, send)
+        await self._answers.serve(send)

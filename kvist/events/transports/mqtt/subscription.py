@@ -17,7 +17,7 @@ import aiomqtt
 from kvist.errors import MalformedMessageError
 from kvist.events.transports.base import MAX_DRAIN, Message, ReplayRequest
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpack
-from kvist.events.transports.broker_replay import WINDOW_PAGES, Asking, ask
+from kvist.events.transports.broker_replay import Asking
 from kvist.events.transports.frames import MalformedCounter
 from kvist.events.transports.mqtt.announcement import decode_announcement
 from kvist.events.transports.mqtt.connection import Connection, subscribe
@@ -48,8 +48,7 @@ class MqttSubscription:
         self._arrived = asyncio.Event()
         self._client: aiomqtt.Client | None = None
         self._connected = asyncio.Event()
-        # By the end of the answer's topic: its pages, and what ends the wait for them with the connection.
-        self._asking: dict[str, tuple[asyncio.Queue[bytes | None], asyncio.Timeout]] = {}
+        self._asking: dict[str, Asking] = {}  # by the end of the answer's topic
         self._publication_id: int | None = None
         self._num_connects = 0
         self._is_peer_gone = False
@@ -122,26 +121,17 @@ class MqttSubscription:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._connected.wait()
-            async with asyncio.timeout(None) as while_connected:
-                assert self._client is not None
-                return await self._ask(self._client, Asking(request), while_connected, timeout_s)
+            assert self._client is not None
+            return await self._ask(self._client, Asking(request), timeout_s)
         except (TimeoutError, aiomqtt.MqttError):
             return None
 
-    async def _ask(
-        self, client: aiomqtt.Client, asking: Asking, while_connected: asyncio.Timeout, timeout_s: float
-    ) -> list[Message] | None:
+    async def _ask(self, client: aiomqtt.Client, asking: Asking, timeout_s: float) -> list[Message] | None:
         place = self._url.name(ANSWER, asking.name)
-        pages: asyncio.Queue[bytes | None] = asyncio.Queue(2 * WINDOW_PAGES)
-        self._asking[asking.name] = (pages, while_connected)
-
-        async def send(data: bytes) -> None:
-            with suppress(aiomqtt.MqttError):  # the connection is lost, and with it the answer
-                await client.publish(self._url.name(ASK), data)
-
+        self._asking[asking.name] = asking
         try:
             await subscribe(client, place)
-            return await ask(asking, send, pages, timeout_s)
+            return await asking.ask(partial(client.publish, self._url.name(ASK)), timeout_s)
         finally:
             del self._asking[asking.name]
             with suppress(aiomqtt.MqttError):
@@ -159,8 +149,8 @@ class MqttSubscription:
         finally:
             self._connected.clear()
             self._client = None
-            for _, while_connected in self._asking.values():
-                while_connected.reschedule(0.0)
+            for asking in self._asking.values():
+                asking.receive(None)
 
     def _take(self, message: aiomqtt.Message) -> None:
         """Take what the broker sends: an announcement, a page of an answer, or a message of the stream."""
@@ -170,8 +160,8 @@ class MqttSubscription:
             self._announced(data)
         elif topic.startswith(self._answers_place):
             asking = self._asking.get(topic.removeprefix(self._answers_place))
-            if asking is not None and not asking[0].full():  # more than was granted: the missing page ends the answer
-                asking[0].put_nowait(data)
+            if asking is not None:
+                asking.receive(data)
         else:
             unpacked = unpack(self._url.topic_of(topic.removeprefix(f"{self._place}/")), data, self._malformed)
             if unpacked is not None:

@@ -17,7 +17,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message, ReplaySource
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, pack
 from kvist.events.transports.broker_loop import OPEN_WAIT_S, BrokerLoop
-from kvist.events.transports.broker_replay import PAGE_BYTES, Answers, serve_answers
+from kvist.events.transports.broker_replay import PAGE_BYTES, Answers
 from kvist.events.transports.nats.history import ensure_stream
 from kvist.events.transports.nats.link import NatsLink
 
@@ -123,7 +123,7 @@ class NatsPublication:
         answers = Answers(self._source)
 
         async def received(message: Msg) -> None:
-            answers.received(message.data)
+            answers.receive(message.data)
 
         def connected() -> None:
             if link.client is not None:
@@ -134,7 +134,7 @@ class NatsPublication:
             await link.publish(self._url.name(ANSWER, name), page)
 
         link.subscribe(self._url.name(ASK), received, connected)
-        await serve_answers(answers, send)
+        await answers.serve(send)
 
     async def _first_of(self, wanted: Coroutine[Any, Any, object]) -> None:
         """Wait for it, but no longer than until the publication is closed; raises if the stream has other settings."""

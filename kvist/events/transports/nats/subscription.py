@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 
 from kvist.events.transports.base import MAX_DRAIN, MAX_RECONNECT_S, WHO_IS_THERE, Message, ReplayRequest
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpack
-from kvist.events.transports.broker_replay import WINDOW_PAGES, Asking, ask
+from kvist.events.transports.broker_replay import Asking
 from kvist.events.transports.frames import MalformedCounter
 from kvist.events.transports.nats.history import HistoryReader, read_kept
 from kvist.events.transports.nats.link import FAILURES, end, shared_link
@@ -107,21 +107,18 @@ class NatsSubscription:
 
     async def _ask(self, client: Client, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         asking = Asking(request)
-        pages: asyncio.Queue[bytes | None] = asyncio.Queue(2 * WINDOW_PAGES)
         answer, question = self._url.name(ANSWER, asking.name), self._url.name(ASK)
 
         async def received(message: Msg) -> None:
-            if not pages.full():  # else the peer sends more than it may, and the answer ends in a gap
-                pages.put_nowait(None if message.headers else message.data)  # only the server sends headers
+            asking.receive(None if message.headers else message.data)  # only the server sends headers
 
         async def send(data: bytes) -> None:
-            with suppress(*FAILURES):  # it may be the last thing a cancelled task does
-                # The server answers for a publisher that is not there, so that nobody has to wait for it.
-                await client.publish(question, data, answer if asking.num_pages == 0 else "")
+            # The server answers for a publisher that is not there, so that nobody has to wait for it.
+            await client.publish(question, data, answer)
 
         subscription = await client.subscribe(answer, cb=received)
         try:
-            return await ask(asking, send, pages, timeout_s)
+            return await asking.ask(send, timeout_s)
         finally:
             with suppress(*FAILURES):
                 await subscription.unsubscribe()
