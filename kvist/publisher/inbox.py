@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvist.events.engine import EngineEvent
 from kvist.publisher.snapshot import Streams
@@ -22,7 +22,14 @@ class Between(NamedTuple):
     is_done: Future[None]
 
 
-Item: TypeAlias = EngineEvent | Unread | Between
+class Malformed(NamedTuple):
+    """An event that could not be read, or not even told whose it is: its rank may be anything."""
+
+    rank: Any
+    error: Exception
+
+
+Item: TypeAlias = EngineEvent | Unread | Between | Malformed
 
 
 class Inbox(deque[Item]):

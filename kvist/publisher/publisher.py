@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -20,9 +20,9 @@ from kvist.errors import InvalidValueError
 from kvist.events.codec import encode_batch
 from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineHash, EngineRemoved, EngineStored
 from kvist.events.transports import Message, Publication, open_publication
-from kvist.events.types import Batch, Tier, WorkerRank
+from kvist.events.types import MAX_RANKS, Batch, Tier, WorkerRank
 from kvist.events.windows import UNKNOWN, KnownWindow, Window
-from kvist.publisher.inbox import Between, Inbox
+from kvist.publisher.inbox import Between, Inbox, Malformed
 from kvist.publisher.outbox import Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
 from kvist.publisher.snapshot import Answers, Streams
@@ -90,7 +90,7 @@ class KvEventPublisher:
         self._inbox = Inbox()
         # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
         self._lossy_ranks: set[int] = set()
-        self._num_lost_events = self._num_heartbeats = 0
+        self._num_lost_events = self._num_heartbeats = self._num_malformed = 0
         self._failure: BaseException | None = None
         self._is_inherited = False
         self._wake = threading.Event()
@@ -133,8 +133,8 @@ class KvEventPublisher:
         mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Report a chain of blocks, parent first; a NumPy array of tokens is copied fastest."""
-        self.report(
-            EngineStored(
+        try:
+            event = EngineStored(
                 block_hashes=_kept(block_hashes),
                 token_ids=_kept(token_ids),
                 block_size=self._block_size,
@@ -148,7 +148,10 @@ class KvEventPublisher:
                 cache_salt=cache_salt,
                 mm_hashes=None if mm_hashes is None else tuple(map(tuple, mm_hashes)),
             )
-        )
+        except Exception as error:  # noqa: BLE001 - what an engine's own objects raise when they are read
+            self._report_malformed(rank, error)
+        else:
+            self.report(event)
 
     def removed(
         self,
@@ -160,7 +163,12 @@ class KvEventPublisher:
         tier: Tier = Tier.GPU,
     ) -> None:
         """Report blocks whose slots were reused."""
-        self.report(EngineRemoved(_kept(block_hashes), window, group, rank, tier))
+        try:
+            event = EngineRemoved(_kept(block_hashes), window, group, rank, tier)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._report_malformed(rank, error)
+        else:
+            self.report(event)
 
     def cleared(self, *, rank: int = 0) -> None:
         """Report that the rank's whole cache is gone."""
@@ -168,10 +176,14 @@ class KvEventPublisher:
 
     def report(self, event: EngineEvent) -> None:
         """Report any engine event; its sequences are kept as they are and must not be changed any more."""
-        if len(self._inbox) >= self._limits.inbox_capacity or self._closing.is_set() or self._failure is not None:
-            self._lose(event.rank)
+        try:
+            if len(self._inbox) >= self._limits.inbox_capacity or self._closing.is_set() or self._failure is not None:
+                self._lose(event.rank)
+                return
+            self._lossy_ranks.discard(event.rank)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._report_malformed(None, error)
             return
-        self._lossy_ranks.discard(event.rank)
         self._inbox.append(event)
         if not self._wake.is_set():
             self._wake.set()
@@ -219,6 +231,7 @@ class KvEventPublisher:
             num_waiting_events=len(self._inbox),
             num_waiting_bytes=self.num_waiting_bytes,
             num_lost_events=self._num_lost_events,
+            num_malformed=self._num_malformed,
             num_waiting_batches=len(self._outbox),
             num_dropped_batches=self._outbox.num_dropped,
             num_sent_messages=self._outbox.num_sent,
@@ -271,10 +284,18 @@ class KvEventPublisher:
         self._thread.start()
         _publishers.add(self)
 
+    def _report_malformed(self, rank: Any, error: Exception) -> None:
+        """Report that an event could not even be read: the background thread counts it, and clears its rank."""
+        if len(self._inbox) < self._limits.inbox_capacity:
+            self._inbox.append(Malformed(rank, error))
+            self._wake.set()
+        else:
+            self._lose(rank)
+
     def _lose(self, rank: int) -> None:
         """Count an event that does not fit, and mark the place once: what the rank holds is unknown from there on."""
         self._num_lost_events += 1
-        if rank not in self._lossy_ranks:
+        if _is_rank(rank) and rank not in self._lossy_ranks:
             self._lossy_ranks.add(rank)
             self._inbox.append(EngineCleared(rank))
             if self._is_inherited and self._num_lost_events == 1:
@@ -334,7 +355,7 @@ class KvEventPublisher:
                 if num_bytes_left <= 0:
                     break
                 continue
-            self._stream(item.rank).admit(item)
+            self._admit(item)
             if event_idx % num_events_a_slice == num_events_a_slice - 1 and not self._must_hurry():
                 time.sleep(0)
         if self._inbox:
@@ -349,6 +370,17 @@ class KvEventPublisher:
         if between is not None and between.is_done.set_running_or_notify_cancel():
             between.do(self._streams)
             between.is_done.set_result(None)
+
+    def _admit(self, item: EngineEvent | Malformed) -> None:
+        """Give a rank's stream its event; one that is of no rank is counted."""
+        if not _is_rank(item.rank):
+            self._num_malformed += 1
+            if self._num_malformed == 1:
+                _logger.warning("malformed event: its rank is none: %r worker=%s", item, self._worker)
+        elif isinstance(item, Malformed):
+            self._stream(item.rank).admit_malformed(item.error)
+        else:
+            self._stream(item.rank).admit(item)
 
     def _must_hurry(self) -> bool:
         """Return whether losing events, now or at the end, is nearer than disturbing the engine."""
@@ -366,6 +398,7 @@ class KvEventPublisher:
             self._outbox.flush(self._publication)  # each at once: an outbox may be smaller than there are ranks
 
     def _stream(self, rank: int) -> RankStream:
+        rank = int(rank)  # which may be one of NumPy's, that cannot be sent
         stream = self._streams.get(rank)
         if stream is None:
             stream = self._streams[rank] = self._new_stream(rank)
@@ -389,6 +422,10 @@ os.register_at_fork(after_in_child=_mark_inherited)
 
 def _message(batch: Batch) -> Message:
     return Message(topic_of(batch.source), batch.sequence, encode_batch(batch))
+
+
+def _is_rank(rank: object) -> bool:
+    return isinstance(rank, int | np.integer) and 0 <= int(rank) < MAX_RANKS
 
 
 def _kept(items: _Items) -> _Items:

@@ -7,9 +7,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineCleared, EngineEvent
-from kvist.events.types import Batch, Event, WorkerRank
+from kvist.events.engine import EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.types import Batch, Event, Tier, WorkerRank
 from kvist.events.windows import KnownWindow
 from kvist.publisher.coalescer import Coalescer
 from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
@@ -19,8 +21,9 @@ from kvist.publisher.plain_path import PlainPath
 from kvist.publisher.residency import Residency
 from kvist.publisher.unread import Unread
 
-# What arguments of wrong types end in, sooner or later. A typed caller never causes it.
-_MALFORMED_ERRORS = (TypeError, ValueError, AttributeError, LookupError)
+# A hash of any other type might never be found again, or never be sent; nearly always they are of the first three.
+_HASH_TYPES = frozenset((int, bytes, type(None)))
+_OTHER_HASH_TYPES = (int, bytes, np.integer, type(None))
 
 _logger = logging.getLogger(__name__)
 
@@ -76,12 +79,15 @@ class RankStream:
         """
         self._num_events += 1
         try:
+            _check(event)
             self._admit(event)
-        except _MALFORMED_ERRORS as error:
-            self._num_malformed += 1
-            if self._num_malformed == 1:
-                _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
-            self._admit(EngineCleared(self._source.rank))
+        except Exception as error:  # noqa: BLE001 - what an engine's own objects raise when they are compared or read
+            self._clear_for(error)
+
+    def admit_malformed(self, error: Exception) -> None:
+        """Do as `admit` does for an event that could not even be read."""
+        self._num_events += 1
+        self._clear_for(error)
 
     def admit_unread(self, unread: Unread) -> None:
         """Take all events of a message, to the same effect as `admit` one after another."""
@@ -99,6 +105,12 @@ class RankStream:
             self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
         )
         self._plain_path = PlainPath(self._block_size, self._filter, self._normaliser, residency, self._coalescer)
+
+    def _clear_for(self, error: Exception) -> None:
+        self._num_malformed += 1
+        if self._num_malformed == 1:
+            _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
+        self._admit(EngineCleared(self._source.rank))
 
     def _admit(self, event: EngineEvent) -> None:
         for passed in self._filter.admit(event):
@@ -171,6 +183,17 @@ class RankStream:
             timestamp_s=timestamp_s,
             events=events,
         )
+
+
+def _check(event: EngineEvent) -> None:
+    """Raise TypeError for what would be taken, and could not be sent or found again: else, use tells what is wrong."""
+    if not isinstance(event, EngineStored | EngineRemoved):
+        return
+    types = set(map(type, event.block_hashes))
+    if not types <= _HASH_TYPES and not all(issubclass(each, _OTHER_HASH_TYPES) for each in types):
+        raise TypeError("a block hash is neither an integer nor bytes")
+    if event.tier.__class__ is not Tier and event.tier.__class__ is not int and event.tier is not None:
+        raise TypeError(f"tier {event.tier!r} is none")
 
 
 def topic_of(source: WorkerRank) -> bytes:

@@ -50,6 +50,8 @@ class PublisherStatistics:
     """An engine's message that waits to be decoded counts as one; what these come to is `num_waiting_bytes`."""
     num_waiting_bytes: int = 0
     num_lost_events: int = 0
+    num_malformed: int = 0
+    """Events of no rank; what else was malformed is counted with its rank."""
     num_waiting_batches: int = 0
     num_dropped_batches: int = 0
     num_sent_messages: int = 0

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import random
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL, Cleared, Stored, Tier
+from kvist.events.engine import EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.transports import Endpoint, ReplayRequest, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits
@@ -279,6 +282,134 @@ def test_a_malformed_report_publishes_nothing_and_stops_nothing(publication, gar
         publisher.stored(**garbage)
         report_root_blocks(publisher, [7])
     assert publication.held() == {(hash_of(7), Tier.GPU)}
+
+
+class Awkward:
+    """An engine's own object: whatever is asked of it, it raises something of its own."""
+
+    def _refuse(self, *_):
+        raise RuntimeError("not on this device")
+
+    __eq__ = __hash__ = __bool__ = __len__ = __iter__ = __index__ = __float__ = __repr__ = __lt__ = _refuse
+
+
+def a_generator_that_raises():
+    yield 1
+    raise RuntimeError("the engine's own")
+
+
+HOSTILE = [
+    lambda: None,
+    lambda: 1.5,
+    lambda: float("nan"),
+    lambda: -1,
+    lambda: 10**30,
+    lambda: True,
+    lambda: "text",
+    lambda: b"bytes",
+    lambda: [],
+    lambda: [None],
+    lambda: [[1]],
+    lambda: [1.5],
+    lambda: [10**30],
+    lambda: [np.uint64(2**63), np.int8(-1)],
+    lambda: {1: 2},
+    lambda: np.int64(0),
+    lambda: np.float32(2),
+    lambda: np.array(5),
+    lambda: np.array([[1, 2], [3, 4]]),
+    lambda: np.array([1, None, "a"], object),
+    lambda: np.array([1.5, np.nan]),
+    lambda: object(),
+    Awkward,
+    lambda: [Awkward()],
+    lambda: {Awkward.__name__: Awkward()},
+    a_generator_that_raises,
+    lambda: (number for number in [1]),
+]
+
+SURFACE = [
+    ("created", ["window", "group", "rank"]),
+    ("stored", [name for name in inspect.signature(KvEventPublisher.stored).parameters if name != "self"]),
+    ("removed", ["block_hashes", "window", "group", "rank", "tier"]),
+    ("cleared", ["rank"]),
+]
+
+
+def test_whatever_types_a_report_has_nothing_is_raised_and_what_follows_is_published(publication, until_true):
+    rng = random.Random(7)
+    right = {"block_hashes": [7], "token_ids": tokens_of(7), "window": FULL}
+    with publisher_over(publication) as publisher:
+        publisher.created(window=FULL)
+        for hostile in HOSTILE:
+            publisher.report(hostile())
+            for method, names in SURFACE:
+                needed = {name: value for name, value in right.items() if name in names}
+                for name in names:
+                    getattr(publisher, method)(**{**needed, name: hostile()})
+                some = rng.sample(names, rng.randint(1, len(names)))
+                getattr(publisher, method)(**{**needed, **{name: rng.choice(HOSTILE)() for name in some}})
+            for event_type in (EngineCreated, EngineStored, EngineRemoved, EngineCleared):
+                publisher.report(event_type(**{name: hostile() for name in event_type.__struct_fields__}))
+            for event_field in EngineStored.__struct_fields__:
+                publisher.report(EngineStored(**{**right, "block_size": BLOCK_SIZE, event_field: hostile()}))
+        until_true(lambda: publisher.statistics().num_waiting_events == 0)
+        publisher.cleared()
+        publisher.stored([9], tokens_of(9), window=FULL)
+    statistics = publisher.statistics()
+    assert statistics.failure is None
+    assert statistics.num_lost_events == 0
+    assert statistics.num_malformed > 0
+    assert statistics.ranks[0].num_malformed > 0
+    assert set(statistics.ranks) <= {0, 1}  # which True is
+    assert publication.held() == {(hash_of(9), Tier.GPU)}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        lambda publisher: publisher.stored(None, tokens_of(1)),
+        lambda publisher: publisher.stored([1], None),
+        lambda publisher: publisher.stored(a_generator_that_raises(), tokens_of(1)),
+        lambda publisher: publisher.removed(None),
+        lambda publisher: publisher.removed(7),
+        lambda publisher: publisher.removed([7.5]),
+        lambda publisher: publisher.removed([7], tier=Awkward()),
+    ],
+)
+def test_a_report_that_cannot_be_read_is_counted_told_once_and_clears_the_rank(publication, report, caplog):
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, [7])
+        for _ in range(3):
+            report(publisher)
+    assert publisher.statistics().ranks[0].num_malformed == 3
+    assert publication.held() == set()
+    assert caplog.text.count("malformed event") == 1
+
+
+def test_reports_of_no_rank_are_counted_told_once_and_leave_the_ranks_alone(publication, caplog):
+    with publisher_over(publication) as publisher:
+        report_root_blocks(publisher, [7], rank=np.int64(0))
+        for rank in (None, -1, 4096, 10**30, 0.0, "0", [], Awkward()):
+            publisher.removed([7], rank=rank)
+            publisher.removed(None, rank=rank)
+    assert publisher.statistics().num_malformed == 16
+    assert publication.held() == {(hash_of(7), Tier.GPU)}
+    assert caplog.text.count("malformed event") == 1
+
+
+def test_reports_that_cannot_be_read_are_bounded_like_others_and_lost_beyond_it(publication, until_true):
+    publication.gate.clear()
+    limits = PublisherLimits(inbox_capacity=10, coalesce_s=0.0, heartbeat_s=60)
+    with publisher_over(publication, limits, num_ranks=0) as publisher:
+        report_root_blocks(publisher, [0])
+        until_true(lambda: publisher.statistics().num_waiting_events == 0)  # taken, and stuck in the transport
+        for _ in range(20):
+            publisher.removed(None)
+            publisher.removed([1], rank=[])
+        assert publisher.statistics().num_waiting_events == 11  # one of them marks the loss
+        publication.gate.set()
+    assert publisher.statistics().num_lost_events == 30
 
 
 @pytest.mark.parametrize(
