@@ -7,10 +7,12 @@ the same user and see each other's process ids. Nothing is left over when a proc
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import msgspec
@@ -71,17 +73,18 @@ class _Peer:
     def __init__(self, metadata: AgentMetadata, details: _Details) -> None:
         self.name = metadata.name
         self.table = RegionTable(f"peer {self.name!r}", metadata.regions)
-        self._files = sorted(details.files, key=lambda file: file.address)
-        self._bases = np.array([file.address for file in self._files], np.int64)
+        self._files = _files_table(metadata, details.files)
         try:
             self._pidfd = os.pidfd_open(details.pid)
         except (OSError, ValueError, OverflowError) as error:
             raise PeerUnreachableError(self.name, f"no process {details.pid} here ({error})") from error
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
-        self._mappings = [self._map(details.pid, file) for file in self._files]
-        local = np.array([mapping.ctypes.data for mapping in self._mappings], np.int64)
-        self._offsets = local - self._bases
+        files = sorted(details.files, key=lambda file: file.address)
+        self._mappings = [self._map(details.pid, file) for file in files]
+        self._offsets = np.array(
+            [m.ctypes.data - f.address for m, f in zip(self._mappings, files, strict=True)], np.int64
+        )
         # The process that the descriptor is of was alive while its files were opened, so they are its own.
         if self.has_died():
             raise PeerUnreachableError(self.name, f"process {details.pid} has died")
@@ -95,9 +98,9 @@ class _Peer:
         """Return whether the process has ended."""
         return bool(self._poll.poll(0))
 
-    def local_addresses(self, remote: Int64s) -> Int64s:
-        """Return where the peer's addresses, which lie in its regions, are mapped here."""
-        return remote + self._offsets[np.searchsorted(self._bases, remote, side="right") - 1]
+    def local_addresses(self, remote: Int64s, sizes: Int64s) -> Int64s:
+        """Return where pieces at the peer are mapped here; raises InvalidValueError for one outside its mapping."""
+        return remote + self._offsets[self._files.find("remote_address", remote, sizes)]
 
     def _map(self, pid: int, file: _File) -> Bytes:
         try:
@@ -107,7 +110,8 @@ class _Peer:
         try:
             status = os.fstat(fd)
             is_memory = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_FILE_PREFIX}")
-            if not is_memory or status.st_ino != file.inode or status.st_size < file.size_bytes:
+            is_fixed = is_memory and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+            if not is_fixed or status.st_ino != file.inode or status.st_size < file.size_bytes:
                 raise PeerUnreachableError(self.name, f"descriptor {file.fd} of process {pid} is not its memory")
             return allocate_pages(file.size_bytes, fd)
         except (OSError, ValueError) as error:
@@ -132,9 +136,10 @@ class SharedMemoryAgent:
 
     def allocate(self, size_bytes: int) -> Bytes:
         """Return memory that a peer can map; the agent keeps it until it is closed."""
-        fd = os.memfd_create(f"{_FILE_PREFIX}{self.name}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"{_FILE_PREFIX}{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(size_bytes, 0))
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or a peer that writes could be killed by it
             memory = allocate_pages(size_bytes, fd)
         except BaseException:
             os.close(fd)
@@ -181,7 +186,6 @@ class SharedMemoryAgent:
             details = _details_decoder.decode(decoded.details)
         except (ValueError, RecursionError) as error:
             raise MalformedMessageError(f"agent {decoded.name!r}", f"its files: {error}") from error
-        _check_contained(decoded, details)
         peer = _Peer(decoded, details)
         with self._lock:
             self._peers[PeerId(decoded.name)] = peer
@@ -196,8 +200,9 @@ class SharedMemoryAgent:
             raise InvalidValueError("peer", peer, "one that is connected")
         table.find("local_address", array[:, 0], array[:, 2])
         known.table.find("remote_address", array[:, 1], array[:, 2])
+        targets = known.local_addresses(array[:, 1], array[:, 2])
         transfer = Transfer(len(array), int(array[:, 2].sum()))
-        return self._thread.submit(peer, transfer, _copy(known, array))
+        return self._thread.submit(peer, transfer, _copy(known, targets, array))
 
     def disconnect(self, peer: PeerId) -> None:
         """Forget a peer; its memory is unmapped when the last write into it has ended."""
@@ -229,17 +234,25 @@ class SharedMemoryAgent:
         return list(self._allocations.values())
 
 
-def _check_contained(metadata: AgentMetadata, details: _Details) -> None:
-    """Raise MalformedMessageError unless every region of a peer lies in one of its files, so that it is mapped."""
-    for region in metadata.regions:
-        end = region.address + region.size_bytes
-        if not any(f.address <= region.address and end <= f.address + f.size_bytes for f in details.files):
-            raise MalformedMessageError(f"agent {metadata.name!r}", f"its region at {region.address:#x} is in no file")
+def _files_table(metadata: AgentMetadata, files: Sequence[_File]) -> RegionTable:
+    """Return a peer's files, each in its own place and every region in one; raises MalformedMessageError."""
+    source = f"agent {metadata.name!r}"
+    regions = sorted((Region(file.address, file.size_bytes) for file in files), key=lambda region: region.address)
+    for before, after in pairwise(regions):
+        if before.address + before.size_bytes > after.address:
+            raise MalformedMessageError(source, f"its files overlap at {after.address:#x}")
+    table = RegionTable(source, regions)
+    if metadata.regions:
+        addresses, sizes = np.array([(region.address, region.size_bytes) for region in metadata.regions], np.int64).T
+        try:
+            table.find("regions", addresses, sizes)
+        except InvalidValueError as error:
+            raise MalformedMessageError(source, f"a region is in no file: {error}") from error
+    return table
 
 
-def _copy(peer: _Peer, fragments: Int64s) -> Steps:
+def _copy(peer: _Peer, targets: Int64s, fragments: Int64s) -> Steps:
     """Copy in steps, and look before each and at the end whether the peer still lives."""
-    targets = peer.local_addresses(fragments[:, 1])
     rows = zip(targets.tolist(), fragments[:, 0].tolist(), fragments[:, 2].tolist(), strict=True)
     num_bytes = num_fragments = 0
     for row in rows:

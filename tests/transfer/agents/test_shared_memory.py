@@ -106,3 +106,69 @@ def test_no_descriptor_is_left_over_after_agents_were_closed() -> None:
         first.close()
         second.close()
     assert len(os.listdir("/proc/self/fd")) <= len(before)
+
+
+OVERLAPPING = """
+import os, sys
+import msgspec
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer.agents import Fragment, SharedMemoryAgent
+
+writer, target = SharedMemoryAgent("writer"), SharedMemoryAgent("target")
+source = writer.allocate(1 << 20)
+writer.register(source.ctypes.data, 1 << 20)
+large, small = target.allocate(1 << 20), target.allocate(4096)
+details = msgspec.msgpack.decode(msgspec.msgpack.decode(target.metadata())[3])
+files = sorted(details[1], key=lambda file: file[1], reverse=True)
+base = files[0][0]
+files[1][0] = base + 4096  # the small one is said to lie amid the large one
+for regions in ([[base, 1 << 20]], [[base + 4096, 4096]], []):
+    metadata = ["shared_memory", "target", regions, msgspec.msgpack.encode([details[0], files])]
+    try:
+        peer = writer.connect(msgspec.msgpack.encode(metadata))
+        writer.write(peer, [Fragment(source.ctypes.data, base + 4096, (1 << 20) - 4096)]).wait(30.0)
+    except MalformedMessageError as error:
+        print(error)
+    except InvalidValueError:
+        pass
+"""
+
+
+def test_files_that_overlap_are_refused_before_a_write_could_leave_a_mapping() -> None:
+    result = subprocess.run([sys.executable, "-c", OVERLAPPING], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, (result.returncode, result.stderr)
+    assert result.stdout.count("agent 'target': its files overlap at 0x") == 3, result.stdout
+
+
+SHRUNK = """
+import os
+import msgspec
+from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAgent
+
+writer, target = SharedMemoryAgent("writer"), SharedMemoryAgent("target")
+source = writer.allocate(1 << 20)
+writer.register(source.ctypes.data, 1 << 20)
+address = target.allocate(1 << 20).ctypes.data
+target.register(address, 1 << 20)
+pid, [[_, size, fd, _]] = msgspec.msgpack.decode(msgspec.msgpack.decode(target.metadata())[3])
+try:
+    os.ftruncate(fd, 4096)
+except PermissionError:
+    print("sealed")
+own = os.memfd_create("kvist-target")  # as a peer would that wants to
+os.ftruncate(own, 1 << 20)
+details = msgspec.msgpack.encode([pid, [[address, size, own, os.fstat(own).st_ino]]])
+try:
+    peer = writer.connect(msgspec.msgpack.encode(["shared_memory", "target", [[address, 1 << 20]], details]))
+    os.ftruncate(own, 0)
+    writer.write(peer, [Fragment(source.ctypes.data, address, 1 << 20)]).wait(30.0)
+except PeerUnreachableError as error:
+    print(error)
+"""
+
+
+def test_memory_that_its_owner_could_shrink_under_a_write_is_refused() -> None:
+    result = subprocess.run([sys.executable, "-c", SHRUNK], check=False, capture_output=True, text=True)
+    assert result.returncode == 0, (result.returncode, result.stderr)
+    assert result.stdout.startswith("sealed\n")
+    assert "is not its memory" in result.stdout
