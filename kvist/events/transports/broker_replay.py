@@ -24,6 +24,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvist.errors import MalformedMessageError
+from kvist.events.codec import DECODE_ERRORS
 from kvist.events.transports import base
 from kvist.events.transports.answers import Collected
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
@@ -113,7 +114,7 @@ class Answers:
         """Take what an asker sent; what is malformed is counted, logged once and skipped."""
         try:
             question = _decode_question(data)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             self.num_malformed += 1
             if self.num_malformed == 1:
                 _logger.warning("malformed question skipped, further ones are only counted: %s", error)
@@ -216,7 +217,7 @@ class Asking:
         """
         try:
             page = _decode_page(data)
-        except msgspec.DecodeError as error:
+        except DECODE_ERRORS as error:
             raise MalformedMessageError("a replay", str(error)) from None
         if page.id != self._id or page.page_idx != self.num_pages or self.is_done:
             return

@@ -201,6 +201,8 @@ def _gather_message(control, lane, message):
         operation += OPERATION_BYTES
     for _ in range(_NUM_FIELDS, num_fields):
         at = skip(at, end)
+        if at == 0:
+            return False
     if at != end:
         return False
     put64(lane + NUM_OPERATIONS, num_operations + num_events)

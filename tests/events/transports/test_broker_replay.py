@@ -21,6 +21,7 @@ from kvist.events.transports.broker_replay import (
 )
 
 REQUEST = ReplayRequest(b"kv/w/0", 3, 77)
+DEEP = b"\x91" * 100_000 + b"\xc0"
 
 
 class Source:
@@ -186,9 +187,10 @@ def _question(question_id: bytes, page_idx: int = 0, start_sequence: int = 0) ->
 async def test_what_is_no_question_is_counted_and_skipped(caplog) -> None:
     async with Wire(Answers(Source([]))) as wire:
         good = _question(bytes(16))
-        for data in (b"", b"\xc1", good[:-1], _question(bytes(16), 0, -1), _question(b"short id"), b"\x90"):
+        malformed = [b"", b"\xc1", good[:-1], _question(bytes(16), 0, -1), _question(b"short id"), b"\x90"]
+        for data in (*malformed, b"\x96\xaa" + b"\xff" * 10, b"\x97" + good[1:] + DEEP):
             wire.answers.receive(data)
-        assert wire.answers.num_malformed == 6
+        assert wire.answers.num_malformed == 8
         assert len(caplog.records) == 1
         assert await wire.ask() == []
         assert wire.num_pages == 1
@@ -214,10 +216,12 @@ def _page(asking: Asking, page_idx: int, is_last: bool, data: bytes) -> bytes:
     "pages",
     [
         lambda _: [b"\xc1"],
+        lambda _: [b"\x95\xac" + b"\xff" * 12],
+        lambda asking: [b"\x96" + _page(asking, 0, True, b"")[1:] + DEEP],
         lambda asking: [_page(asking, 0, True, b"half a record")],
         lambda asking: [_page(asking, 0, False, b"\xff" * 16), _page(asking, 1, True, b"")],
     ],
-    ids=["no page", "cut", "lying about its size"],
+    ids=["no page", "no text", "deep", "cut", "lying about its size"],
 )
 async def test_an_answer_that_is_none_is_given_up(pages) -> None:
     asking = Asking(REQUEST)
