@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -379,6 +379,47 @@ def start_nats_server(
     yield start
     for server in servers:
         server.kill()
+
+
+WAITS_TO_BE_TOLD = """
+import socket, sys
+sys.exit("told to fail" if socket.create_connection(("127.0.0.1", int(sys.argv[1]))).recv(1) != b"." else 0)
+"""
+
+
+class CompilingProcess:
+    """Stands in for the process that fills the cache: it runs from `started` on, and ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+        self.ended = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.started.set()
+        await reader.read()
+        self.ended.set()
+        writer.close()
+
+    def tell(self, is_done: bool) -> None:
+        """Let it succeed, or fail."""
+        assert self._writer is not None
+        self._writer.write(b"." if is_done else b"!")
+
+
+@pytest.fixture
+async def compiling(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CompilingProcess]:
+    """Have services of this process find nothing compiled."""
+    from kvist.indexer import compilation
+
+    process = CompilingProcess()
+    async with await asyncio.start_server(process.connected, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setattr(compilation, "COMMAND", (sys.executable, "-c", WAITS_TO_BE_TOLD, str(port)))
+        monkeypatch.setattr(compilation, "find_filled", lambda: None)
+        monkeypatch.setattr(compilation, "_is_loaded", False)
+        yield process
 
 
 class CollectedSpan(NamedTuple):

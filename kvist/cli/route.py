@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
 from kvist.cli._signals import on_signal
@@ -36,11 +37,12 @@ def make_config(args: argparse.Namespace) -> RouterConfig:
 
 
 async def _serve(config: RouterConfig) -> int:
+    started_s = time.monotonic()
     from kvist.router.service import RouterService
 
     stopped = asyncio.Event()
     on_signal(stopped.set)
-    async with RouterService(config) as service:
+    async with RouterService(config, started_s) as service:
         num_workers = len(config.every_worker_url)
         print(f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}", flush=True)
         await stopped.wait()

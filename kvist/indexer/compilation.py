@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, "-m", __name__)
 """Fills the cache."""
-CHILD_NICENESS = 10
+CHILD_NICENESS = 5
 _MAX_TOLD_BYTES = 2000
 
 _is_loaded = False

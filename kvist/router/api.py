@@ -54,7 +54,7 @@ class AdminApi:
     reader: PromptReader
     routing: Routing
     metrics: RouterMetrics
-    cold_start_s: float
+    started_s: float
     now_s: Callable[[], float]
 
     def application(self) -> Starlette:
@@ -79,7 +79,9 @@ class AdminApi:
         )
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
-        health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
+        joined_at_s = None if self.index is None else self.index.joined_at_s
+        cold_start_s = None if joined_at_s is None else round(joined_at_s - self.started_s, 3)
+        health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": cold_start_s}
         state = None if self.index is None else self.index.state_statistics()
         if state is not None:
             health["state"] = state.described()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 STARTING_INTERVAL_S = 0.5
 """Time between checks of a worker that has not answered yet, where that is less than the health interval."""
+
+FIRST_CHECKS_S = 1.0
+"""How long the router's start waits for workers that say nothing."""
 
 
 class WorkerConflictError(KvistError):
@@ -67,7 +71,9 @@ class Fleet:
         for url in self._config.every_worker_url:
             self.add(url, self._config.kv_event_sources.get(url, ()), self._config.role_of(url))
         # A router that listened before it had asked anybody would refuse its first requests.
-        await asyncio.gather(*(worker.was_checked.wait() for worker in self._workers.values()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_CHECKS_S):
+                await asyncio.gather(*(worker.was_checked.wait() for worker in self._workers.values()))
         return self
 
     async def __aexit__(

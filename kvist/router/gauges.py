@@ -38,9 +38,10 @@ class Gauges(Collector):
             state = self.index.state_statistics()
             if state is not None:
                 yield from state.metrics()
-            statistics = self.index.radix.statistics()
-            yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
-            yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
+            if self.index.radix is not None:
+                statistics = self.index.radix.statistics()
+                yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
+                yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
     def _states(self) -> Iterator[Metric]:
         states = GaugeMetricFamily("kvist_router_worker_state", "Whether a worker is so", labels=["worker", "state"])

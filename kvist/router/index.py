@@ -1,7 +1,8 @@
 """What is known of the fleet's caches: event streams come in through the indexer, overlaps come out of the index.
 
-An indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams
-that are to be followed wait for it.
+The index joins when it is compiled, or loaded from what was compiled before; until then nobody holds anything. An
+indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams that
+are to be followed wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, open_subscription, public_url
-from kvist.indexer import Indexer, SourceStatistics, learn_block_size
+from kvist.indexer import Indexer, SourceStatistics, compilation, learn_block_size
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceCounters
 from kvist.router.state import FleetState
 
@@ -67,6 +68,10 @@ class FleetIndex:
         self._num_ranks = num_ranks
         self._limits: dict[str, int] = {}
         self._now_s = now_s
+        self.radix: RadixIndex | None = None
+        """The index, once it has joined."""
+        self.joined_at_s: float | None = None
+        """When it joined."""
         self._indexer: Indexer | None = None
         self._endpoints: dict[str, tuple[str, ...]] = {}
         self._statuses: dict[str, tuple[float, list[RankStatus]]] = {}
@@ -81,17 +86,12 @@ class FleetIndex:
         self._keeper: StateKeeper | None = None
 
     async def __aenter__(self) -> Self:
-        """Compile the index, which takes seconds the first time on a machine, and start following."""
-        # Compiled here, rather than with the first stream or prompt.
-        import kvist.indexer.canonical_lane
-        import kvist.indexer.engine_lane
-        import kvist.indexer.frames
-        import kvist.indexer.hashing
-        import kvist.indexer.json_tokens  # noqa: F401
-        from kvist.radix import RadixIndex
+        """Start following; where this process has compiled the index before, it has joined on return.
 
-        self.radix: RadixIndex = RadixIndex()
-        await self._open_state()
+        Elsewhere it joins by itself. Should that fail, this context ends with the error.
+        """
+        if compilation.is_loaded():
+            await self._join()
         await self._tasks.__aenter__()
         if self.block_size is not None:
             self._has_block_size.set()
@@ -106,11 +106,18 @@ class FleetIndex:
             await self._keeper.stop()
         for task in (self._follower, *self._learners):
             task.cancel()
-        # The group must see its own cancellation, and nothing else: it would wrap the body's error.
-        is_cancelled = isinstance(error, asyncio.CancelledError)
-        await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
-        if self._keeper is not None:
-            await self._keeper.__aexit__(None, None, None)
+        try:
+            # The group must see its own cancellation, and nothing else: it would wrap the body's error.
+            is_cancelled = isinstance(error, asyncio.CancelledError)
+            await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        finally:
+            if self._keeper is not None:
+                await self._keeper.__aexit__(None, None, None)
+
+    @property
+    def has_joined(self) -> bool:
+        """Return whether the index is compiled, so that prompts can be hashed and matched."""
+        return self.joined_at_s is not None
 
     def adopt_block_size(self, block_size: int) -> None:
         """Take the block size if none is known yet."""
@@ -158,7 +165,7 @@ class FleetIndex:
 
     def match(self, hashes: NDArray[np.uint64]) -> Overlaps:
         """Return who holds how many leading blocks, but for ranks whose blocks may be gone."""
-        if self._indexer is None:
+        if self._indexer is None or self.radix is None:
             return {}
         match = self.radix.match(hashes)
         # Plain tuples, made by the column: with hundreds of holders half the time of `to_dict`.
@@ -174,7 +181,8 @@ class FleetIndex:
             known_at_s, statuses = self._statuses[worker]
             if now_s - known_at_s < max_age_s:
                 return statuses
-        states = self._indexer.states(worker) if self._indexer is not None else {}
+        if self._indexer is None or self.radix is None:
+            return []
         statuses = [
             RankStatus(
                 target := WorkerRank(worker, rank),
@@ -182,7 +190,7 @@ class FleetIndex:
                 self.radix.digest(target).num_blocks,
                 self.radix.clearing_of(target),
             )
-            for rank, state in sorted(states.items())
+            for rank, state in sorted(self._indexer.states(worker).items())
         ]
         self._statuses[worker] = (now_s, statuses)
         return statuses
@@ -216,9 +224,22 @@ class FleetIndex:
             self._problems[stream] = lambda: failure
             _logger.error("stream cannot be followed: %s", error)
 
+    async def _join(self) -> None:
+        """Compile the index, or load what was compiled before."""
+        await compilation.load()
+        from kvist.radix import RadixIndex
+
+        self.radix = RadixIndex()
+        await self._open_state()
+        self.joined_at_s = self._now_s()
+        _logger.info("the index has joined")
+
     async def _follow(self) -> None:
+        if self.radix is None:
+            await self._join()
         await self._has_block_size.wait()
         assert self.block_size is not None
+        assert self.radix is not None
         async with Indexer(
             self.radix, block_size=self.block_size, num_ranks=self._num_ranks, clock=self._now_s
         ) as indexer:

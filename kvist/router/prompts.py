@@ -7,6 +7,7 @@ is routed by load, and `untokenized_reason` says why.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +53,10 @@ class Ask:
 class PromptReader:
     """Turns request bodies into what routing needs; refuses only what no worker would accept."""
 
-    def __init__(self, tokenizer: ChatTokenizer | None, *, has_index: bool = False) -> None:
+    def __init__(self, tokenizer: ChatTokenizer | None, has_index: Callable[[], bool] = lambda: False) -> None:
         """Read with this model's tokeniser; without one only prompts given as token ids are known.
 
-        With `has_index`, compiled code as the index's reads those, into arrays.
+        Compiled code as the index's reads those, into arrays, where that `has_index`.
         """
         self._tokenizer = tokenizer
         self._has_index = has_index
@@ -64,7 +65,7 @@ class PromptReader:
         """Return what the body of this endpoint asks; raises RequestError (400) that names the field."""
         if path not in (CHAT_PATH, COMPLETION_PATH):
             return _read_other(body)
-        if path == COMPLETION_PATH and self._has_index:
+        if path == COMPLETION_PATH and self._has_index():
             ask = _read_token_ids(body)
             if ask is not None:
                 return ask

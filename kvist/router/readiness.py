@@ -1,7 +1,7 @@
 """What `/readiness` says: whether requests can be taken, why not, and which event streams are not as they should be.
 
-Ready means that some worker is healthy. Streams have no say in it: a worker whose caches are not known is routed to by
-load, so that a broker or a stream that is away costs overlap, not requests.
+Ready means that some worker is healthy. Streams have no say in it, nor has an index that is being compiled: a worker
+whose caches are not known is routed to by load, so that a broker or a stream that is away costs overlap, not requests.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def explain_readiness(fleet: Fleet, index: FleetIndex | None) -> dict[str, Any]:
         "workers": {state.value: states.count(state) for state in WorkerState},
     }
     if index is not None:
+        page["index"] = "joined" if index.has_joined else "compiling"
         page["event_sources"] = _explain_sources(workers, index)
         state = index.state_statistics()
         if state is not None:

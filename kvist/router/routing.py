@@ -58,7 +58,7 @@ class Routing:
     def overlaps(self, ask: Ask) -> Overlaps:
         """Return what each rank holds of the prompt; empty where it cannot be known."""
         block_size = self._index.block_size if self._index is not None else None
-        if self._index is None or ask.token_ids is None or block_size is None:
+        if self._index is None or not self._index.has_joined or ask.token_ids is None or block_size is None:
             return {}
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
@@ -76,7 +76,7 @@ class Routing:
     def block_hashes(self, ask: Ask, num_tokens: int) -> list[int]:
         """Return the names of the blocks that the prompt's first tokens fill; none where its tokens are not known."""
         block_size = self._index.block_size if self._index is not None else None
-        if ask.token_ids is None or block_size is None:
+        if self._index is None or not self._index.has_joined or ask.token_ids is None or block_size is None:
             return []
         hashes: list[int] = self._hashes_of(ask, block_size)(ask.token_ids[:num_tokens]).tolist()
         return hashes

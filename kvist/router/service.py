@@ -3,7 +3,8 @@
     async with RouterService(RouterConfig(worker_urls=(...))) as service:
         ...  # serves on service.url
 
-The server listens last, when everything compiled is compiled, and stops first: requests that run get `CLOSE_TIMEOUT_S`.
+The server listens once each worker was asked, and stops first: requests that run get `CLOSE_TIMEOUT_S`. The index joins
+when it is compiled; until then requests are routed by load.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route"})
 class RouterService:
     """Serves from `async with` on until the block ends."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: RouterConfig, started_s: float | None = None) -> None:
+        """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows."""
         self._config = config
+        self._started_s = time.monotonic() if started_s is None else started_s
         self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
@@ -69,9 +72,8 @@ class RouterService:
         self._request_numbers = itertools.count()
 
     async def __aenter__(self) -> Self:
-        started_s = time.monotonic()
         async with AsyncExitStack() as exits:
-            await self._start(exits, started_s)
+            await self._start(exits)
             self._exits = exits.pop_all()
         return self
 
@@ -89,7 +91,7 @@ class RouterService:
         scheme = "http" if self._config.tls_certificate is None else "https"
         return f"{scheme}://{host}:{self._server.port}"
 
-    async def _start(self, exits: AsyncExitStack, started_s: float) -> None:
+    async def _start(self, exits: AsyncExitStack) -> None:
         config, now_s = self._config, time.monotonic
         tokenizer = await _load_tokenizer(config.model_path)
         self._metrics = RouterMetrics()
@@ -104,7 +106,7 @@ class RouterService:
             )
             await exits.enter_async_context(index)
         self._index = index
-        reader = PromptReader(tokenizer, has_index=index is not None)
+        reader = PromptReader(tokenizer, lambda: index is not None and index.has_joined)
         load = LoadTracker(config.recent_half_life_s)
         pool = await exits.enter_async_context(UpstreamPool())
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
@@ -118,7 +120,7 @@ class RouterService:
             config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, tracing
         )
         self._admin = AdminApi(
-            fleet, load, index, reader, routing, self._metrics, now_s() - started_s, now_s
+            fleet, load, index, reader, routing, self._metrics, self._started_s, now_s
         ).application()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
@@ -128,7 +130,7 @@ class RouterService:
         )
         server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_tls_context(config))
         self._server = await exits.enter_async_context(server)
-        logger.info("router serves url=%s policy=%s cold_start_s=%.2f", self.url, config.policy, now_s() - started_s)
+        logger.info("router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, now_s() - self._started_s)
 
     def _open_tracing(self, exits: AsyncExitStack) -> Tracing | None:
         endpoint = self._config.otlp_traces_endpoint

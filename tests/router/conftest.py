@@ -14,9 +14,16 @@ import pytest
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
+from kvist.indexer.compilation import compile_all
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.router.config import RouterConfig
 from kvist.router.service import RouterService
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Routers of this process need not wait for their index."""
+    compile_all()
 
 
 @dataclass

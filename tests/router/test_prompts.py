@@ -63,7 +63,7 @@ async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: A
 )
 async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> None:
     plain, indexed = [
-        await PromptReader(None, has_index=has_index).read(COMPLETION_PATH, body(**fields))
+        await PromptReader(None, lambda has_index=has_index: has_index).read(COMPLETION_PATH, body(**fields))
         for has_index in (False, True)
     ]
     for name in ("model", "num_tokens", "cache_salt", "untokenized_reason"):
@@ -79,7 +79,7 @@ async def test_beside_an_index_the_same_is_refused(fields: dict[str, Any]) -> No
     errors = []
     for has_index in (False, True):
         with pytest.raises(RequestError) as caught:
-            await PromptReader(None, has_index=has_index).read(COMPLETION_PATH, body(**fields))
+            await PromptReader(None, lambda has_index=has_index: has_index).read(COMPLETION_PATH, body(**fields))
         errors.append(caught.value.message)
     assert errors[0] == errors[1]
 
