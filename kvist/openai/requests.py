@@ -1,17 +1,22 @@
-"""Request bodies. What a request asks is decoded apart from how to sample it: the router reads only the first.
+"""Request bodies. What a request asks is read apart from how to sample it: the router reads only the first.
 
-Fields that nobody here reads are left alone, since other engines take more than this one.
+A body is parsed once, by `read_fields`, and everything else is taken from its fields. Those that nobody here reads are
+left alone, since other engines take more than this one.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeAlias, TypeVar, cast
+import json
+import re
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, cast
 
 import msgspec
 
 from kvist.openai.errors import RequestError
 
 Message: TypeAlias = dict[str, Any]
+Fields: TypeAlias = dict[str, Any]
+"""What a body says, as JSON says it."""
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 Prompt: TypeAlias = str | list[int]
 
@@ -148,25 +153,105 @@ class _WithKvTransfer(msgspec.Struct, frozen=True):
 
 Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, SamplingParams, _WithKvTransfer)
 
-_chat_decoder = msgspec.json.Decoder(ChatCompletionRequest)
-_completion_decoder = msgspec.json.Decoder(CompletionRequest)
-_sampling_decoder = msgspec.json.Decoder(SamplingParams)
-_kv_transfer_decoder = msgspec.json.Decoder(_WithKvTransfer)
+MAX_DEPTH = 128
+"""Levels of arrays and objects in a body; templates and engines walk them by recursion."""
+
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def decode_chat_request(body: bytes) -> ChatCompletionRequest:
-    """Return the request in the body; raises RequestError (400) that names the field."""
-    return _decode(_chat_decoder, body)
+def read_fields(body: bytes) -> Fields:
+    """Return the fields of a body that every parser reads alike; raises RequestError (400) that says what is wrong.
+
+    It is one JSON object in UTF-8 without a byte order mark, or empty. It has no name twice in an object, no NaN, no
+    infinity and no half of a surrogate pair, and nests to `MAX_DEPTH`, also in `arguments`, a text that holds JSON.
+    """
+    try:
+        fields = _decoder.decode(body.decode()) if body else {}
+        if _ESCAPED_SURROGATE.search(body):
+            json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise _body_refusal("got half of a surrogate pair, expected whole characters") from None
+    except RecursionError:
+        raise _body_refusal(_TOO_DEEP) from None
+    except ValueError as error:  # of the decoder, of UTF-8, of too many digits, and ours
+        raise _body_refusal(f"not valid JSON in UTF-8 ({error})") from None
+    if not isinstance(fields, dict):
+        raise _body_refusal("expected `object`")
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_too_deep(fields):
+        raise _body_refusal(_TOO_DEEP)
+    return fields
 
 
-def decode_completion_request(body: bytes) -> CompletionRequest:
-    """Return the request in the body; raises RequestError (400) that names the field."""
-    return _decode(_completion_decoder, body)
+_TOO_DEEP = f"nested too deep, expected at most {MAX_DEPTH} levels of arrays and objects"
 
 
-def decode_sampling_params(body: bytes) -> SamplingParams:
-    """Return how the same body wants to be sampled; raises RequestError (400) that names the field."""
-    params = _decode(_sampling_decoder, body)
+def _body_refusal(reason: str) -> RequestError:
+    return RequestError(400, f"body: {reason}")
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Fields:
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{max(names, key=names.count)!r:.100} is there more than once")
+    arguments = fields.get("arguments")
+    if isinstance(arguments, str):
+        _check_arguments(arguments)
+    return fields
+
+
+def _check_arguments(text: str) -> None:
+    """Raise RequestError if it is JSON that nests too deep; templates are given what it holds."""
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        try:
+            is_too_deep = _is_too_deep(json.loads(text))
+        except RecursionError:
+            is_too_deep = True
+        except ValueError:
+            return
+        if is_too_deep:
+            raise RequestError(400, f"arguments: {_TOO_DEEP}", param="arguments")
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    return value if abs(value) < float("inf") else _no_number(text[:100])
+
+
+_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_no_number)
+
+
+def decode_chat_request(fields: Fields) -> ChatCompletionRequest:
+    """Return the request that the fields are; raises RequestError (400) that names the field."""
+    return _convert(fields, ChatCompletionRequest)
+
+
+def decode_completion_request(fields: Fields) -> CompletionRequest:
+    """Return the request that the fields are; raises RequestError (400) that names the field."""
+    return _convert(fields, CompletionRequest)
+
+
+def decode_sampling_params(fields: Fields) -> SamplingParams:
+    """Return how the same request wants to be sampled; raises RequestError (400) that names the field."""
+    params = _convert(fields, SamplingParams)
     limit = params.token_limit
     if limit is not None and params.min_tokens > limit:
         raise RequestError(
@@ -177,9 +262,9 @@ def decode_sampling_params(body: bytes) -> SamplingParams:
     return params
 
 
-def decode_kv_transfer_params(body: bytes) -> KvTransferParams | None:
-    """Return the `kv_transfer_params` of a body, None without; raises RequestError (400) for a part of them."""
-    params = _decode(_kv_transfer_decoder, body).kv_transfer_params
+def decode_kv_transfer_params(fields: Fields) -> KvTransferParams | None:
+    """Return the `kv_transfer_params` of a request, None without; raises RequestError (400) for a part of them."""
+    params = _convert(fields, _WithKvTransfer).kv_transfer_params
     if params is None:
         return None
     if params.do_remote_decode == params.do_remote_prefill:
@@ -197,31 +282,20 @@ def _handoff_refusal(field: str, reason: str) -> RequestError:
     return RequestError(400, f"{field}: {reason}", param="kv_transfer_params")
 
 
-def _decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
+def _convert(fields: Fields, kind: type[Request]) -> Request:
     try:
-        return decoder.decode(body)
+        return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        fields, reason = _fields(body), error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"body: not valid JSON ({error})") from None
+        reason = error
     if None in fields.values():  # to OpenAI a null is a field left out, and some clients spell out every field
         try:
-            return msgspec.convert({name: value for name, value in fields.items() if value is not None}, decoder.type)
+            return msgspec.convert({name: value for name, value in fields.items() if value is not None}, kind)
         except msgspec.ValidationError as error:
             reason = error
     raise _refusal(fields, str(reason))
 
 
-def _fields(body: bytes) -> dict[str, Any]:
-    """Return a body's fields; none when it is no object, or broken further on than its first wrong field."""
-    try:
-        fields = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-def _refusal(fields: dict[str, Any], error: str) -> RequestError:
+def _refusal(fields: Fields, error: str) -> RequestError:
     """Return msgspec's words (`Expected … - at `$.field``) as field, value and expectation."""
     reason, _, path = error.partition(" - at `$")
     expected = reason[:1].lower() + reason[1:]

@@ -10,12 +10,10 @@ What is not worth the way, or cannot go it, stays local: one worker does all, as
 from __future__ import annotations
 
 from enum import StrEnum
-from http import HTTPStatus
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from kvist.openai.errors import RequestError
 from kvist.router.policy import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
@@ -64,46 +62,17 @@ def is_worth_handing_over(local: Decision, max_local_prefill_tokens: int) -> Loc
     return Local.CACHED if num_tokens - local.overlap_tokens <= max_local_prefill_tokens else None
 
 
-class _Shape(msgspec.Struct, frozen=True):
-    """What decides whether a request can be handed over; the rest of the body is skipped."""
-
-    n: Any = None
-    best_of: Any = None
-    logprobs: Any = None
-    echo: Any = None
-    kv_transfer_params: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-
-_decode_shape = msgspec.json.Decoder(_Shape).decode
-
-
-def obstacle(path: str, body: bytes, ask: Ask) -> Local | None:
+def obstacle(path: str, ask: Ask) -> Local | None:
     """Return why the request cannot be handed over, None if it can."""
     if path not in (CHAT_PATH, COMPLETION_PATH):
         return Local.OTHER_ENDPOINT
-    shape = _decode_shape(body)  # the same bytes were read as a request before
-    if ask.num_prompts != 1 or shape.n not in (None, 1) or shape.best_of not in (None, 1):
+    said = ask.fields.get
+    if ask.num_prompts != 1 or said("n") not in (None, 1) or said("best_of") not in (None, 1):
         return Local.SEVERAL_SEQUENCES
-    if not (shape.logprobs is None or shape.logprobs is False) or shape.echo:
+    logprobs = said("logprobs")
+    if not (logprobs is None or logprobs is False) or said("echo"):
         return Local.LOGPROBS
     return None
-
-
-def refuse_handoff(body: bytes) -> None:
-    """Raise RequestError (400) if a client says `kv_transfer_params` itself.
-
-    They make a worker fetch blocks from any address into a cache that all share: only the router may say where.
-    """
-    if _PARAMS.encode() not in body and b"\\u" not in body:  # a key may be spelt with escapes
-        return
-    try:
-        said = _decode_shape(body).kv_transfer_params
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return  # whoever reads the request says what is wrong with it
-    if not isinstance(said, msgspec.UnsetType):
-        raise RequestError(
-            HTTPStatus.BAD_REQUEST, f"{_PARAMS}: expected none, for the router chooses the workers", param=_PARAMS
-        )
 
 
 def prefill_body(body: bytes) -> bytes:

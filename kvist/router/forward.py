@@ -35,6 +35,7 @@ from kvist.http import (
     UpstreamResponse,
     UpstreamTimeoutError,
 )
+from kvist.http.access import bears
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.config import RouterConfig
@@ -46,7 +47,6 @@ from kvist.router.disaggregation import (
     obstacle,
     prefill_body,
     read_handoff,
-    refuse_handoff,
 )
 from kvist.router.fleet import Fleet
 from kvist.router.handover import Handover
@@ -142,14 +142,13 @@ class _Passage:
 
     async def run(self) -> None:
         router, path, body = self._router, self._request.path, self._request.body
-        refuse_handoff(body)
         with self._trace.step("read"):
             self._ask = await router.reader.read(path, body)
         self._trace.set(spans.of_ask, self._ask)
         with self._trace.step("match"):
             self._overlaps = router.routing.overlaps(self._ask)
         if router.fleet.has_prefill_workers:
-            self._obstacle = obstacle(path, body, self._ask)
+            self._obstacle = obstacle(path, self._ask)
         try:
             while True:
                 decision = await self._next()
@@ -206,7 +205,8 @@ class _Passage:
             return
         worker = self._router.fleet.get(handover.prefill_worker)
         if worker is not None and worker.identity.engine == "kvist":
-            headers = [field for field in self._trace.headers(self._passed_on()) if field[0] in _RELEASE_HEADERS]
+            theirs = passed_on(self._request, self._router.config, self._request_id)
+            headers = [field for field in self._trace.headers(theirs) if field[0] in _RELEASE_HEADERS]
             self._router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
 
     async def _prefill(self, decision: Decision) -> None:
@@ -296,7 +296,7 @@ class _Passage:
     def _exchange(self, step: str, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
         """Send a body with the client's headers, and which rank was chosen; the worker goes on with the trace."""
         request, target, call = self._request, decision.chosen.target, self._trace.call(step)
-        headers = call.headers(self._passed_on())
+        headers = call.headers(passed_on(request, self._router.config, self._request_id))
         if self._router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
@@ -304,15 +304,6 @@ class _Passage:
             target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
         return spans.traced(exchange, call, decision)
-
-    def _passed_on(self) -> Headers:
-        """Return the client's headers as workers get them: without our own API key, under the request's id."""
-        dropped = {b"x-request-id", RANK_HEADER}
-        if self._router.config.api_key is not None:
-            dropped.add(b"authorization")
-        headers = [field for field in self._request.headers if field[0] not in dropped]
-        headers.append((b"x-request-id", self._request_id))
-        return headers
 
     async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
         """Pass the answer on as it comes. Nothing is sent before its first byte, so until then another may be tried."""
@@ -340,7 +331,7 @@ class _Passage:
         except UpstreamError as error:
             if not usage_reader.is_between_events:
                 raise
-            await responder.write(b"data: " + error_body(_worker_failure(error)) + b"\n\n")
+            await responder.write(b"data: " + error_body(worker_failure(error)) + b"\n\n")
             await responder.finish()
             raise
         await responder.finish()
@@ -365,7 +356,7 @@ class _Passage:
         # A worker that was silent too long may still be busy with it: trying another would double the work.
         if not isinstance(error, UpstreamTimeoutError) and self._may_retry():
             return error.reason
-        raise _worker_failure(error) from error
+        raise worker_failure(error) from error
 
     def _may_retry(self) -> bool:
         is_allowed = len(self._tried) < self._router.config.max_attempts
@@ -382,7 +373,18 @@ class _Passage:
         return headers
 
 
-def _worker_failure(error: UpstreamError) -> RequestError:
+def passed_on(request: Request, config: RouterConfig, request_id: bytes) -> Headers:
+    """Return the request's headers as workers get them: without a key of the router's own, under the request's id."""
+    dropped = {b"x-request-id"}
+    if config.api_key is not None or (config.admin_key is not None and bears(request, config.admin_key)):
+        dropped.add(b"authorization")
+    headers = [field for field in request.headers if field[0] not in dropped]
+    headers.append((b"x-request-id", request_id))
+    return headers
+
+
+def worker_failure(error: UpstreamError) -> RequestError:
+    """Return what a client is told of a worker that failed before its answer began."""
     is_timeout = isinstance(error, UpstreamTimeoutError)
     status = HTTPStatus.GATEWAY_TIMEOUT if is_timeout else HTTPStatus.BAD_GATEWAY
     return RequestError(status, str(error), code="worker_failed")

@@ -1,5 +1,7 @@
 """What a request asks, as far as routing needs it: its model and its prompt's tokens, as the worker will see them.
 
+A body is parsed here, once and strictly, and a client that says in it what only the router may say is refused.
+
 A prompt that cannot be tokenised here (no tokeniser, a template that refuses, an unknown endpoint) is not refused: it
 is routed by load, and `untokenized_reason` says why.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,17 +20,22 @@ from numpy.typing import NDArray
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
+    Fields,
     Message,
     Prompt,
     TokenId,
     decode_chat_request,
     decode_completion_request,
     is_text_part,
+    read_fields,
 )
 from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.placement import refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"})
+"""Endpoints that take a form; all others take JSON, whatever a request says of its content."""
 
 INLINE_BODY_BYTES = 2048
 """Up to here a body is tokenised on the event loop, at a cost of at most 0.5 ms; 32 kB would cost 20 ms. Measured with
@@ -40,7 +47,10 @@ CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`."""
+    """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
+
+    `fields` is the whole body, but for a prompt that is in `token_ids` alone.
+    """
 
     model: str | None
     num_tokens: int
@@ -48,6 +58,7 @@ class Ask:
     cache_salt: str | None = None
     untokenized_reason: str | None = None
     num_prompts: int = 1
+    fields: Fields = field(default_factory=dict)
 
 
 class PromptReader:
@@ -63,38 +74,43 @@ class PromptReader:
 
     async def read(self, path: str, body: bytes) -> Ask:
         """Return what the body of this endpoint asks; raises RequestError (400) that names the field."""
-        if path not in (CHAT_PATH, COMPLETION_PATH):
-            return _read_other(body)
+        if path in FORM_PATHS:
+            return _read_other({}, len(body))
         if path == COMPLETION_PATH and self._has_index():
             ask = _read_token_ids(body)
             if ask is not None:
                 return ask
-        read = self._read_chat if path == CHAT_PATH else self._read_completion
         if len(body) <= INLINE_BODY_BYTES or self._tokenizer is None:
-            return read(body)
-        return await asyncio.to_thread(read, body)
+            return self._read(path, body)
+        return await asyncio.to_thread(self._read, path, body)
+
+    def _read(self, path: str, body: bytes) -> Ask:
+        fields = _client_fields(body)
+        if path == CHAT_PATH:
+            return self._read_chat(fields, len(body))
+        return self._read_completion(fields) if path == COMPLETION_PATH else _read_other(fields, len(body))
 
     async def read_any(self, body: bytes) -> Ask:
         """Return what a body of either endpoint asks, or one of `{"token_ids": […]}`; raises RequestError (400)."""
         try:
-            fields = msgspec.json.decode(body, type=_AnyPrompt)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            prompt = msgspec.json.decode(body, type=_AnyPrompt)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise RequestError(400, f"body: {error}") from None
-        if fields.token_ids is not None:
-            return Ask(fields.model, len(fields.token_ids), fields.token_ids, fields.cache_salt)
-        return await self.read(CHAT_PATH if fields.messages is not None else COMPLETION_PATH, body)
+        if prompt.token_ids is not None:
+            return Ask(prompt.model, len(prompt.token_ids), prompt.token_ids, prompt.cache_salt)
+        return await self.read(CHAT_PATH if prompt.messages is not None else COMPLETION_PATH, body)
 
-    def _read_chat(self, body: bytes) -> Ask:
-        request = decode_chat_request(body)
+    def _read_chat(self, fields: Fields, num_bytes: int) -> Ask:
+        request = decode_chat_request(fields)
         try:
             token_ids = self._loaded_tokenizer().tokenize_chat(_text_before_first_image(request))
         except RequestError as error:
-            reason = error.message
-            return Ask(request.model, _estimated_tokens(body), None, request.cache_salt, reason)
-        return Ask(request.model, len(token_ids), token_ids, request.cache_salt)
+            num_tokens, reason = num_bytes // CHARS_PER_TOKEN, error.message
+            return Ask(request.model, num_tokens, None, request.cache_salt, reason, fields=fields)
+        return Ask(request.model, len(token_ids), token_ids, request.cache_salt, fields=fields)
 
-    def _read_completion(self, body: bytes) -> Ask:
-        request = decode_completion_request(body)
+    def _read_completion(self, fields: Fields) -> Ask:
+        request = decode_completion_request(fields)
         prompts = request.prompts
         longest = max(prompts, key=_length_in_tokens)
         num_other_tokens = sum(map(_length_in_tokens, prompts)) - _length_in_tokens(longest)
@@ -104,9 +120,9 @@ class PromptReader:
             )
         except RequestError as error:
             num_tokens = num_other_tokens + _length_in_tokens(longest)
-            return Ask(request.model, num_tokens, None, request.cache_salt, error.message, len(prompts))
+            return Ask(request.model, num_tokens, None, request.cache_salt, error.message, len(prompts), fields)
         num_tokens = num_other_tokens + len(token_ids)
-        return Ask(request.model, num_tokens, token_ids, request.cache_salt, num_prompts=len(prompts))
+        return Ask(request.model, num_tokens, token_ids, request.cache_salt, None, len(prompts), fields)
 
     def _tokenize_text(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._loaded_tokenizer().tokenize_prompt(text, add_special_tokens=add_special_tokens)
@@ -124,10 +140,6 @@ class _AnyPrompt(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
 
 
-class _AnyRequest(msgspec.Struct, frozen=True):
-    model: str | None = None
-
-
 def _read_token_ids(body: bytes) -> Ask | None:
     """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
     from kvist.indexer.json_tokens import split_integer_array
@@ -137,23 +149,25 @@ def _read_token_ids(body: bytes) -> Ask | None:
         return None
     token_ids, rest = split
     try:
-        request = decode_completion_request(rest)
+        fields = _client_fields(rest)
+        request = decode_completion_request(fields)
     except RequestError:  # that of the whole body says where
         return None
-    return Ask(request.model, len(token_ids), token_ids, request.cache_salt)
+    return Ask(request.model, len(token_ids), token_ids, request.cache_salt, fields=fields)
 
 
-def _read_other(body: bytes) -> Ask:
+def _client_fields(body: bytes) -> Fields:
+    fields = read_fields(body)
+    refuse_fields(fields)
+    return fields
+
+
+def _read_other(fields: Fields, num_bytes: int) -> Ask:
     """Take the model from a body of unknown shape, if it says one; the worker judges the rest."""
-    try:
-        model = msgspec.json.decode(body, type=_AnyRequest).model if body else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        model = None
-    return Ask(model, _estimated_tokens(body), None, None, "the endpoint is not routed by prefix")
-
-
-def _estimated_tokens(body: bytes) -> int:
-    return len(body) // CHARS_PER_TOKEN
+    model = fields.get("model")
+    known_model = model if isinstance(model, str) else None
+    reason = "the endpoint is not routed by prefix"
+    return Ask(known_model, num_bytes // CHARS_PER_TOKEN, None, None, reason, fields=fields)
 
 
 def _length_in_tokens(prompt: Prompt) -> int:

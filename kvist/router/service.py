@@ -21,24 +21,34 @@ from pathlib import Path
 from random import Random
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
-from urllib.parse import unquote
 
 import msgspec
 
 from kvist.errors import InvalidValueError
-from kvist.http import HttpLimits, HttpServer, Request, Responder, UpstreamPool, default_max_connections, serve_asgi
+from kvist.http import (
+    HttpLimits,
+    HttpServer,
+    Request,
+    Responder,
+    UpstreamError,
+    UpstreamPool,
+    default_max_connections,
+    serve_asgi,
+)
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.api import AdminApi
 from kvist.router.auth import require_administrator, require_client
 from kvist.router.config import RouterConfig
+from kvist.router.endpoints import MODELS_PATH, check_client_request, methods_of, plain_path
 from kvist.router.fleet import Fleet
-from kvist.router.forward import Forwarder
+from kvist.router.forward import Forwarder, passed_on, worker_failure
 from kvist.router.gauges import Gauges
 from kvist.router.healing import Healer
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
+from kvist.router.placement import check_request_id
 from kvist.router.prompts import PromptReader
 from kvist.router.releases import Releases
 from kvist.router.routing import Routing
@@ -56,6 +66,8 @@ TRACES_CLOSE_TIMEOUT_S = 0.5
 
 OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
 ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route"})
+WORKER_HEADER = b"x-kvist-worker"
+"""Names the worker that an administrator's request to an endpoint of a worker is for."""
 
 
 class RouterService:
@@ -108,7 +120,7 @@ class RouterService:
         self._index = index
         reader = PromptReader(tokenizer, lambda: index is not None and index.has_joined)
         load = LoadTracker(config.recent_half_life_s)
-        pool = await exits.enter_async_context(UpstreamPool())
+        pool = self._pool = await exits.enter_async_context(UpstreamPool())
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
         policies = (config.make_policy(), config.make_decode_policy())
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
@@ -143,38 +155,72 @@ class RouterService:
 
     async def _handle(self, request: Request, responder: Responder) -> None:
         """Answer any request, with an OpenAI error where it cannot be served."""
-        request_id = request.header(b"x-request-id") or self._new_request_id()
+        given_id = request.header(b"x-request-id")
+        request_id = given_id or self._new_request_id()
         try:
+            if given_id:
+                check_request_id("x-request-id", given_id.decode("latin-1"))
             await self._dispatch(request, responder, request_id)
         except RequestError as error:
             self._metrics.refused(error.status)
+            if error.param == "x-request-id":
+                request_id = self._new_request_id()
             headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
             if error.status == HTTPStatus.UNAUTHORIZED:
                 headers.append((b"www-authenticate", b"Bearer"))
             await responder.send_response(error.status, headers, error_body(error))
 
     async def _dispatch(self, request: Request, responder: Responder, request_id: bytes) -> None:
-        path = request.path
+        path = plain_path(request.path)
+        if path != request.path:
+            request = msgspec.structs.replace(request, target=path + request.target[len(request.path) :])
         if path in OPEN_PATHS:
             await serve_asgi(self._admin, request, responder)
         elif path in ADMIN_PATHS:
             require_administrator(request, self._config.admin_key)
             await serve_asgi(self._admin, request, responder)
-        elif path.startswith("/v1/") and not _has_dot_segment(path):
+        elif methods_of(path) is None:
+            require_administrator(request, self._config.admin_key)
+            await self._pass_to_worker(request, responder, request_id)
+        else:
             require_client(request, self._config.api_key)
-            if path == "/v1/models":
-                await self._list_models(responder)
+            check_client_request(request)
+            if path.startswith(MODELS_PATH):
+                await self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
             else:
                 await self._forwarder.forward(request, responder, request_id)
-        else:
-            raise RequestError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")
+
+    async def _pass_to_worker(self, request: Request, responder: Responder, request_id: bytes) -> None:
+        """Pass an administrator's request to the worker that it names, and the answer back, both as they are."""
+        url = (request.header(WORKER_HEADER) or b"").decode("latin-1").rstrip("/")
+        if self._fleet.get(url) is None:
+            expected = f"the URL of a known worker, as {request.method} {request.path} is no endpoint of the router"
+            raise RequestError(
+                HTTPStatus.BAD_REQUEST, f"x-kvist-worker: got {url!r:.200}, expected {expected}", param="x-kvist-worker"
+            )
+        headers = [field for field in passed_on(request, self._config, request_id) if field[0] != WORKER_HEADER]
+        try:
+            async with self._pool.exchange(url, request.method, request.target, headers, request.body) as response:
+                responder.start(response.status, response.headers)
+                async for piece in response.body():
+                    await responder.write(piece)
+            await responder.finish()
+        except UpstreamError as error:
+            if responder.has_started:
+                raise
+            raise worker_failure(error) from error
 
     def _new_request_id(self) -> bytes:
         """Return 32 hex digits that no other request, of this router or another, has."""
         return b"%b%012x" % (self._request_id_prefix, next(self._request_numbers))
 
-    async def _list_models(self, responder: Responder) -> None:
-        body = {"object": "list", "data": [model.entry for model in self._fleet.models()]}
+    async def _show_models(self, model_id: str, responder: Responder) -> None:
+        """Answer with the model of this id, or a list of all where it is empty."""
+        entries = [model.entry for model in self._fleet.models() if model_id in ("", model.id)]
+        if model_id and not entries:
+            message = f"model: got {model_id!r:.200}, expected one that is served"
+            raise RequestError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
+        body = entries[0] if model_id else {"object": "list", "data": entries}
         await responder.send_response(
             HTTPStatus.OK, [(b"content-type", b"application/json")], msgspec.json.encode(body)
         )
@@ -193,8 +239,3 @@ def _tls_context(config: RouterConfig) -> ssl.SSLContext | None:
     except OSError as error:  # ssl.SSLError is one
         raise InvalidValueError("tls_certificate", config.tls_certificate, f"readable PEM files ({error})") from None
     return context
-
-
-def _has_dot_segment(path: str) -> bool:
-    """A worker's server, or a proxy before it, might resolve them to a path that is not for clients."""
-    return not {".", ".."}.isdisjoint(unquote(path).split("/"))

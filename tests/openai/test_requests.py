@@ -17,6 +17,7 @@ from kvist.openai.requests import (
     decode_completion_request,
     decode_kv_transfer_params,
     decode_sampling_params,
+    read_fields,
 )
 from kvist.openai.sse import DONE, encode_event, last_event_data
 
@@ -31,12 +32,12 @@ from kvist.openai.sse import DONE, encode_event, last_event_data
     ],
 )
 def test_a_prompt_is_text_or_token_ids_one_or_a_batch(prompt: Any, prompts: Any) -> None:
-    assert decode_completion_request(json.dumps({"prompt": prompt}).encode()).prompts == prompts
+    assert decode_completion_request({"prompt": prompt}).prompts == prompts
 
 
 @pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], [[1], "a"]])
 def test_a_mixed_batch_is_refused(prompt: Any) -> None:
-    request = decode_completion_request(json.dumps({"prompt": prompt}).encode())
+    request = decode_completion_request({"prompt": prompt})
     with pytest.raises(RequestError, match="prompt: expected all strings"):
         _ = request.prompts
 
@@ -52,7 +53,7 @@ def test_a_mixed_batch_is_refused(prompt: Any) -> None:
 )
 def test_a_bad_chat_names_the_field(body: Any, param: str | None) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_chat_request(json.dumps(body).encode())
+        decode_chat_request(body)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
@@ -76,35 +77,37 @@ def test_a_bad_chat_names_the_field(body: Any, param: str | None) -> None:
 )
 def test_an_invalid_sampling_value_names_its_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_sampling_params(json.dumps({field: value}).encode())
+        decode_sampling_params({field: value})
     assert caught.value.status == 400
     assert field in caught.value.message
 
 
 def test_a_refusal_names_field_value_and_what_was_expected() -> None:
     with pytest.raises(RequestError) as caught:
-        decode_sampling_params(b'{"temperature": -1}')
+        decode_sampling_params(json.loads('{"temperature": -1}'))
     assert caught.value.message == "temperature: got -1, expected `float` >= 0.0"
 
 
 def test_a_null_is_a_field_left_out() -> None:
-    params = decode_sampling_params(b'{"temperature": null, "n": null, "stop": null, "top_k": null, "seed": 3}')
+    params = decode_sampling_params(
+        json.loads('{"temperature": null, "n": null, "stop": null, "top_k": null, "seed": 3}')
+    )
     assert params == SamplingParams(seed=3)
-    assert decode_completion_request(b'{"prompt": [5], "add_special_tokens": null}').prompts == [[5]]
+    assert decode_completion_request(json.loads('{"prompt": [5], "add_special_tokens": null}')).prompts == [[5]]
     with pytest.raises(RequestError, match="missing required field `prompt`"):
-        decode_completion_request(b'{"prompt": null}')
+        decode_completion_request(json.loads('{"prompt": null}'))
     with pytest.raises(RequestError, match="top_p: got 7"):
-        decode_sampling_params(b'{"temperature": null, "top_p": 7}')
+        decode_sampling_params(json.loads('{"temperature": null, "top_p": 7}'))
 
 
 def test_more_tokens_at_least_than_at_most_is_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens: got 5"):
-        decode_sampling_params(b'{"min_tokens": 5, "max_completion_tokens": 4}')
+        decode_sampling_params(json.loads('{"min_tokens": 5, "max_completion_tokens": 4}'))
 
 
 def test_logprobs_are_read_in_chats_and_completions_alike() -> None:
     def count(body: str) -> int | None:
-        return decode_sampling_params(body.encode()).num_logprobs
+        return decode_sampling_params(json.loads(body)).num_logprobs
 
     assert count("{}") is None
     assert count('{"logprobs": false}') is None
@@ -123,17 +126,59 @@ def test_logprobs_are_read_in_chats_and_completions_alike() -> None:
 def test_no_body_raises_anything_but_a_request_error(body: bytes) -> None:
     for decode in (decode_chat_request, decode_completion_request, decode_sampling_params):
         with suppress(RequestError):
-            request = decode(body)
+            request = decode(read_fields(body))
             if isinstance(request, CompletionRequest):
                 assert request.prompts
 
 
-def test_a_body_nested_beyond_reason_is_refused() -> None:
-    body = b'{"prompt": "x", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-    for decode in (decode_completion_request, decode_sampling_params):
-        with pytest.raises(RequestError) as caught:
-            decode(body)
-        assert caught.value.status == 400
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"\xef\xbb\xbf{}", "Expecting"),
+        ('{"a": 1}'.encode("utf-16"), "utf-8"),
+        ('{"a": 1}'.encode("utf-16-le"), "Expecting"),
+        ('{"a": 1}'.encode("utf-32-be"), "Expecting"),
+        (b'{"a": "\xed\xa0\x80"}', "utf-8"),
+        (rb'{"a": "\ud800"}', "half of a surrogate pair"),
+        (rb'{"\uDC00": 1}', "half of a surrogate pair"),
+        (b'{"a": NaN}', "NaN is no number"),
+        (b'{"a": [-Infinity]}', "-Infinity is no number"),
+        (b'{"a": 1e999}', "1e999 is no number"),
+        (b'{"a": %b}' % (b"1" * 5000), "digits"),
+        (b'{"a": 1} x', "Extra data"),
+        (b'{"a": 1,}', "Expecting"),
+        (b'{"a": "\x01"}', "control character"),
+        (b"[]", "expected `object`"),
+        (b'{"model": "a", "model": "b"}', "'model' is there more than once"),
+        (rb'{"model": "a", "mod\u0065l": "b"}', "'model' is there more than once"),
+        (b'{"messages": [{"role": "a", "role": "b"}]}', "'role' is there more than once"),
+        (b'{"n": ' + b"[" * 128 + b"]" * 128 + b"}", "nested too deep, expected at most 128"),
+        (b'{"n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deep"),
+        (b'{"n": ' + b"[" * 100_000, "nested too deep"),
+        (json.dumps({"arguments": "[" * 100_000}).encode(), "arguments: nested too deep"),
+        (json.dumps({"tools": [{"arguments": "[" * 129 + "]" * 129}]}).encode(), "arguments: nested too deep"),
+    ],
+)
+def test_a_body_that_two_parsers_may_read_differently_is_refused(body: bytes, reason: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read_fields(body)
+    assert reason in caught.value.message
+    assert (caught.value.status, len(caught.value.message) < 300) == (400, True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        rb'{"a": "\ud83d\ude00 \\ud800 \u00e9"}',
+        '{"a": "\U0001f600"}'.encode(),
+        b' {"n": ' + b"[" * 127 + b"]" * 127 + b"}\n",
+        json.dumps({"a": [[]] * 1000, "b": 1.5e300}).encode(),
+        json.dumps({"arguments": "not JSON " + "[" * 1000}).encode(),
+        json.dumps({"arguments": "[" * 128 + "]" * 128}).encode(),
+    ],
+)
+def test_a_body_with_one_reading_is_read(body: bytes) -> None:
+    assert read_fields(body) == json.loads(body)
 
 
 def test_a_refusal_has_the_shape_that_openai_clients_read() -> None:
@@ -160,7 +205,7 @@ FETCH = {
 
 @pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, FETCH])
 def test_a_part_of_a_request_can_be_another_workers(params: Any) -> None:
-    read = decode_kv_transfer_params(json.dumps({"prompt": "x", "kv_transfer_params": params}).encode())
+    read = decode_kv_transfer_params({"prompt": "x", "kv_transfer_params": params})
     assert (None if read is None else msgspec.to_builtins(read).items() >= params.items()) == (params and True)
 
 
@@ -176,6 +221,6 @@ def test_a_part_of_a_request_can_be_another_workers(params: Any) -> None:
 )
 def test_params_that_no_worker_would_give_are_refused_by_field(params: Any, reason: str) -> None:
     with pytest.raises(RequestError) as caught:
-        decode_kv_transfer_params(json.dumps({"kv_transfer_params": params}).encode())
+        decode_kv_transfer_params({"kv_transfer_params": params})
     assert reason in caught.value.message
     assert caught.value.status == 400

@@ -93,7 +93,8 @@ async def test_health_needs_no_worker_and_readiness_does(worker, router) -> None
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 404)]
+    ("method", "path", "status"),
+    [("POST", "/health", 405), ("PUT", "/workers", 405), ("GET", "/nope", 400), ("GET", "/v1/completions", 405)],
 )
 async def test_wrong_methods_and_paths_are_refused_in_openais_shape(
     router, method: str, path: str, status: int

@@ -81,8 +81,7 @@ async def test_a_rank_is_chosen_and_named_where_a_worker_has_several(worker, rou
                 await front.until_ranks(one.url, 4)
                 decision = await front.explain(TOKENS)
                 assert (decision["rank"], len(decision["candidates"])) == (2, 4)
-                forged = {"x-data-parallel-rank": "0"}
-                await front.client.post("/v1/completions", json={"model": "m", "prompt": TOKENS}, headers=forged)
+                await front.complete(TOKENS)
                 assert one.completions[0].headers["x-data-parallel-rank"] == "2"
 
 

@@ -16,6 +16,7 @@ from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
+    Fields,
     KvTransferParams,
     SamplingParams,
     decode_chat_request,
@@ -23,6 +24,7 @@ from kvist.openai.requests import (
     decode_kv_transfer_params,
     decode_sampling_params,
     is_text_part,
+    read_fields,
 )
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -90,17 +92,19 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
     """Return the job of a chat request; raises RequestError that names the field."""
-    request = decode_chat_request(body)
-    params = _check(request, decode_sampling_params(body), model_names)
+    fields = read_fields(body)
+    request = decode_chat_request(fields)
+    params = _check(request, decode_sampling_params(fields), model_names)
     _check_is_text(request)
     prompt = await _off_loop(lambda: tokenizer.tokenize_chat(request), len(body))
-    return _job(request, params, (prompt,), _handoff(body))
+    return _job(request, params, (prompt,), _handoff(fields))
 
 
 async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
     """Return the job of a text completion request; raises RequestError that names the field."""
-    request = decode_completion_request(body)
-    params = _check(request, decode_sampling_params(body), model_names)
+    fields = read_fields(body)
+    request = decode_completion_request(fields)
+    params = _check(request, decode_sampling_params(fields), model_names)
     if params.token_limit is None:
         params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
 
@@ -108,7 +112,7 @@ async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tu
         add = request.add_special_tokens
         return tuple(tokenizer.tokenize_prompt(prompt, add_special_tokens=add) for prompt in request.prompts)
 
-    return _job(request, params, await _off_loop(tokenize, len(body)), _handoff(body))
+    return _job(request, params, await _off_loop(tokenize, len(body)), _handoff(fields))
 
 
 def _check(
@@ -159,10 +163,9 @@ def _job(
     return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage, handoff)
 
 
-def _handoff(body: bytes) -> Handoff | None:
+def _handoff(fields: Fields) -> Handoff | None:
     """Return which part of the request is another worker's; raises RequestError that names the field."""
-    params = decode_kv_transfer_params(body) if b"kv_transfer_params" in body else None
-    match params:
+    match decode_kv_transfer_params(fields):
         case None:
             return None
         case KvTransferParams(
