@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from types import TracebackType
 from typing import Self
@@ -194,8 +194,12 @@ class Indexer:
 
     def statistics(self) -> list[SourceStatistics]:
         """Return the counters of every source as they are now."""
-        now_s = self._clock()
-        return [source.statistics(now_s) for source in self.sources]
+        return [*self.each_statistics()]
+
+    def each_statistics(self) -> Iterator[SourceStatistics]:
+        """Yield the counters of each source, as they are when it is its turn."""
+        for source in self.sources:
+            yield source.statistics(self._clock())
 
     def _new_source(self, worker: str, url: str, rank: int) -> Source:
         num_ranks = self._limits.get(worker, self._num_ranks)

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,13 +25,13 @@ from starlette.routing import Route
 
 from kvist import __version__
 from kvist.errors import InvalidValueError
+from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.disaggregation import obstacle
 from kvist.router.explain import explain_load, explain_plan, explain_worker
 from kvist.router.fleet import Fleet, WorkerConflictError
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
-from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Role
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.readiness import explain_readiness
@@ -53,7 +53,7 @@ class AdminApi:
     index: FleetIndex | None
     reader: PromptReader
     routing: Routing
-    metrics: RouterMetrics
+    metrics: MetricsPage
     started_s: float
     now_s: Callable[[], float]
 
@@ -92,7 +92,7 @@ class AdminApi:
         return _json(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _metrics(self, request: Request) -> Response:  # noqa: ARG002
-        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     async def _list_workers(self, request: Request) -> Response:  # noqa: ARG002
         explained = [explain_worker(worker, self.load, self.index) for worker in self.fleet.workers]

@@ -1,4 +1,7 @@
-"""What is true now, read when Prometheus asks: load by rank, states, how well each cache is known, the index."""
+"""What is true now, read when Prometheus asks: load, states, how well each cache is known, the index.
+
+All is summed up by worker or stream: how many ranks a stream names does not show in how much there is to read.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvist.events.session import SourceState
 from kvist.events.transports.answers import BUDGET
@@ -14,12 +16,12 @@ from kvist.router.fleet import Fleet
 from kvist.router.health import CircuitState
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
-from kvist.router.routing import Routing
+from kvist.router.routing import RANKS_MAX_AGE_S, Routing
 from kvist.router.worker import WorkerState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gauges(Collector):
+class Gauges:
     """Reads the running router's values as Prometheus metrics."""
 
     fleet: Fleet
@@ -28,8 +30,8 @@ class Gauges(Collector):
     index: FleetIndex | None
     now_s: Callable[[], float]
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric; states are 1 for the state that holds and 0 for the others."""
+    def collect(self) -> Iterator[Metric | None]:
+        """Yield every metric, and None where there may be a pause; states are 1 for the one that holds, else 0."""
         yield from self._states()
         yield from self._loads()
         if self.index is not None:
@@ -43,7 +45,7 @@ class Gauges(Collector):
                 yield GaugeMetricFamily("kvist_index_blocks", "Distinct blocks in the index", statistics.num_blocks)
                 yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
-    def _states(self) -> Iterator[Metric]:
+    def _states(self) -> Iterator[Metric | None]:
         states = GaugeMetricFamily("kvist_router_worker_state", "Whether a worker is so", labels=["worker", "state"])
         circuits = GaugeMetricFamily(
             "kvist_router_circuit_state", "Whether a worker's circuit is so", labels=["worker", "state"]
@@ -55,38 +57,37 @@ class Gauges(Collector):
                 states.add_metric([worker.url, state.value], worker.state is state)
             for circuit in CircuitState:
                 circuits.add_metric([worker.url, circuit.value], worker.breaker.state is circuit)
+            yield None
         yield from (states, circuits, roles)
 
-    def _loads(self) -> Iterator[Metric]:
-        labels = ["worker", "rank"]
+    def _loads(self) -> Iterator[Metric | None]:
+        labels = ["worker"]
         running = GaugeMetricFamily("kvist_router_running_requests", "Requests not ended yet", labels=labels)
         prefill = GaugeMetricFamily("kvist_router_prefill_tokens", "Uncached tokens not yet answered", labels=labels)
         decode = GaugeMetricFamily("kvist_router_decode_blocks", "Blocks of running requests", labels=labels)
         now_s = self.now_s()
         for worker in self.fleet.workers:
-            for rank in self.routing.ranks(worker):
-                names, load = [worker.url, str(rank.target.rank)], self.load.load(rank.target, now_s)
-                running.add_metric(names, load.running_requests)
-                prefill.add_metric(names, load.prefill_tokens)
-                decode.add_metric(names, load.decode_blocks)
+            loads = [self.load.load(rank.target, now_s) for rank in self.routing.ranks(worker)]
+            running.add_metric([worker.url], sum(load.running_requests for load in loads))
+            prefill.add_metric([worker.url], sum(load.prefill_tokens for load in loads))
+            decode.add_metric([worker.url], sum(load.decode_blocks for load in loads))
+            yield None
         yield from (running, prefill, decode)
 
-    def _ranks(self, index: FleetIndex) -> Iterator[Metric]:
-        states = GaugeMetricFamily(
-            "kvist_router_event_source_state",
-            "How well a rank's cache is known: live, partial, resyncing",
-            labels=["worker", "rank", "state"],
+    def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
+        ranks = GaugeMetricFamily(
+            "kvist_router_ranks", "Ranks by how well their cache is known", labels=["worker", "state"]
         )
-        blocks = GaugeMetricFamily("kvist_router_rank_blocks", "Blocks a rank holds", labels=["worker", "rank"])
+        blocks = GaugeMetricFamily("kvist_router_worker_blocks", "Blocks that its ranks hold", labels=["worker"])
         for worker in self.fleet.workers:
-            for status in index.ranks(worker.url):
-                rank = str(status.target.rank)
-                for state in SourceState:
-                    states.add_metric([worker.url, rank, state.value], status.state is state)
-                blocks.add_metric([worker.url, rank], status.num_blocks)
-        yield from (states, blocks)
+            statuses = index.ranks(worker.url, RANKS_MAX_AGE_S)
+            for state in SourceState:
+                ranks.add_metric([worker.url, state.value], sum(status.state is state for status in statuses))
+            blocks.add_metric([worker.url], sum(status.num_blocks for status in statuses))
+            yield None
+        yield from (ranks, blocks)
 
-    def _sources(self, index: FleetIndex) -> Iterator[Metric]:
+    def _sources(self, index: FleetIndex) -> Iterator[Metric | None]:
         labels = ["worker", "source"]
         ages = GaugeMetricFamily("kvist_router_event_age_seconds", "Since a stream's last event", labels=labels)
         counters = {
@@ -94,16 +95,20 @@ class Gauges(Collector):
             "restarts": CounterMetricFamily("kvist_router_event_restarts", "Epochs after the first", labels=labels),
             "refused": CounterMetricFamily("kvist_router_event_batches_refused", "Batches of no use", labels=labels),
             "malformed": CounterMetricFamily("kvist_router_event_malformed", "Messages not understood", labels=labels),
+            "ranks": CounterMetricFamily(
+                "kvist_router_event_ranks_refused", "Batches of ranks beyond those it may name", labels=labels
+            ),
         }
-        for worker in self.fleet.workers:
-            for source in index.sources(worker.url):
-                names = [worker.url, source.url]
-                if source.last_event_age_s is not None:
-                    ages.add_metric(names, source.last_event_age_s)
-                counters["gaps"].add_metric(names, source.num_gaps)
-                counters["restarts"].add_metric(names, source.num_restarts)
-                counters["refused"].add_metric(names, source.num_refused_batches)
-                counters["malformed"].add_metric(names, source.num_malformed)
+        for source in index.every_source():
+            names = [source.worker, source.url]
+            if source.last_event_age_s is not None:
+                ages.add_metric(names, source.last_event_age_s)
+            counters["gaps"].add_metric(names, source.num_gaps)
+            counters["restarts"].add_metric(names, source.num_restarts)
+            counters["refused"].add_metric(names, source.num_refused_batches)
+            counters["malformed"].add_metric(names, source.num_malformed)
+            counters["ranks"].add_metric(names, source.num_refused_ranks)
+            yield None
         yield from (ages, *counters.values())
         yield CounterMetricFamily(
             "kvist_router_event_answers_refused",

@@ -149,7 +149,9 @@ class Healer:
             return
         report = healing.learn(decision, usage, block_hashes)
         hits = healing.hits
-        self._metrics.full_report(target, report, hits.value, hits.num_hits)
+        all_hits = [each.hits for each in map(self._ranks.get, self._ranks_of(target.worker)) if each is not None]
+        digest = sum(each.value for each in all_hits) & _DIGEST_MASK
+        self._metrics.full_report(target.worker, report, digest, sum(each.num_hits for each in all_hits))
         if healing.end is None and (end := healing.reached_end()) is not None:
             healing.end = end
             self._metrics.healed(target.worker, end)
@@ -177,8 +179,11 @@ class Healer:
             del self._ranks[target]
 
     def _status(self, target: WorkerRank) -> RankStatus | None:
-        ranks = () if self._index is None else self._index.ranks(target.worker, RANKS_MAX_AGE_S)
-        return next((status for status in ranks if status.target == target), None)
+        return self._ranks_of(target.worker).get(target)
+
+    def _ranks_of(self, worker: str) -> dict[WorkerRank, RankStatus]:
+        statuses = () if self._index is None else self._index.ranks(worker, RANKS_MAX_AGE_S)
+        return {status.target: status for status in statuses}
 
 
 def ask_full_report(body: bytes) -> bytes:

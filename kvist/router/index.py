@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -199,15 +199,14 @@ class FleetIndex:
         """Return the counters of the worker's streams."""
         return [source for source in self.every_source() if source.worker == worker]
 
-    def every_source(self) -> list[SourceStatistics]:
-        """Return the counters of all streams; while no block size is known, what keeps each from telling one."""
+    def every_source(self) -> Iterator[SourceStatistics]:
+        """Yield the counters of each stream; while no block size is known, what keeps it from telling one."""
         if self._indexer is not None:
-            return self._indexer.statistics()
-        return [
-            SourceCounters(failure=problem()).frozen(worker, url, {}, (), 0, self._now_s())
-            for (worker, url), problem in self._problems.items()
-            if worker in self._endpoints
-        ]
+            yield from self._indexer.each_statistics()
+            return
+        for (worker, url), problem in [*self._problems.items()]:
+            if worker in self._endpoints:
+                yield SourceCounters(failure=problem()).frozen(worker, url, {}, (), 0, self._now_s())
 
     def state_statistics(self) -> StateStatistics | None:
         """Return how keeping the index on disk goes, None where it is not kept."""

@@ -10,7 +10,6 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvist.events import WorkerRank
 from kvist.router.policy import Decision
 from kvist.router.usage import ReportedUsage
 
@@ -76,11 +75,11 @@ class RouterMetrics:
         )
         self._hits = gauge(
             "kvist_router_healing_hits",
-            "Blocks that a partial rank said it had cached and the index had not, each counted once",
-            ["worker", "rank"],
+            "Blocks that partial ranks said they had cached and the index had not, each counted once a rank",
+            ["worker"],
         )
         self._hit_digest = gauge(
-            "kvist_router_healing_digest", "A number that changes whenever such a block is new", ["worker", "rank"]
+            "kvist_router_healing_digest", "A number that changes whenever such a block is new", ["worker"]
         )
         self._prompt_tokens = counter("kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"])
         self._overlap_tokens = counter(
@@ -133,12 +132,11 @@ class RouterMetrics:
         """Count a prompt that nobody fetches: released, unknown to its worker, failed or dropped."""
         self._releases.labels(outcome).inc()
 
-    def full_report(self, target: WorkerRank, report: str, digest: int, num_hits: int) -> None:
+    def full_report(self, worker: str, report: str, digest: int, num_hits: int) -> None:
         """Count an answer to a request for a full report, and show the digest of all that were lacking so far."""
-        worker, rank = target.worker, str(target.rank)
         self._full_reports.labels(worker, report).inc()
-        self._hits.labels(worker, rank).set(num_hits)
-        self._hit_digest.labels(worker, rank).set(digest)
+        self._hits.labels(worker).set(num_hits)
+        self._hit_digest.labels(worker).set(digest)
 
     def healed(self, worker: str, reason: str) -> None:
         """Count a rank that is asked for full reports no more."""

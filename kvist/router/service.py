@@ -35,6 +35,7 @@ from kvist.http import (
     default_max_connections,
     serve_asgi,
 )
+from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.api import AdminApi
@@ -124,7 +125,7 @@ class RouterService:
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
         policies = (config.make_policy(), config.make_decode_policy())
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
-        self._metrics.registry.register(Gauges(fleet, load, routing, index, now_s))
+        page = MetricsPage(Gauges(fleet, load, routing, index, now_s).collect, self._metrics.registry)
         self._fleet = await exits.enter_async_context(fleet)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics))
@@ -132,7 +133,7 @@ class RouterService:
             config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, tracing
         )
         self._admin = AdminApi(
-            fleet, load, index, reader, routing, self._metrics, self._started_s, now_s
+            fleet, load, index, reader, routing, page, self._started_s, now_s
         ).application()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),

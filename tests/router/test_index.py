@@ -138,6 +138,22 @@ async def test_streams_name_no_more_ranks_than_configured_and_none_that_their_wo
                 assert await ranks() == {(one.url, 0), (one.url, 1), (one.url, 2), (other.url, 0)}
 
 
+async def test_ranks_that_a_stream_invents_add_no_line_to_the_metrics(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS)
+            async with router(one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 9)
+                before = (await front.metrics()).keys()
+                for rank in range(1, 128):
+                    cache.store(TOKENS[:16], rank=rank)
+                refused = f'kvist_router_event_ranks_refused_total{{source="{cache.publisher.endpoint}",worker="{one.url}"}}'
+                while (await front.metrics())[refused] < 128 - 64:
+                    await asyncio.sleep(0.01)
+                assert (await front.metrics()).keys() == before
+
+
 async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine) -> None:
     async with worker() as one:
         with engine("one") as cache:
@@ -146,11 +162,10 @@ async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine)
             async with router(one.url) as front:
                 await front.until_overlap(one.url, TOKENS, 9)
                 samples = await front.metrics()
-                rank = f'rank="0",worker="{one.url}"'
-                assert samples[f'kvist_router_event_source_state{{rank="0",state="live",worker="{one.url}"}}'] == 1
-                assert samples[f"kvist_router_rank_blocks{{{rank}}}"] == 10
+                assert samples[f'kvist_router_ranks{{state="live",worker="{one.url}"}}'] == 1
+                assert samples[f'kvist_router_worker_blocks{{worker="{one.url}"}}'] == 10
                 source = f'source="{cache.publisher.endpoint}",worker="{one.url}"'
-                for name in ("gaps_total", "restarts_total", "malformed_total", "batches_refused_total", "age_seconds"):
+                for name in ("gaps_total", "restarts_total", "malformed_total", "batches_refused_total", "ranks_refused_total", "age_seconds"):
                     assert samples[f"kvist_router_event_{name}{{{source}}}"] >= 0
                 assert samples["kvist_index_blocks"] == 10
                 assert samples["kvist_index_bytes"] > 0

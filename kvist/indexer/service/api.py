@@ -34,9 +34,10 @@ from kvist.indexer.service.bodies import QueryReader, read_hash_query, read_regi
 from kvist.indexer.service.dump import send_dump
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.metrics import Gauges, RequestCounters
+from kvist.indexer.service.metrics import RequestCounters
 from kvist.indexer.service.registry import Namespace, Registry, Stream
 from kvist.indexer.service.workers import describe_workers
+from kvist.metrics_page import MetricsPage
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 
@@ -63,7 +64,7 @@ class Api:
         registry: Registry,
         rules: EndpointRules,
         counters: RequestCounters,
-        gauges: Gauges,
+        metrics: MetricsPage,
         admin_key: str | None,
         dumper: Dumper,
         keeper: StateKeeper | None,
@@ -71,7 +72,7 @@ class Api:
         self._registry = registry
         self._rules = rules
         self._counters = counters
-        self._gauges = gauges
+        self._page = metrics
         self._admin_key = admin_key
         self._dumper = dumper
         self._keeper = keeper
@@ -173,7 +174,7 @@ class Api:
 
     async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
-        await responder.send_response(HTTPStatus.OK, headers, self._gauges.page())
+        await responder.send_response(HTTPStatus.OK, headers, await self._page.text())
 
     def _require_administrator(self, request: Request) -> None:
         if self._admin_key is None:

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvist.events.session import SourceState
 from kvist.events.transports.answers import BUDGET
@@ -74,7 +72,7 @@ class RequestCounters:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gauges(Collector):
+class Gauges:
     """Reads the running service's values."""
 
     registry: Registry
@@ -82,18 +80,8 @@ class Gauges(Collector):
     server: Callable[[], ServerStatistics]
     keeper: StateKeeper | None
 
-    def page(self) -> bytes:
-        """Return the whole page as text."""
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
-
-    def describe(self) -> Iterator[Metric]:
-        """Say nothing beforehand."""
-        yield from ()
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
+    def collect(self) -> Iterator[Metric | None]:
+        """Yield every metric, and None where there may be a pause."""
         yield from self.requests.collect()
         yield from self._server()
         yield from self._indexes()
@@ -107,11 +95,12 @@ class Gauges(Collector):
         yield CounterMetricFamily(
             "kvist_index_http_refused", "Requests refused before they were read", server.num_refused
         )
+        yield CounterMetricFamily("kvist_index_http_evicted", "Idle clients that made room", server.num_evicted)
         yield CounterMetricFamily("kvist_index_http_timeouts", "Clients that were too slow", server.num_timeouts)
         failures = server.num_handler_failures
         yield CounterMetricFamily("kvist_index_http_failures", "Requests that the service failed on", failures)
 
-    def _indexes(self) -> Iterator[Metric]:
+    def _indexes(self) -> Iterator[Metric | None]:
         labels = ["model", "routing_group"]
         gauges = {
             "num_blocks": GaugeMetricFamily("kvist_index_blocks", "Distinct blocks", labels=labels),
@@ -121,17 +110,18 @@ class Gauges(Collector):
             "peak_bytes": GaugeMetricFamily("kvist_index_peak_bytes", "Most memory it ever took", labels=labels),
         }
         evicted = CounterMetricFamily("kvist_index_evicted_blocks", "Blocks that went to keep the cap", labels=labels)
-        for member in self.registry:
+        for member in [*self.registry]:
             statistics = member.index.statistics()
             for name, gauge in gauges.items():
                 gauge.add_metric([*member.namespace], getattr(statistics, name))
             evicted.add_metric([*member.namespace], statistics.num_evicted)
+            yield None
         yield from (*gauges.values(), evicted)
 
-    def _streams(self) -> Iterator[Metric]:
+    def _streams(self) -> Iterator[Metric | None]:
         labels = ["model", "instance", "dp_rank"]
         states = GaugeMetricFamily(
-            "kvist_index_stream_state", "How well a rank's blocks are known", labels=[*labels, "rank", "state"]
+            "kvist_index_stream_ranks", "Its ranks by how well their blocks are known", labels=[*labels, "state"]
         )
         ages = GaugeMetricFamily("kvist_index_stream_age_seconds", "Since a stream's last event", labels=labels)
         lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
@@ -141,15 +131,15 @@ class Gauges(Collector):
         }
         for member, source in self._sources():
             names = [member.namespace.model_name, *source.worker.split(":")]
-            for rank, current in source.states.items():
-                for state in SourceState:
-                    states.add_metric([*names, str(rank), state.value], current is state)
+            for state in SourceState:
+                states.add_metric([*names, state.value], sum(each is state for each in source.states.values()))
             if source.last_event_age_s is not None:
                 ages.add_metric(names, source.last_event_age_s)
             if source.lag_s is not None:
                 lags.add_metric(names, source.lag_s)
             for name, counter in counters.items():
                 counter.add_metric(names, getattr(source, f"num_{name}"))
+            yield None
         yield from (states, ages, lags, *counters.values())
         yield CounterMetricFamily(
             "kvist_index_answers_refused",
@@ -158,6 +148,6 @@ class Gauges(Collector):
         )
 
     def _sources(self) -> Iterator[tuple[Member, SourceStatistics]]:
-        for member in self.registry:
-            for source in member.indexer.statistics():
+        for member in [*self.registry]:
+            for source in member.indexer.each_statistics():
                 yield member, source

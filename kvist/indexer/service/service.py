@@ -29,6 +29,7 @@ from kvist.indexer.service.metrics import Gauges, RequestCounters
 from kvist.indexer.service.registrations import Registrations
 from kvist.indexer.service.registry import Namespace, Registry, Stream
 from kvist.indexer.service.restore import Restorer
+from kvist.metrics_page import MetricsPage
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +93,8 @@ class IndexService:
             keeper.begin()
         registry.release()
         counters = RequestCounters()
-        gauges = Gauges(registry, counters, lambda: server.statistics(), keeper)
-        self._api = Api(registry, rules, counters, gauges, config.admin_key, dumper, keeper)
+        page = MetricsPage(Gauges(registry, counters, lambda: server.statistics(), keeper).collect)
+        self._api = Api(registry, rules, counters, page, config.admin_key, dumper, keeper)
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,

@@ -71,3 +71,30 @@ async def test_streams_of_an_instance_that_name_the_same_rank_are_answered_as_on
     answer = await client.post("/query", {"token_ids": TOKENS, "model_name": "default"})
     assert answer.text.count('"0":') == 2  # once in scores, once in dp
     assert answer.json()["scores"] == {"1": {"0": 8}}
+
+
+async def test_what_a_stream_invents_adds_no_line_to_the_metrics(client, engines, eventually):
+    async def lines(prefix: str = "kvist_index_") -> set[str]:
+        page = (await client.get("/metrics")).text.splitlines()
+        return {line.rpartition(" ")[0] for line in page if line.startswith(prefix)}
+
+    (engine, port), _ = engines
+    engine.publish(stored([1], TOKENS[:4]), rank=0)
+    await client.register(port, 1)
+
+    async def is_known():
+        return await client.scores(TOKENS) == {"1": {"0": 4}}
+
+    async def all_came():
+        (worker,) = (await client.workers()).values()
+        return worker["listeners"]["0"]["counters"]["num_refused_ranks"] == 4096 - 64
+
+    await eventually(is_known)
+    await lines(), await client.workers()
+    before = await lines()
+    for rank in range(4096):
+        invented = stored([rank + 2], [rank] * 4, medium=f"tier {rank}") if rank % 2 else [f"Event{rank}", rank]
+        engine.publish(invented, rank=rank)
+    await eventually(all_came)
+    assert await lines() == before
+    assert 'kvist_index_stream_ranks{dp_rank="0",instance="1",model="default",state="live"}' in before
