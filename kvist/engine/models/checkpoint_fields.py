@@ -232,3 +232,20 @@ def _yarn_magnitude(params: Raw) -> float:
     grown = 0.1 * math.log(max(params["factor"], 1.0))
     by_head, by_dim = params.get("mscale"), params.get("mscale_all_dim")
     return (by_head * grown + 1.0) / (by_dim * grown + 1.0) if by_head and by_dim else grown + 1.0
+
+
+def shared_sources(layer_types: Sequence[str], num_shared: int) -> list[int | None]:
+    """Return by layer whose cache it reads: None for its own, else the last unshared layer of its type (Gemma 3n, 4).
+
+    The last `num_shared` layers share. Raises InvalidValueError when that leaves a type without a layer to read from.
+    """
+    num_owners = len(layer_types) - num_shared
+    if not 0 < num_owners <= len(layer_types):
+        expected = f"0 to {len(layer_types) - 1}, so that a layer of {len(layer_types)} keeps its own cache"
+        raise InvalidValueError("num_kv_shared_layers", num_shared, expected)
+    last_owner = {kind: layer_idx for layer_idx, kind in enumerate(layer_types[:num_owners])}
+    orphaned = sorted(set(layer_types[num_owners:]) - set(last_owner))
+    if orphaned:
+        expected = f"few enough that a layer before the shared ones has the type {orphaned[0]}"
+        raise InvalidValueError("num_kv_shared_layers", num_shared, expected)
+    return [None] * num_owners + [last_owner[kind] for kind in layer_types[num_owners:]]

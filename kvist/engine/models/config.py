@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvist.engine.models.gemma3n_config import Gemma3nConfig
 from kvist.errors import InvalidValueError
 from kvist.events.windows import KnownWindow
 from kvist.kvcache.dtypes import KvDtype
@@ -115,6 +114,25 @@ class PerLayerInputConfig:
 
     vocab_size: int
     size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemma3nConfig:
+    """Only Gemma 3n's: alternating updates over several residual streams, and a low-rank branch beside attention.
+
+    Each layer computes on the stream `active_stream` alone; the others are predicted from all and corrected by what it
+    found. `has_output_scale` scales the active stream before the layer's own embedding is mixed in.
+    """
+
+    num_streams: int
+    active_stream: int
+    has_output_scale: bool
+    laurel_rank: int
+
+    def __post_init__(self) -> None:
+        """Raise InvalidValueError when no stream is the active one."""
+        if not 0 <= self.active_stream < self.num_streams:
+            raise InvalidValueError("altup_active_idx", self.active_stream, f"0 to {self.num_streams - 1}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

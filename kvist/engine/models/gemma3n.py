@@ -13,9 +13,8 @@ from torch import nn
 from torch.nn import functional
 
 from kvist.engine.batch import ForwardBatch, LayerPages
-from kvist.engine.models.config import LayerConfig, ModelConfig
+from kvist.engine.models.config import Gemma3nConfig, LayerConfig, ModelConfig
 from kvist.engine.models.decoder import Decoder, DecoderLayer
-from kvist.engine.models.gemma3n_config import Gemma3nConfig
 from kvist.engine.models.layers import GatedMlp, Linear, activate, hidden_norm
 from kvist.engine.models.per_layer_inputs import PerLayerGate, PerLayerInputs
 

@@ -16,11 +16,10 @@ from kvist.engine.models.checkpoint_fields import (
     every_nth_full,
     head_sizes,
     rope,
+    shared_sources,
     windows,
 )
-from kvist.engine.models.config import LayerConfig, ModelConfig, PerLayerInputConfig, RopeConfig
-from kvist.engine.models.gemma3n_config import Gemma3nConfig
-from kvist.engine.models.kv_sharing import shared_sources
+from kvist.engine.models.config import Gemma3nConfig, LayerConfig, ModelConfig, PerLayerInputConfig, RopeConfig
 from kvist.errors import InvalidValueError
 
 _Value = TypeVar("_Value", int, float)

@@ -14,10 +14,10 @@ from kvist.engine.models.checkpoint_fields import (
     every_nth_full,
     layer_sizes,
     rope,
+    shared_sources,
     windows,
 )
 from kvist.engine.models.config import LayerConfig, ModelConfig, MoeConfig, PerLayerInputConfig, RopeConfig
-from kvist.engine.models.kv_sharing import shared_sources
 from kvist.errors import InvalidValueError
 
 _PARALLEL_EXPERTS = {
