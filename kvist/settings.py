@@ -11,12 +11,15 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
+
+Secret = Annotated[str, Meta(min_length=1, pattern=r"^[\x21-\x7e]*$")]
+"""A key, which may stand in a header. No error shows the value of a field that has it in its type."""
 
 
 def check_fields(config: Any) -> None:
@@ -50,6 +53,15 @@ def option_help(kind: type) -> dict[str, str]:
     return {name: _description(annotation) for name, annotation in _annotations(kind).items()}
 
 
+def secret_names(kind: type) -> set[str]:
+    """Return the keys whose values are secrets."""
+    return {name for name, annotation in _annotations(kind).items() if _is_secret(annotation)}
+
+
+def _is_secret(annotation: Any) -> bool:
+    return annotation == Secret or any(map(_is_secret, get_args(annotation)))
+
+
 def _annotations(kind: type) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in fields(kind)}
@@ -68,4 +80,5 @@ def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
         return msgspec.convert(value, annotation, strict=strict)
     except msgspec.ValidationError as error:
         reason = str(error).partition(" - at `$")[0].removeprefix("Expected ").replace("`", "")
+        value = "***" if value and _is_secret(annotation) else value
         raise InvalidValueError(name, value, f"one of {', '.join(choices)}" if choices else reason) from None

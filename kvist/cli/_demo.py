@@ -137,7 +137,9 @@ def _ask(url: str, model: str, turn: Turn, messages: list[dict[str, str]]) -> Se
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_REQUEST_TIMEOUT_S)
     start = time.perf_counter()
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        # As somebody on this machine, wherever the router listens: it tells administrators which worker answered.
+        headers = {"content-type": "application/json", "host": "localhost"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != http.client.OK:
             return Served(turn, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")

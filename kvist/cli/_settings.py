@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from kvist.settings import option_help, parse_values, read_toml
+from kvist.errors import InvalidValueError
+from kvist.settings import option_help, parse_values, read_toml, secret_names
+
+_PLACES = "; env:NAME or file:PATH says where it is"
 
 
 def add_settings(parser: argparse.ArgumentParser, kind: type, special: Mapping[str, Mapping[str, Any]]) -> None:
     """Declare a flag for each key of the configuration `kind`; `special` has what argparse is told beside for a key.
 
-    A `flag` there replaces the key's name. Keys that are tuples take several values.
+    A `flag` there replaces the key's name. Keys that are tuples take several values; those that are mappings are for
+    the file alone, if nothing is said of them there.
     """
     parser.add_argument("--config", type=Path, help="TOML file with the same keys (underscores for dashes); flags win")
-    hints = get_type_hints(kind)
+    hints, secrets = get_type_hints(kind), secret_names(kind)
     for name, text in option_help(kind).items():
+        if get_origin(hints[name]) is dict and name not in special:
+            continue
         default = kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
-        options: dict[str, Any] = {"help": f"{text} (default: {_shown(default)})", "default": argparse.SUPPRESS}
+        text += f"{_PLACES if name in secrets else ''} (default: {_shown(default)})"
+        options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if get_origin(hints[name]) is Literal:
             options |= {"type": str.lower, "choices": get_args(hints[name])}
         else:
@@ -34,7 +42,29 @@ def read_settings(args: argparse.Namespace, kind: type, given: Mapping[str, Any]
     """Return the values of the file overridden by those `given` as flags; raises InvalidValueError."""
     from_file = read_toml(args.config) if args.config is not None else {}
     # A file has types, so its values are checked as they are; flags are text.
+    secrets = secret_names(kind)
+    from_file, given = (
+        {name: _secret(name, value) if name in secrets else value for name, value in values.items()}
+        for values in (from_file, given)
+    )
     return parse_values(kind, from_file) | parse_values(kind, given, strict=False)
+
+
+def _secret(name: str, value: Any) -> Any:
+    """Return a key, or a mapping of keys, from where it says it is; raises InvalidValueError that shows no key."""
+    if isinstance(value, dict):
+        return {each: _secret(f"{name}.{each}", inner) for each, inner in value.items()}
+    place, found, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if found and place == "env":
+        if rest not in os.environ:
+            raise InvalidValueError(name, value, "the name of a variable that is set")
+        return os.environ[rest]
+    if found and place == "file":
+        try:
+            return Path(rest).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidValueError(name, value, f"a file that can be read ({type(error).__name__})") from None
+    return value
 
 
 def given_flags(args: argparse.Namespace, kind: type) -> dict[str, Any]:

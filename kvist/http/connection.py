@@ -43,6 +43,7 @@ class ServerState:
 
     handler: Handler
     quick_endpoints: Mapping[str, QuickEndpoint]
+    may_quick: Callable[[Request], bool]
     limits: HttpLimits
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
     connections: "dict[ServerConnection, str | None]" = field(default_factory=dict)
@@ -235,7 +236,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._state.num_requests += 1
             keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
             endpoint = self._state.quick_endpoints.get(request.path) if request.method == "POST" else None
-            if endpoint is None:
+            if endpoint is None or not self._state.may_quick(request):
                 responder = Responder(self, request, self._loop, keep_alive=keep_alive)
                 self._run(self._state.handler(request, responder), responder)
             else:

@@ -2,13 +2,14 @@
 
 import asyncio
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kvist.http.connection import Handler, QuickEndpoint, ServerConnection, ServerState
 from kvist.http.limits import HttpLimits
+from kvist.http.request import Request
 
 _BACKLOG = 1024
 """Connections that the system holds until they are accepted."""
@@ -39,8 +40,9 @@ class HttpServer:
     """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client leaves early.
 
     A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
-    POST requests to the paths of `quick_endpoints` are answered by these instead, at once and without a task: what they
-    return for the body is sent. With the head of a connection's last request such a request costs a few microseconds.
+    POST requests to the paths of `quick_endpoints` are answered by these instead, at once and without a task, if
+    `may_quick` says so of their head: what they return for the body is sent. With the head of a connection's last
+    request such a request costs a few microseconds.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class HttpServer:
         handler: Handler,
         *,
         quick_endpoints: Mapping[str, QuickEndpoint] | None = None,
+        may_quick: Callable[[Request], bool] = lambda _: True,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: HttpLimits | None = None,
@@ -57,7 +60,7 @@ class HttpServer:
         self._port = port
         self._tls = tls
         self._limits = limits or HttpLimits()
-        self._state = ServerState(handler, quick_endpoints or {}, self._limits)
+        self._state = ServerState(handler, quick_endpoints or {}, may_quick, self._limits)
         self._server: asyncio.Server | None = None
 
     @property

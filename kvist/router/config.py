@@ -12,6 +12,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
+from kvist.http import Headers
 from kvist.networks import check_networks
 from kvist.router.policy import (
     DEFAULT_DECODE_SCALE,
@@ -25,7 +26,7 @@ from kvist.router.policy import (
     Role,
     RoundRobinPolicy,
 )
-from kvist.settings import check_fields
+from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 
 PolicyName: TypeAlias = Literal["kv", "least-loaded", "power-of-two", "round-robin", "random"]
@@ -88,13 +89,23 @@ class RouterConfig:
         str | None, Meta(description="PEM file to serve HTTPS with, the certificate first, then its chain")
     ] = None
     tls_key: Annotated[str | None, Meta(description="PEM file of the certificate's private key")] = None
-    api_key: Annotated[
-        Annotated[str, Meta(min_length=1)] | None, Meta(description="bearer key that clients must send")
-    ] = None
+    api_key: Annotated[Secret | None, Meta(description="bearer key that clients must send")] = field(
+        default=None, repr=False
+    )
     admin_key: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
+        Secret | None,
         Meta(description="bearer key for administration; without it only loopback clients may administer"),
-    ] = None
+    ] = field(default=None, repr=False)
+    worker_api_key: Annotated[
+        Secret | None,
+        Meta(description="bearer key that workers are sent; of single workers, by URL, in [worker_api_keys] of a file"),
+    ] = field(default=None, repr=False)
+    worker_api_keys: Annotated[dict[str, Secret], Meta(description="keys of single workers, by URL")] = field(
+        default_factory=dict, repr=False
+    )
+    debug_headers: Annotated[
+        bool, Meta(description="tell every client, not administrators alone, which worker answered and what it held")
+    ] = False
     max_body_bytes: Annotated[int, Meta(ge=1, description="largest request body")] = 32 * 1024 * 1024
     max_connections: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -149,6 +160,8 @@ class RouterConfig:
         for name in ("worker_urls", "prefill_worker_urls", "decode_worker_urls"):
             for url in getattr(self, name):
                 check_worker_url(name, url)
+        for url in self.worker_api_keys:
+            check_worker_url("worker_api_keys", url)
         for url, endpoints in self.kv_event_sources.items():
             if url not in self.every_worker_url:
                 raise InvalidValueError("kv_event_sources", url, f"one of worker_urls {list(self.every_worker_url)}")
@@ -173,6 +186,11 @@ class RouterConfig:
     def every_worker_url(self) -> tuple[str, ...]:
         """Return the workers of all roles."""
         return (*self.worker_urls, *self.prefill_worker_urls, *self.decode_worker_urls)
+
+    def authorization(self, url: str) -> Headers:
+        """Return what a worker is sent to be let in: a key, or nothing."""
+        key = self.worker_api_keys.get(url, self.worker_api_key)
+        return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     def role_of(self, url: str) -> Role | None:
         """Return the role that is declared for a worker, None where its own word counts."""

@@ -15,7 +15,7 @@ import msgspec
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.transports import Endpoint
 from kvist.events.transports.broker import BrokerUrl, is_broker_url
-from kvist.http import UpstreamError, UpstreamPool
+from kvist.http import Headers, UpstreamError, UpstreamPool
 from kvist.networks import is_in_networks
 from kvist.router.policy import Role
 
@@ -71,17 +71,17 @@ class _ModelList(msgspec.Struct, frozen=True):
     data: list[dict[str, Any]]
 
 
-async def probe(pool: UpstreamPool, url: str) -> Identity:
-    """Return the identity of a healthy worker.
+async def probe(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+    """Return the identity of a healthy worker, which is sent this authorization.
 
     Raises UpstreamError when it is unreachable or says it is not healthy, MalformedMessageError for an answer that is
     not what it should be. The caller bounds the time.
     """
-    status, _ = await _get(pool, url, "/health")
+    status, _ = await _get(pool, url, "/health", authorization)
     if not 200 <= status < 300:
         raise UpstreamError(url, f"GET /health answered {status}")
-    identity = await _server_info(pool, url)
-    return msgspec.structs.replace(identity, models=await _models(pool, url))
+    identity = await _server_info(pool, url, authorization)
+    return msgspec.structs.replace(identity, models=await _models(pool, url, authorization))
 
 
 def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) -> str:
@@ -119,8 +119,8 @@ def _broker_endpoint(own_host: str, announced: str, allowed_networks: Sequence[s
     return announced
 
 
-async def _server_info(pool: UpstreamPool, url: str) -> Identity:
-    status, body = await _get(pool, url, "/server_info")
+async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+    status, body = await _get(pool, url, "/server_info", authorization)
     try:
         answer = msgspec.json.decode(body) if status == 200 else None
     except msgspec.DecodeError:
@@ -137,8 +137,8 @@ async def _server_info(pool: UpstreamPool, url: str) -> Identity:
     return Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
 
 
-async def _models(pool: UpstreamPool, url: str) -> tuple[ServedModel, ...] | None:
-    status, body = await _get(pool, url, "/v1/models")
+async def _models(pool: UpstreamPool, url: str, authorization: Headers) -> tuple[ServedModel, ...] | None:
+    status, body = await _get(pool, url, "/v1/models", authorization)
     if status != 200:
         return None
     try:
@@ -149,9 +149,9 @@ async def _models(pool: UpstreamPool, url: str) -> tuple[ServedModel, ...] | Non
     return tuple(ServedModel(model.id, model.parent, entry) for model, entry in named)
 
 
-async def _get(pool: UpstreamPool, url: str, target: str) -> tuple[int, bytes]:
+async def _get(pool: UpstreamPool, url: str, target: str, authorization: Headers) -> tuple[int, bytes]:
     pieces, num_bytes = [], 0
-    async with pool.exchange(url, "GET", target, [(b"accept", b"application/json")]) as response:
+    async with pool.exchange(url, "GET", target, [(b"accept", b"application/json"), *authorization]) as response:
         async for piece in response.body():
             pieces.append(piece)
             num_bytes += len(piece)

@@ -194,7 +194,7 @@ class Fleet:
         """Probe once and take in what the worker said of itself."""
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
-                identity = await probe(self._pool, worker.url)
+                identity = await probe(self._pool, worker.url, self._config.authorization(worker.url))
         except (UpstreamError, MalformedMessageError) as error:
             self._checked(worker, str(error))
         except TimeoutError:

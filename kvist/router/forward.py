@@ -94,15 +94,20 @@ class Forwarder:
     now_s: Callable[[], float]
     tracing: Tracing | None = None
 
-    async def forward(self, request: Request, responder: Responder, request_id: bytes) -> None:
-        """Answer the request from a worker; raises RequestError when no answer has begun and none will come."""
+    async def forward(
+        self, request: Request, responder: Responder, request_id: bytes, *, is_told: bool = False
+    ) -> None:
+        """Answer the request from a worker; raises RequestError when no answer has begun and none will come.
+
+        `is_told`: the client hears which worker that was, and how much of the prompt it held.
+        """
         if self.tracing is None:
-            await _Passage(self, request, responder, request_id, NO_SPAN).run()
+            await _Passage(self, request, responder, request_id, NO_SPAN, is_told).run()
             return
         attributes = spans.of_request(request, request_id)
         with self.tracing.request(spans.name_of(request), request.headers, attributes) as trace:
             try:
-                await _Passage(self, request, responder, request_id, trace).run()
+                await _Passage(self, request, responder, request_id, trace, is_told).run()
             except RequestError as error:
                 trace.set(spans.of_answer, error.status)
                 raise
@@ -115,6 +120,7 @@ class _Passage:
         "_ask",
         "_handover",
         "_is_healing",
+        "_is_told",
         "_obstacle",
         "_overlaps",
         "_request",
@@ -127,13 +133,14 @@ class _Passage:
     )
 
     def __init__(
-        self, router: Forwarder, request: Request, responder: Responder, request_id: bytes, trace: Span
+        self, router: Forwarder, request: Request, responder: Responder, request_id: bytes, trace: Span, is_told: bool
     ) -> None:
         self._router = router
         self._request = request
         self._responder = responder
         self._request_id = request_id
         self._trace = trace
+        self._is_told = is_told
         self._started_s = router.now_s()
         self._tried: set[str] = set()
         self._is_healing = False
@@ -205,7 +212,7 @@ class _Passage:
             return
         worker = self._router.fleet.get(handover.prefill_worker)
         if worker is not None and worker.identity.engine == "kvist":
-            theirs = passed_on(self._request, self._router.config, self._request_id)
+            theirs = passed_on(self._request, self._router.config, worker.url, self._request_id)
             headers = [field for field in self._trace.headers(theirs) if field[0] in _RELEASE_HEADERS]
             self._router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
 
@@ -296,7 +303,7 @@ class _Passage:
     def _exchange(self, step: str, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
         """Send a body with the client's headers, and which rank was chosen; the worker goes on with the trace."""
         request, target, call = self._request, decision.chosen.target, self._trace.call(step)
-        headers = call.headers(passed_on(request, self._router.config, self._request_id))
+        headers = call.headers(passed_on(request, self._router.config, target.worker, self._request_id))
         if self._router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
@@ -363,24 +370,27 @@ class _Passage:
         return is_allowed and self._router.routing.has_alternative(self._ask, self._tried)
 
     def _own_headers(self, decision: Decision) -> Headers:
-        headers = [
-            (b"x-request-id", self._request_id),
+        """Return what the client is told. Who knows what a worker held may learn what others have asked."""
+        told = [
             (b"x-kvist-worker", decision.chosen.target.worker.encode()),
             (b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens),
         ]
         if self._handover is not None:
-            headers += self._handover.answered(self._router.now_s())
-        return headers
+            told += self._handover.answered(self._router.now_s())
+        return [(b"x-request-id", self._request_id), *(told if self._is_told else ())]
 
 
-def passed_on(request: Request, config: RouterConfig, request_id: bytes) -> Headers:
-    """Return the request's headers as workers get them: without a key of the router's own, under the request's id."""
+def passed_on(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:
+    """Return the request's headers as a worker gets them, under the request's id and with the worker's own key.
+
+    What a client shows is passed on only where nobody here asks for it and the worker has no key from us.
+    """
+    authorization = config.authorization(worker)
     dropped = {b"x-request-id"}
-    if config.api_key is not None or (config.admin_key is not None and bears(request, config.admin_key)):
+    if authorization or config.api_key is not None or (config.admin_key and bears(request, config.admin_key)):
         dropped.add(b"authorization")
     headers = [field for field in request.headers if field[0] not in dropped]
-    headers.append((b"x-request-id", request_id))
-    return headers
+    return [*headers, (b"x-request-id", request_id), *authorization]
 
 
 def worker_failure(error: UpstreamError) -> RequestError:

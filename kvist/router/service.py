@@ -39,7 +39,7 @@ from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.api import AdminApi
-from kvist.router.auth import require_administrator, require_client
+from kvist.router.auth import is_administrator, require_administrator, require_client
 from kvist.router.config import RouterConfig
 from kvist.router.endpoints import MODELS_PATH, check_client_request, methods_of, plain_path
 from kvist.router.fleet import Fleet
@@ -184,12 +184,14 @@ class RouterService:
             require_administrator(request, self._config.admin_key)
             await self._pass_to_worker(request, responder, request_id)
         else:
-            require_client(request, self._config.api_key)
+            config = self._config
+            require_client(request, config.api_key, config.admin_key)
             check_client_request(request)
             if path.startswith(MODELS_PATH):
                 await self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
             else:
-                await self._forwarder.forward(request, responder, request_id)
+                is_told = config.debug_headers or is_administrator(request, config.admin_key)
+                await self._forwarder.forward(request, responder, request_id, is_told=is_told)
 
     async def _pass_to_worker(self, request: Request, responder: Responder, request_id: bytes) -> None:
         """Pass an administrator's request to the worker that it names, and the answer back, both as they are."""
@@ -199,7 +201,8 @@ class RouterService:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST, f"x-kvist-worker: got {url!r:.200}, expected {expected}", param="x-kvist-worker"
             )
-        headers = [field for field in passed_on(request, self._config, request_id) if field[0] != WORKER_HEADER]
+        passed = passed_on(request, self._config, url, request_id)
+        headers = [field for field in passed if field[0] != WORKER_HEADER]
         try:
             async with self._pool.exchange(url, request.method, request.target, headers, request.body) as response:
                 responder.start(response.status, response.headers)

@@ -82,6 +82,44 @@ def test_a_wrong_flag_ends_with_code_2_and_its_name(capsys, argv: list[str], mes
     assert message in capsys.readouterr().err
 
 
+def test_keys_come_from_flags_files_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("from-a-file\n")
+    monkeypatch.setenv("KVIST_TEST_KEY", "from-the-environment")
+    file = tmp_path / "router.toml"
+    file.write_text(f'admin_key = "env:KVIST_TEST_KEY"\n[worker_api_keys]\n"{WORKER}" = "file:{tmp_path}/key"\n')
+    read = config("--config", str(file), "--api-key", "as:it-is", "--worker-api-key", f"file:{tmp_path}/key")
+    assert (read.api_key, read.admin_key, read.worker_api_key) == ("as:it-is", "from-the-environment", "from-a-file")
+    assert read.authorization(WORKER) == [(b"authorization", b"Bearer from-a-file")]
+    assert "from-" not in repr(read)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('api_key = "se cret"', "api_key: got '***', expected str matching regex"),
+        ("admin_key = 12345", "admin_key: got '***', expected str"),
+        ('worker_api_key = "env:KVIST_NOT_SET"', "worker_api_key: got 'env:KVIST_NOT_SET', expected the name of a"),
+        ('api_key = "file:/nowhere/key"', "api_key: got 'file:/nowhere/key', expected a file that can be read"),
+        ('[worker_api_keys]\n"http://w:1" = 12345', "worker_api_keys: got '***', expected str"),
+        ('[worker_api_keys]\n"w:1" = "12345"', "worker_api_keys: got 'w:1', expected http(s)://host[:port]"),
+    ],
+)
+def test_an_error_about_a_key_does_not_show_it(tmp_path: Path, capsys, content: str, message: str) -> None:
+    path = tmp_path / "router.toml"
+    path.write_text(content)
+    assert main(["route", "--config", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "12345" not in error
+    assert "cret" not in error
+
+
+def test_help_says_where_keys_may_be(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["route", "--help"])
+    assert capsys.readouterr().out.count("env:NAME or") == 3
+
+
 def test_a_value_out_of_range_is_an_error() -> None:
     with pytest.raises(InvalidValueError, match="breaker_failures"):
         config("--breaker-failures", "0")

@@ -27,6 +27,52 @@ async def test_without_a_client_key_the_workers_key_passes_through(worker, route
         assert one.completions[0].headers["authorization"] == "Bearer workers-own"
 
 
+async def test_workers_are_sent_their_own_keys_by_whatever_goes_to_them(worker, router, until) -> None:
+    async with worker() as one, worker() as other:
+        keys = {"worker_api_key": "all", "worker_api_keys": {other.url: "its-own"}}
+        async with router(one.url, other.url, policy="round-robin", **keys) as front:
+            for _ in range(4):
+                headers = {"authorization": "Bearer clients"}
+                await front.client.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+            for url in (one.url, other.url):
+                await front.client.post("/flush_cache", headers={"x-kvist-worker": url})
+        for each, key in ((one, "all"), (other, "its-own")):
+            assert {"/health", "/server_info", "/v1/models", "/v1/completions", "/flush_cache"} <= {
+                received.target for received in each.received
+            }
+            assert {received.headers["authorization"] for received in each.received} == {f"Bearer {key}"}
+
+
+async def test_the_admin_key_stays_with_the_router(worker, router) -> None:
+    async with worker() as one, router(one.url, admin_key="admin", ready=False) as front:
+        front.client.headers["authorization"] = "Bearer admin"
+        await front.complete()
+        await front.client.post("/flush_cache", headers={"x-kvist-worker": one.url})
+        assert len(one.completions) == 2
+        assert all("authorization" not in received.headers for received in one.received)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent", "is_told"),
+    [
+        ({}, {}, True),
+        ({}, {"x-forwarded-for": "203.0.113.9"}, False),
+        ({}, {"host": "router.example"}, False),
+        ({"debug_headers": True}, {"host": "router.example"}, True),
+        ({"api_key": "client", "admin_key": "admin"}, {"authorization": "Bearer client"}, False),
+        ({"api_key": "client", "admin_key": "admin"}, {"authorization": "Bearer admin"}, True),
+    ],
+)
+async def test_only_administrators_hear_who_answered(worker, router, settings, sent, is_told: bool) -> None:
+    async with worker() as one, router(one.url, ready=False, **settings) as front:
+        answer = await front.client.post("/v1/completions", json={"prompt": "x"}, headers=sent)
+        assert answer.status_code == 200
+        assert [name for name in answer.headers if name.startswith("x-kvist-")] == [
+            *(["x-kvist-worker", "x-kvist-overlap-tokens"] if is_told else [])
+        ]
+        assert "x-request-id" in answer.headers
+
+
 @pytest.mark.parametrize(("method", "path"), [("GET", "/workers"), ("GET", "/get_loads"), ("POST", "/route")])
 async def test_administration_needs_its_own_key(worker, router, method: str, path: str) -> None:
     async with worker() as one, router(one.url, api_key="client", admin_key="admin", ready=False) as front:

@@ -15,21 +15,22 @@ def request(peer: str | None = "127.0.0.1", host: bytes = b"127.0.0.1:30000", **
 
 
 def test_without_a_key_every_client_is_served() -> None:
-    require_client(request("203.0.113.9"), None)
+    require_client(request("203.0.113.9"), None, "admin")
 
 
 @pytest.mark.parametrize("sent", [b"Bearer secret", b"bearer  secret"])
 def test_the_right_key_opens(sent: bytes) -> None:
-    require_client(request(authorization=sent), "secret")
+    require_client(request(authorization=sent), "secret", None)
+    require_client(request(authorization=sent), "another", "secret")
     require_administrator(request("203.0.113.9", authorization=sent), "secret")
 
 
 @pytest.mark.parametrize("sent", [None, b"secret", b"Bearer", b"Bearer Secret", b"Basic secret", b"Bearer secret\xff"])
 def test_anything_else_is_a_401(sent: bytes | None) -> None:
-    headers = {} if sent is None else {"authorization": sent}
-    for require in (require_client, require_administrator):
+    asked = request(**({} if sent is None else {"authorization": sent}))
+    for require in (lambda: require_client(asked, "secret", None), lambda: require_administrator(asked, "secret")):
         with pytest.raises(RequestError) as refusal:
-            require(request(**headers), "secret")
+            require()
         assert refusal.value.status == 401
 
 

@@ -15,7 +15,7 @@ KVIST = {"engine": "kvist", "version": "0.1", "block_size": 16, "kv_events": {"e
 
 async def identity(url: str) -> Identity:
     async with UpstreamPool() as pool:
-        return await probe(pool, url)
+        return await probe(pool, url, [])
 
 
 async def test_a_bundled_engine_tells_its_block_size_and_events(worker) -> None:

@@ -10,7 +10,8 @@
     GET  /metrics         Prometheus text
 
 Bodies may name a `routing_group`, "default" without one. Registering makes the service dial an endpoint, so that and
-what hands out a whole index is for administrators (`--admin-key`, or loopback).
+what hands out a whole index is for administrators (`--admin-key`, or loopback). Queries and the list of workers need
+the API key or that of administrators, if `--api-key` is set; the last two above are open.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ _METHODS = {
     "/health": "GET",
     "/metrics": "GET",
 }
+_CLIENT_PATHS = frozenset({"/query", "/query_by_hash", "/workers"})
 _JSON_TYPE = b"application/json"
 _JSON = (b"content-type", _JSON_TYPE)
 _DONE = b'{"status":"ok"}'
@@ -65,6 +67,7 @@ class Api:
         rules: EndpointRules,
         counters: RequestCounters,
         metrics: MetricsPage,
+        api_key: str | None,
         admin_key: str | None,
         dumper: Dumper,
         keeper: StateKeeper | None,
@@ -73,6 +76,7 @@ class Api:
         self._rules = rules
         self._counters = counters
         self._page = metrics
+        self._api_key = api_key
         self._admin_key = admin_key
         self._dumper = dumper
         self._keeper = keeper
@@ -83,7 +87,7 @@ class Api:
             "/query": self._counted("/query", self._query),
             "/query_by_hash": self._counted("/query_by_hash", self._query_by_hash),
         }
-        """What is answered at once, by path."""
+        """What is answered at once, by path, to those who `may_query`."""
         self._routes: dict[str, Endpoint] = {
             "/register": self._register,
             "/unregister": self._unregister,
@@ -92,6 +96,12 @@ class Api:
             "/health": self._health,
             "/metrics": self._metrics,
         }
+
+    def may_query(self, request: Request) -> bool:
+        """Return whether the request bears the API key or that of administrators, if a key is needed."""
+        if self._api_key is None:
+            return True
+        return bears(request, self._api_key) or (self._admin_key is not None and bears(request, self._admin_key))
 
     def _counted(self, path: str, endpoint: Callable[[bytes], bytes]) -> QuickEndpoint:
         count = self._counters.count
@@ -128,6 +138,8 @@ class Api:
             raise ApiError(HTTPStatus.NOT_FOUND, f"{request.method} {path}: no such endpoint")
         if request.method != method and not (request.method == "HEAD" and method == "GET"):
             raise ApiError(HTTPStatus.METHOD_NOT_ALLOWED, f"{request.method} {path}: expected {method}")
+        if path in _CLIENT_PATHS and not self.may_query(request):
+            raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the API key")
         return self._routes[path]
 
     def _query(self, body: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
@@ -13,7 +13,7 @@ from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
-from kvist.settings import check_fields
+from kvist.settings import Secret, check_fields
 
 MAX_INSTANCE_ID = (1 << 64) - 1
 
@@ -58,10 +58,13 @@ class IndexConfig:
     state_interval_s: Annotated[float, Meta(gt=0, description="time between saves, of what has changed")] = 60.0
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 8090
+    api_key: Annotated[Secret | None, Meta(description="bearer key to query and to list workers")] = field(
+        default=None, repr=False
+    )
     admin_key: Annotated[
-        Annotated[str, Meta(min_length=1)] | None,
+        Secret | None,
         Meta(description="bearer key to register, unregister and dump; without it only loopback clients may"),
-    ] = None
+    ] = field(default=None, repr=False)
     allow_endpoints: Annotated[
         tuple[str, ...],
         Meta(description="networks (CIDR) where registered endpoints must be; without any, wherever they are"),

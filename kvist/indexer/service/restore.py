@@ -52,10 +52,11 @@ class _Instance(msgspec.Struct):
 class Restorer:
     """Fills a registry whose streams are held from the first peer that answers."""
 
-    def __init__(self, registry: Registry, rules: EndpointRules, admin_key: str | None) -> None:
+    def __init__(self, registry: Registry, rules: EndpointRules, key: str | None) -> None:
+        """`key` is what peers ask for: they are set up as this service is."""
         self._registry = registry
         self._registrations = Registrations(registry, rules)
-        self._headers = [] if admin_key is None else [(b"authorization", b"Bearer " + admin_key.encode())]
+        self._headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     async def restore(self, peers: Sequence[str]) -> bool:
         """Return whether a peer's dump was taken over whole; without one, nothing of any is left."""

@@ -85,7 +85,8 @@ class IndexService:
             namespace = Namespace(config.model_name, DEFAULT_GROUP)
             stream = Stream(worker.endpoint, rules.with_replay(worker.endpoint))
             await registry.register(namespace, config.block_size, worker.instance_id, worker.dp_rank, stream)
-        is_restored = bool(config.peers) and await Restorer(registry, rules, config.admin_key).restore(config.peers)
+        restorer = Restorer(registry, rules, config.admin_key or config.api_key)
+        is_restored = bool(config.peers) and await restorer.restore(config.peers)
         if keeper is not None:
             if not is_restored:
                 registrations = Registrations(registry, rules)
@@ -94,7 +95,7 @@ class IndexService:
         registry.release()
         counters = RequestCounters()
         page = MetricsPage(Gauges(registry, counters, lambda: server.statistics(), keeper).collect)
-        self._api = Api(registry, rules, counters, page, config.admin_key, dumper, keeper)
+        self._api = Api(registry, rules, counters, page, config.api_key, config.admin_key, dumper, keeper)
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
@@ -104,6 +105,7 @@ class IndexService:
         server = HttpServer(
             self._api.handle,
             quick_endpoints=self._api.quick_endpoints,
+            may_quick=self._api.may_query,
             host=config.host,
             port=config.port,
             limits=limits,

@@ -139,6 +139,25 @@ async def test_administration_is_on_loopback_or_by_key(start_index, path):
     assert (await keyed.get("/dump")).status_code == 401
 
 
+async def test_queries_need_the_api_key_if_there_is_one_and_probes_do_not(start_index):
+    keyed = await start_index(api_key="reader", admin_key="secret")
+    query = {"token_ids": TOKENS, **M}
+    for ask in (
+        lambda **headers: keyed.post("/query", query, **headers),
+        lambda **headers: keyed.get("/workers", **headers),
+        lambda **headers: keyed.post("/query_by_hash", {"block_hashes": [1], **M}, **headers),
+    ):
+        refused = await ask()
+        assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert (await ask(headers={"authorization": "Bearer wrong"})).status_code == 401
+        for key in ("reader", "secret", "reader"):  # on one connection, with the same head twice and another between
+            assert (await ask(headers={"authorization": f"Bearer {key}"})).status_code != 401
+        assert (await ask()).status_code == 401
+    assert (await keyed.get("/dump", headers={"authorization": "Bearer reader"})).status_code == 401
+    for path in ("/health", "/metrics"):
+        assert (await keyed.get(path)).status_code == 200
+
+
 @pytest.mark.parametrize(
     "endpoint",
     [
