@@ -21,7 +21,7 @@ from kvist.events.digest import blocks_digest
 from kvist.indexer.dumps.format import Blocks, DumpReader, chunk_of
 
 WORKERS_REQUEST = b"GET /workers HTTP/1.1\r\nhost: bench\r\n\r\n"
-HEALTH_REQUEST = b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"
+READINESS_REQUEST = b"GET /readiness HTTP/1.1\r\nhost: bench\r\n\r\n"
 LOOK_EVERY = 8
 """Queries between two looks at /workers."""
 TIMEOUT_S = 120.0
@@ -40,11 +40,11 @@ class IndexProcess:
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def connect(self) -> Connection:
-        """Return a connection once /health answers."""
+        """Return a connection once the index has joined."""
         while True:
             try:
                 connection = Connection(self.port)
-                connection.exchange(HEALTH_REQUEST)
+                connection.exchange(READINESS_REQUEST)
                 return connection
             except OSError:
                 if self.process.poll() is not None or time.monotonic() > self.started_s + TIMEOUT_S:

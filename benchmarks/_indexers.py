@@ -85,7 +85,7 @@ class Indexer:
         environment: Mapping[str, str] | None = None,
         peer: Indexer | None = None,
     ) -> None:
-        """Start it, from a peer's dump if there is one, and return once its /health answers; `start_s` says when."""
+        """Start it, from a peer's dump if there is one, and return once it answers queries; `start_s` says when."""
         self.side = side
         self.port = _free_port()
         arguments = ["--block-size", str(BLOCK_SIZE), "--port", str(self.port), "--model-name", MODEL]
@@ -106,7 +106,8 @@ class Indexer:
         while True:
             try:
                 connection = Connection(self.port)
-                connection.exchange(b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n")
+                path = b"/health" if self.side == "peer" else b"/readiness"
+                connection.exchange(b"GET %b HTTP/1.1\r\nhost: bench\r\n\r\n" % path)
                 return connection
             except OSError:
                 if time.monotonic() > give_up_at_s or self._process.poll() is not None:

@@ -8,7 +8,7 @@ Baseline: `dynamo.indexer` of ai-dynamo-runtime 1.6.1.
 Every worker has its own stream of vLLM events, 8 new blocks of 16 tokens a message, sent as fast as they are taken;
 "canonical" is `kvist index` once more, on what Kvist's publisher makes of the same, 8 messages a batch. Then prompts of
 2,048 tokens are asked, each once, single events are awaited, a dump is read, and another service started from one.
-Memory is what the process has grown by since its /health answered; of a dump, what it takes beside that.
+Memory is what the process has grown by since it answered queries; of a dump, what it takes beside that.
 
     python benchmarks/bench_index_service.py [--quick] [--save] [--only start growth large]
 """
@@ -51,7 +51,7 @@ FIGURES = {
 
 
 def start_times(num_starts: int) -> list[list[str]]:
-    """Return the seconds to /health and the memory then, with a cold and with a warm cache of compiled code."""
+    """Return the seconds until queries are answered and the memory then, with a cold and a warm compile cache."""
     rows = []
     with tempfile.TemporaryDirectory() as cache:
         environments = {
@@ -207,7 +207,7 @@ def main() -> None:
     started_s = time.monotonic()
     if "start" in args.only:
         rows = results["start"] = start_times(2 if args.quick else 5)
-        parts.append(f"## Start\n\n{table(['', 's to /health, median (range)', 'MB resident'], rows)}")
+        parts.append(f"## Start\n\n{table(['', 's until it answers queries, median (range)', 'MB resident'], rows)}")
     if "growth" in args.only:
         text, results["growth"] = growth(args.quick, args.save)
         parts.append(f"## Growth\n\n{text}")

@@ -6,6 +6,13 @@ Each carries its facts as fields; the message is made from them and names the fi
 from __future__ import annotations
 
 
+def only_cause(error: BaseException) -> BaseException:
+    """Return what a group of tasks ended with, out of all groups that have nothing else in them."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
 class KvistError(Exception):
     """The root of every error that Kvist raises on purpose."""
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
-        return _run(args)
+        return int(args.run(args))
     except ModuleNotFoundError as error:
         extra = _EXTRA_OF_MODULE.get((error.name or "").partition(".")[0])
         if extra is None:
@@ -67,17 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _failure(args.command, error, code=1)
     except KeyboardInterrupt:
         return 130
-
-
-def _run(args: argparse.Namespace) -> int:
-    """Run the command; what a service failed of is raised without the groups of tasks that it went through."""
-    try:
-        return int(args.run(args))
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        raise error from None
 
 
 def _failure(command: str, error: Exception, code: int) -> int:

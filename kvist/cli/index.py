@@ -40,13 +40,13 @@ def make_config(args: argparse.Namespace) -> IndexConfig:
 
 async def _serve(config: IndexConfig) -> int:
     started_s = time.monotonic()
-    from kvist.indexer.service.service import IndexService  # compiles, or loads what was compiled before
+    from kvist.indexer.service.service import IndexService
 
     stopped = asyncio.Event()
     on_signal(stopped.set)
     async with IndexService(config, started_s) as service:
         num_streams = len(config.workers)
-        ready = f"listening on {service.url} streams={num_streams} start_s={service.cold_start_s:.2f}"
-        print(f"kvist index: {ready}", flush=True)
+        start_s = time.monotonic() - started_s
+        print(f"kvist index: listening on {service.url} streams={num_streams} start_s={start_s:.2f}", flush=True)
         await stopped.wait()
     return 0

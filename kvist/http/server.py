@@ -40,9 +40,9 @@ class HttpServer:
     """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client leaves early.
 
     A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
-    POST requests to the paths of `quick_endpoints` are answered by these instead, at once and without a task, if
-    `may_quick` says so of their head: what they return for the body is sent. With the head of a connection's last
-    request such a request costs a few microseconds.
+    POST requests to the paths that `quick_endpoints` has by then are answered by these instead, at once and without a
+    task, if `may_quick` says so of their head: what they return for the body is sent. With the head of a connection's
+    last request such a request costs a few microseconds.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HttpServer:
         self._port = port
         self._tls = tls
         self._limits = limits or HttpLimits()
-        self._state = ServerState(handler, quick_endpoints or {}, may_quick, self._limits)
+        self._state = ServerState(handler, {} if quick_endpoints is None else quick_endpoints, may_quick, self._limits)
         self._server: asyncio.Server | None = None
 
     @property

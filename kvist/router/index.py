@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.errors import InvalidValueError, MissingExtraError
+from kvist.errors import InvalidValueError, MissingExtraError, only_cause
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, open_subscription, public_url
@@ -110,6 +110,8 @@ class FleetIndex:
             # The group must see its own cancellation, and nothing else: it would wrap the body's error.
             is_cancelled = isinstance(error, asyncio.CancelledError)
             await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        except BaseExceptionGroup as group:
+            raise only_cause(group) from None
         finally:
             if self._keeper is not None:
                 await self._keeper.__aexit__(None, None, None)

@@ -10,10 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from kvist.cli import index, main
@@ -91,22 +95,79 @@ def test_a_wrong_flag_ends_with_code_2_and_its_name(capsys, argv: list[str], mes
 
 
 @pytest.fixture
-def process() -> Iterator[subprocess.Popen[str]]:
+def start_process() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Return what starts the command with more environment."""
     command = [sys.executable, "-m", "kvist", "index", "--port", "0", "--workers", WORKERS, "--block-size", "16"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        yield running
-        running.kill()
+    with ExitStack() as exits:
+
+        def start(**environment: str) -> subprocess.Popen[str]:
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            process = exits.enter_context(subprocess.Popen(command, env={**os.environ, **environment}, **pipes))
+            exits.callback(process.kill)
+            return process
+
+        yield start
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_it_says_when_it_is_ready_and_a_signal_ends_it_with_0(process, number: int) -> None:
+@pytest.fixture
+def process(start_process: Callable[..., subprocess.Popen[str]]) -> subprocess.Popen[str]:
+    return start_process()
+
+
+def ask(url: str, path: str, body: bytes | None = None) -> tuple[int, Any, Any]:
+    """Return status, header fields and JSON of an answer."""
+    try:
+        with urllib.request.urlopen(url + path, body, timeout=60) as answer:
+            return answer.status, answer.headers, json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, json.load(error)
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
     line = process.stdout.readline()
     ready = re.fullmatch(r"kvist index: listening on (http://127\.0\.0\.1:\d+) streams=2 start_s=\d+\.\d\d\n", line)
     assert ready, line
-    with urllib.request.urlopen(ready[1] + "/workers", timeout=60) as answer:
-        assert [worker["instance_id"] for worker in json.load(answer)] == [1]
+    return ready[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_says_where_it_listens_and_a_signal_ends_it_with_0(process, until_true, number: int) -> None:
+    url = url_of(process)
+    until_true(lambda: ask(url, "/readiness")[0] == 200)
+    assert [worker["instance_id"] for worker in ask(url, "/workers")[2]] == [1]
     os.kill(process.pid, number)
     assert process.wait(timeout=60) == 0
+
+
+def test_with_an_empty_cache_it_answers_before_anything_is_compiled_and_a_signal_ends_all_of_it(
+    tmp_path: Path, start_process
+) -> None:
+    process = start_process(NUMBA_CACHE_DIR=str(tmp_path))
+    url = url_of(process)
+    status, _, health = ask(url, "/health")
+    assert (status, health["status"], health["cold_start_s"]) == (200, "ok", None)
+    status, headers, page = ask(url, "/readiness")
+    assert (status, headers["retry-after"], page) == (503, "1", {"ready": False, "index": "compiling"})
+    for path, body in [("/query", b"{}"), ("/register", b"{}"), ("/workers", None), ("/dump", None)]:
+        status, headers, refusal = ask(url, path, body)
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert "the index is compiling" in refusal["error"]
+    compiler = psutil.Process(process.pid).children()[0]
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert not compiler.is_running()
+    assert "compiling the index" in process.stderr.read()
+
+
+def test_where_nothing_can_be_written_it_answers_and_ends_while_a_thread_compiles(start_process) -> None:
+    process = start_process(NUMBA_CACHE_DIR="/proc/none")
+    assert ask(url_of(process), "/readiness")[2] == {"ready": False, "index": "compiling"}
+    assert psutil.Process(process.pid).children() == []
+    os.kill(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    assert "set NUMBA_CACHE_DIR to a directory that is writable" in process.stderr.read()
 
 
 def test_a_port_in_use_is_a_clear_error(capsys) -> None:

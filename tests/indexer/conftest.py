@@ -10,9 +10,16 @@ from kvist.events import Tier, WorkerRank
 from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
 from kvist.indexer import Indexer
+from kvist.indexer.compilation import compile_all
 from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 4
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled() -> None:
+    """Services of this process need not wait for their index."""
+    compile_all()
 
 
 class Truth:

@@ -6,6 +6,7 @@
     POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?}
     POST /query_by_hash   the same by the local hashes of its blocks: {block_hashes, model_name}
     GET  /dump            every index, for another service to start from
+    GET  /readiness       200: before the index has joined, the service answers 503 in this module's place
     GET  /health          200 while the service serves; how what was loaded from disk fared, and how saving goes
     GET  /metrics         Prometheus text
 
@@ -50,6 +51,7 @@ _METHODS = {
     "/workers": "GET",
     "/dump": "GET",
     "/health": "GET",
+    "/readiness": "GET",
     "/metrics": "GET",
 }
 _CLIENT_PATHS = frozenset({"/query", "/query_by_hash", "/workers"})
@@ -81,7 +83,7 @@ class Api:
         self._dumper = dumper
         self._keeper = keeper
         self.cold_start_s = 0.0
-        """Seconds that the service took to start, known when it has."""
+        """Seconds until the index joined, known when it has."""
         self._queries = QueryReader()
         self.quick_endpoints = {
             "/query": self._counted("/query", self._query),
@@ -94,6 +96,7 @@ class Api:
             "/workers": self._workers,
             "/dump": self._dump,
             "/health": self._health,
+            "/readiness": self._readiness,
             "/metrics": self._metrics,
         }
 
@@ -183,6 +186,10 @@ class Api:
         if self._keeper is not None:
             health["state"] = self._keeper.statistics().described()
         await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(health))
+
+    async def _readiness(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
+        page = {"ready": True, "index": "joined"}
+        await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(page))
 
     async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]

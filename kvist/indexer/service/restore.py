@@ -112,7 +112,8 @@ class Restorer:
                             raise MalformedMessageError(f"{peer}{path}", f"more than {max_bytes} bytes")
                         yield piece
                     return
-                is_busy = response.status == HTTPStatus.SERVICE_UNAVAILABLE
+                # One that only joins says so at the first question, and may be waiting for this service.
+                is_busy = response.status == HTTPStatus.SERVICE_UNAVAILABLE and path == "/dump"
                 if not is_busy or asyncio.get_running_loop().time() > give_up_s:
                     raise UpstreamError(peer, f"GET {path} answered {response.status}")
             await asyncio.sleep(_BUSY_WAIT_S)
