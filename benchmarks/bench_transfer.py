@@ -6,8 +6,8 @@ split over two senders: 32 layers, 8 KV heads of 128, blocks of 16 tokens. Both 
 every byte is in its place, which for a bounce includes the check of its tail.
 
 Moving the bytes of a bounce is bound by 1/(1/gather + 1/write + 1/scatter), each measured alone in the same turns. The
-baseline is the better way, and the gate, calibrated anew in each run as a worker does it, is held against it. Fragments
-are written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
+baseline is the better way, and what a worker would choose (`BounceConfig.pays_off`) is held against it. Fragments are
+written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
 longer by more than that.
 
     python benchmarks/bench_transfer.py [--quick] [--runs N] [--save]
@@ -35,8 +35,7 @@ from _common import report, table
 
 from kvist.errors import MissingExtraError
 from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
-from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
-from kvist.transfer.bounce.calibration import calibrate_agents
+from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.frames import BounceTail, check_tail, plan_scatter
 
@@ -83,12 +82,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One agent and shape: the seconds of each turn, and what the gate says."""
+    """One agent and shape: the seconds of each turn, and what a worker would choose."""
 
     agent: str
     shape: Shape
     seconds: dict[str, list[float]]
-    is_bounced_by_gate: bool
+    is_chosen: bool
 
     def ratios(self, way: str, other: str) -> list[float]:
         """Return what one way took of the other, in each turn."""
@@ -115,8 +114,8 @@ class Case:
 
     @property
     def chosen_over_other(self) -> float:
-        """Return the time of the gate's choice over that of the other way."""
-        return self.bounced_of_fragments if self.is_bounced_by_gate else 1 / self.bounced_of_fragments
+        """Return the time of the chosen way over that of the other."""
+        return self.bounced_of_fragments if self.is_chosen else 1 / self.bounced_of_fragments
 
 
 def agent_class(kind: str) -> Callable[[str], TransferAgent]:
@@ -128,7 +127,7 @@ def agent_class(kind: str) -> Callable[[str], TransferAgent]:
 
 
 class End:
-    """One end: an agent, a pool, and a bounce whose copier knows the pool, and which is not asked whether it pays."""
+    """One end: an agent, a pool, and a bounce whose copier knows the pool, and which bounces everything."""
 
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
@@ -138,7 +137,9 @@ class End:
         self.base = int(self.pool.ctypes.data)
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
         self.memory: list[TensorRegion] = []
-        self.bounce = RegionBounce(agent, self.copier, self._region, None, BounceConfig())
+        self.bounce = RegionBounce(
+            agent, self.copier, self._region, BounceConfig(min_fragments=1, max_fragment_bytes=1 << 40)
+        )
 
     def _region(self) -> TensorRegion:
         self.memory.append(host_region(self.agent, POOL_BYTES))
@@ -283,7 +284,7 @@ class Receiver:
             check_tail(tail, region.size_bytes, region, self._blocks, "bench")
 
 
-def measure(kind: str, receiver: Receiver, costs: CostModel, shape: Shape, num_turns: int) -> Case:
+def measure(kind: str, receiver: Receiver, shape: Shape, num_turns: int) -> Case:
     """Time both ways and each step in turns, in a random order, after a turn that does not count."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     order = random.Random(shape.size_bytes * shape.num_fragments)
@@ -295,8 +296,8 @@ def measure(kind: str, receiver: Receiver, costs: CostModel, shape: Shape, num_t
             if turn:
                 seconds[way].append(taken)
         receiver.end.bounce.release(receiver.lease)
-    gate = costs.prefers_bounce(shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
-    return Case(kind, shape, seconds | {"told": receiver.told_s[1:]}, gate)
+    is_chosen = BounceConfig().pays_off(shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
+    return Case(kind, shape, seconds | {"told": receiver.told_s[1:]}, is_chosen)
 
 
 def shapes(quick: bool) -> list[Shape]:
@@ -309,23 +310,15 @@ def shapes(quick: bool) -> list[Shape]:
     ]
 
 
-def run(kind: str, quick: bool) -> tuple[list[Case], float]:
-    """Return every case of an agent, and the seconds of the calibration."""
-    new_agent = agent_class(kind)
-    agent = new_agent("receiver")
-    ends = (new_agent("from"), new_agent("to"))
-    began = perf_counter()
-    costs = calibrate_agents(*ends)
-    calibration_s = perf_counter() - began
-    for each in ends:
-        each.close()
-    receiver = Receiver(kind, End(agent))
+def run(kind: str, quick: bool) -> list[Case]:
+    """Return every case of an agent."""
+    receiver = Receiver(kind, End(agent_class(kind)("receiver")))
     cases = []
     for shape in shapes(quick):
         num_turns = 5 if quick else 7 if shape.total_bytes > POOL_BYTES // 8 else 15
-        cases.append(measure(kind, receiver, costs, shape, num_turns))
+        cases.append(measure(kind, receiver, shape, num_turns))
     receiver.close()
-    return cases, calibration_s
+    return cases
 
 
 def row(runs: Sequence[Case]) -> list[object]:
@@ -342,21 +335,28 @@ def row(runs: Sequence[Case]) -> list[object]:
     middles = [median(s for case in runs for s in case.seconds[way]) for way in ways]
     rates = [f"{shape.total_bytes / seconds / 1e9:.2f}" for seconds in middles]
     ratio = median(1 / case.bounced_of_fragments for case in runs)
-    bounces = sum(case.is_bounced_by_gate for case in runs)
     last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
     taken = [of_all(way) for way in (*ways, "told")]
-    return [runs[0].agent, size, f"{count} : {shape.num_writers}", *rates, *taken, *last, f"{bounces} of {len(runs)}"]
+    return [
+        runs[0].agent,
+        size,
+        f"{count} : {shape.num_writers}",
+        *rates,
+        *taken,
+        *last,
+        "yes" if runs[0].is_chosen else "no",
+    ]
 
 
 def losses(cases: Sequence[Case]) -> dict[str, int]:
-    """Return how often the gate was right, or not: a loss is a bounce that was slower, by more than the noise."""
+    """Return how often the choice was right, or not: a loss is a bounce that was slower, by more than the noise."""
     beyond = [case for case in cases if case.chosen_over_other > 1 + case.noise]
     return {
         "choices": len(cases),
-        "bounced": sum(case.is_bounced_by_gate for case in cases),
-        "bounced_and_slower": sum(case.is_bounced_by_gate and case.chosen_over_other > 1 for case in cases),
-        "bounced_and_slower_beyond_noise": sum(case.is_bounced_by_gate for case in beyond),
-        "gains_missed_beyond_noise": sum(not case.is_bounced_by_gate for case in beyond),
+        "bounced": sum(case.is_chosen for case in cases),
+        "bounced_and_slower": sum(case.is_chosen and case.chosen_over_other > 1 for case in cases),
+        "bounced_and_slower_beyond_noise": sum(case.is_chosen for case in beyond),
+        "gains_missed_beyond_noise": sum(not case.is_chosen for case in beyond),
     }
 
 
@@ -374,27 +374,24 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     cases: dict[tuple[str, Shape], list[Case]] = {}
-    calibrations: dict[str, list[float]] = {}
     for _ in range(1 if args.quick else args.runs):
         for kind in ("shared_memory", "nixl"):
             with suppress(MissingExtraError):
-                done, calibration_s = run(kind, args.quick)
-                calibrations.setdefault(kind, []).append(round(calibration_s, 2))
-                for case in done:
+                for case in run(kind, args.quick):
                     cases.setdefault((kind, case.shape), []).append(case)
     every = [case for runs in cases.values() for case in runs]
     headers = ["agent", "fragment", "descriptors", "as they are GB/s", "bounced GB/s", "as they are ms", "bounced ms"]
-    headers += ["check ms", "as they are / bounced", "noise", "of bound", "gate bounces"]
+    headers += ["check ms", "as they are / bounced", "noise", "of bound", "is bounced"]
     markdown = table(headers, [row(runs) for runs in cases.values()])
     counts = losses(every)
     markdown += "\n\n" + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items())
-    results = {"gate": counts, "calibration_s": calibrations, "cases": [facts(runs) for runs in cases.values()]}
+    results = {"choice": counts, "cases": [facts(runs) for runs in cases.values()]}
     report("bench_transfer", markdown, results, ["torch", "numpy"], args.save)
 
 
 def facts(runs: Sequence[Case]) -> dict[str, Any]:
     """Return one case in all runs, for machines."""
-    named = {"agent": runs[0].agent, **asdict(runs[0].shape), "bounces": [case.is_bounced_by_gate for case in runs]}
+    named = {"agent": runs[0].agent, **asdict(runs[0].shape), "is_chosen": runs[0].is_chosen}
     for name in ("bounced_of_fragments", "noise", "of_bound"):
         named[name] = [round(getattr(case, name), 3) for case in runs]
     return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in (*WAYS, "told")}

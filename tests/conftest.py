@@ -44,6 +44,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture
+def workers_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let agents of this process, which stand for workers of several, reach each other through shared memory."""
+    monkeypatch.setattr("kvist.transfer.agents.shared_memory._is_this_process", lambda _: False)
+
+
+@pytest.fixture
 def free_ports() -> Iterator[Callable[[int], int]]:
     """Return a function that names the first of so many TCP ports in a row which nobody uses.
 

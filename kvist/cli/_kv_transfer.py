@@ -49,8 +49,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=_UNSET["kv_transfer_bounce_mib"],
         metavar="N",
-        help="MiB of each of two regions through which many small pieces go as one write, where that is measured to be "
-        "faster (default: 0, off)",
+        help="MiB of each of two regions through which thousands of small pieces go as one write (default: 0, off)",
     )
     parser.add_argument(
         "--kv-transfer-timeout",

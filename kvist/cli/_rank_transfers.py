@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,9 +16,7 @@ from kvist.engine.handoff import HandoffLimits
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceConfig, NullBounce, RegionBounce
-from kvist.transfer.bounce.calibration import calibrate_agents
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
-from kvist.transfer.bounce.gate import CostModel
 from kvist.transfer.handoff import TransferReports
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
@@ -36,13 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 0.5
-
-
-class BounceTerms(NamedTuple):
-    """The size of each of a rank's two regions, and what moving bytes costs: measured by one rank, with none beside."""
-
-    size_bytes: int
-    costs: CostModel
 
 
 class RankTransfers:
@@ -63,12 +54,12 @@ class RankTransfers:
 
     def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
         """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
-        terms = self._bounce_terms(loaded.tensors.device)
-        open_service = partial(self._open_service, loaded.whole_plan, loaded.tensors, terms, engine.submit)
+        bounce_bytes = self._bounce_bytes(loaded.tensors.device)
+        open_service = partial(self._open_service, loaded.whole_plan, loaded.tensors, bounce_bytes, engine.submit)
         channels = [] if loaded.followers is None else loaded.followers.side_channels
         try:
             for channel in channels:
-                channel.send(terms)
+                channel.send(bounce_bytes)
             transfers = RankedTransfers(open_service, channels, loaded.core, engine.submit)
         except (EOFError, ConnectionError) as error:
             assert loaded.followers is not None
@@ -77,17 +68,17 @@ class RankTransfers:
             "kv transfers open endpoints=%s agent=%s bounce_mib=%d",
             ",".join(transfers.endpoints),
             self._settings.agent,
-            0 if terms is None else terms.size_bytes >> 20,
+            bounce_bytes >> 20,
         )
         loaded.core.attach(transfers, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
         return transfers
 
     @contextmanager
     def serve(self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]) -> Iterator[None]:
-        """Be reached as a follower, told the bounce's terms and then commands by rank 0."""
-        terms: BounceTerms | None = channel.recv()
+        """Be reached as a follower, told the size of its bounce regions and then commands by rank 0."""
+        bounce_bytes: int = channel.recv()
         inlet = FollowerInlet(channel)
-        service = self._open_service(whole_plan, tensors, terms, lambda call: call(), inlet.reports, inlet)
+        service = self._open_service(whole_plan, tensors, bounce_bytes, lambda call: call(), inlet.reports, inlet)
         channel.send(service.endpoint)
         service.start()
         try:
@@ -109,30 +100,30 @@ class RankTransfers:
             return NixlAgent(name, write_timeout_s=self._settings.timeout_s)
         return SharedMemoryAgent(name, write_timeout_s=self._settings.timeout_s)
 
-    def _open_bounce(self, tensors: KvTensors, terms: BounceTerms | None) -> Bounce:
-        if terms is None:
+    def _open_bounce(self, tensors: KvTensors, size_bytes: int) -> Bounce:
+        if not size_bytes:
             return NullBounce()
 
         def allocate() -> TensorRegion:
             if tensors.device.type == "cuda":
-                return TensorRegion(torch.zeros(terms.size_bytes, dtype=torch.uint8, device=tensors.device))
-            return host_region(self._agent, terms.size_bytes)
+                return TensorRegion(torch.zeros(size_bytes, dtype=torch.uint8, device=tensors.device))
+            return host_region(self._agent, size_bytes)
 
         config = BounceConfig(self._settings.bounce_mib)
-        return RegionBounce(self._agent, TorchCopier(tensors.pools), allocate, terms.costs, config)
+        return RegionBounce(self._agent, TorchCopier(tensors.pools), allocate, config)
 
     def _open_service(
         self,
         whole_plan: WindowPlan,
         tensors: KvTensors,
-        terms: BounceTerms | None,
+        bounce_bytes: int,
         submit: Callable[[Callable[[], None]], None],
         reports: TransferReports,
         inlet: FollowerInlet | None = None,
     ) -> KvTransferService:
         """Register the tensors, and return the service, bound but not started; rank 0 has the port asked for."""
         settings, pools = self._settings, []
-        bounce = self._open_bounce(tensors, terms)
+        bounce = self._open_bounce(tensors, bounce_bytes)
         for pool in tensors.pools:
             self._agent.register(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
             pools.append(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)))
@@ -143,11 +134,11 @@ class RankTransfers:
         endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else settings.endpoint
         return KvTransferService(endpoint, self._agent, hello, reports, submit, limits, bounce, inlet)
 
-    def _bounce_terms(self, device: torch.device) -> BounceTerms | None:
-        """Return the terms for all ranks, None for no bounce: the size asked for, or what memory here allows."""
+    def _bounce_bytes(self, device: torch.device) -> int:
+        """Return the size of each rank's two regions, 0 for none: what is asked for, or what memory here allows."""
         config = BounceConfig(self._settings.bounce_mib)
         if not config.size_mib:
-            return None
+            return 0
         if device.type == "cuda":  # each rank has one of its own
             free = torch.cuda.mem_get_info(device)[0]
         else:
@@ -156,8 +147,4 @@ class RankTransfers:
         if size_bytes is None:
             expected = f"two regions of 32 MiB or more in half of the {free // 2**20} MiB that are free for each rank"
             raise InvalidValueError("kv_transfer_bounce_mib", config.size_mib, expected)
-        with ExitStack() as exits:
-            source, target = (self._make_agent(f"{self._agent.name}/{end}") for end in ("from", "to"))
-            for agent in (source, target):
-                exits.callback(agent.close)
-            return BounceTerms(size_bytes, calibrate_agents(source, target))
+        return size_bytes

@@ -200,7 +200,7 @@ class Incoming:
         if self._memory.has_equal_shares(shares):
             num_writers = sum(share.num_bytes > 0 for share in shares)
             num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
-            lease = self._bounce.reserve(num_bytes, num_pieces, num_writers, timeout_s=0.0)
+            lease = self._bounce.reserve(num_bytes, num_pieces, num_writers)
         if lease is None:
             return None, (None,) * len(shares)
         extents = iter(lease.extents)

@@ -263,7 +263,7 @@ class Outgoing:
     def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Transfer | Bounced:
         """Write in one piece where the receiver has room for that and so have we, else as it is."""
         if request.bounce_base is not None and fragments[:, 2].sum() <= (request.bounce_size_bytes or 0):
-            bounced = self._bounce.send(peer, fragments, request.bounce_base, timeout_s=0.0)
+            bounced = self._bounce.send(peer, fragments, request.bounce_base)
             if bounced is not None:
                 return bounced
         return self._agent.write(peer, fragments)

@@ -35,15 +35,10 @@ from kvist.transfer.messages import (
 from kvist.transfer.service import KvTransferService, make_hello
 from kvist.transfer.sessions import TransferLimits
 
+pytestmark = pytest.mark.usefixtures("workers_of_one_process")
+
 B = 4
 FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
-
-
-class Always:
-    """Costs of which a bounce has the least."""
-
-    def prefers_bounce(self, num_fragments: int, *_: int) -> bool:
-        return num_fragments > 0
 
 
 def make_prompt(count: int, seed: int = 0) -> list[int]:
@@ -98,7 +93,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         bounce = None
         if has_bounce:
             copier = TorchCopier(loaded.tensors.pools)
-            bounce = RegionBounce(agent, copier, lambda: host_region(agent, 1 << 20), Always(), BounceConfig(1))
+            bounce = RegionBounce(agent, copier, lambda: host_region(agent, 1 << 20), BounceConfig(1, 1 << 40, 1))
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent, "shared_memory")
         engine = AsyncEngine(loaded.core, max_num_open=40)
         service = KvTransferService("tcp://127.0.0.1:*", agent, hello, loaded.core, engine.submit, limits, bounce)

@@ -74,6 +74,8 @@ class _Peer:
         self.name = metadata.name
         self.table = RegionTable(f"peer {self.name!r}", metadata.regions)
         self._files = _files_table(metadata, details.files)
+        if _is_this_process(details.pid):  # it would have us write to our own memory
+            raise PeerUnreachableError(self.name, f"process {details.pid} is this one")
         try:
             self._pidfd = os.pidfd_open(details.pid)
         except (OSError, ValueError, OverflowError) as error:
@@ -249,6 +251,10 @@ def _files_table(metadata: AgentMetadata, files: Sequence[_File]) -> RegionTable
         except InvalidValueError as error:
             raise MalformedMessageError(source, f"a region is in no file: {error}") from error
     return table
+
+
+def _is_this_process(pid: int) -> bool:
+    return pid == os.getpid()
 
 
 def _copy(peer: _Peer, targets: Int64s, fragments: Int64s) -> Steps:

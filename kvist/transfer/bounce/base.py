@@ -76,7 +76,7 @@ class BounceStatistics:
     num_fragments_sent: int = 0
     num_scattered: int = 0
     num_failed: int = 0
-    refused_by_gate: int = 0
+    refused_as_slower: int = 0
     refused_by_size: int = 0
     refused_for_room: int = 0
     receive_bytes: int = 0
@@ -87,10 +87,8 @@ class BounceStatistics:
 class Bounce(Protocol):
     """What both transports offer; callers have no branches for the one that never bounces."""
 
-    def reserve(
-        self, size_bytes: int, num_fragments: int, num_writers: int = 1, timeout_s: float | None = None
-    ) -> Lease | None:
-        """Return room for a transfer from so many writers, waiting for it for `timeout_s` at most; None: as it is."""
+    def reserve(self, size_bytes: int, num_fragments: int, num_writers: int = 1) -> Lease | None:
+        """Return room for a transfer from so many writers; None: fragments as they are."""
         ...
 
     def release(self, lease: Lease) -> None:
@@ -101,7 +99,7 @@ class Bounce(Protocol):
         """Count room as lost until it is released: its transfer has failed, but may still be written."""
         ...
 
-    def send(self, peer: PeerId, fragments: Fragments, base: int, timeout_s: float | None = None) -> Outgoing | None:
+    def send(self, peer: PeerId, fragments: Fragments, base: int) -> Outgoing | None:
         """Gather, and write to `base` at the peer; None if there is no room to gather in: write fragments instead."""
         ...
 
@@ -126,7 +124,6 @@ class NullBounce:
         size_bytes: int,  # noqa: ARG002
         num_fragments: int,  # noqa: ARG002
         num_writers: int = 1,  # noqa: ARG002
-        timeout_s: float | None = None,  # noqa: ARG002
     ) -> Lease | None:
         """Return None."""
         return None
@@ -142,7 +139,6 @@ class NullBounce:
         peer: PeerId,  # noqa: ARG002
         fragments: Fragments,  # noqa: ARG002
         base: int,  # noqa: ARG002
-        timeout_s: float | None = None,  # noqa: ARG002
     ) -> Outgoing | None:
         """Return None."""
         return None

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from queue import SimpleQueue
-from time import monotonic
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,7 +20,6 @@ from kvist.errors import KvistError
 from kvist.transfer.agents.base import Fragments, Int64s, PeerId, TransferAgent, WriteState, as_array
 from kvist.transfer.bounce.allocator import RegionAllocator
 from kvist.transfer.bounce.base import BounceStatistics, Lease, Outgoing, Scattering
-from kvist.transfer.bounce.gate import CostModel
 from kvist.transfer.bounce.region import BounceConfig, split_extent
 from kvist.transfer.frames import BounceTail, Extent
 
@@ -63,15 +61,10 @@ class RegionBounce(Generic[M]):
         agent: TransferAgent,
         copier: Copier[M],
         allocate: Callable[[], RegionMemory[M]],
-        costs: CostModel | None,
         config: BounceConfig,
-        clock: Callable[[], float] = monotonic,
     ) -> None:
-        """Register both regions; if the second cannot be, the first is taken back and the error raised.
-
-        Without costs, whatever fits is bounced.
-        """
-        self._agent, self._copier, self._costs, self._config, self._clock = agent, copier, costs, config, clock
+        """Register both regions; if the second cannot be, the first is taken back and the error raised."""
+        self._agent, self._copier, self._config = agent, copier, config
         with ExitStack() as undo:
             self._regions = []
             memories = []
@@ -94,17 +87,15 @@ class RegionBounce(Generic[M]):
         self._thread = threading.Thread(target=self._run, name=f"bounces of {agent.name}", daemon=True)
         self._thread.start()
 
-    def reserve(
-        self, size_bytes: int, num_fragments: int, num_writers: int = 1, timeout_s: float | None = None
-    ) -> Lease | None:
+    def reserve(self, size_bytes: int, num_fragments: int, num_writers: int = 1) -> Lease | None:
         """Return room, or None: not worth it, larger than the region, not divisible by the writers, or no room."""
         extents = split_extent(0, size_bytes, num_writers)
         if extents is None or num_fragments < 1 or size_bytes > self._receive_memory.size_bytes:
             self._count("refused_by_size")
             return None
-        if not self._prefers_bounce(num_fragments, size_bytes, num_writers):
+        if not self._pays_off(num_fragments, size_bytes, num_writers):
             return None
-        offset = self._take(self._receive_room, size_bytes, timeout_s)
+        offset = self._take(self._receive_room, size_bytes)
         if offset is None:
             self._count("refused_for_room")
             return None
@@ -126,16 +117,17 @@ class RegionBounce(Generic[M]):
             if not lease.is_released:
                 self._receive_room.quarantine(lease.offset)
 
-    def send(self, peer: PeerId, fragments: Fragments, base: int, timeout_s: float | None = None) -> Outgoing | None:
+    def send(self, peer: PeerId, fragments: Fragments, base: int) -> Outgoing | None:
         """Gather on the thread, then write once; the room is free when that write has ended.
 
-        The gate is asked again: the receiver had to guess how many fragments are left where neighbours are joined.
+        Whether it pays off is asked again: the receiver could not know how many fragments are left where neighbours are
+        joined.
         """
         array = as_array(fragments)
         size_bytes = int(array[:, 2].sum())
-        if not self._prefers_bounce(len(array), size_bytes):
+        if not self._pays_off(len(array), size_bytes):
             return None
-        offset = self._take(self._send_room, size_bytes, timeout_s)
+        offset = self._take(self._send_room, size_bytes)
         if offset is None:
             self._count("refused_for_room")
             return None
@@ -187,10 +179,10 @@ class RegionBounce(Generic[M]):
                 quarantined_bytes=quarantined,
             )
 
-    def _prefers_bounce(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> bool:
-        if self._costs is None or self._costs.prefers_bounce(num_fragments, size_bytes, num_writers):
+    def _pays_off(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> bool:
+        if self._config.pays_off(num_fragments, size_bytes, num_writers):
             return True
-        self._count("refused_by_gate")
+        self._count("refused_as_slower")
         return False
 
     def _is_idle(self) -> bool:
@@ -200,19 +192,10 @@ class RegionBounce(Generic[M]):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _take(self, room: RegionAllocator, size_bytes: int, timeout_s: float | None) -> int | None:
-        """Return the offset of a part; every hole is tried before, and after each change while, waiting."""
-        deadline_s = self._clock() + (self._config.reserve_timeout_s if timeout_s is None else timeout_s)
+    def _take(self, room: RegionAllocator, size_bytes: int) -> int | None:
+        """Return the offset of a part, without waiting for one: that is the service's thread."""
         with self._changed:
-            while not self._is_closed:
-                offset = room.allocate(size_bytes)
-                if offset is not None or size_bytes > room.capacity_bytes:
-                    return offset
-                remaining_s = deadline_s - self._clock()
-                if remaining_s <= 0:
-                    return None
-                self._changed.wait(remaining_s)
-        return None
+            return None if self._is_closed else room.allocate(size_bytes)
 
     def _give_back(self, room: RegionAllocator, offset: int) -> None:
         with self._changed:

@@ -14,19 +14,33 @@ CHUNK_BYTES = 32 * MIB
 
 @dataclass(frozen=True, slots=True)
 class BounceConfig:
-    """`size_mib` is that of each of two regions, one to send from and one to receive in; 0 turns bouncing off."""
+    """`size_mib` is that of each of two regions, one to send from and one to receive in; 0 turns bouncing off.
+
+    A transfer is bounced whose fragments are many and small. The time of 64 MiB as they are over that of a bounce was,
+    in shared memory and over NIXL, 1.5 and 2.5 in fragments of 1 KiB, 1.1 and 1.7 of 2 KiB, 0.9 and 1.3 of 4 KiB, below
+    1 of any larger. A bounce costs half a millisecond of hand-overs, which 5,500 fragments of 2 KiB gain back in shared
+    memory (two AMD EPYC cores, benchmarks/results/bench_transfer.md, 2026-11-21).
+    """
 
     size_mib: int = 0
-    reserve_timeout_s: float = 0.2
+    max_fragment_bytes: int = 2048
+    min_fragments: int = 8192
     close_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
         """Raise InvalidValueError for a negative value."""
         if not isinstance(self.size_mib, int) or isinstance(self.size_mib, bool) or self.size_mib < 0:
             raise InvalidValueError("size_mib", self.size_mib, "a whole number of MiB, 0 for off")
-        for field in ("reserve_timeout_s", "close_timeout_s"):
-            if not getattr(self, field) >= 0:
-                raise InvalidValueError(field, getattr(self, field), "at least 0")
+        for field in ("max_fragment_bytes", "min_fragments"):
+            if getattr(self, field) < 1:
+                raise InvalidValueError(field, getattr(self, field), "at least 1")
+        if not self.close_timeout_s >= 0:
+            raise InvalidValueError("close_timeout_s", self.close_timeout_s, "at least 0")
+
+    def pays_off(self, num_fragments: int, size_bytes: int, num_writers: int = 1) -> bool:
+        """Return whether fragments of so many bytes in all, by so many writers at a time, are better bounced."""
+        is_many = num_fragments >= self.min_fragments * num_writers
+        return is_many and size_bytes <= num_fragments * self.max_fragment_bytes
 
     def region_bytes(self, free_bytes: int) -> int | None:
         """Return the size of each region where `free_bytes` of memory are free; None for off, or too little memory."""

@@ -1,7 +1,7 @@
 """Starts `kvist serve` processes as forks of this one, in which everything is imported, each in tenths of a second.
 
 Each line of the standard input asks for one, in JSON: its `arguments`, the `log` that its output goes to, and what is
-to be changed in it. `is_bounced` has every transfer bounced, however slow that was measured to be; the first scatter
+to be changed in it. `is_bounced` has every transfer bounced, also where that is slower; the first scatter
 then waits until somebody opens `scatter_gate`, a FIFO, if there is one. `hash_root` is what its block hashes start
 with, in place of what all others have. The answer is a process id.
 """
@@ -20,9 +20,8 @@ from typing import Any
 
 from kvist.cli import main
 from kvist.transfer import service
-from kvist.transfer.bounce import calibration
+from kvist.transfer.bounce import BounceConfig
 from kvist.transfer.bounce.copier import TorchCopier
-from kvist.transfer.bounce.gate import CostCurve, CostModel
 
 IMPORTED = (  # what the command imports when it runs
     "kvist.cli._publisher_metrics",
@@ -34,7 +33,6 @@ IMPORTED = (  # what the command imports when it runs
     "uvicorn",
 )
 _PR_SET_PDEATHSIG = 1
-_ANY = CostCurve((1,), (1.0,))
 
 
 def serve(asked: dict[str, Any]) -> None:
@@ -48,8 +46,7 @@ def serve(asked: dict[str, Any]) -> None:
     faulthandler.register(signal.SIGUSR1)
     os.environ |= asked["environment"]
     if asked["is_bounced"]:
-        calibration.calibrate_agents = lambda *_: CostModel(_ANY, _ANY, _ANY, write_fixed_s=1.0)
-        CostModel.prefers_bounce = lambda *_: True  # type: ignore
+        BounceConfig.pays_off = lambda *_: True  # type: ignore
     if asked["hash_root"] is not None:
         service.root_digest = lambda *_: bytes([asked["hash_root"]] * 32)
     if asked["scatter_gate"]:

@@ -143,8 +143,9 @@ def test_files_that_overlap_are_refused_before_a_write_could_leave_a_mapping() -
 SHRUNK = """
 import os
 import msgspec
-from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAgent
+from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAgent, shared_memory
 
+shared_memory._is_this_process = lambda _: False
 writer, target = SharedMemoryAgent("writer"), SharedMemoryAgent("target")
 source = writer.allocate(1 << 20)
 writer.register(source.ctypes.data, 1 << 20)
@@ -172,3 +173,23 @@ def test_memory_that_its_owner_could_shrink_under_a_write_is_refused() -> None:
     assert result.returncode == 0, (result.returncode, result.stderr)
     assert result.stdout.startswith("sealed\n")
     assert "is not its memory" in result.stdout
+
+
+OWN = """
+import msgspec
+from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent
+
+writer = SharedMemoryAgent("writer")
+writer.register(writer.allocate(4096).ctypes.data, 4096)
+kind, _, regions, details = msgspec.msgpack.decode(writer.metadata())
+try:  # as a peer would that wants our own memory written to
+    writer.connect(msgspec.msgpack.encode([kind, "target", regions, details]))
+except PeerUnreachableError as error:
+    print(error)
+"""
+
+
+def test_a_peer_that_says_to_be_this_very_process_is_refused() -> None:
+    result = subprocess.run([sys.executable, "-c", OWN], check=True, capture_output=True, text=True)
+    assert result.stdout.startswith("peer 'target' cannot be reached: process ")
+    assert result.stdout.endswith(" is this one\n")

@@ -1,4 +1,4 @@
-"""Bounces between two agents of this process, with costs that always, or never, prefer them."""
+"""Bounces between two agents of this process, of few fragments as of many."""
 
 from __future__ import annotations
 
@@ -12,20 +12,14 @@ import pytest
 import torch
 
 from kvist.transfer.agents import PeerId, SharedMemoryAgent
-from kvist.transfer.bounce import BounceConfig, CostModel, RegionBounce
+from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
-from kvist.transfer.bounce.gate import CostCurve
 
 torch.set_num_threads(1)
 
 
-def costs(*, per_descriptor_s: float) -> CostModel:
-    """Return costs of a host that copies 10 GB/s, and takes this long for a descriptor on top of that."""
-    sizes = (1 << 10, 1 << 18)
-    write = CostCurve(sizes, tuple(per_descriptor_s + size / 10e9 for size in sizes))
-    send = CostCurve(sizes, tuple(2 * size / 10e9 for size in sizes))
-    scatter = CostCurve(sizes, tuple(size / 10e9 for size in sizes))
-    return CostModel(write, send, scatter, per_descriptor_s / 10, per_descriptor_s / 10)
+ANYTHING = BounceConfig(min_fragments=2, max_fragment_bytes=1 << 40, close_timeout_s=0.05)
+"""Bounces whatever is more than one fragment for each writer."""
 
 
 @dataclass
@@ -67,8 +61,7 @@ def new_end() -> Iterator[Callable[..., End]]:
             agent,
             wrap(TorchCopier([torch.from_numpy(pool)])),
             lambda: host_region(agent, region_bytes),
-            options.pop("costs", costs(per_descriptor_s=1.0)),
-            config or BounceConfig(close_timeout_s=0.05),
+            config or ANYTHING,
             **options,
         )
         ends.append(End(agent, pool, bounce))
@@ -81,6 +74,6 @@ def new_end() -> Iterator[Callable[..., End]]:
 
 
 @pytest.fixture
-def new_costs() -> Callable[..., CostModel]:
-    """Return `costs`."""
-    return costs
+def anything() -> BounceConfig:
+    """Return what bounces whatever is more than one fragment for each writer."""
+    return ANYTHING

@@ -33,7 +33,7 @@ pool = agent.allocate(size * count)
 agent.register(pool.ctypes.data, size * count)
 pool[:] = np.random.default_rng(rank).integers(0, 256, size * count, dtype=np.uint8)
 bounce = RegionBounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: host_region(agent, size * count),
-                      None, BounceConfig())
+                      BounceConfig(min_fragments=1, max_fragment_bytes=1 << 40))
 peer = agent.connect(base64.b64decode(asked["metadata"]))
 print("ready", flush=True)
 sys.stdin.readline()

@@ -37,10 +37,9 @@ def test_a_size_that_is_no_whole_number_of_mib_is_refused(size_mib: object) -> N
     assert caught.value.value == size_mib
 
 
-def test_negative_times_are_refused() -> None:
-    for field in ("reserve_timeout_s", "close_timeout_s"):
-        with pytest.raises(InvalidValueError, match=field):
-            BounceConfig(**{field: -0.1})  # type: ignore[arg-type]
+def test_a_negative_time_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match="close_timeout_s"):
+        BounceConfig(close_timeout_s=-0.1)
 
 
 def test_a_payload_is_the_sum_over_groups_and_divides_among_writers_or_not_at_all() -> None:
@@ -72,3 +71,27 @@ def test_several_writers_share_a_region_only_where_their_parts_are_equal_and_dis
     for odd in ({"head_duplication": 2}, {"has_even_stages": False}, {"has_replicated_views": True}):
         assert not fans_in(4, **{**even, **odd})  # type: ignore[arg-type]
         assert fans_in(1, **{**even, **odd})  # type: ignore[arg-type]
+
+
+def test_few_blocks_of_many_bytes_are_bounced_whatever_their_number() -> None:
+    """67 blocks of 433 MiB in pieces of a kilobyte: what counts is how many pieces there are, and how small."""
+    assert BounceConfig().pays_off(433 * MIB // 1024, 433 * MIB)
+
+
+def test_only_many_small_fragments_are_bounced() -> None:
+    config = BounceConfig()
+    assert config.pays_off(8192, 8192 * 2048)
+    assert not config.pays_off(8191, 8191 * 1024)
+    assert not config.pays_off(8192, 8192 * 2048 + 1)
+    assert not config.pays_off(0, 0)
+
+
+def test_each_of_several_writers_must_have_many_fragments() -> None:
+    assert BounceConfig().pays_off(2 * 8192, 2 * 8192 * 1024, num_writers=2)
+    assert not BounceConfig().pays_off(2 * 8192 - 2, 2 * 8192 * 1024, num_writers=2)
+
+
+@pytest.mark.parametrize("field", ["max_fragment_bytes", "min_fragments"])
+def test_a_threshold_below_one_is_refused(field: str) -> None:
+    with pytest.raises(InvalidValueError, match=field):
+        BounceConfig(**{field: 0})
