@@ -34,6 +34,8 @@ class EngineMap:
 
     def __init__(self, index: RadixIndex) -> None:
         self._index = index
+        self.slot: int | None = None
+        """Whose blocks they are, where known: what names none of them is forgotten before the map grows."""
         self.clear()
 
     def clear(self) -> None:
@@ -44,6 +46,7 @@ class EngineMap:
         self._segments = SegmentTable(
             heap, self._control, self.address, DENSE, bits=_SEGMENT_BITS, scratch=self._index.heap
         )
+        self._num_evicted = [self._index.num_evicted] * self._segments.num_segments  # when each was last looked through
         self._most = 0  # engine hashes since all segments were of the size they need
 
     @property
@@ -98,14 +101,10 @@ class EngineMap:
 
     def names(self, slot: int) -> Iterator[Names]:
         """Yield what regular engine hashes name and the slot holds, some at a time; what is there throughout, once."""
-        inverse = np.uint64(pow(self._control[layout.MULTIPLIER >> 3] % (1 << 64), -1, 1 << 64))
         for index in range(self._segments.num_segments):
-            address, num_rows = int(self._segments.directory["address"][index]), self._segments.num_rows(index)
-            rows = buckets_at(self._heap, address, num_rows // layout.BUCKET_ROWS)
-            keys = rows["key"][rows["value"] > IRREGULAR]
-            del rows
-            for start in range(0, len(keys), _NAMES_AT_ONCE):
-                names = keys[start : start + _NAMES_AT_ONCE] * inverse
+            regular = self._regular_names(index)
+            for start in range(0, len(regular), _NAMES_AT_ONCE):
+                names = regular[start : start + _NAMES_AT_ONCE].copy()
                 blocks = np.empty_like(names)
                 num_known = bulk.read_names(
                     self._index.address, self.address, slot, names.ctypes.data, len(names), blocks.ctypes.data
@@ -132,8 +131,16 @@ class EngineMap:
             self.help_out()
 
     def help_out(self) -> None:
-        """Provide the room that compiled code asked for."""
-        self._segments.grow(self._control[layout.NEED_ARG >> 3])
+        """Provide the room that compiled code asked for: that of engine hashes whose blocks were evicted, or more."""
+        segment: int = self._control[layout.NEED_ARG >> 3]
+        num_evicted, num_names = self._index.num_evicted, self._segments.count(segment)
+        if self.slot is not None and (num_evicted - self._num_evicted[segment]) * 8 >= len(self):
+            self._num_evicted[segment] = num_evicted
+            names = self._regular_names(segment)
+            arguments = self._index.address, self.address, self.slot, names.ctypes.data, len(names)
+            if bulk.drop_stale(*arguments) * 16 >= num_names > 0:
+                return
+        self._segments.grow(segment)
 
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
@@ -145,6 +152,14 @@ class EngineMap:
             self._segments.shrink(shrinkable[0])
         else:
             self._most = len(self)
+
+    def _regular_names(self, segment: int) -> NDArray[np.uint64]:
+        """Return the engine hashes in a segment that are not marked."""
+        inverse = np.uint64(pow(self._control[layout.MULTIPLIER >> 3] % (1 << 64), -1, 1 << 64))
+        address, num_rows = int(self._segments.directory["address"][segment]), self._segments.num_rows(segment)
+        rows = buckets_at(self._heap, address, num_rows // layout.BUCKET_ROWS)
+        names: NDArray[np.uint64] = rows["key"][rows["value"] > IRREGULAR] * inverse
+        return names
 
     def _put(self, name: int, value: int) -> None:
         while compiled.put_entry(self.address, name, value) < 0:

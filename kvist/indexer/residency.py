@@ -8,7 +8,7 @@ salt, blocks with several engine hashes, hashes that name several blocks. In the
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -20,6 +20,9 @@ from kvist.indexer.engine_map import EngineMap, Names
 from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
 from kvist.publisher.residency import Residency
 from kvist.radix import RadixIndex
+
+_LOOKED_AT = 2
+"""Accounts that are looked through for each irregular block."""
 
 
 class EngineResidency:
@@ -37,6 +40,8 @@ class EngineResidency:
         self._irregular = Residency()
         # Blocks in it that a regular hash holds, too: which hash that is shows when it turns up.
         self._shared: set[int] = set()
+        # Each name in it with its block, to be looked through for what the index has evicted.
+        self._accounts: deque[tuple[EngineHash, int]] = deque()
 
     @property
     def slot(self) -> int:
@@ -46,6 +51,7 @@ class EngineResidency:
             self._apply((Removed(b""),))  # which gives it one
             slot = self._index.slot_of(self._source)
             assert slot is not None
+        self.map.slot = slot
         return slot
 
     @property
@@ -93,8 +99,9 @@ class EngineResidency:
                     self.map.put(name, block_hash)
                 else:
                     self.map.mark(name)
-                    self._irregular.hold((name,), (block_hash,), parent, tier)
+                    self._account(name, block_hash, parent, tier)
             else:
+                self._forget_evicted()
                 displaced = self._hold_irregular(name, block_hash, parent, tier, scope)
                 held.displaced.extend(displaced)
                 is_new = self._store(block_hash, parent, tier)
@@ -158,7 +165,7 @@ class EngineResidency:
             name, block_hash = int(names.engine_hashes[position]), int(names.blocks[position])
             self.map.mark(name)
             for tier in self._tiers_of(block_hash):
-                self._irregular.hold((name,), (block_hash,), None, tier)
+                self._account(name, block_hash, None, tier)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -166,6 +173,7 @@ class EngineResidency:
         self.map.clear()
         self._irregular.clear()
         self._shared.clear()
+        self._accounts.clear()
 
     def _is_regular(self, name: int, block_hash: int) -> bool:
         return not self._irregular.holds(block_hash) and self.map.is_regular(name, block_hash, self.slot)
@@ -175,13 +183,37 @@ class EngineResidency:
         self._make_irregular(name)
         if not self._irregular.holds(block_hash):
             for held_tier in self._tiers_of(block_hash):
-                self._irregular.hold((_unknown_name(block_hash),), (block_hash,), None, held_tier)
+                self._account(_unknown_name(block_hash), block_hash, None, held_tier)
                 self._shared.add(block_hash)
         if block_hash in self._shared:
             self.map.mark_row(block_hash)
-        displaced = self._irregular.hold((name,), (block_hash,), parent, tier, scope).displaced
+        displaced = self._account(name, block_hash, parent, tier, scope).displaced
         self._remove(displaced, tier)
         return displaced
+
+    def _account(
+        self, name: EngineHash, block_hash: int, parent: int | None, tier: Tier, scope: Scope = NO_SCOPE
+    ) -> Held:
+        if all(self._irregular.names(each).get(name) != block_hash for each in Tier):
+            self._accounts.append((name, block_hash))
+        return self._irregular.hold((name,), (block_hash,), parent, tier, scope)
+
+    def _forget_evicted(self) -> None:
+        """Look at two accounts, in turn, and forget what the index has evicted: garbage is never most of them."""
+        for _ in range(min(_LOOKED_AT, len(self._accounts))):
+            name, block_hash = account = self._accounts.popleft()
+            if not any(self._irregular.names(tier).get(name) == block_hash for tier in Tier):
+                continue  # released, or stored for another block since
+            if self._tiers(block_hash):
+                self._accounts.append(account)
+                continue
+            for tier in Tier:
+                for each in (name, _unknown_name(block_hash)):
+                    if self._irregular.names(tier).get(each) == block_hash:
+                        self._irregular.release((each,), tier)
+            self._shared.discard(block_hash)
+            if isinstance(name, int) and self._irregular.find(name) is None:
+                self.map.drop(name)
 
     def _make_irregular(self, name: int) -> None:
         """Keep account of a hash here from now on, with the block that it names, if any."""
@@ -194,7 +226,7 @@ class EngineResidency:
         for tier in self._tiers_of(block_hash):
             if block_hash in self._shared and self._irregular.release((_unknown_name(block_hash),), tier).not_found:
                 continue  # in this tier others hold it
-            self._irregular.hold((name,), (block_hash,), None, tier)
+            self._account(name, block_hash, None, tier)
         self._shared.discard(block_hash)
 
     def _release_regular(self, name: int, tier: Tier) -> list[int]:

@@ -218,6 +218,12 @@ class RadixIndex:
             peak_bytes=self._heap.peak_bytes,
         )
 
+    @property
+    def num_evicted(self) -> int:
+        """Return how many distinct blocks went because of the cap."""
+        num_evicted: int = self._control[layout.NUM_EVICTED >> 3]
+        return num_evicted
+
     def check_invariants(self) -> None:
         """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
         snapshot = self._open_snapshot()

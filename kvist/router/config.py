@@ -74,6 +74,10 @@ class RouterConfig:
             description="tokens per KV block, equal to the engines'; without it, what the first worker or stream names"
         ),
     ] = None
+    max_blocks: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="kv: distinct blocks that are kept; without it, what fits half of memory"),
+    ] = None
     model_path: Annotated[
         str | None,
         Meta(description="directory of the tokenizer and chat template; without it, only token ids are matched"),

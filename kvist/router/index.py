@@ -23,6 +23,7 @@ from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, open_subscription, public_url
 from kvist.indexer import Indexer, SourceStatistics, compilation, learn_block_size
+from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceCounters
 from kvist.router.state import FleetState
 
@@ -61,11 +62,13 @@ class FleetIndex:
         state_interval_s: float = 60.0,
         *,
         num_ranks: int = DEFAULT_NUM_RANKS,
+        max_blocks: int | None = None,
     ) -> None:
         """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start."""
         self.block_size = block_size
         """Tokens per block of the whole fleet, None until it is configured or adopted."""
         self._num_ranks = num_ranks
+        self._max_blocks = max_blocks
         self._limits: dict[str, int] = {}
         self._now_s = now_s
         self.radix: RadixIndex | None = None
@@ -230,7 +233,7 @@ class FleetIndex:
         await compilation.load()
         from kvist.radix import RadixIndex
 
-        self.radix = RadixIndex()
+        self.radix = RadixIndex(max_blocks=self._max_blocks or default_max_blocks())
         await self._open_state()
         self.joined_at_s = self._now_s()
         _logger.info("the index has joined")

@@ -116,6 +116,7 @@ class RouterService:
                 config.state_dir,
                 config.state_interval_s,
                 num_ranks=config.data_parallel_size,
+                max_blocks=config.max_blocks,
             )
             await exits.enter_async_context(index)
         self._index = index

@@ -154,6 +154,20 @@ async def test_ranks_that_a_stream_invents_add_no_line_to_the_metrics(worker, ro
                 assert (await front.metrics()).keys() == before
 
 
+async def test_a_publisher_that_stores_for_ever_gets_no_more_blocks_than_the_cap(worker, router, engine) -> None:
+    async with worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            async with router(one.url, max_blocks=1000) as front:
+                for number in range(200):
+                    cache.store([number << 10 | token for token in range(50 * 16)])
+                cache.store(TOKENS[:16])
+                await front.until_overlap(one.url, TOKENS, 1)
+                metrics = await front.metrics()
+                assert 500 < metrics["kvist_index_blocks"] <= 1000
+                assert metrics["kvist_index_bytes"] < 4_000_000
+
+
 async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine) -> None:
     async with worker() as one:
         with engine("one") as cache:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from kvist.indexer.compiled.engine_layout import IRREGULAR
-from kvist.indexer.compiled.engine_map import hash_of, look_up, name_of, put_entry, row_named, tiers_held
+from kvist.indexer.compiled.engine_map import drop_entry, hash_of, look_up, name_of, put_entry, row_named, tiers_held
 from kvist.indexer.compiled.jit import jit
 from kvist.radix.compiled.intrinsics import get64, getu64, put64, putu64
 
@@ -47,3 +47,16 @@ def put_names(index, engine_map, slot, names, blocks, start, end, others):
         elif put_entry(engine_map, getu64(names + position * 8), name) < 0:
             return position
     return end
+
+
+@jit("i8(i8,i8,i8,i8,i8)", is_entry=True)
+def drop_stale(index, engine_map, slot, names, num_names):
+    """Forget which of the engine hashes, u64, regularly name a block that the slot does not hold; return how many."""
+    num_dropped = 0
+    for position in range(num_names):
+        engine_hash = getu64(names + position * 8)
+        name = look_up(engine_map, engine_hash)
+        if name > IRREGULAR and row_named(index, slot, name) == 0:
+            drop_entry(engine_map, engine_hash)
+            num_dropped += 1
+    return num_dropped

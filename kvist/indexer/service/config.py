@@ -42,7 +42,7 @@ class IndexConfig:
     ] = True
     max_blocks: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="distinct blocks that a model's index keeps; beyond them the least recently used go"),
+        Meta(description="distinct blocks that a model's index keeps; without it, what fits half of memory"),
     ] = None
     data_parallel_size: Annotated[
         int, Meta(ge=1, le=MAX_RANKS, description="ranks that a stream may name beside its own; others are skipped")

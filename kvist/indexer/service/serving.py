@@ -13,6 +13,7 @@ import kvist.indexer.frames  # noqa: F401 - all three loaded here, rather than w
 from kvist.http import ServerStatistics
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
+from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.service.api import Api
 from kvist.indexer.service.bodies import DEFAULT_GROUP
 from kvist.indexer.service.config import IndexConfig
@@ -30,7 +31,10 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
     rules = EndpointRules(config.allow_endpoints, config.replay)
     is_held = bool(config.peers) or config.state_dir is not None
     registry = Registry(
-        time.monotonic, max_blocks=config.max_blocks, num_ranks=config.data_parallel_size, is_held=is_held
+        time.monotonic,
+        max_blocks=config.max_blocks or default_max_blocks(),
+        num_ranks=config.data_parallel_size,
+        is_held=is_held,
     )
     async with AsyncExitStack() as exits:
         await exits.enter_async_context(registry)

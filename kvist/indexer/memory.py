@@ -1,0 +1,45 @@
+"""How many blocks an index may keep on this machine, where nobody says."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_logger = logging.getLogger(__name__)
+
+BYTES_A_BLOCK = 512
+"""What a block may cost: 50 bytes with the name that a stock engine has for it, 365 if it is one of an adapter or a
+salt, which are accounted for in Python (200,000 blocks of one rank, 2026-11-22); the rest is for what else holds it."""
+_SHARE = 2
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def default_max_blocks(cgroups: Path = _CGROUPS, own_group: Path = Path("/proc/self/cgroup")) -> int:
+    """Return how many blocks fit half of the memory that the machine has, or its container may use."""
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    for path in _limit_files(cgroups, own_group):
+        try:
+            memory_bytes = min(memory_bytes, int(path.read_text()))
+        except (OSError, ValueError):
+            continue  # there is none, or it says "max"
+    max_blocks = max(1, memory_bytes // (_SHARE * BYTES_A_BLOCK))
+    _logger.info("blocks kept by default max_blocks=%d memory_bytes=%d", max_blocks, memory_bytes)
+    return max_blocks
+
+
+def _limit_files(cgroups: Path, own_group: Path) -> Iterator[Path]:
+    """Yield where the limit of this process's group, or of one around it, may be."""
+    yield cgroups / "memory" / "memory.limit_in_bytes"
+    try:
+        lines = own_group.read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    group = cgroups / name
+    while True:
+        yield group / "memory.max"
+        if group == cgroups:
+            return
+        group = group.parent
