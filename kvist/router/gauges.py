@@ -16,7 +16,7 @@ from kvist.router.fleet import Fleet
 from kvist.router.health import CircuitState
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
-from kvist.router.routing import RANKS_MAX_AGE_S, Routing
+from kvist.router.routing import Routing
 from kvist.router.worker import WorkerState
 
 
@@ -80,7 +80,7 @@ class Gauges:
         )
         blocks = GaugeMetricFamily("kvist_router_worker_blocks", "Blocks that its ranks hold", labels=["worker"])
         for worker in self.fleet.workers:
-            statuses = index.ranks(worker.url, RANKS_MAX_AGE_S)
+            statuses = index.ranks(worker.url)
             for state in SourceState:
                 ranks.add_metric([worker.url, state.value], sum(status.state is state for status in statuses))
             blocks.add_metric([worker.url], sum(status.num_blocks for status in statuses))
