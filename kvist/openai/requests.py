@@ -7,10 +7,10 @@ left alone, since other engines take more than this one.
 from __future__ import annotations
 
 import json
-import re
-from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
 
 import msgspec
+import numpy as np
 
 from kvist.openai.errors import RequestError
 
@@ -156,7 +156,7 @@ Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, SamplingP
 MAX_DEPTH = 128
 """Levels of arrays and objects in a body; templates and engines walk them by recursion."""
 
-_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_TOO_DEEP = f"nested too deep, expected at most {MAX_DEPTH} levels of arrays and objects"
 
 
 def read_fields(body: bytes) -> Fields:
@@ -166,77 +166,60 @@ def read_fields(body: bytes) -> Fields:
     infinity and no half of a surrogate pair, and nests to `MAX_DEPTH`, also in `arguments`, a text that holds JSON.
     """
     try:
-        fields = _decoder.decode(body.decode()) if body else {}
-        if _ESCAPED_SURROGATE.search(body):
-            json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise _body_refusal("got half of a surrogate pair, expected whole characters") from None
+        fields = msgspec.json.decode(body) if body else {}
     except RecursionError:
-        raise _body_refusal(_TOO_DEEP) from None
-    except ValueError as error:  # of the decoder, of UTF-8, of too many digits, and ours
-        raise _body_refusal(f"not valid JSON in UTF-8 ({error})") from None
+        raise RequestError(400, f"body: {_TOO_DEEP}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(400, f"body: not valid JSON in UTF-8 ({error})") from None
     if not isinstance(fields, dict):
-        raise _body_refusal("expected `object`")
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_too_deep(fields):
-        raise _body_refusal(_TOO_DEEP)
+        raise RequestError(400, "body: expected `object`")
+    has_escapes = b"\\" in body and b"\\u00" in body  # which may stand for what is counted here
+    if has_escapes or _count(b"[", body) + _count(b"{", body) > MAX_DEPTH:
+        _check_depth("body", fields)
+    # Each pair has a colon: what was dropped for another of its name is missing in what comes out.
+    if has_escapes or _count(b":", body) != _count(b":", msgspec.json.encode(fields)):
+        json.loads(body, object_pairs_hook=_check_names)
     return fields
 
 
-_TOO_DEEP = f"nested too deep, expected at most {MAX_DEPTH} levels of arrays and objects"
+def _count(char: bytes, text: bytes) -> int:
+    """Return how often it is there; for 34 kB `bytes.count` takes 17 µs, numpy 4, of which 2 are for any length."""
+    if len(text) < 4096:
+        return text.count(char)
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord(char)))
 
 
-def _body_refusal(reason: str) -> RequestError:
-    return RequestError(400, f"body: {reason}")
-
-
-def _is_too_deep(value: Any) -> bool:
+def _check_depth(name: str, value: Any) -> None:
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(MAX_DEPTH):
+        for outer in level:
+            if isinstance(outer, dict) and isinstance(arguments := outer.get("arguments"), str):
+                _check_arguments(arguments)
         level = [
             inner
             for outer in level
             for inner in (outer.values() if isinstance(outer, dict) else outer)
             if isinstance(inner, dict | list)
         ]
-        if not level:
-            return False
-    return True
-
-
-def _object(pairs: list[tuple[str, Any]]) -> Fields:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{max(names, key=names.count)!r:.100} is there more than once")
-    arguments = fields.get("arguments")
-    if isinstance(arguments, str):
-        _check_arguments(arguments)
-    return fields
+    if level:
+        raise RequestError(400, f"{name}: {_TOO_DEEP}", param=None if name == "body" else name)
 
 
 def _check_arguments(text: str) -> None:
     """Raise RequestError if it is JSON that nests too deep; templates are given what it holds."""
-    if text.count("[") + text.count("{") > MAX_DEPTH:
-        try:
-            is_too_deep = _is_too_deep(json.loads(text))
-        except RecursionError:
-            is_too_deep = True
-        except ValueError:
-            return
-        if is_too_deep:
-            raise RequestError(400, f"arguments: {_TOO_DEEP}", param="arguments")
+    try:
+        _check_depth("arguments", json.loads(text))
+    except RecursionError:
+        raise RequestError(400, f"arguments: {_TOO_DEEP}", param="arguments") from None
+    except ValueError:
+        pass
 
 
-def _no_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    return value if abs(value) < float("inf") else _no_number(text[:100])
-
-
-_decoder = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_no_number)
+def _check_names(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        name = max(names, key=names.count)
+        raise RequestError(400, f"body: {name!r:.100} is there more than once", param=name)
 
 
 def decode_chat_request(fields: Fields) -> ChatCompletionRequest:
