@@ -110,6 +110,26 @@ def until_true() -> Callable[[Callable[[], object]], None]:
     return poll
 
 
+@pytest.fixture
+async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return a function that lets so many seconds pass on the event loop's clock, at once."""
+    loop, ahead_s = asyncio.get_running_loop(), 0.0
+    real_time = loop.time
+    monkeypatch.setattr(loop, "time", lambda: real_time() + ahead_s)
+
+    def skip(seconds: float) -> None:
+        nonlocal ahead_s
+        ahead_s += seconds
+
+    return skip
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[str], list[str]]:
+    """Return a function that returns what a module has logged, and nobody else: the log is everybody's."""
+    return lambda name: [record.getMessage() for record in caplog.records if record.name == name]
+
+
 class FakeVllm:
     """The event side of a vLLM process: a PUB socket, and a ROUTER socket that replays, in vLLM's frames and bytes.
 
@@ -225,6 +245,24 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return made
 
 
+# amqtt acknowledges messages before it passes them on, and forgets those it has not when their publisher says goodbye:
+# from Python 3.12 on it reads faster than it passes on. This one passes them on first, as mosquitto does.
+_AMQTT = """
+import asyncio
+from amqtt.mqtt.protocol.broker_handler import BrokerProtocolHandler
+from amqtt.scripts.broker_script import main
+
+async def wait_disconnect(self):
+    packet = await forgetful(self)
+    while not self.session.delivered_message_queue.empty():
+        await asyncio.sleep(0.001)
+    return packet
+
+forgetful, BrokerProtocolHandler.wait_disconnect = BrokerProtocolHandler.wait_disconnect, wait_disconnect
+main()
+"""
+
+
 class MqttBroker:
     """An MQTT broker as a process of its own: mosquitto, or amqtt where that is not installed.
 
@@ -249,7 +287,7 @@ class MqttBroker:
                 self._write("users", f"kvist:{_mosquitto_hash(password)}\n")
         else:
             self._write("broker.yaml", json.dumps(_amqtt_config(port, folder, password, certificate)))
-            self._command = [sys.executable, "-m", "amqtt.scripts.broker_script", "-c", str(folder / "broker.yaml")]
+            self._command = [sys.executable, "-c", _AMQTT, "-c", str(folder / "broker.yaml")]
             if password is not None:
                 from pwdlib.hashers.argon2 import Argon2Hasher
 
@@ -444,18 +482,21 @@ class CollectedSpan(NamedTuple):
 
 
 class TraceCollector:
-    """What takes traces over OTLP/HTTP: a real server in a thread, that answers `status`."""
+    """What takes traces over OTLP/HTTP: a real server in a thread, that answers `status` as long as it `may_answer`."""
 
     def __init__(self) -> None:
         self.spans: list[CollectedSpan] = []
         self.requests: list[tuple[str, dict[str, str]]] = []
         self.status = 200
+        self.may_answer = threading.Event()
+        self.may_answer.set()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["content-length"]))
                 collector.requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+                assert collector.may_answer.wait(DEADLINE_S)
                 if collector.status == 200:
                     collector.take(body)
                 self.send_response(collector.status)

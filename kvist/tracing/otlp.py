@@ -51,6 +51,7 @@ class Tracing(Collector):
         self._exporter = _WatchedExporter(check_traces_endpoint(endpoint))
         self._processor = BatchSpanProcessor(self._exporter)
         self._scope = InstrumentationScope("kvist", __version__)
+        self._closing: threading.Thread | None = None
         self._num_made = 0
 
     def request(self, name: str, headers: Headers, attributes: Attributes) -> Span:
@@ -77,15 +78,16 @@ class Tracing(Collector):
         return _Recorded(self, name, context, parent if parent.is_valid else None, offset_ns, SpanKind.SERVER, said)
 
     def close(self, timeout_s: float) -> None:
-        """Export what is left, for so long; what is not exported then is lost."""
+        """Export what is left, for so long; what is not exported then is lost. Idempotent."""
 
         def close() -> None:
             self._processor.shutdown()  # type: ignore[no-untyped-call]
             self._exporter.complaints.close()
 
-        closing = threading.Thread(target=close, name="kvist-traces", daemon=True)
-        closing.start()
-        closing.join(timeout_s)
+        if self._closing is None:
+            self._closing = threading.Thread(target=close, name="kvist-traces", daemon=True)
+            self._closing.start()
+        self._closing.join(timeout_s)
         self._exporter.shutdown()
 
     def collect(self) -> Iterator[Metric]:

@@ -46,7 +46,7 @@ async def serve(*flags: str) -> AsyncIterator[Running]:
     finally:
         if process.returncode is None:
             process.kill()
-        await process.wait()
+        await process.communicate()  # to the end of its pipe, which is else closed whenever that is collected
 
 
 async def test_it_serves_publishes_and_ends_when_asked() -> None:

@@ -37,7 +37,7 @@ def _no_process_is_left_behind() -> Iterator[None]:
 
 @pytest.mark.xdist_group("whole system")
 def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
-    done = subprocess.run([*UP, "--exit", "--json"], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([*UP, "--exit", "--json"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 60
@@ -50,7 +50,7 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
 @pytest.mark.xdist_group("whole system")
 def test_one_worker_computes_the_demos_prompts_and_another_answers() -> None:
     command = [*UP, "--disaggregated", "--kv-transfer-bounce-mib", "32", "--exit", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 60

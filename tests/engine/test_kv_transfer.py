@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,7 +267,7 @@ async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_
         async with open_worker("gemma3", FAST, limits) as target, open_worker("gemma3") as other:
             remote = RemotePrefill((endpoint,), "x", 30, (300,))
             answering = asyncio.create_task(target.answer(make_prompt(30), greedy(3), remote))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not await asyncio.to_thread(silent.poll, 100):
                     pass
             name = silent.recv_multipart()[0]
@@ -296,10 +296,10 @@ async def test_an_aborted_fetch_leaves_nothing_on_either_side(open_worker, greed
 
 async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, greedy, until) -> None:
     prompt = make_prompt(30)
-    async with open_worker("gemma3", FAST) as source, open_worker("gemma3", FAST) as target:
+    async with open_worker("gemma3") as source, open_worker("gemma3") as target:
         with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
             stranger.setsockopt(zmq.LINGER, 0)
-            stranger.setsockopt(zmq.RCVTIMEO, 20_000)
+            stranger.setsockopt(zmq.RCVTIMEO, 60_000)
             stranger.connect(source.service.endpoint)
 
             async def answer_to(*frames: bytes) -> Any:
@@ -322,6 +322,7 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
             assert refusal.reason is RefusalReason.PROTOCOL_VERSION
             assert isinstance(await ask(hello), Hello)
             assert (await ask(wrong)).reason is RefusalReason.UNKNOWN_BLOCK
+        source.service.withdraw(remote.remote_request_id)
         good = await source.prefill(prompt, greedy(5))
         expected = await source.answer(prompt, greedy(5))
         assert (await target.answer(prompt, greedy(5), good)).token_ids == expected.token_ids
@@ -331,18 +332,18 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
 
 async def test_strangers_that_share_one_memory_and_leave_end_nothing(open_worker, greedy, until) -> None:
     prompt = make_prompt(30)
-    async with open_worker("gemma3", FAST) as source, open_worker("gemma3", FAST) as target:
+    async with open_worker("gemma3") as source, open_worker("gemma3") as target:
         outgoing = source.service._outgoing
-        with zmq.Context() as context:
+        with zmq.Context() as context, ExitStack() as strangers:
             for name in (b"\xff1", b"\xff2"):
-                with context.socket(zmq.DEALER) as stranger:
-                    stranger.setsockopt(zmq.LINGER, 0)
-                    stranger.setsockopt(zmq.RCVTIMEO, 20_000)
-                    stranger.setsockopt(zmq.IDENTITY, name)
-                    stranger.connect(source.service.endpoint)
-                    stranger.send_multipart([b"m", encode_message(target.service._outgoing._hello)])
-                    await asyncio.to_thread(stranger.recv_multipart)
-        assert len(outgoing._receivers) == 2
+                stranger = strangers.enter_context(context.socket(zmq.DEALER))
+                stranger.setsockopt(zmq.LINGER, 0)
+                stranger.setsockopt(zmq.RCVTIMEO, 60_000)
+                stranger.setsockopt(zmq.IDENTITY, name)
+                stranger.connect(source.service.endpoint)
+                stranger.send_multipart([b"m", encode_message(target.service._outgoing._hello)])
+                await asyncio.to_thread(stranger.recv_multipart)
+            assert len(outgoing._receivers) == 2
         await until(lambda: not outgoing._receivers or not source.service.is_alive)
         assert source.service.is_alive
         good = await source.prefill(prompt, greedy(5))

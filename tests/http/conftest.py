@@ -13,7 +13,7 @@ import pytest
 
 from kvist.http import Handler, HttpLimits, HttpServer, Request, Responder, UpstreamLimits, UpstreamPool
 
-READ_TIMEOUT_S = 10.0
+READ_TIMEOUT_S = 60.0
 
 
 @dataclass

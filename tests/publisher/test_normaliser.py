@@ -148,7 +148,7 @@ def test_tokens_of_blocks_that_were_skipped_are_not_guessed_at(normaliser):
 
 @pytest.mark.parametrize(("engine_block_size", "status"), [(2, None), (8, Status.OVERSIZE_BLOCK)])
 def test_another_block_size_than_configured_is_counted_and_warned_of_once(
-    normaliser, caplog, engine_block_size, status
+    normaliser, caplog, logged, engine_block_size, status
 ):
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_another_block_size_than_configured_is_counted_and_warned_of_once(
             assert normaliser.normalise(event) == ()
     assert counts(normaliser)[Status.WRONG_BLOCK_SIZE] == 2
     assert status is None or counts(normaliser)[status] == 2
-    assert len(caplog.records) == 1
+    assert len(logged("kvist.publisher.normaliser")) == 1
     assert normaliser.normalise(store(1)) == (Stored(pack(C1)),)
 
 

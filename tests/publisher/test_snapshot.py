@@ -326,6 +326,6 @@ def test_closing_does_not_wait_for_who_asks(publication):
         asker.start()
     publisher.close()
     for asker in askers:
-        asker.join(20)
+        asker.join(60)
     assert len(answers) == 4
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kvist-snapshot")]

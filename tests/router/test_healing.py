@@ -177,7 +177,7 @@ async def ask_until_it_ends(front, one, prompts: list[list[int]]) -> int:
 
 
 async def test_healing_ends_once_the_index_predicts_all_that_the_engine_has_of_the_prompts(
-    vllm, router, engine, monkeypatch, caplog
+    vllm, router, engine, monkeypatch, caplog, logged
 ):
     caplog.set_level("INFO", "kvist.router.healing")
     monkeypatch.setattr(healing, "NUM_UNCHANGED_IN_A_ROW", 8)
@@ -196,7 +196,7 @@ async def test_healing_ends_once_the_index_predicts_all_that_the_engine_has_of_t
         assert metrics[f"kvist_router_healing_hits{labels}"] == len(vllm.cache.held)
         digest = int(metrics[f"kvist_router_healing_digest{labels}"])
         text = f"asked no more: stable worker={one.url} rank=0 num_asked={num_asked} num_hits={len(vllm.cache.held)}"
-        assert caplog.messages[-1].endswith(f"{text} digest={digest:014x}")
+        assert logged("kvist.router.healing")[-1].endswith(f"{text} digest={digest:014x}")
 
 
 async def test_an_engine_whose_hits_no_report_brings_is_left_alone_once_they_are_the_same_ones(

@@ -26,7 +26,7 @@ from kvist.transfer.service import KvTransferService, make_hello
 from kvist.transfer.sessions import TransferLimits
 
 B, W, NUM_SLOTS = 4, 9, 24
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture(autouse=True)

@@ -157,7 +157,7 @@ def test_a_greeting_that_is_answered_with_nonsense_is_not_waited_for(
         stranger.setsockopt(zmq.LINGER, 0)
         stranger.bind("tcp://127.0.0.1:*")
         target.fetch(prompt, prompt.tables(2), (stranger.getsockopt_string(zmq.LAST_ENDPOINT),))
-        assert stranger.poll(20_000)
+        assert stranger.poll(60_000)
         stranger.send_multipart([stranger.recv_multipart()[0], *answer])
         assert named in rank.reports.wait_for("failed", prompt.name)[2]
     rank.reports.wait_for("released", prompt.name)
@@ -207,7 +207,7 @@ def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_e
         target.ranks[0].reports.wait_for("completed", prompt.name)
         assert target.ranks[0].holds(prompt.whole, prompt.tables(2))
     inlet.bring(None)
-    assert inlet.is_closed.wait(20)
+    assert inlet.is_closed.wait(60)
     assert not source.ranks[0].service.is_alive
     os.close(inlet.fd)
 

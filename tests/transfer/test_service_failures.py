@@ -203,7 +203,7 @@ def test_looking_whether_a_sender_has_died_holds_nobody_up(
 
     def has_process_ended(endpoint: str) -> bool:
         asked.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return has_ended(endpoint)
 
     has_ended = sources.has_process_ended
@@ -213,7 +213,7 @@ def test_looking_whether_a_sender_has_died_holds_nobody_up(
     dead.ranks[0].service.close()
     lost, later = make_prompt(0), make_prompt(1)
     target.fetch(lost, lost.tables(2), dead.endpoints)
-    assert asked.wait(20)
+    assert asked.wait(60)
     source.hand_over(target, make_prompt(2))
     target.fetch(later, later.tables(2), dead.endpoints)
     assert ("failed", lost.name) not in [each[:2] for each in rank.reports.heard]
@@ -254,7 +254,7 @@ def test_what_a_sender_reported_before_it_died_counts(
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
-    monkeypatch.setattr(rank.service._outgoing, "poll_writes", lambda _: go_on.wait(20))
+    monkeypatch.setattr(rank.service._outgoing, "poll_writes", lambda _: go_on.wait(60))
     for each, begin in zip(source.ranks, write, strict=True):
         begin()
         each.reports.wait_for("release", prompt.name, True)
@@ -272,7 +272,7 @@ def test_when_the_thread_dies_everything_that_was_asked_is_answered(
 
     def die(now_s: float) -> None:
         entered.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         raise RuntimeError(f"at {now_s}")
 
     (rank,) = (worker := open_worker(1, is_started=False)).ranks
@@ -282,7 +282,7 @@ def test_when_the_thread_dies_everything_that_was_asked_is_answered(
     worker.fetch(under_way, under_way.tables(2), ("tcp://127.0.0.1:1",))
     monkeypatch.setattr(rank.service._incoming, "tick", die)
     rank.service.start()
-    assert entered.wait(20)
+    assert entered.wait(60)
     worker.offer(queued, queued.tables(1))
     worker.fetch(queued, queued.tables(2), ("tcp://127.0.0.1:1",))
     rank.service.cancel("nobody's")

@@ -42,7 +42,7 @@ def test_only_so_many_hosts_are_looked_at_at_once(
 ) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(module, "_MAX_PROBES", 1)
-    monkeypatch.setattr(module, "has_process_ended", lambda _: go_on.wait(20))
+    monkeypatch.setattr(module, "has_process_ended", lambda _: go_on.wait(60))
     first, second = (sources.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
     assert sources.take_probe(first, [1]) is sources.take_probe(second, [2]) is None
     assert first.probe is not None

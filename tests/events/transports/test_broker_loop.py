@@ -118,6 +118,6 @@ def test_a_later_error_is_raised_by_whoever_sends() -> None:
     loop = BrokerLoop("a stream", serve)
     loop.start()
     loop.put(message(0))
-    loop._thread.join(5)
+    loop._thread.join(60)
     with pytest.raises(OSError, match="cannot send: the broker is no more"):
         loop.put(message(1))

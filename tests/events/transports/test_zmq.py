@@ -116,7 +116,7 @@ def with_stuck_client(open_socket, kept, monkeypatch):
     stuck.setsockopt(zmq.RCVHWM, 1)
     stuck.connect(Endpoint.parse(publication.endpoint).replay_address)
     stuck.send_multipart([b"", be64(0)])
-    assert stuck.poll(10_000), "the replay has begun"
+    assert stuck.poll(60_000), "the replay has begun"
     yield publication
     publication.close()
 

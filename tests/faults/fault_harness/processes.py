@@ -62,7 +62,7 @@ class Process:
         if self._process is not None:
             if self.is_up:
                 self._process.kill()
-            await self._process.wait()
+            await self._process.communicate()  # to the ends of its pipes, which are else closed in a later test
             self._process = None
 
 

@@ -90,7 +90,7 @@ def test_what_a_peer_has_mapped_outlives_the_owner_so_that_a_late_write_does_no_
     peer = agent.connect(target.metadata())
     assert target.close()
     transfer = agent.write(peer, [Fragment(source.ctypes.data, address, 4096)])
-    assert transfer.wait(30.0)
+    assert transfer.wait(60)
     assert transfer.state is WriteState.DONE
     agent.close()
 
