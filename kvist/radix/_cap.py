@@ -4,6 +4,8 @@ Time is counted in epochs, each of which ends once as many blocks were used as a
 begins a sixteenth below the cap and goes to an eighth below it; what is stored meanwhile carries it on, at a pace at
 which it ends in time. The oldest epoch goes first, and within an epoch the deepest blocks, by classes of depth that are
 exact below 64: a chain that was stored at once goes from its end.
+
+Matches count as uses once the index is half full: until then they cost what they cost without a cap, a fifth.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ class Cap:
         self._counts: int | None = None  # of a round under way
         self._is_counting = False
         control[layout.IS_CAPPED >> 3] = 1
+
+    @property
+    def is_half_full(self) -> bool:
+        """Return whether matches count as uses: before, which blocks will be the least recently used is open."""
+        is_half_full: bool = self._control[layout.NUM_ROWS >> 3] * 2 >= self._max_blocks
+        return is_half_full
 
     def keep(self, help_out: Callable[[], None]) -> None:
         """Do what is due after blocks were used or stored: work in proportion to what was stored since."""

@@ -182,7 +182,7 @@ class RadixIndex:
         except TypeError:  # not as compiled code takes them
             num_hashes = self._load(hashes)
             holder_ids, depths = compiled.match(self._address, np.frombuffer(self._input_bytes, np.uint64, num_hashes))
-        if self._cap is not None:
+        if self._cap is not None and self._cap.is_half_full:
             compiled.touch(self._address, self._load(hashes))
             self._cap.keep(self.help_out)
         return Match(self._slots.ranks, holder_ids, depths, len(hashes))

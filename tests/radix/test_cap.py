@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Stored, Tier, WorkerRank
 from kvist.radix import RadixIndex, RankDigest, StoreStatus, _cap
+from kvist.radix.compiled import layout
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 U64 = Callable[..., NDArray[np.uint64]]
@@ -53,6 +54,17 @@ def test_what_was_matched_or_stored_last_stays() -> None:
     index.store(W1, Tier.GPU, None, chains[4])
     assert [depth_of(index, chain) for chain in chains[:4]] == [10, 0, 10, 9]
     assert depth_of(index, chains[4], W1) == 10
+
+
+def test_matches_count_as_uses_once_the_index_is_half_full() -> None:
+    index = RadixIndex(max_blocks=1000, seed=1)
+    chains = np.arange(1, 501, dtype=np.uint64).reshape(5, 100)
+    for num_stored, chain in enumerate(chains, 1):
+        index.store(WorkerRank("w", 0), Tier.GPU, None, chain)
+        index._cap._end_epoch()
+        epoch = index._control[layout.EPOCH >> 3]
+        index.match(chains[0])  # which ends an epoch, of a 64th of the cap, if it counts
+        assert (index._control[layout.EPOCH >> 3] != epoch) == (num_stored * 100 >= 500)
 
 
 def test_a_match_touches_only_the_blocks_that_lead_without_a_gap(u64: U64) -> None:
