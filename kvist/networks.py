@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Sequence
 
@@ -26,6 +27,7 @@ def is_in_networks(host: str, networks: Sequence[str]) -> bool:
     return any(address in ipaddress.ip_network(network) for network in networks)
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Return whether the host is a loopback address, IPv4 in IPv6 included; a name never is."""
     try:

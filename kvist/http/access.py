@@ -7,7 +7,7 @@ import hmac
 from kvist.http.request import Request
 from kvist.networks import is_loopback
 
-_FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip")
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 
 
 def bears(request: Request, key: str) -> bool:
@@ -22,8 +22,9 @@ def is_direct_from_loopback(request: Request) -> bool:
     A proxy on this machine also comes from loopback, and so does a browser that a foreign page has made resolve its
     own name to 127.0.0.1: forwarded requests and foreign Host names do not count.
     """
-    is_direct = not any(request.header(name) for name in _FORWARDED)
-    return is_direct and request.client is not None and is_loopback(request.client[0]) and _is_loopback_host(request)
+    if request.client is None or not is_loopback(request.client[0]):
+        return False
+    return _FORWARDED.isdisjoint([name for name, _ in request.headers]) and _is_loopback_host(request)
 
 
 def _is_loopback_host(request: Request) -> bool:
