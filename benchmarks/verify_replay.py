@@ -88,7 +88,7 @@ def replayed(path: Path) -> Iterator[list[str]]:
 def verify(form: str, num_steps: int, num_probes: int) -> list[str]:
     """Record, replay into both, and return how many of some answers are right and alike."""
     with ExitStack() as stack:
-        path = Path(stack.enter_context(TemporaryDirectory())) / "fleet.kvrec"
+        path = Path(stack.enter_context(TemporaryDirectory())) / "fleet.mcap"
         capacity = int(num_steps // NUM_STREAMS * BLOCKS_A_STEP * CAPACITY_SHARE)
         spec = StreamSpec(BLOCKS_A_STEP, {form: form}, capacity=capacity, num_streams=NUM_STREAMS, num_open=4)
         publisher = stack.enter_context(Publisher(spec))

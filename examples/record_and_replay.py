@@ -54,7 +54,7 @@ def replay(path: Path) -> None:
 def main() -> None:
     """Record once, replay twice: the same blocks each time."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gpu-0.kvrec"
+        path = Path(folder) / "gpu-0.mcap"
         asyncio.run(record(path))
         replay(path)
         replay(path)

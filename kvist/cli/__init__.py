@@ -32,6 +32,8 @@ _EXTRA_OF_MODULE = {
     "safetensors": "engine",
     "triton": "gpu",
     "opentelemetry": "tracing",
+    "mcap": "replay",
+    "zstandard": "replay",
 }
 
 

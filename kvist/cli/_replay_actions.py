@@ -12,14 +12,12 @@ from contextlib import contextmanager, nullcontext
 
 from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
 from kvist.cli._signals import finish, on_signal
-from kvist.replay.errors import RecordingError
 from kvist.replay.jsonl import JsonlReader, to_line
-from kvist.replay.pacing import Pace
 from kvist.replay.player import Player, close_publications, open_publications
-from kvist.replay.plot import svg_plot
 from kvist.replay.reader import RecordingReader
-from kvist.replay.report import statistics_json, statistics_text
-from kvist.replay.script import Line, Script
+from kvist.replay.recording import RecordingError
+from kvist.replay.report import statistics_json, statistics_text, svg_plot
+from kvist.replay.script import Line, Pace, Script
 from kvist.replay.statistics import StatisticsCollector
 from kvist.replay.writer import RecordingWriter
 
@@ -92,9 +90,11 @@ def write_recording(args: argparse.Namespace, script: Script) -> None:
     def take(lines: list[Line]) -> None:
         for _, record in lines:
             writer.begin_session(record.session)
-            writer.add(writer.add_source(record.source), record.message, record.mono_ns, record.wall_ns)
+            writer.add(record.source, record.message, record.time_ns)
 
-    with RecordingWriter(args.to_file) as writer, _read_all(args, script, take):
+    with open_reader(args) as reader:
+        sources = reader.sources()
+    with RecordingWriter(args.to_file, sources) as writer, _read_all(args, script, take):
         print(f"kvist replay: {writer.num_messages} messages written to {args.to_file}", flush=True)
 
 
@@ -145,8 +145,7 @@ def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Lin
 
 def _tell_end(args: argparse.Namespace, script: Script) -> None:
     """Say what is torn off the recording's end, and that there is nothing in it."""
-    if script.torn is not None:
-        torn = script.torn
+    for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.num_recorded == 0:
         print(f"kvist replay: {args.file or args.from_jsonl}: no message in it", file=sys.stderr)

@@ -27,10 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]URL",
         help="a stream to record, an engine's own (?engine=sglang if not vLLM's) or a canonical one; may be repeated",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the recording")
-    parser.add_argument("--append", action="store_true", help="go on in a recording that exists")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the recording, such as fleet.mcap")
     parser.add_argument(
-        "--rotate-bytes", metavar="SIZE", help="begin FILE.1, FILE.2 and so on beyond this size, such as 512M"
+        "--append", action="store_true", help="go on behind a recording that exists, in a file of its own"
+    )
+    parser.add_argument(
+        "--rotate-bytes",
+        metavar="SIZE",
+        help="beyond this size, such as 512M, begin fleet.1.mcap, fleet.2.mcap and so on",
     )
     parser.add_argument("--duration", type=float, metavar="SECONDS", help="end after so long (default: when signalled)")
 
@@ -48,10 +52,9 @@ def run(args: argparse.Namespace) -> int:
     specs = parse_sources(args.sources)
     sources, rotate_bytes = [spec.recorded for spec in specs], _num_bytes(args.rotate_bytes)
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
-        if writer.torn is not None:
-            torn = writer.torn
-            print(f"kvist record: {torn.path}: {torn.num_bytes} torn bytes cut off at byte {torn.offset}", flush=True)
         recorder = Recorder(specs, writer)
+        if writer.earlier is not None:
+            _recall(recorder, writer.earlier)
         asyncio.run(_record(recorder, writer, args))
     for report in recorder.reports():
         print(
@@ -64,6 +67,17 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"kvist record: {_totals(writer)} in {writer.num_parts} files at {args.to}", flush=True)
     return 0
+
+
+def _recall(recorder: Recorder, earlier: Path) -> None:
+    """Let the recorder go on behind what is there, as far as that can be read."""
+    from kvist.replay import RecordingError, RecordingReader
+
+    with RecordingReader(earlier) as reader:
+        try:
+            recorder.recall(reader)
+        except RecordingError as error:
+            print(f"kvist record: what follows is recorded anew: {error}", flush=True)
 
 
 async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvist.replay.selection import Moment
+    from kvist.replay.script import Moment
 
 HELP = "play a recording of event streams, or say what is in it"
 
@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Do one of the actions; return 0."""
     from kvist.cli import _replay_actions as actions
     from kvist.replay.rewriting import Rewriter
-    from kvist.replay.script import Script
-    from kvist.replay.selection import Selection
+    from kvist.replay.script import Script, Selection
 
     _check(args)
     script = Script(
@@ -141,6 +140,6 @@ def _names(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _moment(field: str, text: str | None) -> Moment | None:
-    from kvist.replay.selection import Moment
+    from kvist.replay.script import Moment
 
     return None if text is None else Moment.parse(field, text)

@@ -7,9 +7,8 @@ is asked for (`rewriting`), and go out at their own pace (`pacing`, `player`, wh
 argument; only `recorder` and `player` know asyncio.
 """
 
-from kvist.replay.errors import RecordingError
-from kvist.replay.format import Record, RecordedSource
 from kvist.replay.reader import RecordingReader
+from kvist.replay.recording import Record, RecordedSource, RecordingError
 from kvist.replay.writer import RecordingWriter
 
 __all__ = ["Record", "RecordedSource", "RecordingError", "RecordingReader", "RecordingWriter"]

@@ -1,12 +1,19 @@
-"""What a message says beside its events or blocks, read without those: whose it is, and its place in the order."""
+"""What a message says beside its events or blocks, read without those: whose it is, and its place in the order.
+
+And what these places say of all messages of a stream: which are missing, came twice, or are of another process.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
 
+from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, is_canonical, is_snapshot_part
+from kvist.events.restarts import RestartDetector
+from kvist.events.transports import Message
 from kvist.events.types import NonEmpty, NonNegative, Positive, Rank
 
 _HEARTBEAT_START = b"\xa9heartbeat"
@@ -22,6 +29,11 @@ class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=Tr
     block_size: Positive
     timestamp_s: float
     events: list[msgspec.Raw]
+
+    @property
+    def source(self) -> WorkerRank:
+        """Return whose it is."""
+        return WorkerRank(self.worker, self.rank)
 
     @property
     def is_heartbeat(self) -> bool:
@@ -41,6 +53,11 @@ class SnapshotEnvelope(msgspec.Struct, tag="kvist-snapshot", array_like=True, fr
     num_parts: Positive
     num_blocks: NonNegative
     digest: NonNegative
+
+    @property
+    def source(self) -> WorkerRank:
+        """Return whose it is."""
+        return WorkerRank(self.worker, self.rank)
 
     @property
     def is_last(self) -> bool:
@@ -71,3 +88,114 @@ def read_envelope(payload: bytes) -> Envelope | None:
         return (_snapshot_decoder if is_snapshot_part(payload) else _engine_decoder).decode(payload)
     except DECODE_ERRORS:
         return None
+
+
+@dataclass(slots=True)
+class Numbering:
+    """What one numbering tells of what is missing: a rank's in canonical streams, a whole stream's in an engine's."""
+
+    num_messages: int = 0
+    num_gaps: int = 0
+    num_missing: int = 0
+    """Messages that the numbers say there were."""
+    num_duplicates: int = 0
+    """Messages that came again, or late, or from an epoch that had ended."""
+    num_restarts: int = 0
+    num_snapshots: int = 0
+    is_from_start: bool = True
+    """Whether the first message was the publisher's first, or what it held before that one was recorded."""
+    is_complete: bool = True
+    """Whether nothing is missing before the next message, or a snapshot told what it did."""
+    epoch: int | None = None
+    next_sequence: int = 0
+    _told: range = range(0)  # numbers that were not seen before a snapshot told what came of them
+    _is_told_first: bool = False
+
+    def seen(self, epoch: int, sequence: int) -> bool:
+        """Take the next message; return whether it is new."""
+        self.num_messages += 1
+        if not self._enter(epoch, sequence) or sequence < self.next_sequence:
+            if epoch != self.epoch or sequence not in self._told:
+                self.num_duplicates += 1
+            elif not self._is_told_first:
+                self.num_missing -= 1  # it came after all, behind the snapshot that was asked for
+            return False
+        self._miss(sequence)
+        self.next_sequence = sequence + 1
+        return True
+
+    def announced(self, epoch: int, next_sequence: int) -> None:
+        """Take a heartbeat, which says what number comes next."""
+        if self._enter(epoch, next_sequence):
+            self._miss(next_sequence)
+            self.next_sequence = max(self.next_sequence, next_sequence)
+
+    def told(self, epoch: int, sequence: int) -> None:
+        """Take a snapshot of what was held before a number: that one is next, even if later ones were seen."""
+        self.num_snapshots += 1
+        self._is_told_first = self.epoch is None
+        if self._enter(epoch, sequence):
+            self._told = range(0 if self._is_told_first else self.next_sequence, sequence)
+            self._miss(sequence)
+            self.next_sequence, self.is_complete = sequence, True
+            self.is_from_start |= self._is_told_first
+
+    def is_behind(self, epoch: int, sequence: int) -> bool:
+        """Return whether a heartbeat tells of less than was seen: it was sent before, and came later."""
+        return epoch != self.epoch or sequence < self.next_sequence
+
+    def _enter(self, epoch: int, sequence: int) -> bool:
+        """Follow a later epoch; return False for an earlier one."""
+        if self.epoch is None:
+            self.epoch, self.next_sequence = epoch, sequence
+            self.is_from_start = self.is_complete = sequence == 0
+        elif epoch > self.epoch:
+            self.epoch, self.next_sequence, self._told, self.is_complete = epoch, 0, range(0), True
+            self.num_restarts += 1
+        return epoch == self.epoch
+
+    def _miss(self, sequence: int) -> None:
+        if sequence > self.next_sequence:
+            self.num_gaps += 1
+            self.num_missing += sequence - self.next_sequence
+            self.is_complete = False
+
+
+class SourceNumbering:
+    """Judges all that one source says, by its numbers; nothing is repaired."""
+
+    def __init__(self) -> None:
+        self.num_malformed = 0
+        self.num_heartbeats = 0
+        self.ranks: dict[WorkerRank, Numbering] = {}
+        self.engine: Numbering | None = None
+        self.restarts: RestartDetector | None = None
+
+    def seen(self, envelope: Envelope | None, message: Message) -> bool:
+        """Take the next message; return whether it is a new batch, and no heartbeat."""
+        if envelope is None:
+            self.num_malformed += 1
+            return False
+        if isinstance(envelope, EngineEnvelope):
+            if self.engine is None or self.restarts is None:
+                self.restarts, self.engine = RestartDetector(), Numbering()
+            return self.engine.seen(self.restarts.received(message.sequence, message.payload), message.sequence)
+        numbering = self.ranks.setdefault(envelope.source, Numbering())
+        if isinstance(envelope, SnapshotEnvelope):
+            if envelope.is_last:
+                numbering.told(envelope.epoch, envelope.sequence)
+            return False
+        if envelope.is_heartbeat:
+            self.num_heartbeats += 1
+            numbering.announced(envelope.epoch, envelope.sequence)
+            return False
+        return numbering.seen(envelope.epoch, envelope.sequence)
+
+    @property
+    def numberings(self) -> list[Numbering]:
+        """Return all there are."""
+        return [*self.ranks.values(), *([self.engine] if self.engine is not None else [])]
+
+    def total(self, name: str) -> int:
+        """Return the sum of one count over all numberings."""
+        return sum(getattr(numbering, name) for numbering in self.numberings)

@@ -18,11 +18,9 @@ from kvist.indexer.source import Source
 from kvist.publisher.engine_feed import DECODERS
 from kvist.radix import RadixIndex
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
-from kvist.replay.format import Record, RecordedSource
-from kvist.replay.pacing import Pace
-from kvist.replay.script import Line, RecordReader
-from kvist.replay.selection import worker_of
-from kvist.replay.snapshots import RecordedSnapshot, SnapshotCollector
+from kvist.replay.held import RecordedSnapshot, SnapshotCollector
+from kvist.replay.recording import Record, RecordedSource
+from kvist.replay.script import Line, Pace, RecordReader, worker_of
 
 _MAX_BEHIND = 10_000  # batches that are taken with a snapshot: as many as a publisher keeps
 _SETTLE_S = 1.0  # after which every question that is left is given up: there is nobody to ask
@@ -93,7 +91,7 @@ class _Answer:
         if not isinstance(envelope, CanonicalEnvelope) or envelope.is_heartbeat:
             return False
         place = envelope.epoch, envelope.sequence
-        is_ours = (envelope.worker, envelope.rank) == self.recorded.rank and len(self.behind) < _MAX_BEHIND
+        is_ours = envelope.source == self.recorded.rank and len(self.behind) < _MAX_BEHIND
         if is_ours and place == (snapshot.epoch, snapshot.sequence + len(self.behind)):
             self.behind.append(message)
             return True

@@ -9,10 +9,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, Publication, open_publication
 from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
-from kvist.replay.format import RecordedSource
-from kvist.replay.pacing import Pace
-from kvist.replay.script import Line, Script
-from kvist.replay.sent import SentBuffer
+from kvist.replay.held import SentBuffer
+from kvist.replay.recording import RecordedSource
+from kvist.replay.script import Line, Pace, Script
 
 REPLAY_BYTES = 256 << 20
 """Payload kept for replay requests, for each publication."""

@@ -11,14 +11,12 @@ from typing import NamedTuple
 from kvist.errors import InvalidValueError
 from kvist.events.follow import REPLAY_TIMEOUT_S
 from kvist.events.transports import Endpoint, Subscription, open_subscription, public_url
-from kvist.replay.asked import Answer
-from kvist.replay.asking import Asking, Question, Timed
-from kvist.replay.format import RecordedSource
+from kvist.replay.asking import Answer, Asking, Question, Timed
+from kvist.replay.reader import RecordingReader
+from kvist.replay.recording import RecordedSource
 from kvist.replay.writer import RecordingWriter
 
-_TICK_S = 0.25  # how often it is seen whether a block is due: well within the writer's second
-_MAX_DRIFT_NS = 1_000_000  # between the two clocks: beyond it their difference is taken anew, which begins a block
-
+_TICK_S = 0.25  # how often it is seen whether a chunk is due: well within the writer's second
 _TURN_S = 0.002  # how long an answer is read before others have a turn
 MAX_QUESTIONS_AT_ONCE = 8
 """Answers in memory at any moment."""
@@ -117,11 +115,24 @@ class Recorder:
         """Record into `writer`, which its owner closes."""
         self._writer = writer
         self._mono_ns = mono_ns
-        self._wall_ns = wall_ns
-        self.clock_offset_ns = wall_ns() - mono_ns()
-        """What is added to the monotonic clock for the wall clock."""
+        # One for all of a session: messages keep their distances when the clock is set meanwhile.
+        self._clock_offset_ns = wall_ns() - mono_ns()
         self._streams = [_Stream(spec) for spec in specs]
         self._gate = asyncio.Semaphore(MAX_QUESTIONS_AT_ONCE)
+
+    def recall(self, earlier: RecordingReader) -> None:
+        """Go on behind an earlier part: what it has of these sources is neither written nor asked for again.
+
+        Raises RecordingError where it is damaged; what stands before that is recalled.
+        """
+        streams = {(stream.spec.name, stream.spec.endpoint.engine): stream for stream in self._streams}
+        try:
+            for record in earlier:
+                if (stream := streams.get((record.source.name, record.source.engine))) is not None:
+                    stream.asking.recall(record.message)
+        finally:
+            for stream in self._streams:
+                stream.asking.resume()
 
     async def run(self) -> None:
         """Record until cancelled; raises OSError when the file cannot be written, InvalidValueError for an endpoint."""
@@ -145,13 +156,9 @@ class Recorder:
             if stream.subscription is not None:
                 stream.heard = _Heard.of(stream.subscription)
                 self._look_after(stream, tasks)
-        self._writer.flush_if_due(mono_ns)
-        offset_ns = self._wall_ns() - mono_ns
-        if abs(offset_ns - self.clock_offset_ns) > _MAX_DRIFT_NS:
-            self.clock_offset_ns = offset_ns
+        self._writer.flush_if_due(mono_ns + self._clock_offset_ns)
 
     async def _record(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
-        stream.source_idx = self._writer.add_source(stream.spec.recorded)
         async with open_subscription(stream.spec.endpoint) as subscription:
             stream.subscription = subscription
             try:
@@ -170,7 +177,7 @@ class Recorder:
 
     def _write(self, stream: _Stream, ready: Sequence[Timed]) -> None:
         for message, mono_ns in ready:
-            self._writer.add(stream.source_idx, message, mono_ns, mono_ns + self.clock_offset_ns)
+            self._writer.add(stream.recorded, message, mono_ns + self._clock_offset_ns)
 
     def _look_after(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
         """Ask what is due, and wait for no answer that takes too long."""
@@ -202,8 +209,8 @@ class _Stream:
 
     def __init__(self, spec: SourceSpec) -> None:
         self.spec = spec
+        self.recorded = spec.recorded
         self.asking = Asking(spec.name)
-        self.source_idx = 0
         self.num_connects = 0
         self.heard = _Heard()
         self.subscription: Subscription | None = None
@@ -213,12 +220,12 @@ class _Stream:
         asking, judged, heard = self.asking, self.asking.numbering, self.heard
         return SourceReport(
             self.spec.name,
-            sum(numbering.num_messages for numbering in judged.numberings) + judged.num_heartbeats,
+            judged.total("num_messages") + judged.num_heartbeats,
             heard.num_connects,
-            judged.num_gaps,
-            judged.num_missing,
-            judged.num_duplicates,
-            judged.num_restarts,
+            judged.total("num_gaps"),
+            judged.total("num_missing"),
+            judged.total("num_duplicates"),
+            judged.total("num_restarts"),
             judged.num_malformed + heard.num_malformed,
             asking.num_snapshots,
             asking.num_recovered,

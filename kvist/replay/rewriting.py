@@ -24,10 +24,9 @@ from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, decode_batch
 from kvist.events.transports import Message
 from kvist.publisher.stream import topic_of
-from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope
-from kvist.replay.format import Record, RecordedSource
-from kvist.replay.holding import HeldBlocks
-from kvist.replay.snapshots import SnapshotCollector
+from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
+from kvist.replay.held import HeldBlocks, SnapshotCollector
+from kvist.replay.recording import Record, RecordedSource
 
 EVENT_KINDS = ("stored", "removed", "cleared", "heartbeat")
 
@@ -95,6 +94,7 @@ class Rewriter:
         self._engines: dict[RecordedSource, _EngineStream] = {}
         self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, HeldBlocks]] = {}
         self._snapshots: defaultdict[RecordedSource, SnapshotCollector] = defaultdict(SnapshotCollector)
+        self._numberings: defaultdict[tuple[RecordedSource, int], SourceNumbering] = defaultdict(SourceNumbering)
 
     def rewritten(self, record: Record, round_idx: int = 0) -> list[Message]:
         """Return what is to be sent for a record: nearly always one message."""
@@ -104,14 +104,16 @@ class Rewriter:
         envelope = read_envelope(message.payload)
         if envelope is None:
             return [message]
+        # What comes again, or behind a snapshot that tells of it, changes nothing.
+        is_new = not self._must_count or self._numberings[record.source, round_idx].seen(envelope, message)
         if isinstance(envelope, CanonicalEnvelope):
-            return self._canonical(record.source, message, envelope, round_idx)
+            return self._canonical(record.source, message, envelope, round_idx, is_new=is_new)
         if isinstance(envelope, SnapshotEnvelope):
             return self._snapshot(record.source, message, envelope, round_idx)
         return self._engine(record.source, message, envelope, round_idx)
 
     def _canonical(
-        self, source: RecordedSource, message: Message, envelope: CanonicalEnvelope, round_idx: int
+        self, source: RecordedSource, message: Message, envelope: CanonicalEnvelope, round_idx: int, *, is_new: bool
     ) -> list[Message]:
         if envelope.is_heartbeat and not self._keeps("heartbeat"):
             return []
@@ -122,8 +124,8 @@ class Rewriter:
                 changed[_EVENTS] = kept
         message = Message(topic, message.sequence, _with_fields(message.payload, changed))
         if self._must_count:
-            key = source, WorkerRank(envelope.worker, envelope.rank)
-            message = self._counted(key, message, envelope, changed.get(_EPOCH, envelope.epoch))
+            key = source, envelope.source
+            message = self._counted(key, message, envelope, changed.get(_EPOCH, envelope.epoch), is_new=is_new)
         return [message]
 
     def _snapshot(
@@ -145,7 +147,7 @@ class Rewriter:
         self, source: RecordedSource, topic: bytes, envelope: CanonicalEnvelope | SnapshotEnvelope, round_idx: int
     ) -> tuple[bytes, dict[int, Any]]:
         """Return the topic, and the fields that are another round's or another worker's."""
-        rank = WorkerRank(envelope.worker, envelope.rank)
+        rank = envelope.source
         changed: dict[int, Any] = {}
         if (epoch := self._epoch((source, rank), envelope.epoch, round_idx)) != envelope.epoch:
             changed[_EPOCH] = epoch
@@ -165,7 +167,13 @@ class Rewriter:
         return later
 
     def _counted(
-        self, key: tuple[RecordedSource, WorkerRank], message: Message, envelope: CanonicalEnvelope, epoch: int
+        self,
+        key: tuple[RecordedSource, WorkerRank],
+        message: Message,
+        envelope: CanonicalEnvelope,
+        epoch: int,
+        *,
+        is_new: bool,
     ) -> Message:
         """Return the message; a heartbeat with what the rank holds by what was played of it."""
         held_epoch, held = self._held.get(key, (epoch, HeldBlocks()))
@@ -177,7 +185,7 @@ class Rewriter:
         except MalformedMessageError:
             return message
         if not envelope.is_heartbeat:
-            for event in events:
+            for event in events if is_new else ():
                 held.apply(event)
             return message
         heartbeat = _with_fields(envelope.events[0], {_NUM_BLOCKS: held.num_blocks, _DIGEST: held.digest})

@@ -1,17 +1,83 @@
-"""What is played, in which order: a recording's messages, selected and rewritten, once or several times over."""
+"""What is played, in which order and when: a recording's messages, selected, rewritten, once or several times over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import datetime
 from typing import NamedTuple, Protocol
 
 from kvist.errors import InvalidValueError
-from kvist.replay.earlier import Earlier
-from kvist.replay.format import Record
+from kvist.events.transports import ReplayRequest
+from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, read_envelope
+from kvist.replay.held import SentBuffer
 from kvist.replay.reader import Torn
+from kvist.replay.recording import Record, RecordedSource
 from kvist.replay.rewriting import Rewriter
-from kvist.replay.selection import Selection
+
+_MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
+_MAX_WAIT_NS = 15_000_000_000  # by how much a recorder may put messages behind later ones, and some
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A point in time: Unix time, or seconds after a recording's first message."""
+
+    seconds: float
+    is_unix: bool
+
+    @classmethod
+    def parse(cls, field: str, text: str) -> Moment:
+        """Read seconds, Unix time or ISO 8601 (local time if it has no zone); raises InvalidValueError."""
+        try:
+            seconds = float(text)
+            if 0 <= seconds < float("inf"):
+                return cls(seconds, seconds >= _MIN_UNIX_S)
+        except ValueError:
+            try:
+                return cls(datetime.fromisoformat(text).timestamp(), is_unix=True)
+            except (ValueError, OverflowError):
+                pass
+        expected = "seconds from the beginning, Unix time, or a time such as 2026-01-31T12:00Z"
+        raise InvalidValueError(field, text, expected)
+
+    def time_ns(self, first_ns: int) -> int:
+        """Return this moment in Unix time, for a recording that begins at `first_ns`."""
+        return int(self.seconds * 1e9) + (0 if self.is_unix else first_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The messages of some workers, or of all, from one moment up to another.
+
+    A worker is named by canonical batches; for an engine's own stream, and for what is no batch, the source's name
+    counts.
+    """
+
+    workers: AbstractSet[str] = frozenset()
+    since: Moment | None = None
+    until: Moment | None = None
+
+    def is_too_early(self, record: Record, first_ns: int) -> bool:
+        """Return whether the record lies before what is meant."""
+        return self.since is not None and record.time_ns < self.since.time_ns(first_ns)
+
+    def is_too_late(self, record: Record, first_ns: int, wait_ns: int = 0) -> bool:
+        """Return whether the record lies behind what is meant, by `wait_ns` at least."""
+        return self.until is not None and record.time_ns >= self.until.time_ns(first_ns) + wait_ns
+
+    def has_worker(self, record: Record) -> bool:
+        """Return whether the record is of a worker that is meant."""
+        return not self.workers or worker_of(record) in self.workers
+
+
+def worker_of(record: Record) -> str:
+    """Return whose blocks a record is about."""
+    envelope = read_envelope(record.message.payload)
+    return record.source.name if envelope is None or isinstance(envelope, EngineEnvelope) else envelope.worker
 
 
 class RecordReader(AbstractContextManager["RecordReader"], Protocol):
@@ -20,13 +86,16 @@ class RecordReader(AbstractContextManager["RecordReader"], Protocol):
     def read(self) -> list[Record] | None:
         """Return the next records, None while there are none."""
 
+    def sources(self) -> list[RecordedSource]:
+        """Return whoever is recorded, in order of appearance."""
+
     @property
     def is_ended(self) -> bool:
         """Return whether no more will come."""
 
     @property
-    def torn(self) -> Torn | None:
-        """Return what lies beyond the last that is whole."""
+    def torn(self) -> Sequence[Torn]:
+        """Return what lies behind the last record of each part that is whole."""
 
     @property
     def num_bytes_read(self) -> int:
@@ -44,8 +113,35 @@ class Line(NamedTuple):
     record: Record
 
 
+class Pace:
+    """Spaces messages as they were recorded, `speed` times as fast; with speed None all are due at once.
+
+    Between two sessions, and between two rounds, nothing was recorded: no time passes there. Due times never decrease.
+    """
+
+    def __init__(self, speed: float | None = 1.0) -> None:
+        if speed is not None and not 0 < speed < float("inf"):
+            raise InvalidValueError("speed", speed, "a positive number")
+        self._speed = speed
+        self._run: tuple[int, int] | None = None
+        self._base_ns = 0
+        self._base_due_s = 0.0
+        self._due_s = 0.0
+
+    def due_s(self, round_idx: int, record: Record) -> float:
+        """Return how many seconds after the first message this one is due; to be called in order."""
+        if self._speed is None:
+            return 0.0
+        run = (round_idx, record.session)
+        if run != self._run:
+            self._run, self._base_ns, self._base_due_s = run, record.time_ns, self._due_s
+        passed_s = (record.time_ns - self._base_ns) * 1e-9 / self._speed
+        self._due_s = max(self._due_s, self._base_due_s + passed_s)
+        return self._due_s
+
+
 class Script:
-    """Tells what to play, line by line; memory for one block of the recording and what the rewriter keeps.
+    """Tells what to play, line by line; memory for one chunk of the recording and what the rewriter keeps.
 
     Where something is left out at the beginning, also for the blocks that were held then: 200 bytes each.
     """
@@ -69,12 +165,12 @@ class Script:
         self._follows = follows
         self._round_idx = 0
         self._reader: RecordReader | None = None
-        self._first_wall_ns: int | None = None
-        self._earlier = Earlier()
+        self._first_ns: int | None = None
+        self._earlier = _Earlier()
         self.num_recorded = 0
         """Messages read, in all rounds, of which some may not have been meant."""
-        self.torn: Torn | None = None
-        """What was left at the end of the recording, once it was read."""
+        self.torn: Sequence[Torn] = ()
+        """What was left at the end of the recording's parts, once it was read."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -91,7 +187,7 @@ class Script:
         """
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
-                self._round_idx, self._reader, self._earlier = round_idx, reader, Earlier()
+                self._round_idx, self._reader, self._earlier = round_idx, reader, _Earlier()
                 yield from self._round(reader)
 
     def _round(self, reader: RecordReader) -> Iterator[list[Line] | None]:
@@ -100,7 +196,7 @@ class Script:
             records = reader.read()
             if records is not None:
                 self.num_recorded += len(records)
-                lines, is_over = self._taken(records)
+                lines, is_over = self._chosen(records)
                 yield lines
             elif self._follows and not reader.is_ended:
                 yield None
@@ -108,21 +204,46 @@ class Script:
                 self.torn = reader.torn
                 return
 
-    def _taken(self, records: list[Record]) -> tuple[list[Line], bool]:
+    def _chosen(self, records: list[Record]) -> tuple[list[Line], bool]:
         """Return the lines of some records, and whether the selection ends with them."""
-        if self._first_wall_ns is None:
-            self._first_wall_ns = records[0].wall_ns
+        first_ns = self._first_ns = records[0].time_ns if self._first_ns is None else self._first_ns
         lines: list[Line] = []
         for record in records:
-            if self._selection.is_over(record, self._first_wall_ns):
+            if self._selection.is_too_late(record, first_ns, _MAX_WAIT_NS):
                 return lines, True
-            if self._selection.is_too_late(record, self._first_wall_ns) or not self._selection.has_worker(record):
+            if self._selection.is_too_late(record, first_ns) or not self._selection.has_worker(record):
                 continue
-            if self._selection.is_too_early(record, self._first_wall_ns):
-                self._earlier.passed_over(record)
+            if self._selection.is_too_early(record, first_ns):
+                self._earlier.pass_over(record)
                 continue
             for meant in (*self._earlier.told_before(record), record):
                 for message in self._rewriter.rewritten(meant, self._round_idx):
-                    is_same = message is meant.message
-                    lines.append(Line(self._round_idx, meant if is_same else meant._replace(message=message)))
+                    lines.append(Line(self._round_idx, meant._replace(message=message)))
         return lines, False
+
+
+class _Earlier:
+    """Turns the messages that are passed over into snapshots, for ranks of which they tell all; others stay unknown."""
+
+    def __init__(self) -> None:
+        # What keeps next to nothing knows what was held before it.
+        self._passed_over: defaultdict[RecordedSource, SentBuffer] = defaultdict(lambda: SentBuffer(max_bytes=1))
+        self._begun: set[tuple[RecordedSource, bytes]] = set()
+
+    def pass_over(self, record: Record) -> None:
+        """Take a record that comes before what is meant."""
+        self._passed_over[record.source].append(record.message)
+
+    def told_before(self, record: Record) -> list[Record]:
+        """Return what is to be told before a record that is meant: a snapshot, once for each rank."""
+        key, passed_over = (record.source, record.message.topic), self._passed_over.get(record.source)
+        if passed_over is None or key in self._begun:
+            return []
+        envelope = read_envelope(record.message.payload)
+        if envelope is None or isinstance(envelope, EngineEnvelope):
+            return []
+        self._begun.add(key)
+        if not isinstance(envelope, CanonicalEnvelope):
+            return []
+        request = ReplayRequest(record.message.topic, 0, envelope.epoch)
+        return [record._replace(message=message) for message in passed_over.replay(request)]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvist.errors import MalformedMessageError
 from kvist.events import (
@@ -27,14 +29,137 @@ from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.windows import Window
 from kvist.publisher.engine_feed import DECODERS
 from kvist.publisher.stream import RankStream
-from kvist.replay.figures import RankStatistics, RecordingStatistics, SourceStatistics, WindowStatistics
-from kvist.replay.format import Record, RecordedSource
-from kvist.replay.holding import HeldBlocks, hashes_of
-from kvist.replay.numbering import SourceNumbering
-from kvist.replay.snapshots import SnapshotCollector
-from kvist.replay.timeline import Timeline
+from kvist.replay.envelope import SourceNumbering, read_envelope
+from kvist.replay.held import HeldBlocks, SnapshotCollector, hashes_of
+from kvist.replay.recording import Record, RecordedSource
 
+MAX_SPANS = 512
+MIN_SPAN_S = 0.01
 _HELD_BEFORE = -1  # in place of when a block was stored: a snapshot does not tell
+
+
+class Span(NamedTuple):
+    """A stretch of time: when it began, events a second in it, and how many blocks were live at its end."""
+
+    start_s: float
+    events_per_s: float
+    num_live: int
+
+
+@dataclass(slots=True)
+class RankStatistics:
+    """One rank. Blocks count once a tier; in vain are a store of what is held and a removal of what is not."""
+
+    num_restored: int = 0
+    """Told by snapshots: what was held when the recording began, or behind a gap, and was not known."""
+    num_stored: int = 0
+    num_stored_again: int = 0
+    """Stored after they had been removed: what a larger cache would have kept."""
+    num_stored_in_vain: int = 0
+    num_removed: int = 0
+    num_removed_in_vain: int = 0
+    num_cleared: int = 0
+    num_heartbeats_agreeing: int = 0
+    num_heartbeats_differing: int = 0
+    """Heartbeats whose count or digest is another than that of what was recorded."""
+    num_live: int = 0
+    num_live_peak: int = 0
+
+
+@dataclass(slots=True)
+class WindowStatistics:
+    """One layer group of an engine's own stream, before any is left out."""
+
+    num_stored_events: int = 0
+    num_stored_blocks: int = 0
+    num_removed_blocks: int = 0
+
+
+@dataclass(slots=True)
+class SourceStatistics:
+    """One source; gaps as `kvist.replay.envelope` counts them."""
+
+    name: str
+    url: str
+    is_canonical: bool = False
+    num_messages: int = 0
+    num_bytes: int = 0
+    num_gaps: int = 0
+    num_missing: int = 0
+    num_duplicates: int = 0
+    num_restarts: int = 0
+    num_snapshots: int = 0
+    """How often the publisher was asked what a rank holds, and told."""
+    num_malformed: int = 0
+    num_malformed_events: int = 0
+    num_ignored_events: int = 0
+    is_from_start: bool = True
+    """Whether each of its numberings was recorded from its beginning, or with what was held before."""
+    block_sizes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingStatistics:
+    """All of a recording. Histograms are by exact number of holders, and by powers of two of depth and lifetime."""
+
+    num_messages: int
+    num_events: int
+    num_sessions: int
+    first_ns: int
+    duration_s: float
+    sources: list[SourceStatistics]
+    ranks: dict[WorkerRank, RankStatistics]
+    windows: dict[tuple[str, int | None, Window], WindowStatistics]
+    num_distinct: int
+    num_live_distinct: int
+    holders: dict[int, int]
+    """How many live blocks so many ranks hold."""
+    depths: dict[int, int]
+    """How many distinct blocks are at this depth or up to twice as deep; 1 is a prompt's first block."""
+    num_parents_unknown: int
+    """Stored chains whose parent was never recorded: they count as beginning at depth 1."""
+    lifetimes_s: dict[float, int]
+    """How many blocks were removed after at least so long, and less than twice that."""
+    spans: list[Span]
+
+
+class Timeline:
+    """Counts events and live blocks in at most `MAX_SPANS` spans of one length, whatever the time it covers."""
+
+    def __init__(self) -> None:
+        self.span_s = MIN_SPAN_S
+        self._num_events: list[int] = []
+        self._num_live: list[int | None] = []
+
+    def add(self, time_s: float, num_events: int, num_live: int) -> None:
+        """Count events at a time, after which so many blocks are live."""
+        idx = max(0, int(time_s / self.span_s))
+        while idx >= MAX_SPANS:
+            self._double()
+            idx = int(time_s / self.span_s)
+        while len(self._num_events) <= idx:
+            self._num_events.append(0)
+            self._num_live.append(None)
+        self._num_events[idx] += num_events
+        self._num_live[idx] = num_live
+
+    def spans(self) -> list[Span]:
+        """Return all spans, in order."""
+        spans: list[Span] = []
+        num_live = 0
+        for idx, (num_events, live) in enumerate(zip(self._num_events, self._num_live, strict=True)):
+            num_live = num_live if live is None else live
+            spans.append(Span(idx * self.span_s, num_events / self.span_s, num_live))
+        return spans
+
+    def _double(self) -> None:
+        self.span_s *= 2
+        if len(self._num_events) % 2:
+            self._num_events.append(0)
+            self._num_live.append(None)
+        self._num_events = [sum(pair) for pair in zip(self._num_events[::2], self._num_events[1::2], strict=True)]
+        pairs = zip(self._num_live[::2], self._num_live[1::2], strict=True)
+        self._num_live = [first if second is None else second for first, second in pairs]
 
 
 class _Rank:
@@ -77,7 +202,7 @@ class StatisticsCollector:
         self._num_live = 0
         self._num_events = 0
         self._num_parents_unknown = 0
-        self._first_wall_ns: int | None = None
+        self._first_ns: int | None = None
         self._time_ms = 0
 
     def add(self, record: Record) -> None:
@@ -85,13 +210,13 @@ class StatisticsCollector:
         source = self._sources.get(record.source)
         if source is None:
             source = self._sources[record.source] = _Source(record.source)
-        if self._first_wall_ns is None:
-            self._first_wall_ns = record.wall_ns
+        if self._first_ns is None:
+            self._first_ns = record.time_ns
         self._sessions.add(record.session)
-        self._time_ms = max(self._time_ms, (record.wall_ns - self._first_wall_ns) // 1_000_000)
+        self._time_ms = max(self._time_ms, (record.time_ns - self._first_ns) // 1_000_000)
         source.statistics.num_messages += 1
         source.statistics.num_bytes += len(record.message.payload)
-        is_new = source.numbering.seen(record.message)
+        is_new = source.numbering.seen(read_envelope(record.message.payload), record.message)
         try:
             if is_canonical(record.message.payload):
                 self._add_canonical(source, record, is_new)
@@ -111,7 +236,7 @@ class StatisticsCollector:
             num_messages=sum(source.statistics.num_messages for source in self._sources.values()),
             num_events=self._num_events,
             num_sessions=len(self._sessions),
-            first_wall_ns=self._first_wall_ns or 0,
+            first_ns=self._first_ns or 0,
             duration_s=self._time_ms / 1000,
             sources=[_finished(source) for source in self._sources.values()],
             ranks={key: rank.statistics for key, rank in sorted(ranks.items())},
@@ -164,8 +289,8 @@ class StatisticsCollector:
         decoded = DECODERS[source.recorded.engine](record.message.payload, source.recorded.name)
         source.statistics.num_malformed_events += decoded.num_malformed_events
         source.statistics.num_ignored_events += decoded.num_ignored_events
-        if source.numbering.num_restarts > source.num_restarts:
-            source.num_restarts = source.numbering.num_restarts
+        if source.numbering.total("num_restarts") > source.num_restarts:
+            source.num_restarts = source.numbering.total("num_restarts")
             for rank in source.ranks.values():
                 self._gone(rank, rank.held.clear().gone)
                 rank.stream = None
@@ -246,10 +371,9 @@ class StatisticsCollector:
 
 def _finished(source: _Source) -> SourceStatistics:
     statistics, numbering = source.statistics, source.numbering
-    statistics.num_gaps, statistics.num_missing = numbering.num_gaps, numbering.num_missing
-    statistics.num_duplicates, statistics.num_restarts = numbering.num_duplicates, numbering.num_restarts
+    for name in ("num_gaps", "num_missing", "num_duplicates", "num_restarts", "num_snapshots"):
+        setattr(statistics, name, numbering.total(name))
     statistics.num_malformed = numbering.num_malformed + source.snapshots.num_malformed
-    statistics.num_snapshots = numbering.num_snapshots
     statistics.is_from_start = all(each.is_from_start for each in numbering.numberings)
     statistics.block_sizes = tuple(sorted(source.block_sizes))
     return statistics

@@ -1,39 +1,54 @@
-"""Writing a recording: append-only files that are readable up to the last whole frame at any time."""
+"""Writing a recording: MCAP files that are readable up to the last whole chunk at any time."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import secrets
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, cast
+
+import msgspec
+from mcap.writer import IndexType, Writer
+from msgspec.structs import replace
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message
 from kvist.events.transports.base import MAX_MESSAGE_BYTES
-from kvist.replay.errors import RecordingError
-from kvist.replay.format import Block, End, Entry, RecordedSource, Start, encode
-from kvist.replay.frames import PREAMBLE, FrameKind, pack_frame
-from kvist.replay.parts import existing_parts, part_path
-from kvist.replay.reader import RecordingReader, Torn
+from kvist.replay.envelope import read_envelope
+from kvist.replay.reader import read_about
+from kvist.replay.recording import (
+    ABOUT,
+    END,
+    PROFILE,
+    VERSION,
+    About,
+    RecordedSource,
+    impossible,
+    part_numbers,
+    part_path,
+)
 
-BLOCK_BYTES = 256 << 10
-"""A block is written once its messages have this size: 2 ms to compress, and a loss at most of these on kill -9."""
-FLUSH_S = 1.0
-"""A block is written once its first message is this old."""
+CHUNK_BYTES = 256 << 10
+"""A chunk is written once its messages have this size: 1 ms to compress, and a loss at most of these on kill -9."""
+FLUSH_NS = 1_000_000_000
+"""A chunk is written once its first message is this old."""
 MIN_ROTATE_BYTES = 4096
+MAX_CHUNKS_A_PART, MAX_CHANNELS_A_PART = 50_000, 4096
+"""More begin a new part: the library keeps 0.6 kB a chunk and channel until a part ends, and numbers channels in 16
+bits. At a chunk a second that is a part every 14 hours."""
 
-_ENTRY_BYTES = 24  # what a message takes beside topic and payload, about
+_U32_MASK, _MAX_NS = (1 << 32) - 1, (1 << 63) - 1
 
 
 class RecordingWriter:
-    """Appends messages to a recording; what `flush` wrote survives the end of this process, however it ends.
+    """Writes messages to a new part of a recording; what `flush` wrote survives this process, however it ends.
 
-    It does not survive a power failure until the file is closed. Messages are to be added in the order in which they
-    came. For one thread.
+    It survives a power failure once the part is closed. A file that is there is never changed. Messages are to be added
+    in the order in which they came. For one thread.
     """
 
     def __init__(
@@ -43,40 +58,35 @@ class RecordingWriter:
         *,
         appends: bool = False,
         rotate_bytes: int | None = None,
-        wall_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        """Create the file, or with `appends` go on in what is there, cut back to its last whole frame.
+        """Create the recording, or with `appends` its next part; beyond `rotate_bytes` the next one is begun.
 
-        Beyond `rotate_bytes` the next file is begun. Raises InvalidValueError when the file cannot be opened, exists
-        and is not to be appended to, or is being written; RecordingError when it is no recording; OSError when a write
-        fails.
+        Raises InvalidValueError when the file cannot be created, the recording exists and is not to be appended to, or
+        is being written; RecordingError when what is there is no recording; OSError when a write fails.
         """
         if rotate_bytes is not None and rotate_bytes < MIN_ROTATE_BYTES:
             raise InvalidValueError("rotate_bytes", rotate_bytes, f"at least {MIN_ROTATE_BYTES} bytes")
-        if not path.name:
-            raise InvalidValueError("recording", str(path), "the name of a file")
         self._first_path = path
         self._rotate_bytes = rotate_bytes
-        self._wall_ns = wall_ns
-        self._sources = list(sources)
-        self._entries: list[Entry] = []
-        self._entries_bytes = 0
-        self._first_mono_ns = self._first_wall_ns = 0
-        self._must_start = False
-        self._has_blocks = False
-        self._is_broken = False
         self.num_messages = 0
         self.num_payload_bytes = 0
-        self.num_written_bytes = 0
-        self.torn: Torn | None = None
-        """What was cut off what is appended to."""
-        self._recording_id, self._part, self._session = secrets.randbits(63), 0, 0
-        parts = _existing(path) if appends else []
-        if parts:
-            self._append_to(parts)
-        else:
-            self._create()
-        self._write_start()
+        self.num_parts = 1
+        """Parts that this writer began."""
+        self.earlier: Path | None = None
+        """The first of the parts that were there before."""
+        self._num_bytes_of_parts_before = 0
+        about = About(VERSION, secrets.token_hex(8), 0, 0, tuple(sources))
+        numbers = part_numbers(path)
+        with ExitStack() as stack:
+            if numbers and not appends:
+                raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)")
+            if numbers:
+                self.earlier, last = part_path(path, numbers[0]), part_path(path, numbers[-1])
+                stack.callback(os.close, _locked(last))
+                about = replace(about, part=numbers[-1] + 1)
+                if (before := read_about(last)) is not None:
+                    about = replace(about, recording=before.recording, session=before.session + 1)
+            self._part = self._begin(about)
 
     def __enter__(self) -> Self:
         """Return the writer, whose file is open."""
@@ -86,171 +96,170 @@ class RecordingWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; if the file could not be written, without trying to write more."""
-        if self._is_broken:
-            os.close(self._fd)
-        else:
-            self.close()
+        self.close()
 
     @property
-    def num_parts(self) -> int:
-        """Return how many files the recording has."""
-        return self._part + 1
-
-    def add_source(self, source: RecordedSource) -> int:
-        """Return the source's position, for `add`."""
-        if source in self._sources:
-            return self._sources.index(source)
-        self.flush()
-        self._sources.append(source)
-        self._must_start = True
-        return len(self._sources) - 1
+    def num_written_bytes(self) -> int:
+        """Return the size of all parts that were written."""
+        return self._num_bytes_of_parts_before + self._part.file.size_bytes
 
     def begin_session(self, session: int) -> None:
-        """Let what follows be of another run of a recorder, whose monotonic clock is another one."""
-        if session != self._session:
-            self.flush()
-            self._session = session
-            self._must_start = True
+        """Let what follows be of another run of a recorder, in a part of its own."""
+        if session != self._part.about.session:
+            self._begin_next(session)
 
-    def add(self, source_idx: int, message: Message, mono_ns: int, wall_ns: int) -> None:
-        """Add a message that came at these readings of the monotonic and the wall clock."""
+    def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
+        """Add a message that came at this Unix time."""
         size_bytes = len(message.topic) + len(message.payload)
         if size_bytes > MAX_MESSAGE_BYTES:
             raise InvalidValueError("message", f"{size_bytes} bytes", f"at most {MAX_MESSAGE_BYTES} bytes")
-        delta_ns = mono_ns - self._first_mono_ns
-        if not 0 <= delta_ns < FLUSH_S * 1e9 or delta_ns != wall_ns - self._first_wall_ns:
-            self.flush()  # a block has one difference between the clocks
-        if not self._entries:
-            self._first_mono_ns, self._first_wall_ns, delta_ns = mono_ns, wall_ns, 0
-        self._entries.append(Entry(source_idx, delta_ns, message.topic, message.sequence, message.payload))
-        self._entries_bytes += size_bytes + _ENTRY_BYTES
+        self.flush_if_due(time_ns)
+        is_large = self._rotate_bytes is not None and self._part.file.size_bytes >= self._rotate_bytes
+        if self._part.num_chunks > 0 and (is_large or self._part.is_full):
+            self._begin_next(self._part.about.session)
+        self._part.add(source, message, time_ns)
         self.num_messages += 1
         self.num_payload_bytes += len(message.payload)
-        if self._entries_bytes >= BLOCK_BYTES:
-            self.flush()
 
-    def flush_if_due(self, mono_ns: int) -> None:
-        """Write what is older than `FLUSH_S`; to be called every now and then while no messages come."""
-        if self._entries and mono_ns - self._first_mono_ns >= FLUSH_S * 1e9:
+    def flush_if_due(self, now_ns: int) -> None:
+        """Write what is older than a second; to be called every now and then while no messages come."""
+        first_ns = self._part.first_ns
+        if first_ns is not None and not 0 <= now_ns - first_ns < FLUSH_NS:
             self.flush()
 
     def flush(self) -> None:
         """Write everything added so far."""
-        if not self._entries:
-            return
-        if self._must_start:
-            self._write_start()
-        block = Block(self._first_mono_ns, self._first_wall_ns, self._entries)
-        frame = pack_frame(FrameKind.BLOCK, encode(block))
-        self._entries, self._entries_bytes = [], 0
-        if self._must_rotate(len(frame)):
-            self._rotate()
-        self._write(frame)
-        self._has_blocks = True
+        self._part.flush()
 
     def close(self) -> None:
-        """Write everything and say that the recording ended here."""
-        try:
-            self.flush()
-            self._write(pack_frame(FrameKind.END, encode(End(is_continued=False))))
-            os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
+        """Write everything, unless that failed before, and say that the recording ended here."""
+        self._part.finish(is_end=True)
 
-    def _must_rotate(self, num_bytes: int) -> bool:
-        is_over = self._rotate_bytes is not None and self._size_bytes + num_bytes > self._rotate_bytes
-        return is_over and self._has_blocks
+    def _begin(self, about: About) -> _Part:
+        return _Part(
+            part_path(self._first_path, about.part), about, min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
+        )
 
-    def _rotate(self) -> None:
-        self._write(pack_frame(FrameKind.END, encode(End(is_continued=True))))
-        os.fsync(self._fd)
-        os.close(self._fd)
-        self._part += 1
-        self._create()
-        self._write_start()
+    def _begin_next(self, session: int) -> None:
+        """Begin the next part; this one is complete by then."""
+        self._part.finish()
+        self._num_bytes_of_parts_before += self._part.file.size_bytes
+        self._part = self._begin(replace(self._part.about, part=self._part.about.part + 1, session=session))
+        self.num_parts += 1
 
-    def _create(self) -> None:
-        path, beyond = part_path(self._first_path, self._part), part_path(self._first_path, self._part + 1)
-        try:
-            if beyond.exists():
-                raise InvalidValueError("recording", str(path), f"a name behind which no {beyond.name} is")
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        except FileExistsError:
-            raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)") from None
-        except OSError as error:
-            raise _impossible(path, "created", error) from None
-        self._size_bytes = 0
-        self._has_blocks = False
-        self._lock(path)
-        self._write(PREAMBLE)
 
-    def _append_to(self, parts: Sequence[Path]) -> None:
-        """Open the last part behind its last whole frame, and note what session comes next."""
-        path = parts[-1]
+class _Part:
+    """One file while it is written."""
+
+    def __init__(self, path: Path, about: About, chunk_bytes: int) -> None:
+        self.about = about
+        self.file = _LockedFile(path)
+        self.num_chunks = 0
+        self.first_ns: int | None = None
+        """When the first message came that is not written yet."""
+        self._channels: dict[tuple[RecordedSource, bytes, int], int] = {}
+        self._mcap = Writer(
+            cast(Any, self.file),
+            chunk_size=chunk_bytes,
+            index_types=IndexType.CHUNK | IndexType.METADATA,
+            enable_data_crcs=True,
+        )
         try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            raise _impossible(path, "written", error) from None
-        try:
-            self._lock(path)
-            start, self.torn, is_continued = _read_to_end(self._first_path)
-        except (InvalidValueError, RecordingError):
-            os.close(self._fd)
+            self._mcap.start(PROFILE)
+            self._mcap.add_metadata(ABOUT, {"about": msgspec.json.encode(about).decode()})
+        except OSError:
+            self.file.close()
             raise
-        self._size_bytes = os.fstat(self._fd).st_size
-        if self.torn is not None:
-            os.ftruncate(self._fd, self.torn.offset)
-            self._size_bytes = self.torn.offset
-        self._part = len(parts) - 1
-        self._has_blocks = True
-        if start is not None:
-            self._recording_id, self._session = start.recording_id, start.session + 1
-        if self._size_bytes == 0:
-            self._write(PREAMBLE)
-        elif is_continued:
-            os.close(self._fd)
-            self._part += 1
-            self._create()
 
-    def _lock(self, path: Path) -> None:
+    @property
+    def is_full(self) -> bool:
+        return self.num_chunks >= MAX_CHUNKS_A_PART or len(self._channels) >= MAX_CHANNELS_A_PART
+
+    def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
+        topic, sequence, payload = message
+        channel = self._channels.get((source, topic, sequence >> 32))
+        if channel is None:
+            channel = self._add_channel(source, topic, sequence >> 32)
+        self.first_ns = time_ns if self.first_ns is None else self.first_ns
+        told_s = getattr(read_envelope(payload), "timestamp_s", 0.0)
+        published_ns = int(told_s * 1e9) if 0 < told_s < _MAX_NS * 1e-9 else time_ns
+        self._mcap.add_message(channel, time_ns, payload, published_ns, sequence & _U32_MASK)
+
+    def flush(self) -> None:
+        if self.first_ns is not None:
+            self.first_ns = None
+            self.num_chunks += 1
+            self._mcap.flush()
+
+    def finish(self, *, is_end: bool = False) -> None:
+        """Write what is left and close the file; what could not be written is not tried again."""
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InvalidValueError("recording", str(path), "a file that nobody is writing") from None
+            if not self.file.is_broken:
+                self.flush()
+                if is_end:
+                    self._mcap.add_metadata(END, {})
+                self._mcap.finish()
+        finally:
+            self.file.close()
 
-    def _write_start(self) -> None:
-        start = Start(self._recording_id, self._part, self._session, tuple(self._sources), self._wall_ns())
-        self._write(pack_frame(FrameKind.START, encode(start)))
-        self._must_start = False
+    def _add_channel(self, source: RecordedSource, topic: bytes, sequence_base: int) -> int:
+        shown = f"{source.name}/{topic.decode(errors='replace')}".rstrip("/")
+        metadata = {**msgspec.structs.asdict(source), "topic": topic.hex(), "sequence_base": str(sequence_base)}
+        channel = self._mcap.register_channel(shown, "msgpack", 0, metadata)
+        self._channels[source, topic, sequence_base] = channel
+        return channel
 
-    def _write(self, data: bytes) -> None:
+
+class _LockedFile:
+    """A file that is written through, and locked until it is closed: what `write` returned from is the kernel's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self.is_broken = False
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as error:
+            raise impossible(path, "created", error) from None
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+
+    def write(self, data: bytes) -> int:
         left = memoryview(data)
-        self._is_broken = True
+        self.is_broken = True
         try:
             while left:
                 left = left[os.write(self._fd, left) :]
         except OSError as error:
-            path = part_path(self._first_path, self._part)
-            raise OSError(f"recording: got {str(path)!r}, expected room for what comes ({error.strerror})") from error
-        self._is_broken = False
-        self._size_bytes += len(data)
-        self.num_written_bytes += len(data)
+            found = f"got {str(self.path)!r}, expected room for what comes ({error.strerror})"
+            raise OSError(f"recording: {found}") from error
+        self.is_broken = False
+        self.size_bytes += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size_bytes
+
+    def flush(self) -> None:
+        """Do nothing: all is written."""
+
+    def close(self) -> None:
+        """Close, and let a whole file survive a power failure."""
+        try:
+            if not self.is_broken:
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
 
 
-def _existing(path: Path) -> list[Path]:
+def _locked(path: Path) -> int:
+    """Return the file opened, and locked against another recorder; raises InvalidValueError if there is one."""
     try:
-        return existing_parts(path)
+        fd = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise _impossible(path, "created", error) from None
-
-
-def _impossible(path: Path, done: str, error: OSError) -> InvalidValueError:
-    return InvalidValueError("recording", str(path), f"a file that can be {done} ({error.strerror})")
-
-
-def _read_to_end(path: Path) -> tuple[Start | None, Torn | None, bool]:
-    """Return a recording's last start, what is torn off its end, and whether it says that another file follows."""
-    with RecordingReader(path) as reader:
-        while reader.read() is not None:
-            pass
-        return reader.start, reader.torn, reader.is_continued
+        raise impossible(path, "read", error) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise InvalidValueError("recording", str(path), "a file that nobody is writing") from None
+    return fd

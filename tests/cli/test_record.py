@@ -40,6 +40,17 @@ def test_a_missing_client_leaves_no_file(tmp_path, scheme, client, extra):
     assert not path.exists()
 
 
+def test_a_missing_library_leaves_no_file(tmp_path):
+    path = tmp_path / "r"
+    code = (
+        "import sys; sys.modules['mcap'] = None\n"
+        f"from kvist.cli import main; sys.exit(main(['record', '--from', 'tcp://h:1', '--to', {str(path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, "pip install 'kvist[replay]'" in done.stderr) == (2, True), done.stderr
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_engine_and_a_publisher_are_recorded_until_signalled(start_vllm, free_port, until_true, tmp_path, number):
     path, port = tmp_path / "r", free_port()
@@ -73,11 +84,12 @@ def test_an_engine_and_a_publisher_are_recorded_until_signalled(start_vllm, free
     assert all(message.payload == kept[message.sequence] for message in recorded)
     with RecordingReader(path) as reader:
         assert [source.name for source in reader.sources()] == ["engine", "ours"]
+        list(reader)
         assert reader.is_ended
 
 
 def test_a_recording_goes_on_where_a_killed_recorder_was(start_vllm, free_port, until_true, tmp_path):
-    path, port = tmp_path / "r", free_port()
+    path, port = tmp_path / "r.mcap", free_port()
     engine = start_vllm(port)
     arguments = ("--from", f"tcp://127.0.0.1:{port}", "--to", str(path), "--append")
     for session in range(2):
@@ -92,11 +104,17 @@ def test_a_recording_goes_on_where_a_killed_recorder_was(start_vllm, free_port, 
             process.kill()
             process.communicate()
             with path.open("ab") as file:
-                file.write(b"BLCKhalf a frame")
+                file.write(b"\x06" + (1000).to_bytes(8, "little") + b"half")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert f"{path}: 16 torn bytes cut off at byte " in output
-    assert process.returncode == 0
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert f"in 1 files at {path}" in output
+    payloads = [record.message.payload for record in read(path)]
+    assert payloads == [payload for _, payload in engine.kept][: len(payloads)]
+    with RecordingReader(path) as reader:
+        list(reader)
+        assert [torn.num_bytes for torn in reader.torn] == [13]
+        assert reader.is_ended
 
 
 def test_it_ends_by_itself_when_its_time_is_up(tmp_path, free_port):
@@ -131,7 +149,7 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(args, message, tmp_path)
         ("away/r", "a file that can be created (No such file or directory)"),
         ("file/r", "a file that can be created (Not a directory)"),
         ("r" * 300, "a file that can be created (File name too long)"),
-        ("folder", "a file that can be written (Is a directory)"),
+        ("folder", "a file that can be read (Is a directory)"),
         ("", "the name of a file"),
     ],
 )
@@ -159,3 +177,6 @@ def test_a_file_that_exists_is_refused_unless_it_is_to_be_appended_to(tmp_path):
     _, errors = (process := kvist("--from", "tcp://h:1", "--to", str(path), "--append")).communicate(timeout=60)
     assert (process.returncode, f"{path}: byte 0: found" in errors) == (1, True)
     assert path.read_bytes() == b"a letter to my aunt"
+    path.write_bytes(b"\x89KVREC\x01\x00STRT")
+    _, errors = (process := kvist("--from", "tcp://h:1", "--to", str(path), "--append")).communicate(timeout=60)
+    assert (process.returncode, "found a recording of the form before MCAP" in errors) == (1, True)

@@ -36,18 +36,16 @@ def batch(sequence, *events, worker="gpu-0"):
 @pytest.fixture
 def recorded(tmp_path):
     """A recording of a publisher that stored a hundred blocks, and of an engine that stored one."""
-    path = tmp_path / "fleet.kvrec"
+    path = tmp_path / "fleet.mcap"
     sources = [RecordedSource("ours", "tcp://h:1"), RecordedSource("theirs", "tcp://h:2?engine=sglang", "sglang")]
     engine = {"type": "BlockStored", "block_hashes": [-9], "parent_block_hash": None, "token_ids": [1, 2, 3, 4]}
     with RecordingWriter(path, sources) as writer:
         for sequence, block in enumerate(BLOCKS):
             parent = BLOCKS[sequence - 1] if sequence else None
-            writer.add(
-                0, batch(sequence, Stored(block.to_bytes(8, "little"), parent)), sequence * 10**7, sequence * 10**7
-            )
-        writer.add(0, batch(100, Heartbeat(100, blocks_digest(BLOCKS, 0))), 10**9, 10**9)
+            writer.add(sources[0], batch(sequence, Stored(block.to_bytes(8, "little"), parent)), sequence * 10**7)
+        writer.add(sources[0], batch(100, Heartbeat(100, blocks_digest(BLOCKS, 0))), 10**9)
         payload = msgspec.msgpack.encode([1763650000.5, [{**engine, "block_size": 4, "lora_id": None}], 0])
-        writer.add(1, Message(b"", 0, payload), 10**9, 10**9)
+        writer.add(sources[1], Message(b"", 0, payload), 10**9)
     return path
 
 
@@ -167,16 +165,17 @@ def test_a_torn_recording_is_used_and_what_is_torn_is_told(recorded, capsys):
 @pytest.mark.parametrize("action", [["--stats"], ["--into-index", "--block-size", "4"], ["--to-jsonl", "-"]])
 def test_a_damaged_recording_is_used_up_to_the_damage_and_ends_with_code_1(recorded, action):
     with RecordingWriter(recorded, [RecordedSource("more", "")], appends=True) as writer:
-        writer.add(0, batch(0, worker="late"), 0, 0)
-    data = bytearray(recorded.read_bytes())
-    data[-80] ^= 1
-    recorded.write_bytes(data)
+        writer.add(RecordedSource("more", ""), batch(0, worker="late"), 0)
+    later = recorded.with_name("fleet.1.mcap")
+    data = bytearray(later.read_bytes())
+    data[data.index(b"\x28\xb5\x2f\xfd") + 20] ^= 1  # in the only chunk, which zstd begins so
+    later.write_bytes(data)
     process = kvist(recorded, *action)
     output, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert "gpu-0" in output
     assert "late" not in output
-    assert re.search(rf"error: {recorded}: byte \d+: found a wrong checksum, expected", errors)
+    assert re.search(rf"error: {later}: byte \d+: found ", errors)
 
 
 @pytest.mark.parametrize(
@@ -204,13 +203,11 @@ def test_a_wrong_argument_ends_with_code_2_and_names_it(recorded, capsys, args, 
 
 def test_a_file_that_is_not_there_or_no_recording_is_said(capsys, tmp_path):
     code, _, errors = run(capsys, tmp_path / "none", "--stats")
-    text = (
-        f"recording: got {str(tmp_path / 'none')!r}, expected a recording that can be read (No such file or directory)"
-    )
+    text = f"recording: got {str(tmp_path / 'none')!r}, expected a file that can be read (No such file or directory)"
     assert (code, errors) == (2, f"kvist replay: error: {text}\n")
     (tmp_path / "letter").write_text("dear aunt")
     code, output, errors = run(capsys, tmp_path / "letter", "--stats")
-    assert (code, output, "expected a recording, which begins with" in errors) == (1, "", True)
+    assert (code, output, "expected a recording, which is an MCAP file" in errors) == (1, "", True)
 
 
 def test_an_empty_file_is_an_empty_recording(capsys, tmp_path):

@@ -17,7 +17,7 @@ from kvist.events.transports import Message
 from kvist.replay import Record, RecordedSource, RecordingReader, RecordingWriter
 
 MS = 1_000_000
-WALL_NS = 1_763_650_000_000_000_000
+TIME_NS = 1_763_650_000_000_000_000
 SOURCE = RecordedSource("pod-1", "tcp://127.0.0.1:5557")
 
 
@@ -25,7 +25,7 @@ class Make:
     """Makes messages and recordings; one instance serves a test."""
 
     source = SOURCE
-    wall_ns = WALL_NS
+    time_ns = TIME_NS
 
     @staticmethod
     def packed(*hashes: int) -> bytes:
@@ -75,17 +75,15 @@ class Make:
     @staticmethod
     def records(*messages: Message, source: RecordedSource = SOURCE, step_ms: int = 10) -> list[Record]:
         """Return records a fixed time apart."""
-        return [
-            Record(0, source, idx * step_ms * MS, WALL_NS + idx * step_ms * MS, message)
-            for idx, message in enumerate(messages)
-        ]
+        return [Record(0, source, TIME_NS + idx * step_ms * MS, message) for idx, message in enumerate(messages)]
 
     @staticmethod
     def write(path: Path, records: Sequence[Record], **options: Any) -> Path:
         """Write a recording of one session."""
-        with RecordingWriter(path, wall_ns=lambda: WALL_NS, **options) as writer:
+        sources = dict.fromkeys(record.source for record in records)
+        with RecordingWriter(path, list(sources), **options) as writer:
             for record in records:
-                writer.add(writer.add_source(record.source), record.message, record.mono_ns, record.wall_ns)
+                writer.add(record.source, record.message, record.time_ns)
         return path
 
     @staticmethod
@@ -104,7 +102,7 @@ def recording(make: Make, tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes messages of one source into a new recording."""
 
     def write(*messages: Message, **options: Any) -> Path:
-        return make.write(tmp_path / "recorded.kvrec", make.records(*messages), **options)
+        return make.write(tmp_path / "recorded.mcap", make.records(*messages), **options)
 
     return write
 

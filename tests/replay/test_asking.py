@@ -19,11 +19,10 @@ from kvist.events.transports import Message, ReplayRequest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader
 from kvist.replay.asking import MAX_WAIT_S, Asking
+from kvist.replay.envelope import SourceNumbering, read_envelope
+from kvist.replay.held import SentBuffer
 from kvist.replay.indexing import IndexPlayer
-from kvist.replay.numbering import SourceNumbering
-from kvist.replay.script import Line, Script
-from kvist.replay.selection import Moment, Selection
-from kvist.replay.sent import SentBuffer
+from kvist.replay.script import Line, Moment, Script, Selection
 from kvist.replay.statistics import StatisticsCollector
 
 RANK, TOPIC = WorkerRank("w", 0), b"kv/w/0"
@@ -144,7 +143,7 @@ class Tape:
 
     def records(self, make):
         return [
-            record._replace(mono_ns=timed.mono_ns, wall_ns=timed.mono_ns + S)
+            record._replace(time_ns=timed.mono_ns + S)
             for timed in self.written
             for record in make.records(timed.message)
         ]
@@ -174,10 +173,10 @@ def assert_known_or_partial(publisher, records):
     rank, _ = indexed(records)
     numbering = SourceNumbering()
     for record in records:
-        numbering.seen(record.message)
+        numbering.seen(read_envelope(record.message.payload), record.message)
     if rank is not None and rank.state is SourceState.LIVE:
         judged = numbering.ranks[RANK]
-        assert (rank.num_blocks, rank.digest) == publisher.before[judged._epoch, judged._expected]
+        assert (rank.num_blocks, rank.digest) == publisher.before[judged.epoch, judged.next_sequence]
     return rank
 
 
@@ -284,7 +283,7 @@ def test_a_part_of_a_recording_begins_with_what_was_held_then(make, tmp_path, se
     publisher, tape = taped(random.Random(seed), 60, num_kept, is_faulty=is_faulty)
     tape.end()
     records = tape.records(make)
-    since = Moment(place * (records[-1].wall_ns - records[0].wall_ns) / S, is_unix=False)
+    since = Moment(place * (records[-1].time_ns - records[0].time_ns) / S, is_unix=False)
     path = tmp_path / f"{seed}-{num_kept}-{place}-{is_faulty}"
     path.unlink(missing_ok=True)
     make.write(path, records)

@@ -19,11 +19,10 @@ from kvist.replay import RecordingReader, RecordingWriter
 from kvist.replay import asking as asking_module
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.jsonl import JsonlReader, to_line
-from kvist.replay.pacing import Pace
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.recorder import Recorder, SourceSpec
 from kvist.replay.rewriting import Rewriter
-from kvist.replay.script import Script
+from kvist.replay.script import Pace, Script
 from kvist.replay.statistics import StatisticsCollector
 
 RANK = WorkerRank("gpu-0", 0)
@@ -323,16 +322,58 @@ async def test_what_waits_for_an_answer_is_written_when_the_recorder_ends(make, 
     assert [record.message for record in read(path)] == [make.batch(7)]
 
 
-def test_a_recording_with_a_snapshot_is_one_of_the_first_format(make, tmp_path):
-    """The file is what it was: a snapshot's parts are messages, which an older reader counts as malformed and skips."""
+async def test_who_goes_on_recording_writes_what_was_missed_and_nothing_twice(tmp_path, until, start_vllm, free_port):
+    """An engine and a publisher are recorded, go on alone for a while, and are recorded again: nothing lacks."""
+    path, port = tmp_path / "r.mcap", free_port()
+    engine = start_vllm(port)
+    for number in range(100):
+        engine.store(number, [number] * 4)
+    with KvEventPublisher("tcp://127.0.0.1:0", worker="gpu-1", block_size=4) as publisher:
+        served = Engine(publisher)
+        await asyncio.to_thread(served.serve, 50)
+        for session in range(3):
+            with RecordingWriter(path, appends=session > 0) as writer:
+                urls = (f"gpu-0=tcp://127.0.0.1:{port}", f"gpu-1={publisher.endpoint}")
+                recorder = Recorder([SourceSpec.parse(url) for url in urls], writer)
+                if writer.earlier is not None:
+                    with RecordingReader(writer.earlier) as earlier:
+                        recorder.recall(earlier)
+                task = asyncio.create_task(recorder.run())
+
+                def is_heard(session=session, writer=writer, recorder=recorder):
+                    engine.store(engine.next_sequence + 1000, [engine.next_sequence] * 4)
+                    writer.flush()
+                    sources = {record.source.name for record in read(path) if record.session == session}
+                    return len(sources) == 2 and not any(report.partial for report in recorder.reports())
+
+                await until(is_heard)
+                await asyncio.to_thread(served.serve, 10)
+                held = await recorded_up_to(publisher, writer, path, until)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            await asyncio.to_thread(served.serve, 30)
+            for number in range(10):
+                engine.store(5000 + 100 * session + number, [number + session] * 4)
+    records = read(path)
+    engines = [record.message.payload for record in records if record.source.name == "gpu-0"]
+    assert engines == [payload for _, payload in engine.kept][: len(engines)]
+    ours = [record.message for record in records if record.source.name == "gpu-1"]
+    numbers = [message.sequence for message in ours if b"heartbeat" not in message.payload]
+    assert numbers == list(range(len(numbers)))
+    assert [part.name for part in sorted(tmp_path.iterdir())] == ["r.1.mcap", "r.2.mcap", "r.mcap"]
+    ranks = {rank.source.worker: rank for rank in played(path).ranks}
+    assert {rank.state for rank in ranks.values()} == {"live"}
+    assert (ranks["gpu-1"].num_blocks, ranks["gpu-1"].digest) == held
+
+
+def test_a_publishers_own_bytes_of_a_snapshot_are_recorded_and_held(make, tmp_path):
     payload = bytes.fromhex(
         "9dae6b766973742d736e617073686f74a8776f726b65722d3000cf000691f29d0000000104000103"
         "cfd0e795dd95cd4558c4105cca2dfbd7e438cb3d3c6d9d37b2a244c4080000000001000000c4020103"
     )
     message = Message(b"kv/worker-0/0", 1, payload)
     path = make.write(tmp_path / "r", make.records(message))
-    assert path.read_bytes()[:8] == b"\x89KVREC\x01\x00"
-    assert payload in path.read_bytes()
     assert [record.message for record in read(path)] == [message]
     (rank,) = played(path).ranks
     assert (rank.source, rank.num_blocks, rank.digest) == (("worker-0", 0), 3, 0xD0E795DD95CD4558)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.replay.pacing import Pace
+from kvist.replay.script import Pace
 
 
 def test_messages_are_spaced_as_recorded_by_the_speed(make):
@@ -17,7 +17,7 @@ def test_messages_are_spaced_as_recorded_by_the_speed(make):
 
 def test_no_time_passes_between_sessions_and_rounds(make):
     first = make.records(make.batch(0), make.batch(1), step_ms=1000)
-    second = [record._replace(session=1, mono_ns=record.mono_ns + 10**15) for record in first]
+    second = [record._replace(session=1, time_ns=record.time_ns + 10**15) for record in first]
     pace = Pace()
     due = [pace.due_s(round_idx, record) for round_idx in range(2) for record in first + second]
     assert due == pytest.approx([0, 1, 1, 2, 2, 3, 3, 4])
@@ -27,7 +27,7 @@ def test_due_times_never_decrease(make):
     first, second = make.records(make.batch(0), make.batch(1))
     pace = Pace()
     pace.due_s(0, first)
-    assert pace.due_s(0, second._replace(mono_ns=-5)) == 0.0
+    assert pace.due_s(0, second._replace(time_ns=5)) == 0.0
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("inf"), float("nan")])

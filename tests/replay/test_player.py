@@ -13,11 +13,9 @@ from kvist.events.transports import Endpoint, ReplayRequest, open_publication, o
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter
-from kvist.replay.pacing import Pace
 from kvist.replay.player import Player, open_publications
 from kvist.replay.rewriting import Rewriter
-from kvist.replay.script import Script
-from kvist.replay.selection import Moment, Selection
+from kvist.replay.script import Moment, Pace, Script, Selection
 
 _names = itertools.count()
 
@@ -130,7 +128,7 @@ async def test_a_recording_is_played_while_it_is_written(make, tmp_path):
         player = Player(script_of(path, follows=True), {make.source: publication}, clock=time.clock, sleep=time.sleep)
         playing = asyncio.create_task(player.play())
         for record in make.records(*(make.batch(i, make.stored(*range(40))) for i in range(100)), step_ms=300):
-            writer.add(0, record.message, record.mono_ns, record.wall_ns)
+            writer.add(record.source, record.message, record.time_ns)
             await asyncio.sleep(0)
         assert not playing.done()
     await asyncio.wait_for(playing, 60)
@@ -149,7 +147,7 @@ async def test_a_ranks_last_message_is_repeated_until_all_is_over(make, recordin
 def fleet(make, num_ranks, num_batches):
     """Return a stream of several ranks that all store, remove and repeat, with heartbeats that are right."""
     from kvist.events import Heartbeat
-    from kvist.replay.holding import HeldBlocks
+    from kvist.replay.held import HeldBlocks
 
     held = [HeldBlocks() for _ in range(num_ranks)]
     messages = []

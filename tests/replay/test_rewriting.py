@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events import Cleared, Heartbeat
-from kvist.events.codec import decode_batch
+from kvist.events import Batch, Cleared, Heartbeat
+from kvist.events.codec import decode_batch, encode_snapshot_part
 from kvist.events.digest import blocks_digest
 from kvist.events.session import Apply, Clear, Session
+from kvist.events.snapshot import HeldBlocks as SnapshotBlocks
+from kvist.events.snapshot import cut
+from kvist.events.transports import Message
+from kvist.replay.held import HeldBlocks
 from kvist.replay.rewriting import Rewriter
 
 
@@ -66,6 +71,22 @@ def test_heartbeats_that_stay_say_what_was_played(make):
     assert batch_of(sent[2]).events == (Heartbeat(3, blocks_digest([1, 2, 3], 0)),)
     assert batch_of(sent[4]).events == (Heartbeat(1, blocks_digest([9], 0)),)
     assert rewritten(Rewriter(kinds={"stored", "removed", "cleared", "heartbeat"}), make, *messages) == messages
+
+
+def test_a_batch_that_a_snapshot_tells_of_is_not_counted_when_it_comes_behind_it(make):
+    """As recorders write them: what was on its way when the publisher was asked."""
+    held = HeldBlocks()
+    held.apply(make.stored(1, 2))
+    state = Batch("w", 0, 7, 3, 4, 0.0, (Heartbeat(held.num_blocks, held.digest),))
+    blocks = SnapshotBlocks(np.array([1, 2], np.uint64), np.array([0, 1], np.uint32), np.array([1, 1], np.uint8))
+    (part,) = cut(state, blocks)
+    snapshot = Message(b"kv/w/0", 3, encode_snapshot_part(part))
+    messages = [snapshot, make.batch(2, make.stored(9)), make.batch(3, make.stored(4)), make.heartbeat(4, 9, 9)]
+    for num_rounds in (1, 2):
+        rewriter = Rewriter(kinds={"stored", "heartbeat"}, num_rounds=num_rounds)
+        for round_idx in range(num_rounds):
+            *_, beat = rewritten(rewriter, make, *messages, round_idx=round_idx)
+            assert batch_of(beat).events == (Heartbeat(3, blocks_digest([1, 2, 4], 0)),)
 
 
 def test_a_worker_gets_its_other_name_in_batch_and_topic(make):

@@ -6,7 +6,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.replay import RecordedSource
-from kvist.replay.selection import Moment, Selection, worker_of
+from kvist.replay.script import Moment, Selection, worker_of
 
 
 @pytest.mark.parametrize(
@@ -31,13 +31,13 @@ def test_anything_else_is_refused_by_name(text):
 
 def test_a_range_has_its_beginning_and_not_its_end(make):
     records = make.records(*(make.batch(i) for i in range(5)), step_ms=1000)
-    unix_s = make.wall_ns / 1e9
+    unix_s = make.time_ns / 1e9
     for since, until in ((Moment(1, False), Moment(3, False)), (Moment(unix_s + 1, True), Moment(unix_s + 3, True))):
         selection = Selection(since=since, until=until)
         meant = [
             record.message.sequence
             for record in records
-            if not selection.is_too_early(record, make.wall_ns) and not selection.is_too_late(record, make.wall_ns)
+            if not selection.is_too_early(record, make.time_ns) and not selection.is_too_late(record, make.time_ns)
         ]
         assert meant == [1, 2]
 

@@ -11,10 +11,8 @@ import pytest
 from kvist.events import FULL, UNKNOWN, Cleared, WorkerRank
 from kvist.events.digest import blocks_digest
 from kvist.replay import RecordedSource
-from kvist.replay.plot import svg_plot, terminal_plot
-from kvist.replay.report import statistics_json, statistics_text
-from kvist.replay.statistics import StatisticsCollector
-from kvist.replay.timeline import MAX_SPANS, Span, Timeline
+from kvist.replay.report import statistics_json, statistics_text, svg_plot, terminal_plot
+from kvist.replay.statistics import MAX_SPANS, Span, StatisticsCollector, Timeline
 
 
 def told(records):
