@@ -50,6 +50,9 @@ def publish(args: argparse.Namespace, script: Script) -> None:
 
 def index(args: argparse.Namespace, script: Script, names: Mapping[str, str]) -> None:
     """Play into an index, and print what it holds then."""
+    from kvist.indexer.compilation import load_and_wait
+
+    load_and_wait()
     from kvist.radix import RadixIndex
     from kvist.replay.indexing import IndexPlayer, find_block_size
 

@@ -10,10 +10,11 @@ import asyncio
 import json
 import sys
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from kvist.cli._tracing import add_tracing_argument
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 HELP = "start a router and bundled workers, send real conversations through them, and keep serving"
 
+_LOOK_S = 0.1
 _DEMO_LOCAL_TOKENS = "64"
 """Conversations of the demo grow by some hundred tokens a turn, so that most turns are handed over."""
 
@@ -53,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run until the demo ends (`--exit`) or a signal comes."""
+    if find_spec("torch") is None:  # or each worker would say so
+        raise MissingExtraError("engine", "torch")
     if args.workers < 1:
         raise InvalidValueError("--workers", args.workers, "at least 1")
     if args.disaggregated and args.workers < 2:
@@ -138,6 +142,9 @@ async def _demo(
     """Run the demo and show it; the exit code tells whether every request completed."""
     from kvist.cli._demo import fetch, metric, run_demo, summary, transfer_summary
 
+    with console.status("Compiling the index, once on this machine …"):
+        while json.loads(fetch(router_url, "/health"))["cold_start_s"] is None:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(_LOOK_S)
     baseline = await group.start("baseline", *_route(args, worker_urls, "round-robin", "127.0.0.1", "0"))
     model = json.loads(fetch(router_url, "/v1/models"))["data"][0]["id"]
     with console.status("Sending conversations …") as status:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +48,72 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(["up"]) == 2
     assert "pip install 'kvist[router]'" in capsys.readouterr().err
+
+
+WITHOUT = """
+import contextlib, importlib.abc, io, json, sys
+from kvist.cli import main
+
+missing, commands = json.loads(sys.argv[1])
+
+class NotInstalled(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in missing:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NotInstalled())
+for command in commands:
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+        code = main(["--log-level", "error", *command.split()])
+    print(json.dumps([code, errors.getvalue()]))
+"""
+SERVE = "serve --port 0 --model kvist/engine/bundled_model"
+ROUTER = ("numba", "llvmlite", "httptools", "starlette", "uvicorn", "tokenizers", "jinja2", "prometheus_client", "rich")
+ENGINE = ("torch", "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("missing", "commands", "extra"),
+    [
+        ([*ROUTER, *ENGINE], ["up", SERVE], "engine"),
+        ([*ROUTER, *ENGINE], ["route", "index --port 0", "compile", "replay --into-index {jsonl}"], "router"),
+        (ROUTER, ["up", "route", "index --port 0", SERVE, "compile", "replay --into-index {jsonl}"], "router"),
+        (["numba", "llvmlite"], ["index --port 0", "compile", "replay --into-index {jsonl}"], "router"),
+        (ENGINE, ["up", SERVE], "engine"),
+        (
+            ["nats", "nkeys"],
+            [
+                SERVE + " --kv-events nats://localhost/m",
+                "publish --engine vllm --endpoint tcp://localhost:1 --block-size 4 --to nats://localhost/m",
+                "record --from nats://localhost/m/w --to {new}",
+            ],
+            "nats",
+        ),
+        (
+            ["aiomqtt", "paho"],
+            [
+                SERVE + " --kv-events mqtt://localhost/m",
+                "publish --engine vllm --endpoint tcp://localhost:1 --block-size 4 --to mqtt://localhost/m",
+                "record --from mqtt://localhost/m/w --to {new}",
+            ],
+            "mqtt",
+        ),
+        (["opentelemetry"], ["route --otlp-traces-endpoint http://localhost:1"], "tracing"),
+    ],
+)
+def test_each_command_whose_extra_is_missing_says_which(
+    missing: list[str], commands: list[str], extra: str, tmp_path: Path
+) -> None:
+    jsonl = tmp_path / "events.jsonl"
+    jsonl.touch()
+    commands = [each.format(jsonl=f"--from-jsonl {jsonl}", new=tmp_path / "recording") for each in commands]
+    argv = [sys.executable, "-c", WITHOUT, json.dumps([missing, commands])]
+    process = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+    for command, line in zip(commands, process.stdout.splitlines(), strict=True):
+        code, errors = json.loads(line)
+        assert code == 2, (command, errors)
+        assert errors.startswith(f"kvist {command.split()[0]}: error: "), errors
+        assert errors.endswith(f" is not installed: pip install 'kvist[{extra}]'\n"), errors
 
 
 def test_an_unknown_command_is_refused() -> None:
