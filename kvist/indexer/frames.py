@@ -14,6 +14,6 @@ def split(
     buffer: Buffer, address: int, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
 ) -> SplitResult:
     """Find whole ordinary messages, as `Splitter` says."""
-    del buffer
-    rows, position, reason = split_frames(address, start, end, table, max_message_bytes)
+    del address
+    rows, position, reason = split_frames(np.frombuffer(buffer, np.uint8), start, end, table, max_message_bytes)
     return rows, position, reason

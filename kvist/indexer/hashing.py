@@ -39,9 +39,7 @@ def block_hashes(
     tokens = token_array(token_ids)
     num_blocks = max(0, len(tokens) - is_eagle) // block_size
     hashes = np.empty(num_blocks, np.uint64)
-    if num_blocks:
-        stride_bytes = block_size * _TOKEN_BYTES
-        block_bytes = stride_bytes + is_eagle * _TOKEN_BYTES
-        seed = scope_seed(lora_name, cache_salt)
-        hash_chain(tokens.ctypes.data, num_blocks, stride_bytes, block_bytes, seed, False, 0, hashes.ctypes.data)
+    stride_bytes = block_size * _TOKEN_BYTES
+    block_bytes = stride_bytes + is_eagle * _TOKEN_BYTES
+    hash_chain(tokens.view(np.uint8), block_bytes, stride_bytes, np.uint64(scope_seed(lora_name, cache_salt)), hashes)
     return hashes

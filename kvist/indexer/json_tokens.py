@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.indexer.compiled.json_tokens import INTEGERS, find_integers
+from kvist.indexer.compiled.json_tokens import find_u32s, find_u64s
 
 Integer = TypeVar("Integer", np.uint32, np.uint64)
-_CONTENT_AT = bytes.__basicsize__ - 1  # of a bytes object, whose content CPython ends with a NUL
 
 
 def split_integer_array(
@@ -26,15 +25,7 @@ def split_integer_array(
     wrong or not: a key twice, absent or not at the top, a backslash in a key, and integers outside the type, with a
     sign, fraction, exponent or leading zero. Then decode the whole body.
     """
-    item_bytes = np.dtype(dtype).itemsize
-    num_before = INTEGERS // item_bytes
-    result: NDArray[Any] = np.empty(num_before + len(body) // 2 + 8 // item_bytes, dtype)
-    if not find_integers(address_of(body), len(body), address_of(key), len(key), item_bytes, result.ctypes.data):
-        return None
-    start, end, count = result[:num_before].view(np.int64).tolist()
-    return result[num_before : num_before + count], placeholder.join((body[:start], body[end:]))
-
-
-def address_of(content: bytes) -> int:
-    """Return where the bytes lie, for as long as the object is; `ctypes` takes five times as long to say."""
-    return id(content) + _CONTENT_AT
+    integers: NDArray[Any] = np.empty(len(body) // 2, dtype)
+    find: Any = find_u32s if dtype is np.uint32 else find_u64s
+    count, start, end = find(np.frombuffer(body, np.uint8), np.frombuffer(key, np.uint8), integers)
+    return (integers[:count], placeholder.join((body[:start], body[end:]))) if end else None

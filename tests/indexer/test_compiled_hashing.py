@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
 from kvist.events import hashing as reference
-from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.hashing import block_hashes, token_array
 
 _names = st.none() | st.sampled_from(["", "adapter", "überlang \ud800", "x" * 300])
@@ -39,16 +36,6 @@ def test_usual_block_sizes_hash_as_the_reference_does(block_size: int) -> None:
     for is_eagle in (False, True):
         expected = reference.block_hashes(tokens, block_size, is_eagle=is_eagle)
         assert block_hashes(tokens, block_size, is_eagle=is_eagle).tolist() == expected.tolist()
-
-
-def test_a_chain_goes_on_from_the_hash_of_the_block_before_it() -> None:
-    rng = random.Random(1)
-    tokens = np.array([rng.getrandbits(32) for _ in range(96)], np.uint32)
-    whole, rest = block_hashes(tokens, 16), np.empty(4, np.uint64)
-    parent = int(whole[1])
-    last = hash_chain(tokens.ctypes.data + 2 * 64, 4, 64, 64, reference.HASH_SEED, True, parent, rest.ctypes.data)
-    assert rest.tolist() == whole[2:].tolist()
-    assert last == whole[-1]
 
 
 def test_a_slice_that_is_not_contiguous_is_hashed_by_its_elements() -> None:

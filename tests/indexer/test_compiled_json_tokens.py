@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.indexer.compiled.json_tokens import find_integers
 from kvist.indexer.json_tokens import split_integer_array
 
 _KEY = b"token_ids"
@@ -203,26 +199,3 @@ def test_corrupted_long_arrays_never_disagree_with_the_parser(seed: int) -> None
                 case "delete":
                     del body[position]
         _check_against_parser(bytes(body))
-
-
-@pytest.fixture
-def guarded_page_end() -> Iterator[int]:
-    """The address of a page that cannot be read, behind one that can."""
-    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(pages))
-    libc = ctypes.CDLL(None, use_errno=True)
-    end = ctypes.c_void_p(start + mmap.PAGESIZE)
-    assert libc.mprotect(end, mmap.PAGESIZE, 0) == 0
-    yield start + mmap.PAGESIZE
-    assert libc.mprotect(end, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE) == 0
-
-
-def test_nothing_is_read_beyond_the_text(guarded_page_end: int) -> None:
-    integers = b", ".join(b"%d" % number**3 for number in range(40))
-    body = b'{"a":"b\\"","n":{"x":[1,"]"]},"token_ids":[%b,4294967295,12345678901234567890],"z":-1.5e3}' % integers
-    result, key = np.empty(200, np.uint64), np.frombuffer(_KEY, np.uint8)
-    for num_bytes in range(len(body) + 1):
-        text = guarded_page_end - num_bytes
-        ctypes.memmove(text, body, num_bytes)
-        is_found = find_integers(text, num_bytes, key.ctypes.data, len(key), 8, result.ctypes.data)
-        assert is_found == (num_bytes == len(body))

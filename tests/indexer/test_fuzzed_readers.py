@@ -31,7 +31,7 @@ from kvist.events.transports.block import PADDING_BYTES
 from kvist.events.transports.zmtp.splitter import split as split_in_python
 from kvist.indexer.canonical_lane import CanonicalLane
 from kvist.indexer.compiled.hashing import hash_chain
-from kvist.indexer.compiled.json_tokens import COUNT, END, INTEGERS, START, find_integers
+from kvist.indexer.compiled.json_tokens import find_u32s, find_u64s
 from kvist.indexer.engine_lane import EngineLane
 from kvist.indexer.frames import split
 from kvist.radix import RadixIndex
@@ -203,7 +203,7 @@ class Frames:
         table = self.output.bytes[CAPACITY_BYTES - num_rows * 40 :].view(np.int64).reshape(-1, 5)
         expected = np.zeros((num_rows, 5), np.int64)
         table[:] = 0
-        found = split(content, place.ctypes.data, 0, len(place), table, 1000)
+        found = split(place, place.ctypes.data, 0, len(place), table, 1000)
         assert found == split_in_python(content, 0, 0, len(content), expected, 1000)
         assert (table == expected).all()
 
@@ -218,20 +218,18 @@ class Json:
     def message(self) -> bytes:
         rng = self.rng
         bits = rng.choice([7, 17, 17, 32, 33, 64, 65])
-        integers = [rng.getrandbits(bits) for _ in range(rng.choice([0, 1, 9, 60, 400]))]
+        integers = [rng.getrandbits(bits) for _ in range(rng.choice([0, 1, 9, 60, 400, 1600]))]
         fields = {"model": 'm\\"', KEY.decode(): integers, "n": [1.5, -3, None, {"x": [[]]}], "token_idz": [1]}
         names = rng.sample([*fields], len(fields))
         return json.dumps({name: fields[name] for name in names}, indent=rng.choice([None, None, 1])).encode()
 
     def read(self, content: bytes) -> None:
-        item_bytes = self.rng.choice([4, 8])
-        room = self.output.bytes[-(INTEGERS + (len(content) // 2 * item_bytes) // 8 * 8 + 8) :]
-        text, key = self.input.put(content, self.rng), self.key.put(KEY, self.rng)
-        if not find_integers(text.ctypes.data, len(text), key.ctypes.data, len(KEY), item_bytes, room.ctypes.data):
-            return
-        start, end, count = (int(room[at : at + 8].view(np.int64)[0]) for at in (START, END, COUNT))
-        integers = room[INTEGERS : INTEGERS + count * item_bytes].view(f"u{item_bytes}")
-        assert integers.tolist() == json.loads(content[start:end])
+        dtype, find = self.rng.choice([(np.uint32, find_u32s), (np.uint64, find_u64s)])
+        num_rooms = self.rng.choice([len(content) // 2, self.rng.randrange(100)])
+        integers = self.output.bytes[CAPACITY_BYTES - num_rooms * np.dtype(dtype).itemsize :].view(dtype)
+        count, start, end = find(self.input.put(content, self.rng), self.key.put(KEY, self.rng), integers)
+        if end:
+            assert integers[:count].tolist() == json.loads(content[start:end])
 
 
 class Hashes:
@@ -242,7 +240,7 @@ class Hashes:
         self.input, self.output = Guarded(), Guarded()
 
     def message(self) -> bytes:
-        return self.rng.randbytes(4 * self.rng.choice([1, 16, 64, 200, 1000]))
+        return self.rng.randbytes(4 * self.rng.choice([1, 16, 64, 200, 1000, 5000]))
 
     def read(self, content: bytes) -> None:
         rng = self.rng
@@ -254,7 +252,7 @@ class Hashes:
         content = content[: num_blocks * block_bytes]
         tokens, seed = self.input.put(content, rng), rng.getrandbits(64)
         hashes = self.output.bytes[-8 * num_blocks :].view(np.uint64)
-        hash_chain(tokens.ctypes.data, num_blocks, block_bytes, block_bytes, seed, False, 0, hashes.ctypes.data)
+        hash_chain(tokens, block_bytes, block_bytes, np.uint64(seed), hashes)
         last = 0
         for number, block_hash in enumerate(hashes.tolist()):
             local = xxhash.xxh3_64_intdigest(content[number * block_bytes : (number + 1) * block_bytes], seed)

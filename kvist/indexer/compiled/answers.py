@@ -1,222 +1,179 @@
 """Who holds a prompt, as the text that `/query` answers with.
 
-`kvist.indexer.service.answers` says what the text is. Holders are put in the order of their names, so that the streams
-of an instance stand together, and two that tell of the same rank count as one.
+`kvist.indexer.service.answers` says what the text is. Holders, the rows of a match, are put in the order of their
+names, so that the streams of an instance stand together, and two that tell of the same rank count as one.
 """
 
-# mypy: ignore-errors
-# The signature of each function is its type.
+# mypy: disable-error-code="no-untyped-call"
+# Numba has few types.
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
+import numba
 import numpy as np
-from numba import types
+from numba import int64, types
+from numpy.typing import NDArray
 
-from kvist.indexer.compiled.intrinsics import text_writer, trailing_zeros
-from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, put32, putu64
+from kvist.indexer.compiled.jit import TEXT, U32S, entry, helper
+from kvist.indexer.compiled.words import Bytes, signed
 
-NAME_BYTES, NAME_RANK, NAME_IS_LEFT_OUT = 16, 8, 12
-"""What a slot's name is: its instance as u64, its rank and whether it is left out as u32."""
 MAX_FIXED_BYTES, MAX_RANK_BYTES = 128, 320
 """Room that an answer takes at most, for whatever is in it and for each holder."""
+NAME = np.dtype([("instance", "u8"), ("rank", "u4"), ("is_left_out", "u4")])
+"""What a slot stands for, and whether it is not to be named."""
 
-_DEPTHS_BYTES = 16
-_GPU, _CPU, _LONGEST = 0, 4, 12
+_Names: TypeAlias = NDArray[np.void]
+_Counts: TypeAlias = NDArray[np.uint32]
+_GPU, _HOST, _LONGEST, _NUM_TIERS = 0, 1, 3, 4
 _GAPS = (301, 132, 57, 23, 10, 4, 1)
-_U1, _U8, _U16, _U32, _U56 = (np.uint64(n) for n in (1, 8, 16, 32, 56))
-_TEN, _HUNDRED, _MYRIAD, _E8 = (np.uint64(10**n) for n in (1, 2, 4, 8))
-_TENTH, _HUNDREDTH = np.uint64(103), np.uint64(10486)  # of 2**10 and of 2**20
-_U10, _U20 = np.uint64(10), np.uint64(20)
-_IN_PAIRS, _IN_QUADS = np.uint64(0x000F_000F_000F_000F), np.uint64(0x0000_007F_0000_007F)
-_ZEROS = np.uint64(0x30 * 0x0101_0101_0101_0101)
-
-_put_begin = text_writer("begin", b'{"scores":{')
-_put_instances = text_writer("instances", b'},"frequencies":[],"instances":{')
-_put_longest = text_writer("longest", b'"longest_matched":')
-_put_gpu = text_writer("gpu", b',"gpu":')
-_put_dp = text_writer("dp", b',"dp":{')
-_put_cpu = text_writer("cpu", b'},"cpu":')
-_put_disk = text_writer("disk", b',"disk":')
-_put_quote = text_writer("quote", b'"')
-_put_name_end = text_writer("name_end", b'":')
-_put_object = text_writer("object", b'":{')
-_put_close = text_writer("close", b"}")
-_put_comma = text_writer("comma", b",")
-_put_end = text_writer("end", b"}}")
+_U0, _TEN, _ZERO = np.uint64(0), np.uint64(10), np.uint64(ord("0"))
 
 
-@jit("u8(u8)", is_inlined=True)
-def _eight_digits(value):
-    """The digits of a number below 10**8, a byte each, the first one lowest: halves, quarters, eighths."""
-    high = value // _MYRIAD
-    halves = high | (value - high * _MYRIAD) << _U32
-    high = (halves * _HUNDREDTH >> _U20) & _IN_QUADS
-    quarters = high | (halves - high * _HUNDRED) << _U16
-    high = (quarters * _TENTH >> _U10) & _IN_PAIRS
-    return high | (quarters - high * _TEN) << _U8
+def _text(content: bytes) -> Bytes:
+    return np.frombuffer(content, np.uint8)
 
 
-@jit("i8(i8,u8)", is_inlined=True)
-def _put_short(at, value):
-    """Write a number below 10**8; return its end. Eight bytes are written in any case."""
-    digits = _eight_digits(value)
-    num_zeros = trailing_zeros(digits | _U1 << _U56) >> 3
-    putu64(at, (digits | _ZEROS) >> np.uint64(num_zeros * 8))
-    return at + 8 - num_zeros
+_BEGIN, _INSTANCES, _END = _text(b'{"scores":{'), _text(b'},"frequencies":[],"instances":{'), _text(b"}}")
+_LONGEST_MATCHED, _ON_GPU = _text(b'"longest_matched":'), _text(b',"gpu":')
+_BY_RANK, _ON_CPU, _ON_DISK = _text(b',"dp":{'), _text(b',"cpu":'), _text(b',"disk":')
+_QUOTE, _NEXT, _NAME_END, _OBJECT, _CLOSE = (_text(text) for text in (b'"', b',"', b'":', b'":{', b"}"))
 
 
-@jit("i8(i8,u8)")
-def put_number(at, value):
-    """Write a number; return its end. What follows may be overwritten, 28 bytes in all at most."""
-    if value < _E8:
-        return _put_short(at, value)
-    high = value // _E8
-    if high < _E8:
-        at = _put_short(at, high)
-    else:
-        at = _put_short(at, high // _E8)
-        putu64(at, _eight_digits(high % _E8) | _ZEROS)
-        at += 8
-    putu64(at, _eight_digits(value % _E8) | _ZEROS)
-    return at + 8
+@helper
+def _put(output: Bytes, at: int, text: Bytes) -> int:
+    """Write a text; return its end."""
+    for index in range(len(text)):
+        output[np.uint64(at + index)] = text[np.uint64(index)]
+    return at + len(text)
 
 
-@jit("b1(i8,i8)", is_inlined=True)
-def _is_before(left, right):
-    """Whether a name comes before another."""
-    if getu64(left) != getu64(right):
-        return getu64(left) < getu64(right)
-    return get32(left + NAME_RANK) < get32(right + NAME_RANK)
+@helper
+def _put_number(output: Bytes, at: int, value: np.uint64) -> int:
+    """Write a number; return its end."""
+    num_digits, rest = 1, value // _TEN
+    while rest > _U0:
+        num_digits += 1
+        rest //= _TEN
+    for place in range(at + num_digits - 1, at - 1, -1):
+        output[np.uint64(place)] = np.uint8(_ZERO + value % _TEN)
+        value //= _TEN
+    return at + num_digits
 
 
-@jit("i8(i8,i8,i8,i8,i8)")
-def _list_holders(slots, depths, num_rows, names, holders):
-    """List the rows of a match that are not left out; return how many. A holder: the addresses of name and depths."""
-    count = 0
-    for row in range(num_rows):
-        name = names + get32(slots + row * 4) * NAME_BYTES
-        if get32(name + NAME_IS_LEFT_OUT) == 0:
-            putu64(holders + count * 16, np.uint64(name))
-            putu64(holders + count * 16 + 8, np.uint64(depths + row * _DEPTHS_BYTES))
-            count += 1
-    return count
+@helper
+def _put_tokens(output: Bytes, at: int, key: Bytes, num_tokens: int) -> int:
+    return _put_number(output, _put(output, at, key), np.uint64(num_tokens))
 
 
-@jit("void(i8,i8)")
-def _sort(holders, count):
+@helper
+def _is_before(names: _Names, left: int, right: int) -> bool:
+    """Whether a slot's name comes before another's."""
+    if names[left].instance != names[right].instance:
+        return names[left].instance < names[right].instance  # type: ignore[no-any-return]
+    return names[left].rank < names[right].rank  # type: ignore[no-any-return]
+
+
+@helper
+def _sort(holders: _Counts, count: int, slots: _Counts, names: _Names) -> None:
     """Put holders in the order of their names: Shell's sort, with Ciura's gaps."""
     for gap in _GAPS:
         for index in range(gap, count):
-            name, depths = getu64(holders + index * 16), getu64(holders + index * 16 + 8)
-            place = index
-            while place >= gap and _is_before(np.int64(name), get64(holders + (place - gap) * 16)):
-                putu64(holders + place * 16, getu64(holders + (place - gap) * 16))
-                putu64(holders + place * 16 + 8, getu64(holders + (place - gap) * 16 + 8))
+            holder, place = holders[index], index
+            while place >= gap and _is_before(names, slots[holder], slots[holders[place - gap]]):
+                holders[place] = holders[place - gap]
                 place -= gap
-            putu64(holders + place * 16, name)
-            putu64(holders + place * 16 + 8, depths)
+            holders[place] = holder
 
 
-@jit("i8(i8,i8)")
-def _merge(holders, count):
-    """Leave one holder for each name, with the most that any has in each tier, in the first one's depths; how many."""
-    num_left = 0
+@helper
+def _list_holders(slots: _Counts, depths: _Counts, names: _Names, holders: _Counts) -> int:
+    """List one holder for each name that is not left out, with the most that any has in each tier; return how many."""
+    count = num_left = 0
+    for row in range(len(slots)):
+        if names[slots[row]].is_left_out == 0:
+            holders[count] = row
+            count += 1
+    _sort(holders, count, slots, names)
     for index in range(count):
-        name, own = get64(holders + index * 16), get64(holders + index * 16 + 8)
-        last = holders + (num_left - 1) * 16
-        if num_left > 0 and not _is_before(get64(last), name):
-            kept = get64(last + 8)
-            for tier in range(0, _DEPTHS_BYTES, 4):
-                put32(kept + tier, max(get32(kept + tier), get32(own + tier)))
+        holder = holders[index]
+        if num_left > 0 and not _is_before(names, slots[holders[num_left - 1]], slots[holder]):
+            kept = depths[holders[num_left - 1]]
+            for tier in range(_NUM_TIERS):
+                kept[tier] = max(kept[tier], depths[holder, tier])
         else:
-            putu64(last + 16, np.uint64(name))
-            putu64(last + 24, np.uint64(own))
+            holders[num_left] = holder
             num_left += 1
     return num_left
 
 
-@jit("i8(i8,i8,i8)")
-def _group_end(holders, index, count):
-    """Where the holders of the instance that begins here end."""
-    instance = getu64(get64(holders + index * 16))
-    while index < count and getu64(get64(holders + index * 16)) == instance:
-        index += 1
-    return index
-
-
-@jit("i8(i8,i8,i8,i8)")
-def _most(holders, index, end, tier):
-    """The most that a group's holders have in a tier."""
+@helper
+def _most(depths: _Counts, group: _Counts, tier: int) -> int:
+    """The most blocks that some holders have in a tier."""
     most = 0
-    for each in range(index, end):
-        most = max(most, get32(get64(holders + each * 16 + 8) + tier))
+    for holder in group:
+        most = max(most, signed(depths[holder, tier]))
     return most
 
 
-@jit("i8(i8,i8,i8,i8,i8,b1)")
-def _put_ranks(at, holders, index, end, block_size, is_score):
-    """Write each rank's tokens on the GPU, the scores without those that have none."""
-    has_any = False
-    for each in range(index, end):
-        name, depth = get64(holders + each * 16), get32(get64(holders + each * 16 + 8) + _GPU)
-        if depth == 0 and is_score:
+@helper
+def _put_ranks(output: Bytes, at: int, group: _Counts, match: Any, block_size: int, least: int) -> int:
+    """Write each rank's tokens on the GPU, but for those with fewer blocks than the least."""
+    slots, depths, names = match
+    num_written = 0
+    for holder in group:
+        num_blocks = signed(depths[holder, _GPU])
+        if num_blocks >= least:
+            at = _put(output, at, _QUOTE) if num_written == 0 else _put(output, at, _NEXT)
+            at = _put_number(output, at, np.uint64(names[slots[holder]].rank))
+            at = _put_tokens(output, at, _NAME_END, num_blocks * block_size)
+            num_written += 1
+    return _put(output, at, _CLOSE)
+
+
+@helper
+def _put_instances(output: Bytes, at: int, holders: _Counts, match: Any, block_size: int, is_score: int) -> int:
+    """Write what each instance has, in all tiers; or what it has on its GPUs alone, and only if that is anything."""
+    slots, depths, names = match
+    start = num_written = 0
+    while start < len(holders):
+        instance, end = names[slots[holders[start]]].instance, start + 1
+        while end < len(holders) and names[slots[holders[end]]].instance == instance:
+            end += 1
+        group = holders[start:end]
+        start = end
+        gpu, longest = _most(depths, group, _GPU) * block_size, _most(depths, group, _LONGEST) * block_size
+        if is_score and gpu == 0:
             continue
-        if has_any:
-            at = _put_comma(at)
-        has_any = True
-        at = _put_name_end(put_number(_put_quote(at), np.uint64(get32(name + NAME_RANK))))
-        at = put_number(at, np.uint64(depth * block_size))
+        at = _put(output, at, _QUOTE) if num_written == 0 else _put(output, at, _NEXT)
+        at = _put(output, _put_number(output, at, instance), _OBJECT)
+        num_written += 1
+        if is_score:
+            at = _put_ranks(output, at, group, match, block_size, 1)
+            continue
+        at = _put_tokens(output, at, _LONGEST_MATCHED, longest)
+        at = _put(output, _put_tokens(output, at, _ON_GPU, gpu), _BY_RANK)
+        at = _put_ranks(output, at, group, match, block_size, 0)
+        at = _put_tokens(output, at, _ON_CPU, _most(depths, group, _HOST) * block_size)
+        at = _put(output, _put_tokens(output, at, _ON_DISK, longest), _CLOSE)
     return at
 
 
-@jit("i8(i8,i8,i8,i8)")
-def _put_scores(at, holders, count, block_size):
-    """Write what is on the GPUs, by instance and rank."""
-    index, has_any = 0, False
-    while index < count:
-        end = _group_end(holders, index, count)
-        if _most(holders, index, end, _GPU) > 0:
-            if has_any:
-                at = _put_comma(at)
-            has_any = True
-            at = _put_object(put_number(_put_quote(at), getu64(get64(holders + index * 16))))
-            at = _put_close(_put_ranks(at, holders, index, end, block_size, True))
-        index = end
-    return at
+_NAMES: Any = numba.typeof(np.zeros(1, NAME))
+_DEPTHS: Any = types.Array(types.uint32, 2, "C")
 
 
-@jit("i8(i8,i8,i8,i8)")
-def _put_each_instance(at, holders, count, block_size):
-    """Write what each instance has, in all tiers."""
-    index = 0
-    while index < count:
-        end = _group_end(holders, index, count)
-        if index > 0:
-            at = _put_comma(at)
-        longest = np.uint64(_most(holders, index, end, _LONGEST) * block_size)
-        at = _put_object(put_number(_put_quote(at), getu64(get64(holders + index * 16))))
-        at = put_number(_put_longest(at), longest)
-        at = put_number(_put_gpu(at), np.uint64(_most(holders, index, end, _GPU) * block_size))
-        at = _put_ranks(_put_dp(at), holders, index, end, block_size, False)
-        at = put_number(_put_cpu(at), np.uint64(_most(holders, index, end, _CPU) * block_size))
-        at = _put_close(put_number(_put_disk(at), longest))
-        index = end
-    return at
-
-
-_SLOTS, _DEPTHS = types.Array(types.uint32, 1, "C"), types.Array(types.uint32, 2, "C")
-
-
-@jit(types.int64(_SLOTS, _DEPTHS, types.int64, types.int64, types.int64, types.int64), is_entry=True)
-def write_answer(slots, depths, block_size, names, holders, output):
+@entry(U32S, _DEPTHS, int64, _NAMES, U32S, TEXT)
+def write_answer(
+    slots: _Counts, depths: _Counts, block_size: int, names: _Names, holders: _Counts, output: Bytes
+) -> int:
     """Write the answer that a match's arrays amount to; return its length. The depths may be changed.
 
-    `names` has the name of each slot (see `NAME_BYTES`), `holders` room for 16 bytes a slot, the output room for
-    `MAX_FIXED_BYTES` and `MAX_RANK_BYTES` a slot.
+    `names` has the name of each slot, `holders` room for a number a slot, the output room for `MAX_FIXED_BYTES` and
+    `MAX_RANK_BYTES` a slot.
     """
-    count = _list_holders(slots.ctypes.data, depths.ctypes.data, slots.size, names, holders)
-    _sort(holders, count)
-    count = _merge(holders, count)
-    at = _put_scores(_put_begin(output), holders, count, block_size)
-    at = _put_end(_put_each_instance(_put_instances(at), holders, count, block_size))
-    return at - output
+    holders = holders[: _list_holders(slots, depths, names, holders)]
+    match = slots, depths, names
+    at = _put_instances(output, _put(output, 0, _BEGIN), holders, match, block_size, 1)
+    at = _put_instances(output, _put(output, at, _INSTANCES), holders, match, block_size, 0)
+    return _put(output, at, _END)

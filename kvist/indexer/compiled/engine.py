@@ -80,7 +80,7 @@ from kvist.indexer.compiled.engine_map import (
 )
 from kvist.indexer.compiled.intrinsics import byteswap
 from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.xxh3 import xxh3_64
+from kvist.indexer.compiled.old_xxh3 import xxh3_64
 from kvist.radix.compiled.intrinsics import get32, get64, getu64, put64, putu64
 from kvist.radix.compiled.layout import MAX_DEPTH
 

@@ -32,9 +32,9 @@ from kvist.indexer.compiled.engine_map import (
     put_entry,
     row_named,
 )
-from kvist.indexer.compiled.hashing import local_hash
 from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.xxh3 import chained
+from kvist.indexer.compiled.old_hashing import local_hash
+from kvist.indexer.compiled.old_xxh3 import chained
 from kvist.radix.compiled.intrinsics import get32, get64, getu64, prefetch, put32, put64, putu64
 from kvist.radix.compiled.layout import BUCKET_SETS, MAX_DEPTH, MULTIPLIER, SECONDARY
 from kvist.radix.compiled.layout import IRREGULAR as IRREGULAR_ROW

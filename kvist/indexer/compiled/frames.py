@@ -1,73 +1,68 @@
 """Splitting ZMTP frames into messages, at a few nanoseconds each; `kvist.events.transports.zmtp.Splitter` says how."""
 
-# mypy: ignore-errors
-# The signature string of each function is its type.
 from __future__ import annotations
 
 import numpy as np
+from numba import int64
+from numpy.typing import NDArray
 
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE, TOPIC_BYTES, TOPIC_START
 from kvist.events.transports.zmtp import StopReason
-from kvist.indexer.compiled.intrinsics import byteswap
-from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.intrinsics import get8, getu64
+from kvist.indexer.compiled.jit import BYTES, TABLE, entry, helper
+from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed
 
 _NEED_MORE, _TABLE_FULL, _UNUSUAL = int(StopReason.NEED_MORE), int(StopReason.TABLE_FULL), int(StopReason.UNUSUAL)
 _MORE, _LONG = 1, 2
 _SHORT_HEADER, _LONG_HEADER, _SEQUENCE_FRAME = 2, 9, 10
 
 
-@jit("i8(i8)", is_inlined=True)
-def _big_endian(address):
-    """Eight bytes as a two's complement."""
-    return np.int64(byteswap(getu64(address)))
-
-
-@jit("i8(i8,i8,i8,i8)", is_inlined=True)
-def _body_bytes(at, end, flags, max_bytes):
+@helper
+def _body_bytes(data: Bytes, at: int, end: int, flags: int, max_bytes: int) -> int:
     """Length of the body of a frame with these flags, or minus the reason (less one) why it is none or too long."""
     if at >= end:
         return -1 - _NEED_MORE
     num_bytes = -1
-    if get8(at) == flags:
+    if byte_at(data, at) == flags:
         if at + _SHORT_HEADER > end:
             return -1 - _NEED_MORE
-        num_bytes = get8(at + 1)
-    elif get8(at) == flags | _LONG:
+        num_bytes = byte_at(data, at + 1)
+    elif byte_at(data, at) == flags | _LONG:
         if at + _LONG_HEADER > end:
             return -1 - _NEED_MORE
-        num_bytes = _big_endian(at + 1)
+        num_bytes = signed(big_word_at(data, at + 1))
     return num_bytes if 0 <= num_bytes <= max_bytes else -1 - _UNUSUAL
 
 
-@jit("i8(i8)", is_inlined=True)
-def _header_bytes(at):
-    return _LONG_HEADER if get8(at) & _LONG else _SHORT_HEADER
+@helper
+def _header_bytes(data: Bytes, at: int) -> int:
+    return _LONG_HEADER if byte_at(data, at) & _LONG else _SHORT_HEADER
 
 
-@jit("UniTuple(i8,3)(i8,i8,i8,i8[:,::1],i8)", is_entry=True)
-def split_frames(address, start, end, table, max_message_bytes):
+@entry(BYTES, int64, int64, TABLE, int64)
+def split_frames(
+    data: Bytes, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
+) -> tuple[int, int, int]:
     """Return what a `Splitter` returns: rows written, position, reason."""
-    at, stop = address + start, address + end
+    at = start
     for row in range(len(table)):
-        topic_bytes = _body_bytes(at, stop, _MORE, max_message_bytes)
+        topic_bytes = _body_bytes(data, at, end, _MORE, max_message_bytes)
         if topic_bytes < 0:
-            return row, at - address, -1 - topic_bytes
-        topic = at + _header_bytes(at)
+            return row, at, -1 - topic_bytes
+        topic = at + _header_bytes(data, at)
         sequence = topic + topic_bytes
-        if (sequence < stop and get8(sequence) != _MORE) or (sequence + 1 < stop and get8(sequence + 1) != 8):
-            return row, at - address, _UNUSUAL
+        is_no_more = sequence < end and byte_at(data, sequence) != _MORE
+        if is_no_more or (sequence + 1 < end and byte_at(data, sequence + 1) != 8):
+            return row, at, _UNUSUAL
         payload_frame = sequence + _SEQUENCE_FRAME
-        payload_bytes = _body_bytes(payload_frame, stop, 0, max_message_bytes - topic_bytes)
+        payload_bytes = _body_bytes(data, payload_frame, end, 0, max_message_bytes - topic_bytes)
         if payload_bytes < 0:
-            return row, at - address, -1 - payload_bytes
-        payload = payload_frame + _header_bytes(payload_frame)
-        if payload + payload_bytes > stop:
-            return row, at - address, _NEED_MORE
-        table[row, TOPIC_START] = topic - address
-        table[row, TOPIC_BYTES] = topic_bytes
-        table[row, SEQUENCE] = _big_endian(sequence + 2)
-        table[row, PAYLOAD_START] = payload - address
-        table[row, PAYLOAD_BYTES] = payload_bytes
+            return row, at, -1 - payload_bytes
+        payload = payload_frame + _header_bytes(data, payload_frame)
+        if payload + payload_bytes > end:
+            return row, at, _NEED_MORE
+        found = table[row]
+        found[TOPIC_START], found[TOPIC_BYTES] = topic, topic_bytes
+        found[SEQUENCE] = signed(big_word_at(data, sequence + 2))
+        found[PAYLOAD_START], found[PAYLOAD_BYTES] = payload, payload_bytes
         at = payload + payload_bytes
-    return len(table), at - address, _TABLE_FULL
+    return len(table), at, _TABLE_FULL

@@ -1,36 +1,186 @@
-"""Block hashes of tokens at an address; the rule is that of `kvist.events.hashing`."""
+"""Block hashes: XXH3-64 with a seed, of any number of bytes, and the chain of a prompt's blocks.
 
-# mypy: ignore-errors
-# The signature string of each function is its type.
+XXH3 is written from its part of the xxHash specification (doc/xxhash_spec.md of the xxHash project, version 0.2), and
+equal to the `xxhash` package: short inputs are mixed by their length's own formula; beyond 240 bytes eight lanes take
+64 bytes at a time. The rule of the chain is that of `kvist.events.hashing`.
+"""
+
 from __future__ import annotations
 
-from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.xxh3 import chained, hash_64_bytes, hash_256_bytes, xxh3_64
-from kvist.radix.compiled.intrinsics import putu64
+import numpy as np
+from numba import int64, uint64
+from numpy.typing import NDArray
+
+from kvist.indexer.compiled.jit import BYTES, U64S, entry, helper, inlined
+from kvist.indexer.compiled.words import Bytes, byte_at, byteswap, folded_product, word_at
+
+_SECRET = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671fcb79e64eccc0e578825ad07dccff7221"
+    "b8084674f743248ee03590e6813a264c3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364eac5ac8334d3ebc3c581a0fffa1363eb"
+    "170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
 
 
-@jit("u8(i8,i8,u8)", is_inlined=True)
-def local_hash(block, block_bytes, seed):
-    """Local hash of a block; the usual sizes, 16 and 64 tokens, without a call."""
-    if block_bytes == 64:
-        return hash_64_bytes(block, seed)
-    if block_bytes == 256:
-        return hash_256_bytes(block, seed)
-    return xxh3_64(block, block_bytes, seed)
+def _word(offset: int) -> np.uint64:
+    """Eight bytes of the secret."""
+    return np.uint64(int.from_bytes(_SECRET[offset : offset + 8], "little"))
 
 
-@jit("u8(i8,i8,i8,i8,u8,i8,u8,i8)", is_entry=True)
-def hash_chain(tokens, num_blocks, stride_bytes, block_bytes, seed, has_parent, parent, output):
-    """Write the sequence hash of each of at least one block to the output, as u64; return the last.
+_WORDS = np.array([_word(offset) for offset in range(len(_SECRET) - 7)], np.uint64)
+"""The word of the secret from each of its bytes on."""
+_PRIME_1, _PRIME_2, _PRIME_3 = (
+    np.uint64(n) for n in (0x9E37_79B1_85EB_CA87, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9)
+)
+_PRIME_32_1 = np.uint64(0x9E37_79B1)
+_FIRST_LANES = np.array(
+    [0xC2B2_AE3D, _PRIME_1, _PRIME_2, _PRIME_3, 0x85EB_CA77_C2B2_AE63, 0x85EB_CA77, 0x27D4_EB2F_1656_67C5, _PRIME_32_1],
+    np.uint64,
+)
+_MX_1, _MX_2 = np.uint64(0x1656_6791_9E37_79F9), np.uint64(0x9FB2_1C65_1E98_DF25)
+_FOR_0 = _word(56) ^ _word(64)
+_FOR_1_TO_3 = (_word(0) ^ _word(4)) & np.uint64(0xFFFF_FFFF)
+_FOR_4_TO_8 = _word(8) ^ _word(16)
+_FOR_9_TO_16_LOW, _FOR_9_TO_16_HIGH = _word(24) ^ _word(32), _word(40) ^ _word(48)
+_U0, _U8, _U15, _U24, _U28, _U29, _U32, _U33, _U35, _U37, _U40, _U47, _U49, _U64 = (
+    np.uint64(n) for n in (0, 8, 15, 24, 28, 29, 32, 33, 35, 37, 40, 47, 49, 64)
+)
+_LOW = np.uint64(0xFFFF_FFFF)
+_STRIPE_BYTES, _STRIPES_A_BLOCK = 64, 16
+_HASH_SEED = np.uint64(1337)
 
-    `tokens` is the address of little-endian u32. A block begins `stride_bytes` after the one before and covers
-    `block_bytes`: as much, or one token more for EAGLE. `parent` is the sequence hash before the first block, if any.
+
+@inlined
+def _avalanche(h: np.uint64) -> np.uint64:
+    h = (h ^ (h >> _U37)) * _MX_1
+    return h ^ (h >> _U32)
+
+
+@inlined
+def _avalanche_xxh64(h: np.uint64) -> np.uint64:
+    h = (h ^ (h >> _U33)) * _PRIME_2
+    h = (h ^ (h >> _U29)) * _PRIME_3
+    return h ^ (h >> _U32)
+
+
+@helper
+def _hash_to_8(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
+    """Hash 0 to 8 bytes."""
+    if num_bytes == 0:
+        return _avalanche_xxh64(seed ^ _FOR_0)
+    end, length = start + num_bytes, np.uint64(num_bytes)
+    if num_bytes < 4:
+        first, middle, last = byte_at(data, start), byte_at(data, start + (num_bytes >> 1)), byte_at(data, end - 1)
+        return _avalanche_xxh64(np.uint64(first << 16 | middle << 24 | last | num_bytes << 8) ^ (_FOR_1_TO_3 + seed))
+    first_half = last_half = _U0
+    for index in range(4):
+        first_half |= np.uint64(byte_at(data, start + index) << 8 * index)
+        last_half |= np.uint64(byte_at(data, end - 4 + index) << 8 * index)
+    seed ^= byteswap(seed << _U32) << _U32
+    h = (last_half + (first_half << _U32)) ^ (_FOR_4_TO_8 - seed)
+    h ^= (h << _U49 | h >> _U15) ^ (h << _U24 | h >> _U40)
+    h *= _MX_2
+    h = (h ^ ((h >> _U35) + length)) * _MX_2
+    return h ^ (h >> _U28)
+
+
+@inlined
+def _hash_two_words(first: np.uint64, last: np.uint64, length: np.uint64, seed: np.uint64) -> np.uint64:
+    """Hash 9 to 16 bytes, of which these are the first and the last eight."""
+    low = first ^ (_FOR_9_TO_16_LOW + seed)
+    high = last ^ (_FOR_9_TO_16_HIGH - seed)
+    return _avalanche(length + byteswap(low) + high + folded_product(low, high))
+
+
+@inlined
+def _mix_16(data: Bytes, at: int, secret: int, seed: np.uint64) -> np.uint64:
+    """Mix 16 bytes with the secret's at an offset."""
+    key = np.uint64(secret)
+    low, high = _WORDS[key] + seed, _WORDS[key + _U8] - seed
+    return folded_product(word_at(data, at) ^ low, word_at(data, at + 8) ^ high)
+
+
+@helper
+def _hash_to_240(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
+    """Hash 17 to 240 bytes."""
+    end = start + num_bytes
+    h = np.uint64(num_bytes) * _PRIME_1
+    if num_bytes <= 128:
+        for index in range((num_bytes - 1) // 32, -1, -1):
+            h += _mix_16(data, start + index * 16, index * 32, seed)
+            h += _mix_16(data, end - 16 - index * 16, index * 32 + 16, seed)
+        return _avalanche(h)
+    for offset in range(0, 128, 16):
+        h += _mix_16(data, start + offset, offset, seed)
+    h = _avalanche(h)
+    for offset in range(128, num_bytes - 15, 16):
+        h += _mix_16(data, start + offset, offset - 125, seed)
+    return _avalanche(h + _mix_16(data, end - 16, 119, seed))
+
+
+@inlined
+def _secret_at(offset: int, seed: np.uint64) -> np.uint64:
+    """Return the word of the seeded secret from a byte on: of the secret's own words every other has the seed added."""
+    first, shift = offset & ~7, np.uint64((offset & 7) * 8)
+    one: np.uint64 = _WORDS[np.uint64(first)] + (_U0 - seed if first & 8 else seed)
+    if shift == _U0:
+        return one
+    two: np.uint64 = _WORDS[np.uint64(first + 8)] + (seed if first & 8 else _U0 - seed)
+    return one >> shift | two << (_U64 - shift)
+
+
+@inlined
+def _mix_lane(mixed: np.uint64, lane: int, data: Bytes, at: int, secret: int, seed: np.uint64) -> np.uint64:
+    """Mix a stripe into a lane: its neighbour's data, and the product of the halves of its own, keyed."""
+    keyed = word_at(data, at + lane * 8) ^ _secret_at(secret + lane * 8, seed)
+    return mixed + word_at(data, at + (lane ^ 1) * 8) + (keyed & _LOW) * (keyed >> _U32)
+
+
+@helper
+def _hash_long(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
+    """Hash more than 240 bytes: one lane after the other, so that nothing is stored on the way."""
+    h, before = np.uint64(num_bytes) * _PRIME_1, _U0
+    for lane in range(8):
+        mixed = _FIRST_LANES[lane]
+        for stripe in range((num_bytes - 1) // _STRIPE_BYTES):
+            in_block = stripe & (_STRIPES_A_BLOCK - 1)
+            mixed = _mix_lane(mixed, lane, data, start + stripe * _STRIPE_BYTES, in_block * 8, seed)
+            if in_block == _STRIPES_A_BLOCK - 1:
+                mixed = (mixed ^ (mixed >> _U47) ^ _secret_at(128 + lane * 8, seed)) * _PRIME_32_1
+        mixed = _mix_lane(mixed, lane, data, start + num_bytes - _STRIPE_BYTES, 121, seed)
+        mixed ^= _secret_at(11 + lane * 8, seed)
+        if lane & 1:
+            h += folded_product(before, mixed)
+        before = mixed
+    return _avalanche(h)
+
+
+@helper
+def xxh3_64(data: Bytes, start: int, num_bytes: int, seed: np.uint64) -> np.uint64:
+    """Return XXH3-64 of some bytes; reads nothing beyond them."""
+    if num_bytes > 240:
+        return _hash_long(data, start, num_bytes, seed)
+    if num_bytes > 16:
+        return _hash_to_240(data, start, num_bytes, seed)
+    if num_bytes > 8:
+        last = word_at(data, start + num_bytes - 8)
+        return _hash_two_words(word_at(data, start), last, np.uint64(num_bytes), seed)
+    return _hash_to_8(data, start, num_bytes, seed)
+
+
+@helper
+def chained(parent: np.uint64, local: np.uint64) -> np.uint64:
+    """Return the sequence hash of a block, by that of the block before it and its own local hash."""
+    return _hash_two_words(parent, local, np.uint64(16), _HASH_SEED)
+
+
+@entry(BYTES, int64, int64, uint64, U64S)
+def hash_chain(tokens: Bytes, block_bytes: int, stride_bytes: int, seed: np.uint64, hashes: NDArray[np.uint64]) -> None:
+    """Write the sequence hash of as many blocks as there is room for.
+
+    `tokens` is little-endian u32. A block begins `stride_bytes` after the one before and covers `block_bytes`: as much,
+    or one token more for EAGLE.
     """
-    block_hash = local_hash(tokens, block_bytes, seed)
-    if has_parent:
-        block_hash = chained(parent, block_hash)
-    putu64(output, block_hash)
-    for index in range(1, num_blocks):
-        block_hash = chained(block_hash, local_hash(tokens + index * stride_bytes, block_bytes, seed))
-        putu64(output + index * 8, block_hash)
-    return block_hash
+    for number in range(len(hashes)):
+        block_hash = xxh3_64(tokens, number * stride_bytes, block_bytes, seed)
+        hashes[number] = chained(hashes[number - 1], block_hash) if number > 0 else block_hash

@@ -5,53 +5,60 @@ empty array in place of this one, to a parser. Only if that accepts it, this was
 text is read.
 """
 
-# mypy: ignore-errors
-# The signature string of each function is its type.
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
+from numpy.typing import NDArray
 
-from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.json_blocks import number, read_blocks
-from kvist.radix.compiled.intrinsics import get8, get64, getu64, lowest_bit, put32, put64, putu64
+from kvist.indexer.compiled.jit import BYTES, U32S, U64S, entry, helper, inlined
+from kvist.indexer.compiled.words import Bytes, byte_at, signed, word_at
 
-START, END, COUNT, INTEGERS = range(0, 32, 8)
-"""What `find_integers` writes: where the array begins and ends in the text, and the number of integers, before them."""
+Integer = TypeVar("Integer", np.uint32, np.uint64)
 
 _SPACE, _TAB, _NEWLINE, _RETURN, _QUOTE, _COMMA, _COLON, _BACKSLASH = b' \t\n\r",:\\'
 _OPEN_ARRAY, _CLOSE_ARRAY, _OPEN_OBJECT, _CLOSE_OBJECT = b"[]{}"
 _ZERO = ord("0")
-_ZEROS, _SIXES, _HIGH = (np.uint64(n * 0x0101_0101_0101_0101) for n in (0x30, 0x06, 0xF0))
-_LAST_U32, _LAST_U64 = np.uint64(2**32 - 1), np.uint64(2**64 - 1)
+_U0, _U1, _U8, _U16, _U32, _U56 = (np.uint64(n) for n in (0, 1, 8, 16, 32, 56))
+_ONES, _ZEROS, _SIXES, _HIGH = (np.uint64(n * 0x0101_0101_0101_0101) for n in (0x01, 0x30, 0x06, 0xF0))
+_BYTES, _PAIRS, _QUADS = (np.uint64(n) for n in (0x00FF_00FF_00FF_00FF, 0x0000_FFFF_0000_FFFF, 0xFFFF_FFFF))
+_TEN_AND_1, _HUNDRED_AND_1, _MYRIAD_AND_1 = (np.uint64(n) for n in (10 << 8 | 1, 100 << 16 | 1, 10_000 << 32 | 1))
+_LAST_U64 = np.uint64(2**64 - 1)
 _TENS = 10 ** np.arange(9, dtype=np.uint64)
 
 
-@jit("i8(i8,i8)", is_inlined=True)
-def _skip_space(at, end):
-    while at < end and get8(at) in (_SPACE, _NEWLINE, _RETURN, _TAB):
+@inlined
+def _skip_space(text: Bytes, at: int) -> int:
+    while at < len(text) and byte_at(text, at) in (_SPACE, _NEWLINE, _RETURN, _TAB):
         at += 1
     return at
 
 
-@jit("i8(i8,i8)")
-def _skip_string(at, end):
+@inlined
+def _is_here(text: Bytes, at: int, character: int) -> bool:
+    return at < len(text) and byte_at(text, at) == character
+
+
+@helper
+def _skip_string(text: Bytes, at: int) -> int:
     """End of the string whose opening quote is here, 0 if it has none."""
     at += 1
-    while at < end:
-        if get8(at) == _QUOTE:
+    while at < len(text):
+        if byte_at(text, at) == _QUOTE:
             return at + 1
-        at += 2 if get8(at) == _BACKSLASH else 1
+        at += 2 if byte_at(text, at) == _BACKSLASH else 1
     return 0
 
 
-@jit("i8(i8,i8)")
-def _skip_value(at, end):
+@helper
+def _skip_value(text: Bytes, at: int) -> int:
     """End of the value that begins here, 0 if it has none; brackets are counted, not matched."""
     depth = 0
-    while at < end:
-        byte = get8(at)
+    while at < len(text):
+        byte = byte_at(text, at)
         if byte == _QUOTE:
-            at = _skip_string(at, end)
+            at = _skip_string(text, at)
             if at == 0 or depth == 0:
                 return at
             continue
@@ -67,145 +74,145 @@ def _skip_value(at, end):
     return 0
 
 
-@jit("b1(i8,i8,i8,i8)")
-def _is_key(at, end, key, key_bytes):
+@helper
+def _is_key(text: Bytes, start: int, end: int, key: Bytes) -> bool:
     """Whether the string between quotes here is the key, to the letter."""
     num_same = 0
-    if end - at - 2 == key_bytes:
-        while num_same < key_bytes and get8(at + 1 + num_same) == get8(key + num_same):
+    if end - start - 2 == len(key):
+        while num_same < len(key) and byte_at(text, start + 1 + num_same) == byte_at(key, num_same):
             num_same += 1
-    return end - at - 2 == key_bytes == num_same
+    return end - start - 2 == len(key) == num_same
 
 
-@jit("b1(i8,i8)")
-def _has_backslash(at, end):
-    while at < end and get8(at) != _BACKSLASH:
-        at += 1
-    return at < end
+@helper
+def _has_backslash(text: Bytes, start: int, end: int) -> bool:
+    while start < end and byte_at(text, start) != _BACKSLASH:
+        start += 1
+    return start < end
 
 
-@jit("u8(i8,i8)", is_inlined=True)
-def _eight_bytes(at, end):
+@inlined
+def _eight_bytes(text: Bytes, at: int) -> np.uint64:
     """The next eight bytes of the text, zeros beyond its end."""
-    if end - at >= 8:
-        return getu64(at)
-    word = np.uint64(0)
-    for index in range(end - at):
-        word |= np.uint64(get8(at + index)) << np.uint64(index * 8)
+    if len(text) - at >= 8:
+        return word_at(text, at)
+    word = _U0
+    for index in range(len(text) - at):
+        word |= np.uint64(byte_at(text, at + index)) << np.uint64(index * 8)
     return word
 
 
-@jit("i8(u8)", is_inlined=True)
-def _num_digits(word):
+@inlined
+def _num_digits(word: np.uint64) -> int:
     """How many of the first of eight bytes are digits."""
     digits = word ^ _ZEROS
     others = (digits | (digits + _SIXES)) & _HIGH
-    return lowest_bit(others) >> 3 if others != np.uint64(0) else 8
+    below = (others & (_U0 - others)) - _U1  # the lowest bit of each byte up to the first that is no digit
+    return 8 if others == _U0 else signed(((below & _ONES) * _ONES) >> _U56) - 1
 
 
-@jit("i8(u8,i8,i8,i8)")
-def _read_long(word, at, end, output):
-    """Read an integer whose first eight digits are given to the output, as u64; return its end, 0 beyond u64."""
-    value = number(word, 8)
-    at += 8
-    word = _eight_bytes(at, end)
-    num_digits = _num_digits(word)
-    if num_digits == 0:
-        putu64(output, value)
-        return at
-    value = value * _TENS[num_digits] + number(word, num_digits)
-    at += num_digits
-    if num_digits == 8:
-        word = _eight_bytes(at, end)
+@inlined
+def _number(word: np.uint64, num_digits: int) -> np.uint64:
+    """The number that the first one to eight bytes spell: halves, quarters and eighths are added at once."""
+    digits = (word ^ _ZEROS) << np.uint64(64 - num_digits * 8)
+    pairs = (digits * _TEN_AND_1 >> _U8) & _BYTES
+    quads = (pairs * _HUNDRED_AND_1 >> _U16) & _PAIRS
+    return (quads * _MYRIAD_AND_1 >> _U32) & _QUADS
+
+
+@helper
+def _read_long(text: Bytes, at: int) -> tuple[np.uint64, int]:
+    """Read an integer of eight digits or more; return it and its end, which is 0 beyond u64."""
+    value, num_read, num_digits = _U0, 0, 8
+    while num_digits == 8:
+        word = _eight_bytes(text, at)
         num_digits = _num_digits(word)
-        if num_digits > 4:
-            return 0
+        num_read += num_digits
         if num_digits > 0:
-            last = number(word, num_digits)
-            if num_digits == 4 and value > (_LAST_U64 - last) // _TENS[4]:
-                return 0
-            value = value * _TENS[num_digits] + last
+            tens, more = _TENS[num_digits], _number(word, num_digits)
+            if num_read > 20 or value > (_LAST_U64 - more) // tens:
+                return _U0, 0
+            value = value * tens + more
             at += num_digits
-    putu64(output, value)
-    return at
+    return value, at
 
 
-@jit("i8(i8,i8,i8,i8)")
-def _read_array(at, end, item_bytes, result):
-    """Read an array and say how many integers it has; return its end, 0 if it is not plain."""
-    if at >= end or get8(at) != _OPEN_ARRAY:
-        return 0
-    at = read_blocks(at + 1, end, item_bytes, result + INTEGERS, result + COUNT)
-    count = get64(result + COUNT)
-    output = result + INTEGERS + count * item_bytes
-    at = _skip_space(at, end)
-    is_done = at < end and get8(at) == _CLOSE_ARRAY
-    while not is_done:
-        if count > 0:
-            if at >= end or get8(at) != _COMMA:
-                return 0
-            at = _skip_space(at + 1, end)
-        word = _eight_bytes(at, end)
+@helper
+def _read_array(text: Bytes, at: int, integers: NDArray[Integer]) -> tuple[int, int]:
+    """Read an array; return how many integers it has and its end, which is 0 if it is not plain."""
+    count, last = 0, _LAST_U64 >> np.uint64(64 - 8 * integers.itemsize)
+    if not _is_here(text, at, _OPEN_ARRAY):
+        return 0, 0
+    at = _skip_space(text, at + 1)
+    is_done = _is_here(text, at, _CLOSE_ARRAY)
+    while not is_done and count < len(integers):
+        word = _eight_bytes(text, at)
         num_digits = _num_digits(word)
-        if num_digits == 0 or (num_digits > 1 and get8(at) == _ZERO):
-            return 0
-        value = number(word, num_digits)
-        if num_digits == 8:
-            at = _read_long(word, at, end, output)
-            if at == 0:
-                return 0
-            value = getu64(output)
-            if item_bytes == 4 and value > _LAST_U32:
-                return 0
-        else:
+        if num_digits == 0 or (num_digits > 1 and byte_at(text, at) == _ZERO):
+            return 0, 0
+        if num_digits < 8:
+            value = _number(word, num_digits)
             at += num_digits
-        if item_bytes == 4:
-            put32(output, np.int64(value))
         else:
-            putu64(output, value)
-        output += item_bytes
+            value, at = _read_long(text, at)
+            if at == 0 or value > last:
+                return 0, 0
+        integers[np.uint64(count)] = value
         count += 1
-        at = _skip_space(at, end)
-        is_done = at < end and get8(at) == _CLOSE_ARRAY
-    put64(result + COUNT, count)
-    return at + 1
+        at = _skip_space(text, at)
+        is_done = _is_here(text, at, _CLOSE_ARRAY)
+        if not is_done:
+            if not _is_here(text, at, _COMMA):
+                return 0, 0
+            at = _skip_space(text, at + 1)
+    return (count, at + 1) if is_done else (0, 0)
 
 
-@jit("b1(i8,i8,i8,i8,i8,i8)", is_entry=True)
-def find_integers(text, num_bytes, key, key_bytes, item_bytes, result):
-    """Read the array of integers under a key of the object that the text is; false unless it is there and plain.
-
-    Plain is an array of integers from 0 to what `item_bytes` (4 or 8) hold, written without sign, fraction, exponent or
-    leading zeros, under a key that the object has once, where no key is written with a backslash. The result has room
-    for what stands before the integers (see `START`), for half as many as the text has bytes, and for 8 bytes more.
-    """
-    end, is_found = text + num_bytes, False
-    at = _skip_space(text, end)
-    if at >= end or get8(at) != _OPEN_OBJECT:
-        return False
-    at = _skip_space(at + 1, end)
-    while at < end and get8(at) == _QUOTE:
-        name, at = at, _skip_string(at, end)
-        if at == 0 or _has_backslash(name, at):
-            return False
-        is_ours = _is_key(name, at, key, key_bytes)
-        at = _skip_space(at, end)
-        if at >= end or get8(at) != _COLON:
-            return False
-        at = _skip_space(at + 1, end)
+@helper
+def _find_integers(text: Bytes, key: Bytes, integers: NDArray[Integer]) -> tuple[int, int, int]:
+    count = start = end = 0
+    at = _skip_space(text, 0)
+    if not _is_here(text, at, _OPEN_OBJECT):
+        return 0, 0, 0
+    at = _skip_space(text, at + 1)
+    while _is_here(text, at, _QUOTE):
+        name, at = at, _skip_string(text, at)
+        if at == 0 or _has_backslash(text, name, at):
+            return 0, 0, 0
+        is_ours = _is_key(text, name, at, key)
+        at = _skip_space(text, at)
+        if not _is_here(text, at, _COLON) or (is_ours and end > 0):
+            return 0, 0, 0
+        at = _skip_space(text, at + 1)
         if is_ours:
-            if is_found:
-                return False
-            is_found = True
-            put64(result + START, at - text)
-            at = _read_array(at, end, item_bytes, result)
-            put64(result + END, at - text)
+            start = at
+            count, at = _read_array(text, at, integers)
+            end = at
         else:
-            at = _skip_value(at, end)
+            at = _skip_value(text, at)
         if at == 0:
-            return False
-        at = _skip_space(at, end)
-        if at >= end or get8(at) != _COMMA:
+            return 0, 0, 0
+        at = _skip_space(text, at)
+        if not _is_here(text, at, _COMMA):
             break
-        at = _skip_space(at + 1, end)
-    return is_found and at < end and get8(at) == _CLOSE_OBJECT and _skip_space(at + 1, end) == end
+        at = _skip_space(text, at + 1)
+    if not _is_here(text, at, _CLOSE_OBJECT) or _skip_space(text, at + 1) != len(text):
+        return 0, 0, 0
+    return count, start, end
+
+
+@entry(BYTES, BYTES, U32S)
+def find_u32s(text: Bytes, key: Bytes, integers: NDArray[np.uint32]) -> tuple[int, int, int]:
+    """Read the array of integers under a key of the object that the text is; return how many, and its place.
+
+    The place's end is 0 unless the array is there and plain: of integers that fit, as many as there is room for,
+    written without sign, fraction, exponent or leading zeros, under a key that the object has once, where no key is
+    written with a backslash. Half as many as the text has bytes are room for any.
+    """
+    return _find_integers(text, key, integers)
+
+
+@entry(BYTES, BYTES, U64S)
+def find_u64s(text: Bytes, key: Bytes, integers: NDArray[np.uint64]) -> tuple[int, int, int]:
+    """As `find_u32s`, of 64 bits."""
+    return _find_integers(text, key, integers)

@@ -17,10 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
-from kvist.indexer.compiled.answers import MAX_FIXED_BYTES, MAX_RANK_BYTES, write_answer
+from kvist.indexer.compiled.answers import MAX_FIXED_BYTES, MAX_RANK_BYTES, NAME, write_answer
 from kvist.radix import RadixIndex
 
-_NAME = np.dtype([("instance", "u8"), ("rank", "u4"), ("is_left_out", "u4")])
 _MIN_SLOTS = 64
 
 
@@ -46,7 +45,7 @@ class MatchWriter:
         self._block_size = block_size
         self._ranks: list[WorkerRank] = []
         self._num_known = 0
-        self._names = np.empty(0, _NAME)
+        self._names = np.empty(0, NAME)
         self._reserve(_MIN_SLOTS)
 
     def answer(self, hashes: NDArray[np.uint64], doubted: AbstractSet[WorkerRank]) -> bytes:
@@ -64,9 +63,10 @@ class MatchWriter:
 
     def _answer(self, hashes: NDArray[np.uint64]) -> bytes:
         match = self._index.match(hashes)
-        addresses = self._names_address, self._holders_address, self._text_address
-        num_bytes = write_answer(match.holder_ids, match.depths, self._block_size, *addresses)
-        return bytes(self._text[:num_bytes])
+        num_bytes = write_answer(
+            match.holder_ids, match.depths, self._block_size, self._names, self._holders, self._text
+        )
+        return self._text[:num_bytes].tobytes()
 
     def _learn(self, ranks: list[WorkerRank]) -> None:
         """Note what slots stand for now: those that are new, or another rank's."""
@@ -81,11 +81,8 @@ class MatchWriter:
 
     def _reserve(self, num_slots: int) -> None:
         """Have room for so many slots; what no answer has reached of it costs nothing."""
-        names = np.zeros(num_slots, _NAME)
+        names = np.zeros(num_slots, NAME)
         names[: self._num_known] = self._names[: self._num_known]
         self._names = names
-        self._holders = np.empty(2 * num_slots, np.uint64)
-        text = np.empty(MAX_FIXED_BYTES + num_slots * MAX_RANK_BYTES, np.uint8)
-        self._text = text.data
-        self._names_address, self._holders_address = names.ctypes.data, self._holders.ctypes.data
-        self._text_address = text.ctypes.data
+        self._holders = np.empty(num_slots, np.uint32)
+        self._text = np.empty(MAX_FIXED_BYTES + num_slots * MAX_RANK_BYTES, np.uint8)

@@ -7,11 +7,10 @@ from numpy.typing import NDArray
 
 from kvist.events.hashing import scope_seed
 from kvist.indexer.compiled.hashing import hash_chain
-from kvist.indexer.compiled.json_tokens import COUNT, END, INTEGERS, START, find_integers
-from kvist.indexer.json_tokens import address_of
+from kvist.indexer.compiled.json_tokens import find_u32s
 
 _TOKEN_BYTES = 4
-_KEY = b"token_ids"
+_KEY = np.frombuffer(b"token_ids", np.uint8)
 _MIN_BODY_BYTES = 64 << 10
 _MAX_KEPT_BODY_BYTES = 4 << 20
 """The largest body whose memory, at most twice as much, is kept for the next one."""
@@ -21,7 +20,6 @@ class PromptReader:
     """Holds the token ids of the last body read; what it returns is good until the next one."""
 
     def __init__(self) -> None:
-        self._key_address = address_of(_KEY)
         self._reserve_body(_MIN_BODY_BYTES)
         self._reserve_hashes(_MIN_BODY_BYTES)
 
@@ -32,34 +30,23 @@ class PromptReader:
         """
         if len(body) > self._body_bytes or self._body_bytes > max(len(body), _MAX_KEPT_BODY_BYTES):
             self._reserve_body(max(len(body), _MIN_BODY_BYTES))
-        num_key_bytes, num_bytes = len(_KEY), len(body)
-        if not find_integers(
-            address_of(body), num_bytes, self._key_address, num_key_bytes, _TOKEN_BYTES, self._tokens_address
-        ):
-            return None
-        found = self._found
-        start, end, self._num_tokens = found[START >> 3], found[END >> 3], found[COUNT >> 3]
-        return body[:start] + b"[]" + body[end:]
+        self._num_tokens, start, end = find_u32s(np.frombuffer(body, np.uint8), _KEY, self._tokens)
+        return body[:start] + b"[]" + body[end:] if end else None
 
     def block_hashes(self, block_size: int, lora_name: str | None, cache_salt: str | None) -> NDArray[np.uint64]:
         """Return the canonical hash of each full block of the prompt that was read last."""
         num_blocks = self._num_tokens // block_size
-        if num_blocks == 0:
-            return self._hashes[:0]
         if num_blocks > len(self._hashes):
             self._reserve_hashes(num_blocks)
-        stride_bytes = block_size * _TOKEN_BYTES
-        seed = scope_seed(lora_name, cache_salt)
-        tokens = self._tokens_address + INTEGERS
-        hash_chain(tokens, num_blocks, stride_bytes, stride_bytes, seed, False, 0, self._hashes_address)
-        return self._hashes[:num_blocks]
+        hashes, block_bytes = self._hashes[:num_blocks], block_size * _TOKEN_BYTES
+        hash_chain(self._token_bytes, block_bytes, block_bytes, np.uint64(scope_seed(lora_name, cache_salt)), hashes)
+        return hashes
 
     def _reserve_body(self, body_bytes: int) -> None:
         self._body_bytes = body_bytes
-        self._memory = np.empty(INTEGERS + body_bytes * 2 + 64, np.uint8)
-        self._tokens_address = self._memory.ctypes.data
-        self._found = self._memory[:INTEGERS].data.cast("q")
+        self._tokens = np.empty(body_bytes // 2, np.uint32)
+        self._token_bytes = self._tokens.view(np.uint8)
+        self._num_tokens = 0
 
     def _reserve_hashes(self, num_blocks: int) -> None:
         self._hashes: NDArray[np.uint64] = np.empty(num_blocks, np.uint64)
-        self._hashes_address = self._hashes.ctypes.data

@@ -108,7 +108,7 @@ def jit_for(*sources: Path) -> Callable[..., _Decorator]:
     directory = cache_directory(*sources)
 
     def jit(signature: str, *, is_entry: bool = False, is_inlined: bool = False) -> _Decorator:
-        options = {"error_model": "numpy", "boundscheck": False, "forceinline": is_inlined, "no_cfunc_wrapper": True}
+        options = {"error_model": "numpy", "forceinline": is_inlined, "no_cfunc_wrapper": True}
 
         def decorate(function: Callable[..., Any]) -> Any:
             if not is_entry:
