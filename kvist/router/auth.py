@@ -26,10 +26,8 @@ def require_administrator(request: Request, admin_key: str | None) -> None:
     """Raise RequestError (401, or 403 where no key is set) unless the request is an administrator's."""
     if is_administrator(request, admin_key):
         return
+    what = f"{request.method} {request.path} is for administrators"
     if admin_key is not None:
-        raise RequestError(
-            HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the admin key", code="invalid_admin_key"
-        )
-    raise RequestError(
-        HTTPStatus.FORBIDDEN, "administration is on loopback only, or with --admin-key", code="admin_forbidden"
-    )
+        message = f"{what}: authorization: expected 'Bearer' and the admin key"
+        raise RequestError(HTTPStatus.UNAUTHORIZED, message, code="invalid_admin_key")
+    raise RequestError(HTTPStatus.FORBIDDEN, f"{what}: on loopback only, or with --admin-key", code="admin_forbidden")

@@ -64,3 +64,4 @@ def test_without_an_admin_key_nobody_else_does(asked: Request) -> None:
     with pytest.raises(RequestError) as refusal:
         require_administrator(asked, None)
     assert (refusal.value.status, refusal.value.code) == (403, "admin_forbidden")
+    assert refusal.value.message.startswith("GET /workers is for administrators: ")
