@@ -29,7 +29,7 @@ from _common import report, table
 
 from kvist.http import HttpServer, Request, Responder, UpstreamPool
 from kvist.router.config import PolicyName, RouterConfig
-from kvist.router.service import RouterService
+from kvist.router.doors.service import RouterService
 
 BODY = json.dumps({"model": "m", "prompt": list(range(1000, 1036)), "max_tokens": 16}).encode()
 ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"text":"' + b"y" * 160 + b'"}],"done":true}'

@@ -40,7 +40,7 @@ def make_config(args: argparse.Namespace) -> RouterConfig:
 
 async def _serve(config: RouterConfig) -> int:
     started_s = time.monotonic()
-    from kvist.router.service import RouterService
+    from kvist.router.doors.service import RouterService
 
     stopped = asyncio.Event()
     on_signal(stopped.set)

@@ -17,7 +17,7 @@ import pytest
 from kvist.cli import main
 from kvist.engine import bundled_model_path
 from kvist.router.config import RouterConfig
-from kvist.router.service import RouterService
+from kvist.router.doors.service import RouterService
 
 MODEL = str(bundled_model_path())
 READY = re.compile(r"kvist serve: \S+ on (http://127\.0\.0\.1:\d+), ")

@@ -17,7 +17,7 @@ from kvist.events.hashing import block_hashes
 from kvist.indexer.compilation import compile_all
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.router.config import RouterConfig
-from kvist.router.service import RouterService
+from kvist.router.doors.service import RouterService
 
 
 @pytest.fixture(scope="session", autouse=True)

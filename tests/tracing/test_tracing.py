@@ -270,7 +270,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
 
 def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced() -> None:
     program = (
-        "import sys, kvist.router.service, kvist.engine.server.app, kvist.cli.serve\n"
+        "import sys, kvist.router.doors.service, kvist.engine.server.app, kvist.cli.serve\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,7 +6,7 @@ import pytest
 
 from kvist.http import Request
 from kvist.openai.errors import RequestError
-from kvist.router.auth import require_administrator, require_client
+from kvist.router.doors.auth import require_administrator, require_client
 
 
 def request(peer: str | None = "127.0.0.1", host: bytes = b"127.0.0.1:30000", **headers: bytes) -> Request:

@@ -5,7 +5,7 @@
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
 
-The caller has checked who may ask (`kvist.router.auth`).
+The caller has checked who may ask (`kvist.router.doors.auth`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvist.errors import InvalidValueError
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.disaggregation import obstacle
-from kvist.router.explain import explain_load, explain_plan, explain_worker
+from kvist.router.doors.explain import explain_load, explain_plan, explain_worker
 from kvist.router.fleet import Fleet, WorkerConflictError
 from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.policy import Role
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
-from kvist.router.readiness import explain_readiness
+from kvist.router.doors.readiness import explain_readiness
 from kvist.router.routing import Routing
 
 

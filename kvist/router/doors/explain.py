@@ -12,7 +12,7 @@ from kvist.router.index import FleetIndex
 from kvist.router.load import LoadTracker
 from kvist.router.policy import Candidate, Decision, Load
 from kvist.router.prompts import Ask
-from kvist.router.readiness import condition_of
+from kvist.router.doors.readiness import condition_of
 from kvist.router.worker import Worker
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.router.config import RouterConfig
-from kvist.router.service import RouterService
+from kvist.router.doors.service import RouterService
 
 
 async def test_clients_are_served_over_https(worker, certificate) -> None:

@@ -38,10 +38,10 @@ from kvist.http import (
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
-from kvist.router.api import AdminApi
-from kvist.router.auth import is_administrator, require_administrator, require_client
+from kvist.router.doors.api import AdminApi
+from kvist.router.doors.auth import is_administrator, require_administrator, require_client
 from kvist.router.config import RouterConfig
-from kvist.router.endpoints import MODELS_PATH, check_client_request, methods_of, plain_path
+from kvist.router.doors.endpoints import MODELS_PATH, check_client_request, methods_of, plain_path
 from kvist.router.fleet import Fleet
 from kvist.router.forward import Forwarder, passed_on, worker_failure
 from kvist.router.gauges import Gauges

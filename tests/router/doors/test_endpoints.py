@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kvist.openai.errors import RequestError
-from kvist.router.endpoints import methods_of, plain_path
+from kvist.router.doors.endpoints import methods_of, plain_path
 from kvist.router.placement import FIELDS, HEADERS
 
 JSON = {"content-type": "application/json"}
