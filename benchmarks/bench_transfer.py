@@ -37,7 +37,7 @@ from kvist.errors import MissingExtraError
 from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
-from kvist.transfer.frames import BounceTail, check_tail, plan_scatter
+from kvist.transfer.results import BounceTail, check_tail, plan_scatter
 
 POOL_BYTES = 64 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))

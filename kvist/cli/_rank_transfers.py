@@ -15,14 +15,14 @@ import torch
 from kvist.engine.handoff import HandoffLimits
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
-from kvist.transfer.bounce import Bounce, BounceConfig, NullBounce, RegionBounce
+from kvist.transfer.bounce import Bounce, BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.handoff import TransferReports
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
 from kvist.transfer.ranked_service import FollowerInlet, RankedTransfers
 from kvist.transfer.service import KvTransferService, make_hello
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.states import TransferLimits
 
 if TYPE_CHECKING:
     from kvist.cli._kv_transfer import TransferSettings
@@ -43,7 +43,7 @@ class RankTransfers:
         """Raise InvalidValueError, or MissingExtraError, where there cannot be such an agent."""
         self._settings = settings
         self._part = Part(rank, settings.num_ranks)
-        self._agent = self._make_agent(f"{settings.worker}/{rank}")
+        self._agent = _make_agent(settings, f"{settings.worker}/{rank}")
 
     @property
     def allocate(self) -> Callable[[int], torch.Tensor] | None:
@@ -93,16 +93,9 @@ class RankTransfers:
             raise RuntimeError(f"the host has {there_is >> 20} MiB of memory")
         return torch.from_numpy(self._agent.allocate(size_bytes))
 
-    def _make_agent(self, name: str) -> TransferAgent:
-        if self._settings.agent == "nixl":
-            from kvist.transfer.agents.nixl import NixlAgent
-
-            return NixlAgent(name, write_timeout_s=self._settings.timeout_s)
-        return SharedMemoryAgent(name, write_timeout_s=self._settings.timeout_s)
-
     def _open_bounce(self, tensors: KvTensors, size_bytes: int) -> Bounce:
         if not size_bytes:
-            return NullBounce()
+            return Bounce()
 
         def allocate() -> TensorRegion:
             if tensors.device.type == "cuda":
@@ -148,3 +141,12 @@ class RankTransfers:
             expected = f"two regions of 32 MiB or more in half of the {free // 2**20} MiB that are free for each rank"
             raise InvalidValueError("kv_transfer_bounce_mib", config.size_mib, expected)
         return size_bytes
+
+
+def _make_agent(settings: TransferSettings, name: str) -> TransferAgent:
+    if settings.agent == "nixl":
+        from kvist.transfer.agents.nixl import NixlAgent, parse_num_threads
+
+        num_threads = parse_num_threads(os.environ.get("KVIST_NIXL_THREADS"))
+        return NixlAgent(name, write_timeout_s=settings.timeout_s, num_threads=num_threads)
+    return SharedMemoryAgent(name, write_timeout_s=settings.timeout_s)

@@ -11,11 +11,13 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.bounce import Bounce, Lease, Scattering
-from kvist.transfer.frames import Extent, decode_report
-from kvist.transfer.handoff import TransferReports, WantedBlocks, check_endpoints
+from kvist.transfer.handoff import FetchTimes, TransferObserver, TransferReports, WantedBlocks, check_endpoints
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
 from kvist.transfer.messages import (
+    MESSAGE,
+    PING,
+    REPORT,
     Cancel,
     ForeignHello,
     Hello,
@@ -37,11 +39,10 @@ from kvist.transfer.receiver import (
     SendRequest,
     StartScatter,
 )
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.results import Extent, decode_report
 from kvist.transfer.slices import TokenRange, raw_cached_tokens, slice_of_tables
 from kvist.transfer.sources import Source, Sources
-from kvist.transfer.timing import FetchTimes, TransferObserver
-from kvist.transfer.wire import MESSAGE, PING, REPORT
+from kvist.transfer.states import TransferLimits
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class Incoming:
             has_lost = source.has_newly_lost()
             for frames in source.received():
                 try:
-                    self._take(source, frames, now_s)
+                    self._handle(source, frames, now_s)
                 except MalformedMessageError as error:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
@@ -183,7 +184,7 @@ class Incoming:
             if not transfer_ids:
                 self._sources.drop(source)
                 continue
-            probe = self._sources.take_probe(source, transfer_ids)
+            probe = self._sources.pop_probe(source, transfer_ids)
             if probe is not None and probe.has_ended:
                 source.hello = None
                 self._do(self._receiver.sender_gone(source.endpoint, probe.transfer_ids, now_s), now_s)
@@ -226,10 +227,10 @@ class Incoming:
             fetching.greeted_s = now_s
             self._do(self._receiver.start(transfer_id), now_s)
 
-    def _take(self, source: Source, frames: list[bytes], now_s: float) -> None:
+    def _handle(self, source: Source, frames: list[bytes], now_s: float) -> None:
         match frames:
             case [kind, payload] if kind == MESSAGE:
-                self._hear(source, payload, now_s)
+                self._handle_message(source, payload, now_s)
             case [kind, *report] if kind == REPORT:
                 decoded = decode_report(report, source.endpoint)
                 self._do(self._receiver.reported(source.endpoint, decoded, now_s), now_s)
@@ -238,7 +239,7 @@ class Incoming:
             case _:
                 raise MalformedMessageError(source.endpoint, f"{len(frames)} frames of no known kind")
 
-    def _hear(self, source: Source, payload: bytes, now_s: float) -> None:
+    def _handle_message(self, source: Source, payload: bytes, now_s: float) -> None:
         match decode_message(payload, source.endpoint):
             case Hello() | ForeignHello() as hello:
                 refusal = judge_hello(self._hello, hello)

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.events.windows import FULL
-from kvist.transfer.bounce.region import fans_in
 from kvist.transfer.heads import Part, heads_of, num_copies, written_heads
 from kvist.transfer.messages import GroupShape, Hello, ReceiveRequest
 from kvist.transfer.slices import BlockCountMismatchError, SliceGroup, pair_blocks, positional_block_ids
@@ -69,9 +68,7 @@ class KvMemory:
         """Return whether the ranks that write can have equal parts of one bounce region."""
         sizes = [share.num_bytes for share in shares if share.num_bytes]
         copies = max(num_copies(group.num_kv_heads, len(shares)) for group in self.hello.groups)
-        return len(set(sizes)) == 1 and fans_in(
-            len(sizes), head_duplication=copies, has_even_stages=True, has_replicated_views=False
-        )
+        return len(set(sizes)) == 1 and (len(sizes) == 1 or copies == 1)
 
     def fragments(self, tables: BlockIds, num_tokens: int, request: ReceiveRequest, peer: Hello) -> Int64s:
         """Return what to write for a request, `[num_fragments, 3]`: local address, address at the peer, bytes.

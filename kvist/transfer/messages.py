@@ -18,11 +18,18 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
 from kvist.kvcache.dtypes import KvDtype
 from kvist.kvcache.plan import WindowPlan
-from kvist.transfer.frames import Extent
 from kvist.transfer.handoff import MAX_NAME_LEN
 from kvist.transfer.heads import Part, heads_of
+from kvist.transfer.results import Extent
 
 PROTOCOL_VERSION: Final = 1
+
+# The first frame of all that two workers send each other, behind a ROUTER's name of the peer: what the others are.
+MESSAGE: Final = b"m"  # one frame: a message of this module
+REPORT: Final = b"r"  # the frames of a report, as in `kvist.transfer.results`
+PING: Final = b"p"  # nothing: whether it can be sent is what the sender wants to know
+
+MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a million blocks, and room
 
 # Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
 _DECODE_ERRORS: Final = (ValueError, RecursionError)

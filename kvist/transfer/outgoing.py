@@ -14,10 +14,12 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import PeerId, PeerUnreachableError, Transfer, TransferAgent, WriteState
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.bounce import Outgoing as Bounced
-from kvist.transfer.frames import BounceTail, Result, ResultStatus, encode_report
-from kvist.transfer.handoff import OfferedBlocks
+from kvist.transfer.handoff import HoldTimes, OfferedBlocks, TransferObserver, WriteTimes
 from kvist.transfer.memory import Int64s, KvMemory
 from kvist.transfer.messages import (
+    MESSAGE,
+    PING,
+    REPORT,
     Cancel,
     ForeignHello,
     Hello,
@@ -28,11 +30,10 @@ from kvist.transfer.messages import (
     encode_message,
     judge_hello,
 )
+from kvist.transfer.results import BounceTail, Result, ResultStatus, encode_report
 from kvist.transfer.sender import Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
-from kvist.transfer.sessions import TransferLimits
 from kvist.transfer.slices import BlockCountMismatchError
-from kvist.transfer.timing import HoldTimes, TransferObserver, WriteTimes
-from kvist.transfer.wire import MESSAGE, PING, REPORT
+from kvist.transfer.states import TransferLimits
 
 logger = logging.getLogger(__name__)
 
@@ -130,20 +131,20 @@ class Outgoing:
             self.withdraw(request_id, now_s)
 
     def read(self) -> list[list[bytes]]:
-        """Return the messages that have arrived, for `take`."""
+        """Return the messages that have arrived, for `handle`."""
         messages: list[list[bytes]] = []
         while len(messages) < _MAX_MESSAGES_READ and self._router.poll(0):
             messages.append(self._router.recv_multipart())
         return messages
 
-    def take(self, messages: list[list[bytes]], now_s: float) -> None:
+    def handle(self, messages: list[list[bytes]], now_s: float) -> None:
         """Do what the messages ask. Whatever was offered before they were read must have been offered here."""
         for frames in messages:
             name = frames[0].decode("latin-1")  # whatever bytes it calls itself
             try:
                 if len(frames) != 3 or frames[1] != MESSAGE:
                     raise MalformedMessageError(name, f"{len(frames)} frames, expected a name, a kind and a message")
-                self._take(name, frames[2], now_s)
+                self._handle_message(name, frames[2], now_s)
             except MalformedMessageError as error:
                 self.num_malformed += 1
                 logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
@@ -182,7 +183,7 @@ class Outgoing:
                 self._forget(name)
                 self._do(self.sender.receiver_gone(name), now_s)
 
-    def _take(self, name: str, payload: bytes, now_s: float) -> None:
+    def _handle_message(self, name: str, payload: bytes, now_s: float) -> None:
         match decode_message(payload, name):
             case Hello() | ForeignHello() as hello:
                 self._greet(name, payload, hello)

@@ -18,10 +18,9 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias, TypeVar, cast
 
-from kvist.transfer.handoff import Cancelled, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
+from kvist.transfer.handoff import Cancelled, OfferedBlocks, TransferObserver, TransferReports, WantedBlocks, Withdrawn
 from kvist.transfer.ranks import Ranks, RanksAction, Report, Reporter, Tell, deliver
 from kvist.transfer.service import KvTransferService, TransferStatistics
-from kvist.transfer.timing import TransferObserver
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class RankedTransfers:
         self._submit = submit
         self._followers: dict[int, TransferStatistics] = {}
         self._has_lost = False
-        self._service = open_service(Reporter(partial(self._take, 0)))
+        self._service = open_service(Reporter(partial(self._on_report, 0)))
         try:
             self.endpoints: tuple[str, ...] = (self._service.endpoint, *(each.recv() for each in self._channels))
         except (EOFError, OSError):
@@ -128,7 +127,7 @@ class RankedTransfers:
             fetch_seconds=own.fetch_seconds,
         )
 
-    def _take(self, rank: int, report: Report) -> None:
+    def _on_report(self, rank: int, report: Report) -> None:
         self._do(self._ranks.reported(rank, report))
 
     def _lose(self, rank: int) -> None:
@@ -164,7 +163,7 @@ class RankedTransfers:
                     if isinstance(message, TransferStatistics):
                         self._followers[ranks[channel]] = message
                     else:
-                        self._submit(partial(self._take, ranks[channel], message))
+                        self._submit(partial(self._on_report, ranks[channel], message))
 
 
 class FollowerInlet:
@@ -183,7 +182,7 @@ class FollowerInlet:
         """Return what to poll for commands."""
         return self._channel.fileno()
 
-    def turn(self, service: KvTransferService) -> bool:
+    def poll(self, service: KvTransferService) -> bool:
         """Give the service what has come, and each second say what it has counted; False: rank 0 has ended."""
         try:
             while self._channel.poll():

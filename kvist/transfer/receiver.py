@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 from numpy.typing import ArrayLike
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.frames import (
+from kvist.transfer.results import (
     BounceTail,
     Extent,
     Int64s,
@@ -23,7 +23,7 @@ from kvist.transfer.frames import (
     check_tail,
     plan_scatter,
 )
-from kvist.transfer.sessions import Tombstones, TransferLimits, TransferState
+from kvist.transfer.states import Tombstones, TransferLimits, TransferState
 
 _MAX_SLICES = 1 << 16  # a prompt of a million tokens in chunks of 16
 

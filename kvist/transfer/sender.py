@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.frames import ResultStatus
 from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason
-from kvist.transfer.sessions import Tombstones, TransferLimits, TransferState
+from kvist.transfer.results import ResultStatus
+from kvist.transfer.states import Tombstones, TransferLimits, TransferState
 
 
 class StartWrite(NamedTuple):

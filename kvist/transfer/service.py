@@ -19,18 +19,24 @@ import zmq
 from kvist.errors import InvalidValueError
 from kvist.kvcache.chain import root_digest
 from kvist.transfer.agents import AgentStatistics, TransferAgent
-from kvist.transfer.bounce import Bounce, BounceStatistics, NullBounce
-from kvist.transfer.handoff import Cancelled, Command, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
+from kvist.transfer.bounce import Bounce, BounceStatistics
+from kvist.transfer.handoff import (
+    Cancelled,
+    Command,
+    OfferedBlocks,
+    TransferObserver,
+    TransferReports,
+    WantedBlocks,
+    Withdrawn,
+)
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.incoming import Incoming
 from kvist.transfer.memory import KvMemory
-from kvist.transfer.messages import PROTOCOL_VERSION, GroupShape, Hello, PoolPlace, pools_refusal
+from kvist.transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, GroupShape, Hello, PoolPlace, pools_refusal
 from kvist.transfer.outgoing import Outgoing
 from kvist.transfer.receiver import ReceiverStatistics
 from kvist.transfer.sender import SenderStatistics
-from kvist.transfer.sessions import TransferLimits
-from kvist.transfer.timing import TransferObserver
-from kvist.transfer.wire import MAX_MESSAGE_BYTES
+from kvist.transfer.states import TransferLimits
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +51,10 @@ class Inlet(Protocol):
     """Commands that come through a file descriptor: a follower's, from rank 0."""
 
     def fileno(self) -> int:
-        """Return what is readable when `turn` has something to do."""
+        """Return what is readable when `poll` has something to do."""
         ...
 
-    def turn(self, service: KvTransferService) -> bool:
+    def poll(self, service: KvTransferService) -> bool:
         """Give the service what has come, without waiting; called often. False: nothing will come any more."""
         ...
 
@@ -123,7 +129,7 @@ class KvTransferService:
         bounce: Bounce | None = None,
         inlet: Inlet | None = None,
     ) -> None:
-        bounce = NullBounce() if bounce is None else bounce
+        bounce = Bounce() if bounce is None else bounce
         limits = TransferLimits() if limits is None else limits
         self._agent = agent
         self._bounce = bounce
@@ -243,10 +249,10 @@ class KvTransferService:
             messages = self._outgoing.read()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
-            if self._inlet is not None and not self._inlet.turn(self):
+            if self._inlet is not None and not self._inlet.poll(self):
                 self._is_closing = True
             self._run_commands()  # the engine offers a prompt before anybody is told of it
-            self._outgoing.take(messages, time.monotonic())
+            self._outgoing.handle(messages, time.monotonic())
             self._outgoing.poll_writes(time.monotonic())
             self._incoming.receive(time.monotonic())
             self._incoming.poll_scatters(time.monotonic())

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, encode_message
-from kvist.transfer.wire import MAX_MESSAGE_BYTES, MESSAGE
+from kvist.transfer.messages import MAX_MESSAGE_BYTES, MESSAGE, Cancel, Hello, ReceiveRequest, encode_message
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +121,7 @@ class Sources:
         self._poller.unregister(source.monitor)
         _close(source.dealer, source.monitor)
 
-    def take_probe(self, source: Source, transfer_ids: Collection[int]) -> Probe | None:
+    def pop_probe(self, source: Source, transfer_ids: Collection[int]) -> Probe | None:
         """Return the probe of a suspect once it is over; until then there is one, of what it was asked for by now."""
         if source.probe is None:
             probes = (each.probe for each in self._sources.values())

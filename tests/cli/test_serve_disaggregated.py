@@ -15,6 +15,8 @@ import httpx
 import pytest
 
 from kvist.cli import main
+from kvist.cli._kv_transfer import TransferSettings
+from kvist.cli._rank_transfers import RankTransfers
 from kvist.engine import bundled_model_path
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
@@ -294,3 +296,14 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
 def test_flags_that_cannot_work_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", MODEL, "--port", "0", *flags]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("setting", "num_threads"), [("3", 3), ("none", None)])
+def test_the_environment_says_how_many_threads_nixl_has(
+    setting: str, num_threads: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setenv("KVIST_NIXL_THREADS", setting)
+    monkeypatch.setattr("kvist.transfer.agents.nixl.NixlAgent", lambda _, **options: made.append(options))
+    RankTransfers(TransferSettings("tcp://127.0.0.1:0", "nixl", 9.0, 0, True, "worker", "tiny", 16, 1), 0)
+    assert made == [{"write_timeout_s": 9.0, "num_threads": num_threads}]

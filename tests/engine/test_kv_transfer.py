@@ -33,7 +33,7 @@ from kvist.transfer.messages import (
     group_shapes,
 )
 from kvist.transfer.service import KvTransferService, make_hello
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.states import TransferLimits
 
 pytestmark = pytest.mark.usefixtures("workers_of_one_process")
 

@@ -23,7 +23,7 @@ from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
 from kvist.transfer.heads import Part, heads_of
 from kvist.transfer.messages import GroupShape, PoolPlace
 from kvist.transfer.service import KvTransferService, make_hello
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.states import TransferLimits
 
 B, W, NUM_SLOTS = 4, 9, 24
 PATIENCE_S = 60.0

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from kvist.transfer import frames, heads, messages, receiver, sender, sessions, slices
+from kvist.transfer import heads, messages, receiver, results, sender, slices, states
 
-MODULES = (frames, heads, messages, receiver, sender, sessions, slices)
+MODULES = (heads, messages, receiver, results, sender, slices, states)
 
 
 def public_parts(module: ModuleType) -> Iterator[tuple[str, object]]:

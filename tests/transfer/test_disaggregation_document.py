@@ -8,7 +8,7 @@ import re
 import shlex
 from pathlib import Path
 
-from kvist.transfer import RefusalReason
+from kvist.transfer.messages import RefusalReason
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "disaggregation.md").read_text(encoding="utf-8")

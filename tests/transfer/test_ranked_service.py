@@ -95,7 +95,7 @@ def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> Non
         both.transfers.fetch(WANT)
         both.transfers.cancel("r")
         both.transfers.withdraw("held")
-        assert both.inlet.turn(both.second)
+        assert both.inlet.poll(both.second)
         expected = [OFFER, WANT, Cancelled("r"), Withdrawn("held")]
         assert both.first.commands == both.second.commands == expected
         both.first_reports.fetch_completed("r")
@@ -115,7 +115,7 @@ def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> Non
 def test_counts_are_added_up_and_prompts_counted_once(until_true) -> None:
     with pair() as both:
         both.transfers.offer(OFFER)
-        both.inlet.turn(both.second)
+        both.inlet.poll(both.second)
         until_true(lambda: both.transfers.statistics().agent.bytes_written == 11)
         total = both.transfers.statistics()
         assert (total.bytes_received, total.bounce.num_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
@@ -133,7 +133,7 @@ def test_a_follower_says_what_it_has_counted_once_a_second_and_only_what_is_new(
         inlet = FollowerInlet(theirs)
         for count, at_s, is_said in ((1, 100.0, True), (2, 100.9, False), (2, 101.0, True), (2, 102.0, False)):
             service.count, now_s[0] = count, at_s
-            assert inlet.turn(service)  # type: ignore[arg-type]
+            assert inlet.poll(service)  # type: ignore[arg-type]
             assert ours.poll() == is_said
             assert not is_said or ours.recv().bytes_received == count
 
@@ -154,7 +154,7 @@ def test_a_follower_whose_transfers_end_is_a_lost_rank(until_true) -> None:
 def test_when_rank_0_closes_the_follower_is_to_end() -> None:
     with pair() as both:
         both.transfers.close()
-        assert not both.inlet.turn(both.second)
+        assert not both.inlet.poll(both.second)
         both.inlet.reports.fetch_completed("r")  # to nobody
 
 

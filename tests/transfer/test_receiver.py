@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.frames import BounceTail, Extent, Report, Result, ResultStatus
 from kvist.transfer.receiver import (
     Complete,
     Fail,
@@ -18,7 +17,8 @@ from kvist.transfer.receiver import (
     SendRequest,
     StartScatter,
 )
-from kvist.transfer.sessions import TransferLimits, TransferState
+from kvist.transfer.results import BounceTail, Extent, Report, Result, ResultStatus
+from kvist.transfer.states import TransferLimits, TransferState
 
 INIT, ACTIVE, SCATTERING = TransferState.INIT, TransferState.ACTIVE, TransferState.SCATTERING
 COMPLETED, FAILED, QUARANTINED = TransferState.COMPLETED, TransferState.FAILED, TransferState.QUARANTINED

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.frames import ResultStatus
 from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason
+from kvist.transfer.results import ResultStatus
 from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.states import TransferLimits
 
 LIMITS = TransferLimits(transfer_timeout_s=10.0, hold_timeout_s=20.0)
 D, D1 = "decode-0", "decode-0 rank 1"

@@ -179,7 +179,7 @@ class Pipe:
     def fileno(self) -> int:
         return self.fd
 
-    def turn(self, service: Any) -> bool:
+    def poll(self, service: Any) -> bool:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         while self.brought:

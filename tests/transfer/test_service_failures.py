@@ -12,9 +12,9 @@ import pytest
 
 from kvist.transfer import incoming, outgoing, sources
 from kvist.transfer.agents import Transfer, WriteState
-from kvist.transfer.frames import BounceTail, Result, encode_report
 from kvist.transfer.messages import ReceiveRequest
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.results import BounceTail, Result, encode_report
+from kvist.transfer.states import TransferLimits
 
 NUM_SLOTS = 24  # of each pool
 FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvist.transfer.frames import BounceTail, Extent, Result, ResultStatus, decode_report, encode_report
 from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, decode_message, encode_message
 from kvist.transfer.receiver import (
     Complete,
@@ -23,8 +22,9 @@ from kvist.transfer.receiver import (
     SendRequest,
     StartScatter,
 )
+from kvist.transfer.results import BounceTail, Extent, Result, ResultStatus, decode_report, encode_report
 from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
-from kvist.transfer.sessions import TransferLimits
+from kvist.transfer.states import TransferLimits
 
 LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0, max_tombstones=64)
 MAX_NUM_RANKS = 4

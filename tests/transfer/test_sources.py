@@ -44,13 +44,13 @@ def test_only_so_many_hosts_are_looked_at_at_once(
     monkeypatch.setattr(module, "_MAX_PROBES", 1)
     monkeypatch.setattr(module, "has_process_ended", lambda _: go_on.wait(60))
     first, second = (sources.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
-    assert sources.take_probe(first, [1]) is sources.take_probe(second, [2]) is None
+    assert sources.pop_probe(first, [1]) is sources.pop_probe(second, [2]) is None
     assert first.probe is not None
     assert second.probe is None
     go_on.set()
     until_true(lambda: first.probe.has_ended)
-    assert sources.take_probe(first, [1, 3]).transfer_ids == [1], "those that it was asked for"
-    assert sources.take_probe(second, [2]) is None
+    assert sources.pop_probe(first, [1, 3]).transfer_ids == [1], "those that it was asked for"
+    assert sources.pop_probe(second, [2]) is None
     assert second.probe is not None
 
 

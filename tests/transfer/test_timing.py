@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvist.transfer.timing import TransferObserver
+from kvist.transfer.handoff import TransferObserver
 
 
 class Notes(TransferObserver):

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import Generic, Protocol, TypeVar
 
@@ -18,15 +18,119 @@ import numpy as np
 
 from kvist.errors import KvistError
 from kvist.transfer.agents.base import Fragments, Int64s, PeerId, TransferAgent, WriteState, as_array
-from kvist.transfer.bounce.allocator import RegionAllocator
-from kvist.transfer.bounce.base import BounceStatistics, Lease, Outgoing, Scattering
-from kvist.transfer.bounce.region import BounceConfig, split_extent
-from kvist.transfer.frames import BounceTail, Extent
+from kvist.transfer.bounce.region import BounceConfig, RegionAllocator, split_extent
+from kvist.transfer.results import BounceTail, Extent
 
 M = TypeVar("M")
 M_in = TypeVar("M_in", contravariant=True)
 M_out = TypeVar("M_out", covariant=True)
 _logger = logging.getLogger(__name__)
+
+
+class Lease:
+    """A part of the receive region, reserved for one transfer; `extents` is each writer's own, by rank."""
+
+    __slots__ = ("extents", "is_released", "offset")
+
+    def __init__(self, offset: int, extents: tuple[Extent, ...]) -> None:
+        self.offset = offset
+        self.extents = extents
+        self.is_released = False
+
+
+class Outgoing:
+    """A send under way: `state` is polled; the tail says what the region of the peer will hold."""
+
+    __slots__ = ("_ended", "reason", "state", "tail")
+
+    def __init__(self, tail: BounceTail) -> None:
+        self.tail = tail
+        self.state = WriteState.PENDING
+        self.reason: str | None = None
+        self._ended = threading.Event()
+
+    def end(self, state: WriteState, reason: str | None) -> None:
+        """Leave PENDING: for the bounce alone."""
+        self.reason = reason
+        self.state = state
+        self._ended.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it has ended, at the latest after `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+
+class Scattering:
+    """A scatter under way: `is_done` is polled; `error` says why it failed."""
+
+    __slots__ = ("_ended", "error")
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self._ended = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether every byte lies in its place, or has failed to."""
+        return self._ended.is_set()
+
+    def end(self, error: str | None = None) -> None:
+        """Be done: for the bounce alone."""
+        self.error = error
+        self._ended.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Return whether it is done, at the latest after `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BounceStatistics:
+    """What was bounced, why it was not, and what is taken now."""
+
+    num_sent: int = 0
+    bytes_sent: int = 0
+    num_fragments_sent: int = 0
+    num_scattered: int = 0
+    num_failed: int = 0
+    refused_as_slower: int = 0
+    refused_by_size: int = 0
+    refused_for_room: int = 0
+    receive_bytes: int = 0
+    send_bytes: int = 0
+    quarantined_bytes: int = 0
+
+
+class Bounce:
+    """What every bounce offers, so that callers have no branches; this one never bounces."""
+
+    def reserve(self, size_bytes: int, num_fragments: int, num_writers: int = 1) -> Lease | None:  # noqa: ARG002
+        """Return room for a transfer from so many writers; None: fragments as they are."""
+        return None
+
+    def release(self, lease: Lease) -> None:
+        """Give room back that no write can reach any more; again does nothing."""
+
+    def quarantine(self, lease: Lease) -> None:
+        """Count room as lost until it is released: its transfer has failed, but may still be written."""
+
+    def send(self, peer: PeerId, fragments: Fragments, base: int) -> Outgoing | None:  # noqa: ARG002
+        """Gather, and write to `base` at the peer; None if there is no room to gather in: write fragments instead."""
+        return None
+
+    def scatter(self, lease: Lease, copies: Int64s) -> Scattering:  # noqa: ARG002
+        """Copy out of a lease's room: [n, 3] of source, target and size. The transfer is complete when that is done."""
+        scattering = Scattering()
+        scattering.end("bouncing is off")
+        return scattering
+
+    def close(self) -> bool:
+        """Finish what is queued and take the regions back, once; False if a write or a lease still needs them."""
+        return True
+
+    def statistics(self) -> BounceStatistics:
+        """Return the counters."""
+        return BounceStatistics()
 
 
 class Copier(Protocol[M_in]):
@@ -53,7 +157,7 @@ class RegionMemory(Protocol[M_out]):
         ...
 
 
-class RegionBounce(Generic[M]):
+class RegionBounce(Bounce, Generic[M]):
     """Bounces through two registered regions, one to send from and one to receive in, with one thread that copies."""
 
     def __init__(
@@ -95,7 +199,7 @@ class RegionBounce(Generic[M]):
             return None
         if not self._pays_off(num_fragments, size_bytes, num_writers):
             return None
-        offset = self._take(self._receive_room, size_bytes)
+        offset = self._allocate(self._receive_room, size_bytes)
         if offset is None:
             self._count("refused_for_room")
             return None
@@ -127,7 +231,7 @@ class RegionBounce(Generic[M]):
         size_bytes = int(array[:, 2].sum())
         if not self._pays_off(len(array), size_bytes):
             return None
-        offset = self._take(self._send_room, size_bytes)
+        offset = self._allocate(self._send_room, size_bytes)
         if offset is None:
             self._count("refused_for_room")
             return None
@@ -192,7 +296,7 @@ class RegionBounce(Generic[M]):
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _take(self, room: RegionAllocator, size_bytes: int) -> int | None:
+    def _allocate(self, room: RegionAllocator, size_bytes: int) -> int | None:
         """Return the offset of a part, without waiting for one: that is the service's thread."""
         with self._changed:
             return None if self._is_closed else room.allocate(size_bytes)

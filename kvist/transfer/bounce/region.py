@@ -1,15 +1,16 @@
-"""How large bounce regions are, what a transfer takes of one, and which sender writes where."""
+"""What is bounced, how large the regions for it are, which sender writes where in them, and which parts are taken."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from bisect import insort
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.frames import Extent
+from kvist.transfer.results import Extent
 
 MIB = 1 << 20
 CHUNK_BYTES = 32 * MIB
+ALIGNMENT_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +44,12 @@ class BounceConfig:
         return is_many and size_bytes <= num_fragments * self.max_fragment_bytes
 
     def region_bytes(self, free_bytes: int) -> int | None:
-        """Return the size of each region where `free_bytes` of memory are free; None for off, or too little memory."""
-        return fit_region(region_bytes(self.size_mib), free_bytes) if self.size_mib else None
+        """Return the size of each region, in whole chunks, of which two take at most half of what is free.
 
-
-def region_bytes(size_mib: int) -> int:
-    """Return a region's size: whole chunks, at least one."""
-    return max(-(-size_mib * MIB // CHUNK_BYTES), 1) * CHUNK_BYTES
-
-
-def fit_region(wanted_bytes: int, free_bytes: int) -> int | None:
-    """Return the size of which two take at most half of what is free, in whole chunks; None if that is none."""
-    fitting = min(wanted_bytes, free_bytes // 4 // CHUNK_BYTES * CHUNK_BYTES)
-    return fitting if fitting >= CHUNK_BYTES else None
-
-
-def payload_bytes(num_blocks: Mapping[Hashable, int], slot_bytes: Mapping[Hashable, int]) -> int | None:
-    """Return what a transfer of so many blocks of each group takes; None for a group that is unknown."""
-    if not num_blocks.keys() <= slot_bytes.keys():
-        return None
-    return sum(count * slot_bytes[group] for group, count in num_blocks.items())
+        None for off, or too little memory.
+        """
+        wanted = -(-self.size_mib * MIB // CHUNK_BYTES) * CHUNK_BYTES
+        return min(wanted, free_bytes // 4 // CHUNK_BYTES * CHUNK_BYTES) or None
 
 
 def split_extent(base: int, size_bytes: int, num_writers: int) -> tuple[Extent, ...] | None:
@@ -73,6 +60,57 @@ def split_extent(base: int, size_bytes: int, num_writers: int) -> tuple[Extent, 
     return tuple(Extent(base + writer * part, part) for writer in range(num_writers))
 
 
-def fans_in(num_writers: int, *, head_duplication: int, has_even_stages: bool, has_replicated_views: bool) -> bool:
-    """Return whether several writers' parts are equal, and no two of them bring the same heads."""
-    return num_writers == 1 or (head_duplication == 1 and has_even_stages and not has_replicated_views)
+class RegionAllocator:
+    """Gives out the first hole that is large enough; O(n) in what is taken, which is one part a transfer.
+
+    Not thread-safe. A part is quarantined where it lies: it stays taken until it is freed like any other.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Raise InvalidValueError for a capacity that is not whole parts."""
+        if capacity_bytes < 1 or capacity_bytes % ALIGNMENT_BYTES:
+            raise InvalidValueError("capacity_bytes", capacity_bytes, f"a positive multiple of {ALIGNMENT_BYTES}")
+        self.capacity_bytes = capacity_bytes
+        self._taken: list[tuple[int, int]] = []  # (offset, end), sorted, quarantined ones among them
+        self._quarantined: set[int] = set()
+
+    @property
+    def used_bytes(self) -> int:
+        """Return how much is taken, quarantined parts included."""
+        return sum(end - offset for offset, end in self._taken)
+
+    @property
+    def quarantined_bytes(self) -> int:
+        """Return how much is quarantined."""
+        return sum(end - offset for offset, end in self._taken if offset in self._quarantined)
+
+    def allocate(self, size_bytes: int) -> int | None:
+        """Return the offset of a part, rounded up to the alignment; None if it is empty or no hole holds it."""
+        if size_bytes < 1:
+            return None
+        size_bytes += -size_bytes % ALIGNMENT_BYTES
+        offset = 0
+        for taken, end in self._taken:
+            if taken - offset >= size_bytes:
+                break
+            offset = end
+        if offset + size_bytes > self.capacity_bytes:
+            return None
+        insort(self._taken, (offset, offset + size_bytes))
+        return offset
+
+    def quarantine(self, offset: int) -> None:
+        """Mark a taken part as one that a late write could reach; raises InvalidValueError."""
+        self._find(offset)
+        self._quarantined.add(offset)
+
+    def free(self, offset: int) -> None:
+        """Give a taken part back, quarantined or not; raises InvalidValueError for one that is not taken."""
+        del self._taken[self._find(offset)]
+        self._quarantined.discard(offset)
+
+    def _find(self, offset: int) -> int:
+        for idx, (taken, _) in enumerate(self._taken):
+            if taken == offset:
+                return idx
+        raise InvalidValueError("offset", offset, "the offset of a part that is taken")

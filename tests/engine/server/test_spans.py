@@ -23,8 +23,7 @@ from kvist.engine.server.app import ServedModel, create_app
 from kvist.engine.server.spans import WorkerSpans
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.tracing import open_tracing
-from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
-from kvist.transfer.timing import FetchTimes, HoldTimes, WriteTimes
+from kvist.transfer.handoff import FetchTimes, HoldTimes, OfferedBlocks, WantedBlocks, WriteTimes
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "x-request-id": "mine"}

@@ -12,9 +12,9 @@ import torch
 
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import Fragment, Fragments, PeerId, RegionId, SharedMemoryAgent, Transfer, WriteState
-from kvist.transfer.bounce import Bounce, BounceConfig, Lease, NullBounce, Outgoing, RegionBounce, Scattering
+from kvist.transfer.bounce import Bounce, BounceConfig, Lease, Outgoing, RegionBounce, Scattering
 from kvist.transfer.bounce.copier import TorchCopier, host_region
-from kvist.transfer.frames import BounceTail, Extent, plan_scatter
+from kvist.transfer.results import BounceTail, Extent, plan_scatter
 
 DEADLINE_S = 60.0
 NewEnd = Callable[..., Any]
@@ -320,7 +320,7 @@ def test_closing_is_bounded_while_a_copy_hangs_and_finishes_what_was_queued(new_
 
 
 def test_the_transport_that_never_bounces_answers_every_call() -> None:
-    bounce: Bounce = NullBounce()
+    bounce: Bounce = Bounce()
     lease = Lease(0, (Extent(0, 1),))
     assert bounce.reserve(1 << 30, 1 << 20) is None
     assert bounce.send(PeerId("peer"), [], 0) is None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvist.transfer.frames import decode_report, plan_scatter
+from kvist.transfer.results import decode_report, plan_scatter
 
 SIZE, COUNT = 1024, 16
 
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
-from kvist.transfer.frames import Result, ResultStatus, encode_report
+from kvist.transfer.results import Result, ResultStatus, encode_report
 asked = json.loads(sys.stdin.readline())
 rank, size, count = asked["rank"], asked["size"], asked["count"]
 agent = SharedMemoryAgent(f"sender {rank}")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.sessions import Tombstones, TransferLimits, TransferState
+from kvist.transfer.states import Tombstones, TransferLimits, TransferState
 
 
 def test_only_completed_and_failed_are_ends() -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.frames import (
+from kvist.transfer.results import (
     BounceTail,
     Extent,
     Report,
