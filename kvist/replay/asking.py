@@ -1,9 +1,9 @@
 """What a recorder asks of a stream that it writes down, and where in the recording the answers stand. No I/O, no clock.
 
 Whatever a rank held before it was heard, or lost on the way, is asked for as an index would: a publisher answers with
-batches or with a snapshot, an engine with what its replay buffer has. Until the answer is here the source's messages
-are held back, so that it stands in front of the first that it explains. A source that does not answer in time, or with
-what cannot be believed, is recorded as it comes; a publisher is asked again at a later heartbeat, more and more rarely.
+batches or with a snapshot, an engine with what its replay buffer has. Until the answer is here the rank's messages are
+held back, so that it stands in front of the first that it explains. A source that does not answer in time, or with what
+cannot be believed, is recorded as it comes; a publisher is asked again at a later heartbeat, more and more rarely.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
-
-from xxhash import xxh3_64_intdigest
+from typing import NamedTuple
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Heartbeat, WorkerRank
@@ -40,128 +38,291 @@ MAX_WAIT_S = 10.0
 """How long messages are held back."""
 
 # Messages wait meanwhile: a publisher is asked once more at once, if the answer has a hole, and then at a heartbeat.
-_LIMITS = SessionLimits(max_asks=2, jitter_s=0.0, retry_s=0.1)
+_LIMITS = SessionLimits(max_asks=2, jitter_s=0.0, retry_s=0.1, max_held_messages=1 << 20)
 _NOTHING = Holding(0, 0)
 
 _logger = logging.getLogger(__name__)
 
 
-class Numbered(NamedTuple):
-    """A message of an answer."""
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A message to write, and when it came; an answer's came when the first message that it explains did."""
 
-    epoch: int
-    sequence: int
     message: Message
+    mono_ns: int = field(compare=False)
 
 
-@dataclass(slots=True)
-class Answer:
-    """What is believed of an answer: a snapshot or none, and the messages behind it."""
+class Question(NamedTuple):
+    """What to ask about one rank, None for an engine's whole stream."""
 
-    snapshot: RecordedSnapshot | None = None
-    numbered: list[Numbered] = field(default_factory=list)
-
-    @property
-    def epoch(self) -> int | None:
-        """Return the epoch that it tells of, None if it is empty."""
-        if self.snapshot is not None:
-            return self.snapshot.snapshot.epoch
-        return self.numbered[0].epoch if self.numbered else None
+    rank: WorkerRank | None
+    request: ReplayRequest
 
 
-Steps: TypeAlias = list[Step[Message | None]]
-"""What is to be done with an answer's messages, and with live ones, which are written in any case and may be None."""
+class Answer(NamedTuple):
+    """What is believed of an answer: a snapshot or none, and the messages behind it with the epoch of each."""
+
+    snapshot: RecordedSnapshot | None
+    messages: list[tuple[int, Message]]
 
 
-class CanonicalAsked:
-    """One rank of a publisher's."""
+class _Followed:
+    """One numbering that is followed: a publisher's rank, or an engine's stream with all its ranks if that is None."""
 
-    def __init__(self, rank: WorkerRank, topic: bytes) -> None:
-        self.session: Session[Message | None] = Session(_LIMITS, has_snapshots=True)
+    def __init__(self, rank: WorkerRank | None, topic: bytes, restarts: RestartDetector | None = None) -> None:
+        self.session: Session[Timed] = Session(_LIMITS, has_snapshots=rank is not None)
         self._rank = rank
         self._topic = topic
+        self._restarts = restarts or RestartDetector()
+        self._answered_before = 0  # what comes next below it was on its way when an answer brought it as well
 
-    def received(self, envelope: CanonicalEnvelope, message: Message, now_s: float) -> None:
-        """Take a live message."""
-        if not envelope.is_heartbeat:
-            self.session.received(envelope.epoch, envelope.sequence, None, now_s)
-            return
-        # Blocks are not followed here: a rank that is whole is what its publisher says it is, another one is not.
-        published = _NOTHING if self.session.is_complete else _published(message)
-        self.session.heartbeat(envelope.epoch, envelope.sequence, published, _NOTHING, now_s)
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether messages wait for an answer."""
+        return self.session.state is SourceState.RESYNCING
+
+    def received(self, envelope: CanonicalEnvelope | EngineEnvelope, timed: Timed, now_s: float) -> list[Timed]:
+        """Take a live message; return what is to be written now."""
+        session, (_, sequence, payload) = self.session, timed.message
+        if isinstance(envelope, EngineEnvelope):
+            epoch = self._restarts.received(sequence, payload)
+        else:
+            epoch, sequence = envelope.epoch, envelope.sequence
+        ready = self._leave(epoch, now_s)
+        if isinstance(envelope, CanonicalEnvelope) and envelope.is_heartbeat:
+            # Blocks are not followed here: a rank that is whole is what its publisher says it is, another one is not.
+            published = _NOTHING if session.is_complete else _published(timed.message)
+            session.heartbeat(epoch, sequence, published, _NOTHING, now_s)
+            return ready if self.is_waiting else [*ready, timed]
+        applied = _applied(session.received(epoch, sequence, timed, now_s))
+        if applied:
+            self._answered_before = 0
+        elif not self.is_waiting and sequence >= self._answered_before:
+            ready.append(timed)  # what comes again, or too late, is written as it came
+        return ready + applied
 
     def question(self, now_s: float) -> ReplayRequest | None:
-        """Return what to ask now."""
+        """Return what to ask now; an engine from the last message on, whose bytes tell if it is the same process."""
         start_sequence = self.session.question(now_s)
-        return None if start_sequence is None else ReplayRequest(self._topic, start_sequence, self.session.epoch)
+        if start_sequence is None:
+            return None
+        if self._rank is None:
+            return ReplayRequest(None, max(0, start_sequence - 1))
+        return ReplayRequest(self._topic, start_sequence, self.session.epoch)
 
     def read(self, messages: Sequence[Message]) -> Generator[None, None, Answer | None]:
         """Return what is believed of an answer, None for nothing; yields between messages."""
-        answer, collector, has_parts = Answer(), SnapshotCollector(), False
+        snapshot: RecordedSnapshot | None = None
+        answered: list[tuple[int, Message]] = []
+        collector, has_parts = SnapshotCollector(), False
         for message in messages:
-            if is_snapshot_part(message.payload):
+            if self._rank is not None and is_snapshot_part(message.payload):
                 has_parts = True
-                snapshot = collector.add(message, self._rank.worker)
-                if snapshot is not None and snapshot.rank == self._rank:
-                    answer.snapshot = snapshot
-            else:
-                self._add(answer, message)
+                whole = collector.add(message, self._rank.worker)
+                snapshot = whole if whole is not None and whole.rank == self._rank else snapshot
+            envelope = read_envelope(message.payload)
+            if self._rank is None and isinstance(envelope, EngineEnvelope):
+                # Replies have no topic: the stream's is put.
+                answered.append((0, message if message.topic else message._replace(topic=self._topic)))
+            elif (
+                isinstance(envelope, CanonicalEnvelope) and not envelope.is_heartbeat and envelope.source == self._rank
+            ):
+                answered.append((envelope.epoch, message))
             yield
-        return None if has_parts and answer.snapshot is None else answer
+        return None if has_parts and snapshot is None else Answer(snapshot, answered)
 
-    def steps(self, request: ReplayRequest, answer: Answer, now_s: float) -> Steps:  # noqa: ARG002 - an engine's does
-        """Return what an answer amounts to."""
-        epoch = self.session.epoch if answer.epoch is None else answer.epoch
-        frames = [(each.sequence, each.message) for each in answer.numbered if each.epoch == epoch]
-        snapshot_sequence = None if answer.snapshot is None else answer.snapshot.snapshot.sequence
-        return self.session.replayed(epoch, frames, now_s, snapshot_sequence=snapshot_sequence)
+    def answered(self, request: ReplayRequest, answer: Answer | None, now_s: float) -> list[Timed]:
+        """Take an answer, None for none; return what is to be written now."""
+        session = self.session
+        if answer is None:
+            return _applied(session.replayed(None, None, now_s))
+        came_ns = session.held[0][1].mono_ns if session.held else round(now_s * 1e9)
+        snapshot = answer.snapshot
+        if self._rank is None:
+            payloads = [(message.sequence, message.payload) for _, message in answer.messages]
+            last_sequence = request.start_sequence if session.expected_sequence else None
+            epoch: int | None = self._restarts.replayed(payloads, last_sequence)
+            messages = [message for _, message in answer.messages]
+        else:
+            epochs = [epoch for epoch, _ in answer.messages]
+            epoch = snapshot.snapshot.epoch if snapshot is not None else epochs[0] if epochs else session.epoch
+            messages = [message for each, message in answer.messages if each == epoch]
+        # What an engine's stream said before the answer of another process is that one's, and in the answer, too.
+        ready = [] if self._rank is None else self._leave(epoch, now_s)
+        numbered = [(message.sequence, Timed(message, came_ns)) for message in messages]
+        told_sequence = None if snapshot is None else snapshot.snapshot.sequence
+        steps = session.replayed(epoch, numbered, now_s, snapshot_sequence=told_sequence)
+        applied = _applied(steps)
+        self._answered_before = session.expected_sequence
+        if snapshot is not None and any(isinstance(step, Restore) for step in steps):
+            ready += [Timed(message, came_ns) for message in snapshot.messages]
+        elif applied and any(isinstance(step, Clear) and step.reason is ClearReason.INCOMPLETE for step in steps):
+            ready.append(Timed(_nothing_before(applied[0].message), came_ns))
+        return ready + applied
 
-    def _add(self, answer: Answer, message: Message) -> None:
+    def give_up(self, now_s: float) -> list[Timed]:
+        """Wait for no answer; return what was held back."""
+        ready: list[Timed] = []
+        while self.is_waiting and self.session.question(float("inf")) is not None:
+            ready += _applied(self.session.replayed(None, None, now_s))
+        return ready
+
+    def _leave(self, epoch: int | None, now_s: float) -> list[Timed]:
+        """Return what was held back of an epoch that ends with this one: behind it, it would look like a step back."""
+        last = self.session.epoch
+        return self.give_up(now_s) if epoch is not None and last is not None and epoch > last else []
+
+
+class Asking:
+    """Decides about one source: what to ask it, and what to write in which order."""
+
+    def __init__(self, name: str, *, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+        self.numbering = SourceNumbering()
+        """What came live."""
+        self._name = name
+        self._max_held_bytes = max_held_bytes
+        self._followed: dict[WorkerRank | None, _Followed] = {}
+        self._waiting_since_s: dict[WorkerRank | None, float] = {}
+        self._held_bytes = 0
+        self._recalled = SourceNumbering()
+        self._recalled_topics: dict[WorkerRank | None, bytes] = {}
+        self.num_unanswered = 0
+        """Questions without an answer that could be believed."""
+
+    @property
+    def num_snapshots(self) -> int:
+        """Return how many snapshots answers brought."""
+        return sum(followed.session.num_snapshots for followed in self._followed.values())
+
+    @property
+    def num_recovered(self) -> int:
+        """Return how many messages answers brought."""
+        return sum(followed.session.num_recovered for followed in self._followed.values())
+
+    @property
+    def partial(self) -> list[str]:
+        """Return of which ranks something is missing in the recording, as things are; an engine's by its source."""
+        return [
+            self._name if rank is None else f"{rank.worker}/{rank.rank}"
+            for rank, followed in self._followed.items()
+            if followed.session.state is not SourceState.LIVE
+        ]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Return whether messages are held back for an answer."""
+        return bool(self._waiting_since_s)
+
+    def is_overdue(self, now_s: float) -> bool:
+        """Return whether messages were held back for too long."""
+        return any(now_s - since_s > MAX_WAIT_S for since_s in self._waiting_since_s.values())
+
+    def recall(self, message: Message) -> None:
+        """Take what an earlier part of the recording has: it is not written again, and asked for no more."""
         envelope = read_envelope(message.payload)
-        if not isinstance(envelope, CanonicalEnvelope) or envelope.is_heartbeat:
-            return
-        if envelope.source == self._rank:
-            answer.numbered.append(Numbered(envelope.epoch, envelope.sequence, message))
+        self._recalled.seen(envelope, message)
+        if envelope is not None:
+            self._recalled_topics[_rank_of(envelope)] = message.topic
 
+    def resume(self) -> None:
+        """Go on behind all that was recalled; to be called before anything is heard."""
+        for rank, topic in self._recalled_topics.items():
+            numbering = self._recalled.engine if rank is None else self._recalled.ranks[rank]
+            if numbering is not None and numbering.epoch is not None:
+                followed = self._followed[rank] = _Followed(rank, topic, self._recalled.restarts)
+                followed.session.resume(numbering.epoch, numbering.next_sequence, is_complete=numbering.is_complete)
 
-class EngineAsked:
-    """An engine's own stream, with all its ranks."""
+    def reconnected(self, now_s: float) -> list[Timed]:
+        """Take note that a peer connected: an engine may be another process, which only its answer tells."""
+        if (engine := self._followed.get(None)) is None:
+            return []
+        ready = engine.give_up(now_s)
+        engine.session.doubt(now_s)
+        self._note(None, now_s)
+        return ready
 
-    def __init__(self, topic: bytes, restarts: RestartDetector | None = None) -> None:
-        self.session: Session[Message | None] = Session(_LIMITS)
-        self._topic = topic
-        self._restarts = restarts or RestartDetector()
-
-    def received(self, message: Message, now_s: float) -> None:
-        """Take a live message."""
-        epoch = self._restarts.received(message.sequence, message.payload)
-        self.session.received(epoch, message.sequence, message, now_s)
-
-    def question(self, now_s: float) -> ReplayRequest | None:
-        """Ask from the last message on: if it comes back with the same bytes, it is the same process."""
-        start_sequence = self.session.question(now_s)
-        return None if start_sequence is None else ReplayRequest(None, max(0, start_sequence - 1))
-
-    def read(self, messages: Sequence[Message]) -> Generator[None, None, Answer | None]:
-        """Return what is believed of an answer; yields between messages. Replies have no topic: the stream's is put."""
-        answer = Answer()
+    def heard(self, messages: Sequence[Message], mono_ns: int) -> list[Timed]:
+        """Take live messages; return what is to be written now."""
+        ready: list[Timed] = []
+        now_s = mono_ns * 1e-9
         for message in messages:
-            if isinstance(read_envelope(message.payload), EngineEnvelope):
-                live = message if message.topic else message._replace(topic=self._topic)
-                answer.numbered.append(Numbered(0, message.sequence, live))
-            yield
-        return answer
+            envelope, timed = read_envelope(message.payload), Timed(message, mono_ns)
+            self.numbering.seen(envelope, message)
+            followed = self._follow(envelope, message)
+            if followed is None or envelope is None or isinstance(envelope, SnapshotEnvelope):
+                ready.append(timed)
+                continue
+            ready += followed.received(envelope, timed, now_s)
+            if followed.is_waiting or self._waiting_since_s:
+                self._note(_rank_of(envelope), now_s)
+                self._held_bytes += MESSAGE_BYTES + len(message.topic) + len(message.payload)
+                if self._held_bytes > self._max_held_bytes:
+                    ready += self.give_up(now_s)
+        return ready
 
-    def steps(self, request: ReplayRequest, answer: Answer, now_s: float) -> Steps:
-        """Return what an answer amounts to."""
-        frames: list[tuple[int, Message | None]] = [(each.sequence, each.message) for each in answer.numbered]
-        last_sequence = request.start_sequence if self.session.expected_sequence else None
-        payloads = [(each.sequence, each.message.payload) for each in answer.numbered]
-        epoch = self._restarts.replayed(payloads, last_sequence)
-        return self.session.replayed(epoch, frames, now_s)
+    def question(self, now_s: float) -> Question | None:
+        """Return what to ask now, the same until it is `answered` or given up."""
+        for rank in self._waiting_since_s:
+            if (request := self._followed[rank].question(now_s)) is not None:
+                return Question(rank, request)
+        return None
+
+    def read(self, question: Question, messages: Sequence[Message]) -> Generator[None, None, Answer | None]:
+        """Return what is believed of an answer, None for nothing; yields between messages."""
+        return self._followed[question.rank].read(messages)
+
+    def answered(self, question: Question, answer: Answer | None, now_s: float) -> list[Timed]:
+        """Take the answer, None for none; return what is to be written now."""
+        if question.rank not in self._waiting_since_s:
+            return []
+        if answer is None:
+            self._count_unanswered(question.rank)
+        ready = self._followed[question.rank].answered(question.request, answer, now_s)
+        self._note(question.rank, now_s)
+        return ready
+
+    def give_up(self, now_s: float) -> list[Timed]:
+        """Wait for no answer; return what was held back."""
+        ready: list[Timed] = []
+        for rank in tuple(self._waiting_since_s):
+            self._count_unanswered(rank)
+            ready += self._followed[rank].give_up(now_s)
+            self._note(rank, now_s)
+        return ready
+
+    def _count_unanswered(self, rank: WorkerRank | None) -> None:
+        self.num_unanswered += 1
+        if self.num_unanswered == 1:
+            _logger.warning("what came before is not answered: recorded without source=%s rank=%s", self._name, rank)
+
+    def _note(self, rank: WorkerRank | None, now_s: float) -> None:
+        """Take note of whether messages of a rank wait."""
+        if self._followed[rank].is_waiting:
+            self._waiting_since_s.setdefault(rank, now_s)
+        else:
+            self._waiting_since_s.pop(rank, None)
+        if not self._waiting_since_s:
+            self._held_bytes = 0
+
+    def _follow(self, envelope: Envelope | None, message: Message) -> _Followed | None:
+        if envelope is None or isinstance(envelope, SnapshotEnvelope):
+            return None
+        rank = _rank_of(envelope)
+        # Of names that a stranger makes up so many are recorded, and not asked about.
+        if rank not in self._followed and len(self._followed) <= MAX_RANKS:
+            self._followed[rank] = _Followed(rank, message.topic)
+        return self._followed.get(rank)
 
 
-def nothing_before(first: Message) -> Message:
+def _rank_of(envelope: Envelope) -> WorkerRank | None:
+    return None if isinstance(envelope, EngineEnvelope) else envelope.source
+
+
+def _applied(steps: Sequence[Step[Timed]]) -> list[Timed]:
+    return [step.body for step in steps if isinstance(step, Apply)]
+
+
+def _nothing_before(first: Message) -> Message:
     """Return the snapshot of what a rank held before its publisher's first message: what was heard until now goes."""
     of = read_envelope(first.payload)
     assert isinstance(of, CanonicalEnvelope)
@@ -175,206 +336,3 @@ def _published(message: Message) -> Holding:
     except (MalformedMessageError, ValueError):
         return _NOTHING
     return Holding(heartbeat.num_blocks, heartbeat.digest) if isinstance(heartbeat, Heartbeat) else _NOTHING
-
-
-class Timed(NamedTuple):
-    """A message to write, and when it came; an answer's came when the first message that it explains did."""
-
-    message: Message
-    mono_ns: int
-
-
-class Question(NamedTuple):
-    """What to ask about one rank, None for an engine's whole stream."""
-
-    rank: WorkerRank | None
-    request: ReplayRequest
-
-
-class Asking:
-    """Decides about one source: what to ask it, and what to write in which order."""
-
-    def __init__(self, name: str, *, max_held_bytes: int = MAX_HELD_BYTES) -> None:
-        self.numbering = SourceNumbering()
-        """What came live."""
-        self._name = name
-        self._max_held_bytes = max_held_bytes
-        self._asked: dict[WorkerRank | None, CanonicalAsked | EngineAsked] = {}
-        self._waiting: set[WorkerRank | None] = set()
-        self._waiting_since_s = 0.0
-        self._held: list[Timed] = []
-        self._held_bytes = 0
-        self._recalled = SourceNumbering()
-        self._recalled_topics: dict[WorkerRank | None, bytes] = {}
-        # Fingerprints of what answers brought that is also among what is held, or comes next.
-        self._answered: dict[tuple[WorkerRank | None, int], int] = {}
-        self.num_snapshots = 0
-        self.num_recovered = 0
-        """Messages that answers brought."""
-        self.num_unanswered = 0
-        """Questions without an answer that could be believed."""
-
-    @property
-    def partial(self) -> list[str]:
-        """Return of which ranks something is missing in the recording, as things are; an engine's by its source."""
-        return [
-            self._name if rank is None else f"{rank.worker}/{rank.rank}"
-            for rank, asked in self._asked.items()
-            if asked.session.state is not SourceState.LIVE
-        ]
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return whether messages are held back for an answer."""
-        return bool(self._waiting)
-
-    def is_overdue(self, now_s: float) -> bool:
-        """Return whether messages were held back for too long."""
-        return bool(self._waiting) and now_s - self._waiting_since_s > MAX_WAIT_S
-
-    def heard(self, messages: Sequence[Message], mono_ns: int) -> list[Timed]:
-        """Take live messages; return what is to be written now."""
-        ready: list[Timed] = []
-        now_s = mono_ns * 1e-9
-        for message in messages:
-            self._judge(read_envelope(message.payload), message, now_s)
-            if not self._waiting:
-                ready += self._released() if self._held else ()
-                if not self._answered or not self._is_answered(message):
-                    self._answered.clear()
-                    ready.append(Timed(message, mono_ns))
-                continue
-            self._held.append(Timed(message, mono_ns))
-            self._held_bytes += MESSAGE_BYTES + len(message.topic) + len(message.payload)
-            if self._held_bytes > self._max_held_bytes:
-                ready += self.give_up(now_s)
-        return ready
-
-    def recall(self, message: Message) -> None:
-        """Take what an earlier part of the recording has: it is not written again, and asked for no more."""
-        envelope = read_envelope(message.payload)
-        self._recalled.seen(envelope, message)
-        if envelope is not None:
-            self._recalled_topics[None if isinstance(envelope, EngineEnvelope) else envelope.source] = message.topic
-
-    def resume(self) -> None:
-        """Go on behind all that was recalled; to be called before anything is heard."""
-        for rank, topic in self._recalled_topics.items():
-            numbering = self._recalled.engine if rank is None else self._recalled.ranks[rank]
-            assert numbering is not None
-            if numbering.epoch is not None:
-                asked = EngineAsked(topic, self._recalled.restarts) if rank is None else CanonicalAsked(rank, topic)
-                asked.session.resume(numbering.epoch, numbering.next_sequence, is_complete=numbering.is_complete)
-                self._asked[rank] = asked
-
-    def reconnected(self, now_s: float) -> None:
-        """Take note that a peer connected: an engine may be another process, which only its answer tells."""
-        if (engine := self._asked.get(None)) is not None:
-            engine.session.doubt(now_s)
-            self._note(None, now_s)
-
-    def question(self, now_s: float) -> Question | None:
-        """Return what to ask now, the same until it is `answered` or given up."""
-        for rank in self._waiting:
-            if (request := self._asked[rank].question(now_s)) is not None:
-                return Question(rank, request)
-        return None
-
-    def read(self, question: Question, messages: Sequence[Message]) -> Generator[None, None, Answer | None]:
-        """Return what is believed of an answer, None for nothing; yields between messages."""
-        return self._asked[question.rank].read(messages)
-
-    def answered(self, question: Question, answer: Answer | None, now_s: float) -> list[Timed]:
-        """Take the answer, None for none; return what is to be written now."""
-        rank, asked = question.rank, self._asked[question.rank]
-        if rank not in self._waiting:
-            return []
-        if answer is None:
-            self._unanswered(rank, now_s)
-            return self._released()
-        before = self._held_of_earlier(rank, answer.epoch)
-        came_ns = self._held[0].mono_ns if self._held else round(now_s * 1e9)
-        steps = asked.steps(question.request, answer, now_s)
-        answered = {id(each.message) for each in answer.numbered}
-        applied = [step.body for step in steps if isinstance(step, Apply) and step.body is not None]
-        taken = [message for message in applied if id(message) in answered]
-        self.num_recovered += len(taken)
-        self._answered.update(((rank, message.sequence), xxh3_64_intdigest(message.payload)) for message in taken)
-        if answer.snapshot is not None and any(isinstance(step, Restore) for step in steps):
-            self.num_snapshots += 1
-            taken[:0] = answer.snapshot.messages
-        elif taken and any(isinstance(step, Clear) and step.reason is ClearReason.INCOMPLETE for step in steps):
-            taken[:0] = [nothing_before(taken[0])]
-        self._note(rank, now_s)
-        return [*before, *(Timed(message, came_ns) for message in taken), *self._released()]
-
-    def give_up(self, now_s: float) -> list[Timed]:
-        """Wait for no answer; return what was held back."""
-        while self._waiting:
-            self._unanswered(next(iter(self._waiting)), now_s)
-        return self._released()
-
-    def _unanswered(self, rank: WorkerRank | None, now_s: float) -> None:
-        self._asked[rank].session.replayed(None, None, now_s)
-        self._note(rank, now_s)
-        self.num_unanswered += 1
-        if self.num_unanswered == 1:
-            _logger.warning("what came before is not answered: recorded without source=%s rank=%s", self._name, rank)
-
-    def _note(self, rank: WorkerRank | None, now_s: float) -> None:
-        if self._asked[rank].session.state is not SourceState.RESYNCING:
-            self._waiting.discard(rank)
-            return
-        if not self._waiting:
-            self._waiting_since_s = now_s
-        self._waiting.add(rank)
-
-    def _released(self) -> list[Timed]:
-        """Return what was held back, but for what an answer brought as well; nothing while a question is left."""
-        if self._waiting:
-            return []
-        held, self._held, self._held_bytes = self._held, [], 0
-        return [timed for timed in held if not self._answered or not self._is_answered(timed.message)]
-
-    def _held_of_earlier(self, rank: WorkerRank | None, epoch: int | None) -> list[Timed]:
-        """Return what was held back of a rank's earlier epochs: behind the answer it would look like a step back."""
-        if rank is None or epoch is None:
-            return []
-        earlier: list[Timed] = []
-        held: list[Timed] = []
-        for timed in self._held:
-            (earlier if _is_earlier(timed.message, rank, epoch) else held).append(timed)
-        self._held = held
-        return earlier
-
-    def _is_answered(self, message: Message) -> bool:
-        """Return whether an answer brought a message as well: it is written once."""
-        envelope = read_envelope(message.payload)
-        rank = envelope.source if isinstance(envelope, CanonicalEnvelope) else None
-        return self._answered.get((rank, message.sequence)) == xxh3_64_intdigest(message.payload)
-
-    def _judge(self, envelope: Envelope | None, message: Message, now_s: float) -> None:
-        self.numbering.seen(envelope, message)
-        if envelope is None or isinstance(envelope, SnapshotEnvelope):
-            return
-        rank = envelope.source if isinstance(envelope, CanonicalEnvelope) else None
-        asked = self._asked.get(rank)
-        if asked is None:
-            if len(self._asked) > MAX_RANKS:  # of names that a stranger makes up: recorded, and not asked about
-                return
-            asked = CanonicalAsked(rank, message.topic) if rank is not None else EngineAsked(message.topic)
-            self._asked[rank] = asked
-        if isinstance(asked, EngineAsked):
-            asked.received(message, now_s)
-        else:
-            assert isinstance(envelope, CanonicalEnvelope)
-            asked.received(envelope, message, now_s)
-        if self._waiting or asked.session.state is SourceState.RESYNCING:
-            self._note(rank, now_s)
-
-
-def _is_earlier(message: Message, rank: WorkerRank, epoch: int) -> bool:
-    envelope = read_envelope(message.payload)
-    if not isinstance(envelope, CanonicalEnvelope):
-        return False
-    return envelope.source == rank and envelope.epoch < epoch

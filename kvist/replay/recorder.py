@@ -167,7 +167,7 @@ class Recorder:
                     mono_ns = self._mono_ns()
                     if (num_connects := subscription.num_connects) > stream.num_connects:
                         stream.num_connects = num_connects
-                        stream.asking.reconnected(mono_ns * 1e-9)
+                        self._write(stream, stream.asking.reconnected(mono_ns * 1e-9))
                     self._write(stream, stream.asking.heard(messages, mono_ns))
                     self._look_after(stream, tasks)
                     await asyncio.sleep(0)  # a busy source is never waited for
@@ -176,8 +176,8 @@ class Recorder:
                 self._write(stream, stream.asking.give_up(self._mono_ns() * 1e-9))
 
     def _write(self, stream: _Stream, ready: Sequence[Timed]) -> None:
-        for message, mono_ns in ready:
-            self._writer.add(stream.recorded, message, mono_ns + self._clock_offset_ns)
+        for timed in ready:
+            self._writer.add(stream.recorded, timed.message, timed.mono_ns + self._clock_offset_ns)
 
     def _look_after(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
         """Ask what is due, and wait for no answer that takes too long."""

@@ -308,10 +308,27 @@ def test_messages_wait_for_the_answer_and_stand_behind_it():
     answer = publisher.replay(tape.question.request)
     tape.settle(answer)
     parts = [message for message in answer if is_snapshot_part(message.payload)]
-    assert [timed.message for timed in tape.written] == [*parts, first, second]
-    assert tape.written[0].mono_ns == tape.written[len(parts)].mono_ns < tape.written[-1].mono_ns
-    tape.hear(publisher.say())
-    assert len(tape.written) == len(parts) + 3
+    assert [timed.message for timed in tape.written] == parts  # which tell what both of them do
+    third = publisher.say()
+    tape.hear(second)
+    tape.hear(third)
+    assert [timed.message for timed in tape.written] == [*parts, third]
+    assert tape.written[0].mono_ns < tape.written[-1].mono_ns
+
+
+def test_what_waits_is_told_behind_the_answer_and_what_comes_again_as_it_came():
+    publisher = Publisher(random.Random(1), num_kept=50)
+    messages = [publisher.say() for _ in range(20)]
+    tape = Tape(publisher)
+    tape.hear(*messages[10:12])
+    came_ns = tape.now_ns
+    tape.hear(*messages[12:14])
+    assert tape.written == []
+    tape.settle(messages[:12])
+    assert [timed.message for timed in tape.written] == messages[:14]
+    assert {timed.mono_ns for timed in tape.written[:12]} == {came_ns}
+    tape.hear(messages[14], messages[3])
+    assert [timed.message for timed in tape.written[14:]] == [messages[14], messages[3]]
 
 
 def test_a_range_stands_in_the_place_of_what_was_lost_each_message_once(make):
@@ -348,7 +365,7 @@ def test_an_answer_is_overdue_after_a_while():
     publisher = Publisher(random.Random(4), num_kept=0)
     publisher.say()
     tape = Tape(publisher)
-    tape.hear(publisher.heartbeat())
+    tape.hear(publisher.say())
     now_s = tape.now_ns * 1e-9
     assert not tape.asking.is_overdue(now_s + MAX_WAIT_S)
     assert tape.asking.is_overdue(now_s + MAX_WAIT_S + 1)
