@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
 from kvist.cli._signals import finish, on_signal
@@ -173,8 +173,9 @@ async def _play_and_linger(args: argparse.Namespace, player: Player) -> None:
     await asyncio.sleep(args.delay)
     await player.play()
     print(f"kvist replay: all {player.num_sent} messages are sent", flush=True)
-    try:
-        async with asyncio.timeout(args.linger):
-            await player.repeat()
-    except TimeoutError:
-        pass
+    num_asked = -1
+    while num_asked < player.num_asked:  # who asked may not have all yet: an index that is just starting
+        num_asked = player.num_asked
+        with suppress(TimeoutError):
+            async with asyncio.timeout(args.linger):
+                await player.repeat()

@@ -75,7 +75,7 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="answer replay requests for so long after the end (default %(default)s)",
+        help="answer replay requests for so long after the end, and after the last of them (default %(default)s)",
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import contextlib
 import json
 import os
@@ -15,6 +17,7 @@ import msgspec
 import pytest
 
 from kvist.cli import main
+from kvist.cli._replay_actions import _play_and_linger
 from kvist.events import Batch, Heartbeat, Stored, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.digest import blocks_digest
@@ -85,6 +88,25 @@ async def test_each_source_is_published_where_an_indexer_hears_it_exactly(record
     assert process.returncode == 0, errors
     answered = re.search(r"102 messages, \d+ bytes sent, (\d+) replay requests answered", output)
     assert not is_late or int(answered[1]) >= 2  # who hears everything as it is played may not need to ask
+
+
+async def test_whoever_asks_after_the_end_is_waited_for_anew_each_time():
+    """An index that is just starting hears the end before it can ask for the rest."""
+
+    class FakePlayer:
+        num_sent = num_asked = num_waits = 0
+
+        async def play(self):
+            pass
+
+        async def repeat(self):
+            self.num_waits += 1
+            self.num_asked += self.num_waits < 3
+            await asyncio.Event().wait()
+
+    player = FakePlayer()
+    await _play_and_linger(argparse.Namespace(delay=0.0, linger=0.0), player)
+    assert (player.num_waits, player.num_asked) == (3, 2)
 
 
 def test_on_a_terminal_it_shows_rate_and_time_left(recorded):
