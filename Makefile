@@ -1,6 +1,6 @@
 # Two commands: `make up` serves real requests, `make test` runs everything CI runs.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 # A folder named like an installed library (kernels/) must never shadow it.
 export PYTHONSAFEPATH := 1
