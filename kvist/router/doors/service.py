@@ -106,7 +106,8 @@ class RouterService:
 
     async def _start(self, exits: AsyncExitStack) -> None:
         config, now_s = self._config, time.monotonic
-        tokenizer = await _load_tokenizer(config.model_path)
+        tokenizer = asyncio.ensure_future(_load_tokenizer(config.model_path))  # while workers are asked who they are
+        exits.callback(tokenizer.cancel)
         self._metrics = RouterMetrics()
         index = None
         if config.policy == "kv":
@@ -120,7 +121,6 @@ class RouterService:
             )
             await exits.enter_async_context(index)
         self._index = index
-        reader = PromptReader(tokenizer, lambda: index is not None and index.has_joined)
         load = LoadTracker(config.recent_half_life_s)
         pool = self._pool = await exits.enter_async_context(UpstreamPool())
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
@@ -128,6 +128,7 @@ class RouterService:
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
         page = MetricsPage(Gauges(fleet, load, routing, index, now_s).collect, self._metrics.registry)
         self._fleet = await exits.enter_async_context(fleet)
+        reader = PromptReader(await tokenizer, lambda: index is not None and index.has_joined)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics))
         self._forwarder = Forwarder(
