@@ -139,14 +139,22 @@ def paced(duration_s: float) -> dict[str, Outcome]:
 
 def paced_table(outcomes: dict[str, Outcome]) -> str:
     """Return the table of what became of paced streams."""
-    headers = ["a whole sidecar", "blocks/s sent", "CPU µs a block", "lag in the end", "inbox, peak", "lost", "held"]
+    headers = [
+        "a whole sidecar",
+        "blocks/s sent",
+        "CPU µs a block",
+        "lag in the end",
+        "events waiting, peak",
+        "lost",
+        "held",
+    ]
     rows = [
         [
             name,
             f"{outcome.sent_per_s:,.0f}",
             f"{outcome.cpu_us_per_block:.2f}",
             f"{outcome.lag_s:.2f} s",
-            f"{outcome.peak_inbox_mib:.1f} MiB",
+            outcome.peak_waiting,
             outcome.num_missing,
             outcome.num_held,
         ]

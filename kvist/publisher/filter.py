@@ -100,7 +100,7 @@ class WindowFilter:
 
     @property
     def state(self) -> FilterState:
-        """Return all that verdicts depend on: while it stays equal, an event like an earlier one fares like that."""
+        """Return all that verdicts depend on."""
         return FilterState(
             self._is_created_phase,
             self._window,
@@ -110,25 +110,6 @@ class WindowFilter:
             self._has_published,
             self._has_published_unknown,
         )
-
-    def verdict(self, event: EngineStored | EngineRemoved) -> bool | None:
-        """Return whether such an event passes while `state` stays equal; None if it does more than that.
-
-        To be asked about an event that was just admitted: it may log what that did.
-        """
-        trial = WindowFilter(self._rank, self._configured_window)
-        trial.resume(self.state)
-        trial._has_warned_of_larger = trial._has_warned_of_groups = True
-        passed = trial.admit(event)
-        is_counted = trial._num_ambiguous_removals + trial._num_undecidable > 0
-        if is_counted or trial.state != self.state or passed not in ((), (event,)):
-            return None
-        return len(passed) > 0
-
-    def admitted(self, num_passed: int, num_filtered: int) -> None:
-        """Take note of events that were admitted elsewhere, by their verdicts."""
-        self._num_passed += num_passed
-        self._num_filtered += num_filtered
 
     def resume(self, state: FilterState) -> None:
         """Go on as a filter of that state would."""

@@ -95,11 +95,6 @@ class Normaliser:
         self._partial_blocks.clear()
         return (Cleared(),)
 
-    def normalised(self, num_stored_blocks: int, num_removed_blocks: int) -> None:
-        """Take note of blocks that were stored and removed elsewhere, to the same effect on what is held."""
-        self._num_stored_blocks += num_stored_blocks
-        self._num_removed_blocks += num_removed_blocks
-
     def heartbeat(self, *, is_complete: bool = True) -> Heartbeat:
         """Return how much is held and its digest, for a subscriber to compare with what it has."""
         return Heartbeat(self._residency.num_blocks, self._residency.digest, is_complete)

@@ -22,12 +22,10 @@ from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, Engin
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.events.types import MAX_RANKS, Batch, Tier, WorkerRank
 from kvist.events.windows import UNKNOWN, KnownWindow, Window
-from kvist.publisher.inbox import Between, Inbox, Malformed
-from kvist.publisher.outbox import Outbox
+from kvist.publisher.queues import Between, Inbox, Malformed, Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
 from kvist.publisher.snapshot import Answers, Streams
 from kvist.publisher.stream import RankState, RankStream, new_epoch, topic_of
-from kvist.publisher.unread import Unread
 from kvist.publisher.values import PublisherLimits, PublisherStatistics
 
 __all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
@@ -37,8 +35,6 @@ _Items = TypeVar("_Items", bound=Sequence[object])
 
 _NUM_EVENTS_A_PASS = 4096
 """Events taken before their batches are sent, so that a flood is not held back until it ends."""
-_NUM_BYTES_A_PASS = 1 << 20
-"""The same for unread messages: as many events, or fewer."""
 _RETRY_S = 0.02
 """The wait before batches are offered again to a transport that was full."""
 
@@ -188,20 +184,10 @@ class KvEventPublisher:
         if not self._wake.is_set():
             self._wake.set()
 
-    def report_unread(self, unread: Unread) -> None:
-        """Report an engine's message, to be decoded later; whoever does keeps `num_waiting_bytes` bounded."""
-        if self._closing.is_set() or self._failure is not None:
-            self._lose(unread.rank)
-            return
-        self._lossy_ranks.discard(unread.rank)
-        self._inbox.put_unread(unread)
-        if not self._wake.is_set():
-            self._wake.set()
-
     @property
-    def num_waiting_bytes(self) -> int:
-        """How much memory the unread messages take that wait for the background thread; from any thread."""
-        return self._inbox.num_bytes
+    def num_waiting_events(self) -> int:
+        """How many reports wait for the background thread; from any thread."""
+        return len(self._inbox)
 
     def between_events(self, do: Callable[[Streams], None], *, is_urgent: bool = False) -> Future[None]:
         """Have the publisher's thread call `do` once all reported so far is in its streams, and all batches are closed.
@@ -229,7 +215,6 @@ class KvEventPublisher:
         """Return the counters as they are now; from any thread."""
         return PublisherStatistics(
             num_waiting_events=len(self._inbox),
-            num_waiting_bytes=self.num_waiting_bytes,
             num_lost_events=self._num_lost_events,
             num_malformed=self._num_malformed,
             num_waiting_batches=len(self._outbox),
@@ -342,19 +327,12 @@ class KvEventPublisher:
         """Hash and send a bounded part of the inbox, then do what is to be done between two events, if that comes."""
         num_events = min(len(self._inbox), _NUM_EVENTS_A_PASS)
         num_events_a_slice = self._limits.num_events_a_slice
-        num_bytes_left = _NUM_BYTES_A_PASS
         between = None
         for event_idx in range(num_events):
-            item = self._inbox.take()
+            item = self._inbox.popleft()
             if isinstance(item, Between):
                 between = item
                 break
-            if isinstance(item, Unread):
-                self._stream(item.rank).admit_unread(item)
-                num_bytes_left -= len(item.payload)
-                if num_bytes_left <= 0:
-                    break
-                continue
             self._admit(item)
             if event_idx % num_events_a_slice == num_events_a_slice - 1 and not self._must_hurry():
                 time.sleep(0)

@@ -174,48 +174,6 @@ class Residency:
             self._digest_changes(tier)
         return Held(new_idxs, displaced)
 
-    def hold_new(self, engine_hash: EngineHash, block_hash: int, parent: int | None) -> bool:
-        """Hold one block without scope in GPU memory as `hold` does, if all of that is new; return whether.
-
-        Nothing changes if GPU memory has that name, any tier the block, or the parent a scope.
-        """
-        names, place_of = self._block_of[_GPU], self._place_of
-        if engine_hash in names or block_hash in place_of or parent in self._scopes:
-            return False
-        names[engine_hash] = block_hash
-        if parent is None:
-            place_of[block_hash] = _GPU_BIT
-        else:
-            depth_bits = (place_of.get(parent, 0) & _DEPTH_BITS) + _DEPTH_STEP
-            place_of[block_hash] = parent << _PARENT_SHIFT | depth_bits | _GPU_BIT
-        came = self._came[_GPU]
-        came.append(block_hash)
-        if len(came) >= _NUM_UNDIGESTED_BLOCKS:
-            self._digest_changes(Tier.GPU)
-        return True
-
-    def release_known(self, engine_hash: EngineHash) -> int | None:
-        """Take one engine hash out of GPU memory as `release` does, and return the block that left it.
-
-        Nothing changes, and None is returned, if there is no such block or it has another name there, too.
-        """
-        block_hash = self._block_of[_GPU].get(engine_hash)
-        if block_hash is None or (self._num_aliases and (block_hash, Tier.GPU) in self._num_aliases):
-            return None
-        del self._block_of[_GPU][engine_hash]
-        place = self._place_of[block_hash] - _GPU_BIT
-        if place & _TIERS_MASK:
-            self._place_of[block_hash] = place
-        else:
-            del self._place_of[block_hash]
-            if self._scopes:
-                self._scopes.pop(block_hash, None)
-        went = self._went[_GPU]
-        went.append(block_hash)
-        if len(went) >= _NUM_UNDIGESTED_BLOCKS:
-            self._digest_changes(Tier.GPU)
-        return block_hash
-
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes out of a tier, in any order."""
         block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,21 @@ from typing import Self
 from kvist.events import EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Ticker, follow
-from kvist.events.transports import Endpoint, open_publication, open_subscription
+from kvist.events.transports import (
+    Endpoint,
+    Message,
+    Publication,
+    ReplayRequest,
+    open_publication,
+    open_subscription,
+)
+from kvist.events.transports.base import ReplaySource
 from kvist.events.windows import KnownWindow
 from kvist.files import in_thread
-from kvist.publisher.answering import AnsweringPublication
-from kvist.publisher.intake import BoundedSubscription
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
 from kvist.publisher.sidecar_feed import SidecarFeed
 from kvist.publisher.state import EngineProgress, SidecarState
-from kvist.publisher.state_store import StateStore
+from kvist.publisher.state import StateStore
 from kvist.publisher.stream import RankState, RankStream, topic_of
 
 _logger = logging.getLogger(__name__)
@@ -36,12 +42,6 @@ LIMITS = PublisherLimits(inbox_capacity=1 << 20, num_events_a_slice=4096)
 """A sidecar's inbox holds more than an engine's: nobody shares this process's memory, and a loss clears a rank.
 
 Nobody waits for its interpreter lock either: offered every 8 events, it costs 2 of 11 µs a block.
-"""
-
-INBOX_BYTES = 256 << 20
-"""Of an engine's messages that wait to be read, each with 256 bytes of its own: no more than `inbox_capacity` of them.
-
-Beyond, they stay with the engine, up to its high-water mark.
 """
 
 FAILURE_CHECK_INTERVAL_S = 0.5
@@ -199,12 +199,8 @@ class Sidecar:
             limits=self._limits,
         )
 
-    def _has_room(self) -> bool:
-        return self._publisher is None or self._publisher.num_waiting_bytes < INBOX_BYTES
-
     async def _follow(self, feed: SidecarFeed) -> None:
-        async with open_subscription(feed.endpoint) as opened:
-            subscription = BoundedSubscription(opened, self._has_room)
+        async with open_subscription(feed.endpoint) as subscription:
             await follow(subscription, feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore())
 
     @property
@@ -263,3 +259,31 @@ class Sidecar:
         await asyncio.wrap_future(publisher.between_events(copy))
         assert self._block_size is not None
         return SidecarState(self._block_size, self._settings, tuple(streams), ranks)
+
+
+class AnsweringPublication:
+    """A publication that answers from the start: with nothing, until its publisher does.
+
+    While a sidecar does not know its engine's block size it has no publisher, and yet whoever followed another sidecar
+    here must learn that this one does not hold what that one did.
+    """
+
+    def __init__(self, publication: Publication) -> None:
+        self._publication = publication
+        self._source: ReplaySource | None = None
+        self.send, self.close = publication.send, publication.close
+        publication.serve_replay(self)
+
+    @property
+    def endpoint(self) -> str:
+        """The URL a subscriber connects to, with real port numbers."""
+        return self._publication.endpoint
+
+    def serve_replay(self, source: ReplaySource) -> None:
+        """Answer from `source` from now on."""
+        self._source = source
+
+    def replay(self, request: ReplayRequest) -> Iterable[Message]:
+        """Return what the source answers, nothing while there is none."""
+        source = self._source
+        return () if source is None else source.replay(request)

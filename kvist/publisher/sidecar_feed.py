@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
-from kvist.errors import MalformedMessageError
 from kvist.events import EngineCleared, EngineEvent, EngineRemoved
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.session import NO_REPLAY, Apply, SourceState
+from kvist.events.session import NO_REPLAY, SourceState
 from kvist.events.transports import Endpoint, Message
-from kvist.publisher.engine_feed import DECODERS, EngineFeed
+from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.state import EngineProgress
 from kvist.publisher.stream import RankState, RankStream
-from kvist.publisher.unread import Unread, rank_to_be_read
 
 _logger = logging.getLogger(__name__)
 
 _NUM_FINGERPRINTS = 256
 """Messages by which a saved stream is known again; the last one alone decides nearly always."""
-_NUM_MESSAGES_A_TURN = 64
-"""Messages handed over before others may go on: 0.3 ms."""
+MAX_WAITING_EVENTS = 4096
+"""Events that wait for the publisher's thread before no more are taken: what memory holds of them is bounded by that,
+and the engine keeps the rest, up to its high-water mark."""
+_WAIT_S = 0.001
+"""How long the publisher's thread has the interpreter to itself before it is looked for room again."""
 
 
 class SidecarFeed:
@@ -42,8 +44,6 @@ class SidecarFeed:
         )
         self.num_resumed = 0
         self._is_taking_answer = False
-        self._num_malformed_unread = 0
-        self._decode = DECODERS[endpoint.engine]
         self._publisher_for = publisher_for
         self._publisher: KvEventPublisher | None = None
         self._ranks: set[int] = set()
@@ -64,7 +64,7 @@ class SidecarFeed:
     @property
     def num_malformed(self) -> int:
         """Return how many messages were not, or not wholly, of the engine's dialect."""
-        return self.feed.num_malformed + self._num_malformed_unread
+        return self.feed.num_malformed
 
     @property
     def is_settled(self) -> bool:
@@ -115,13 +115,9 @@ class SidecarFeed:
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages; yields between them."""
-        message_idx = 0
-        while message_idx < len(messages):
-            num_messages = self._hand_over(messages[message_idx : message_idx + _NUM_MESSAGES_A_TURN], now_s)
-            message_idx += num_messages
-            if num_messages == 0:
-                self.feed.received(messages[message_idx], now_s)
-                message_idx += 1
+        for message in messages:
+            yield from self._wait_for_room()
+            self.feed.received(message, now_s)
             yield
         self._tell()
 
@@ -142,10 +138,8 @@ class SidecarFeed:
         self._is_taking_answer = True  # which the session takes as a whole, and at once
         try:
             for step in self.feed.judged(question, messages, now_s):
-                if isinstance(step, Apply) and self._report_unread(step.body):
-                    self.feed.took_judged(1)
-                else:
-                    self.feed.take(step)
+                yield from self._wait_for_room()
+                self.feed.take(step)
                 yield
         finally:
             self._is_taking_answer = False
@@ -153,48 +147,13 @@ class SidecarFeed:
             self._put_back()
         self._tell()
 
-    def _hand_over(self, messages: Sequence[Message], now_s: float) -> int:
-        """Give the publisher messages unread, as long as they are next in sequence and can be; return how many."""
-        next_sequence = self.feed.next_sequence
-        if next_sequence is None:
-            return 0
-        taken: list[tuple[int, bytes]] = []
-        for _, sequence, payload in messages:
-            if sequence != next_sequence + len(taken) or not self._report_unread(payload):
-                break
-            taken.append((sequence, payload))
-        if taken:
-            self.feed.restarts.took(taken)
-            self.feed.took(len(taken), now_s)
-        return len(taken)
-
-    def _report_unread(self, payload: bytes) -> bool:
-        """Give the publisher a message unread, if it can be; return whether.
-
-        Its rank must be one that was heard: whether there is another one, only its events tell, if there are any.
-        """
-        rank = rank_to_be_read(payload)
-        if rank is None or rank not in self._ranks:  # none is before what was restored is put back
-            return False
-        assert self._publisher is not None
-        self._publisher.report_unread(Unread(rank, payload, self._read))
-        return True
-
-    def _read(self, payload: bytes) -> Iterable[EngineEvent]:
-        """Return the events of a message that was handed over, in the publisher's thread; what is broken is counted."""
-        try:
-            batch = self._decode(payload, self.name)
-        except MalformedMessageError as error:
-            self._count_malformed(str(error))
-            return ()
-        if batch.num_malformed_events:
-            self._count_malformed(f"{batch.num_malformed_events} events are not the dialect's")
-        return join_removals(batch.events)
-
-    def _count_malformed(self, reason: str) -> None:
-        self._num_malformed_unread += 1
-        if self._num_malformed_unread == 1:
-            _logger.warning("malformed batch skipped: %s source=%s", reason, self.name)
+    def _wait_for_room(self) -> Iterator[None]:
+        """Yield until the publisher's thread has caught up: meanwhile nothing is received of this endpoint."""
+        while self._publisher is not None and self._publisher.num_waiting_events >= MAX_WAITING_EVENTS:
+            if self._publisher.failure is not None:
+                return  # nobody takes them any more: they are counted as lost
+            time.sleep(_WAIT_S)
+            yield
 
     def apply(self, batch: DecodedEngineBatch) -> None:
         """Report a batch's events to the publisher, once there is one (called by the feed)."""

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EngineCleared, EngineEvent, EngineRemoved, EngineStored
-from kvist.events.types import Batch, Event, Tier, WorkerRank
+from kvist.events.types import Batch, Event, Removed, Stored, Tier, WorkerRank
 from kvist.events.windows import KnownWindow
-from kvist.publisher.coalescer import Coalescer
 from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
-from kvist.publisher.plain import read_plain
-from kvist.publisher.plain_path import PlainPath
 from kvist.publisher.residency import Residency
-from kvist.publisher.unread import Unread
 
 # A hash of any other type might never be found again, or never be sent; nearly always they are of the first three.
 _HASH_TYPES = frozenset((int, bytes, type(None)))
 _OTHER_HASH_TYPES = (int, bytes, np.integer, type(None))
 
 _logger = logging.getLogger(__name__)
+
+MAX_BATCH_HASH_BYTES = 64 << 10
+"""Hashes in one batch, 8,192 blocks: about a millisecond to apply, so that no batch holds up the subscriber's loop."""
+
+_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +90,11 @@ class RankStream:
         self._num_events += 1
         self._clear_for(error)
 
-    def admit_unread(self, unread: Unread) -> None:
-        """Take all events of a message, to the same effect as `admit` one after another."""
-        events = read_plain(unread.payload)
-        if events is not None:
-            num_short = self._plain_path.admit(events, self._source.rank, self.admit)  # which counts the others
-            self._num_events += num_short
-            return
-        for event in unread.decode(unread.payload):
-            self.admit(event)
-
     def _hold(self, residency: Residency) -> None:
         self._residency = residency
         self._normaliser = Normaliser(
             self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
         )
-        self._plain_path = PlainPath(self._block_size, self._filter, self._normaliser, residency, self._coalescer)
 
     def _clear_for(self, error: Exception) -> None:
         self._num_malformed += 1
@@ -120,7 +110,7 @@ class RankStream:
     def close_batches(self, timestamp_s: float) -> list[Batch]:
         """Return what was admitted since the last call: nearly always one batch, none when nothing is left of it."""
         batches = []
-        for events in self._coalescer.take():
+        for events in self._coalescer.drain():
             batches.append(self._batch(timestamp_s, events))
             self._next_sequence += 1
         return batches
@@ -207,3 +197,91 @@ def topic_of(source: WorkerRank) -> bytes:
 def new_epoch(now_s: float, rng: random.Random) -> int:
     """Return a u63 that differs between starts and grows with time: milliseconds, then 21 random bits."""
     return (int(now_s * 1000) << 21 | rng.getrandbits(21)) & ((1 << 63) - 1)
+
+
+class Coalescer:
+    """Joins neighbouring events that say the same in one: chains that continue each other, removals of one tier."""
+
+    def __init__(self) -> None:
+        self._closed: list[tuple[Event, ...]] = []
+        self._events: list[Event] = []
+        # The event being extended: its hashes are in pieces, which are joined once, so that a long chain is O(n).
+        self._is_chain = False
+        self._parent: int | None = None
+        self._tier = Tier.GPU
+        self._pieces: list[bytes] = []
+        self._size_bytes = 0
+
+    def add(self, event: Event) -> None:
+        """Put an event behind the others."""
+        if not isinstance(event, Stored) and not isinstance(event, Removed):
+            self._settle()
+            self._events.append(event)
+            return
+        for piece in (event,) if len(event.hashes) <= MAX_BATCH_HASH_BYTES else _cut(event):
+            if isinstance(piece, Stored):
+                self._add_stored(piece.hashes, piece.parent, piece.tier)
+            else:
+                self._add_removed(piece.hashes, piece.tier)
+
+    def _add_stored(self, hashes: bytes, parent: int | None, tier: Tier) -> None:
+        """Put a `Stored` behind the others, of no more hashes than a batch has."""
+        self._size_bytes += len(hashes)
+        if self._size_bytes > MAX_BATCH_HASH_BYTES:
+            self._close(len(hashes))
+        pieces = self._pieces
+        if pieces:
+            continues = self._is_chain and tier == self._tier and parent is not None
+            if continues and parent == _last_hash(pieces[-1]):
+                pieces.append(hashes)
+                return
+            self._settle()
+        self._is_chain, self._parent, self._tier = True, parent, tier
+        self._pieces.append(hashes)
+
+    def _add_removed(self, hashes: bytes, tier: Tier) -> None:
+        """Put a `Removed` behind the others, of no more hashes than a batch has."""
+        self._size_bytes += len(hashes)
+        if self._size_bytes > MAX_BATCH_HASH_BYTES:
+            self._close(len(hashes))
+        if self._pieces and (self._is_chain or tier != self._tier):
+            self._settle()
+        self._is_chain, self._tier = False, tier
+        self._pieces.append(hashes)
+
+    def drain(self) -> list[tuple[Event, ...]]:
+        """Return everything added, in order and cut into batches, and start anew."""
+        self._close()
+        closed, self._closed = self._closed, []
+        return closed
+
+    def _settle(self) -> None:
+        """End the event being extended."""
+        pieces = self._pieces
+        if not pieces:
+            return
+        hashes = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        self._events.append(Stored(hashes, self._parent, self._tier) if self._is_chain else Removed(hashes, self._tier))
+        pieces.clear()
+
+    def _close(self, next_bytes: int = 0) -> None:
+        """End the batch; the next one begins with an event of so many bytes."""
+        self._settle()
+        if self._events:
+            self._closed.append(tuple(self._events))
+        self._events = []
+        self._size_bytes = next_bytes
+
+
+def _cut(event: Stored | Removed) -> Iterator[Stored | Removed]:
+    """Yield events of bounded size that amount to a larger one."""
+    for start in range(0, len(event.hashes), MAX_BATCH_HASH_BYTES):
+        hashes = event.hashes[start : start + MAX_BATCH_HASH_BYTES]
+        if isinstance(event, Removed):
+            yield Removed(hashes, event.tier)
+        else:
+            yield Stored(hashes, _last_hash(event.hashes[:start]) if start else event.parent, event.tier)
+
+
+def _last_hash(hashes: bytes) -> int:
+    return int.from_bytes(hashes[-_HASH_BYTES:], "little")

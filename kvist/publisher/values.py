@@ -47,8 +47,6 @@ class PublisherStatistics:
     """What a publisher did since its start. Per rank: what was filtered, left out and why, and what is held now."""
 
     num_waiting_events: int = 0
-    """An engine's message that waits to be decoded counts as one; what these come to is `num_waiting_bytes`."""
-    num_waiting_bytes: int = 0
     num_lost_events: int = 0
     num_malformed: int = 0
     """Events of no rank; what else was malformed is counted with its rank."""

@@ -111,7 +111,6 @@ def test_groups_that_do_not_say_their_windows_are_warned_of_once_however_often_t
         admit_all(window_filter, stored(512))  # a group without a number
         for _ in range(3):
             assert CLEARED in admit_all(window_filter, stored(512, group=0), stored(group=0), stored(512, group=1))
-            window_filter.verdict(stored(group=0))
     assert len(logged("kvist.publisher.filter")) == 1
 
 
@@ -296,33 +295,3 @@ def test_a_filter_that_resumes_from_a_state_goes_on_as_that_filter_would(before,
     for event in after:
         assert resumed.admit(event) == window_filter.admit(event)
         assert resumed.state == window_filter.state
-
-
-COUNTERS = ("num_ambiguous_removals", "num_undecidable", "num_window_grew", "num_late_created")
-stored_or_removed = st.one_of(st.builds(stored, windows, groups), st.builds(removed, windows, groups))
-
-
-@given(st.lists(any_event, max_size=20), stored_or_removed, st.sampled_from([None, 512, FULL]))
-def test_a_verdict_tells_what_becomes_of_an_event_and_that_it_changes_nothing_else(before, event, configured_window):
-    window_filter = WindowFilter(rank=3, configured_window=configured_window)
-    admit_all(window_filter, *before)
-    verdict, state, counted = window_filter.verdict(event), window_filter.state, window_filter.statistics()
-    assert window_filter.state == state
-    passed = window_filter.admit(event)
-    now = window_filter.statistics()
-    is_all = window_filter.state == state and all(getattr(now, name) == getattr(counted, name) for name in COUNTERS)
-    is_all &= passed in ((), (event,))
-    assert verdict == (bool(passed) if is_all else None)
-
-
-def test_there_is_no_verdict_on_an_event_that_clears_the_rank_each_time():
-    window_filter = WindowFilter()
-    admit_all(window_filter, stored(FULL, 0), stored(FULL, 1), unknown := stored(UNKNOWN, 0))
-    assert window_filter.verdict(unknown) is None
-    assert window_filter.admit(unknown) == (CLEARED, unknown)
-
-
-def test_events_admitted_elsewhere_are_counted():
-    window_filter = WindowFilter()
-    window_filter.admitted(3, 2)
-    assert (window_filter.statistics().num_passed, window_filter.statistics().num_filtered) == (3, 2)

@@ -19,7 +19,6 @@ from kvist.events.engine import EngineCleared, EngineCreated, EngineRemoved, Eng
 from kvist.events.hashing import block_hashes
 from kvist.events.transports import Endpoint, ReplayRequest, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits
-from kvist.publisher.unread import Unread
 
 BLOCK_SIZE = 4
 QUICK = PublisherLimits(coalesce_s=0.0, heartbeat_s=0.02)
@@ -40,11 +39,6 @@ def hash_of(number: int) -> int:
 def report_root_blocks(publisher, numbers, rank=0):
     for number in numbers:
         publisher.stored([number], tokens_of(number), rank=rank)
-
-
-def unread_block(number: int) -> Unread:
-    event = {"type": "BlockStored", "block_hashes": [number], "token_ids": tokens_of(number), "block_size": BLOCK_SIZE}
-    return Unread(0, msgspec.msgpack.encode([1.0, [{**event, "parent_block_hash": None}], 0]), iter)
 
 
 def test_what_was_reported_is_published_in_order_by_the_time_close_returns(publication):
@@ -153,46 +147,6 @@ def test_a_second_loss_after_a_recovery_clears_again(publication, until_true):
         report_root_blocks(publisher, [200])
     assert publication.held() == {(hash_of(200), Tier.GPU)}
     assert publication.events().count(Cleared()) >= 2
-
-
-def test_a_loss_behind_an_unread_message_clears_again(publication, until_true):
-    publication.gate.clear()
-    limits = PublisherLimits(inbox_capacity=1, coalesce_s=0.0, heartbeat_s=60)
-    with publisher_over(publication, limits, num_ranks=0) as publisher:
-        report_root_blocks(publisher, [0])
-        until_true(lambda: publisher.statistics().num_waiting_events == 0)  # taken, and stuck in the transport
-        report_root_blocks(publisher, [1, 2])
-        publisher.report_unread(unread_block(3))
-        publisher.removed([3])
-        publication.gate.set()
-    assert publisher.num_lost_events == 2
-    assert publication.held() == set()
-
-
-def test_an_unread_message_does_not_wait_for_a_heartbeat(publication, until_true):
-    with publisher_over(publication, PublisherLimits(coalesce_s=0.0, heartbeat_s=3600)) as publisher:
-        until_true(publication.heartbeats)
-        publisher.report_unread(unread_block(1))
-        until_true(lambda: publication.held() == {(hash_of(1), Tier.GPU)})
-
-
-def test_a_backlog_of_unread_messages_is_sent_piece_by_piece(publication, until_true, monkeypatch):
-    monkeypatch.setattr("kvist.publisher.publisher._NUM_BYTES_A_PASS", 1)
-    publication.gate.clear()
-    with publisher_over(publication, num_ranks=0) as publisher:
-        report_root_blocks(publisher, [0])
-        until_true(lambda: publisher.statistics().num_waiting_events == 0)
-        for number in (1, 2, 3):
-            publisher.report_unread(unread_block(number))
-        publication.gate.set()
-    assert [len(batch.events) for batch in publication.batches()] == [1, 1, 1, 1]
-
-
-def test_an_unread_message_that_comes_after_the_end_is_lost_and_takes_no_memory(publication):
-    publisher = publisher_over(publication)
-    publisher.close()
-    publisher.report_unread(unread_block(1))
-    assert (publisher.num_lost_events, publisher.num_waiting_bytes) == (1, 0)
 
 
 def test_batches_dropped_from_a_full_outbox_can_still_be_replayed(publication, until_true):

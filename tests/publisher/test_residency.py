@@ -86,34 +86,6 @@ scoped_steps = st.one_of(
 )
 
 
-@given(st.lists(scoped_steps, max_size=12), names, blocks, st.sampled_from([None, 100, 101, 102]), st.booleans())
-def test_the_forms_for_one_block_do_the_same_as_those_for_any_or_nothing(history, name, block, parent, is_hold):
-    short, long = Residency(), Residency()
-    for residency in (short, long):
-        for step, what, tier, scope in history:
-            if step == "hold":
-                pairs, behind = what
-                residency.hold([n for n, _ in pairs], [b for _, b in pairs], behind, tier, scope)
-            else:
-                residency.release(what, tier)
-    if is_hold:
-        is_done = short.hold_new(name, block, parent)
-        is_new = name not in long.names(Tier.GPU) and not long.holds(block)
-        assert is_done == (is_new and (parent is None or long.scope(parent) == NO_SCOPE))
-        if is_done:
-            assert long.hold([name], [block], parent, Tier.GPU) == ([0], [])
-    else:
-        gone = short.release_known(name)
-        is_done = gone is not None
-        held = [*long.names(Tier.GPU).values()]
-        assert is_done == (name in long.names(Tier.GPU) and held.count(long.names(Tier.GPU)[name]) == 1)
-        if is_done:
-            assert long.release([name], Tier.GPU) == ([gone], [])
-    assert (short.num_blocks, short.digest) == (long.num_blocks, long.digest)
-    assert (short.places, short.scopes) == (long.places, long.scopes)
-    assert [short.names(tier) for tier in Tier] == [long.names(tier) for tier in Tier]
-
-
 def test_the_parent_of_a_held_block_outlives_the_parent_itself():
     residency = Residency()
     residency.hold([1, 2], [11, 12], None, Tier.GPU)
@@ -179,8 +151,8 @@ def test_blocks_that_come_and_go_leave_nothing_behind():
     tracemalloc.start()
     try:
         for number in range(num_blocks):
-            assert residency.hold_new(number, number << 20, None)
-            assert residency.release_known(number) == number << 20
+            assert residency.hold([number], [number << 20], None, Tier.GPU) == ([0], [])
+            assert residency.release([number], Tier.GPU) == ([number << 20], [])
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -19,7 +19,7 @@ from kvist.events.transports import Endpoint, open_publication, open_subscriptio
 from kvist.events.transports.base import EVERYTHING, WHAT_FOLLOWS, WHO_IS_THERE
 from kvist.publisher import PublisherLimits
 from kvist.publisher.sidecar import Sidecar
-from kvist.publisher.state_store import StateStore
+from kvist.publisher.state import StateStore
 
 QUICK = PublisherLimits(heartbeat_s=0.05)
 

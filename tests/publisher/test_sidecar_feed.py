@@ -267,7 +267,7 @@ def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(public
     publisher.close()
 
 
-def test_messages_are_handed_over_unread_and_what_is_broken_in_them_is_counted(start, caplog):
+def test_what_is_broken_in_messages_is_counted_and_all_else_published(start, caplog):
     engine, sidecar = Engine(1, 1000), start()
     messages = [engine.change(number) for number in (1, 2)]
     timestamp_s, events, rank = msgspec.msgpack.decode(engine.change(3).payload)
@@ -278,9 +278,8 @@ def test_messages_are_handed_over_unread_and_what_is_broken_in_them_is_counted(s
         pass
     assert sidecar.held() == {block_of(number) for number in (1, 2, 3)}
     assert (sidecar.feed.num_malformed, sidecar.feed.feed.session.expected_sequence) == (3, 6)
-    assert sidecar.publisher.statistics().num_waiting_bytes == 0
-    assert sidecar.feed.feed.num_batches == 5
-    assert caplog.text.count("malformed batch skipped") == 2  # once where it is received, once where it is read
+    assert sidecar.feed.feed.num_batches == 4
+    assert caplog.text.count("malformed batch skipped") == 1
 
 
 @pytest.mark.parametrize("has_gap", [False, True])
@@ -317,8 +316,9 @@ def test_an_engine_that_was_restarted_with_a_smaller_window_is_published(start):
     assert sidecar.feed.is_complete
 
 
-def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
-    limits = PublisherLimits(coalesce_s=0, inbox_capacity=4)
+def test_what_the_publisher_lags_behind_is_not_taken_before_there_is_room_and_nothing_is_lost(publication, monkeypatch):
+    monkeypatch.setattr("kvist.publisher.sidecar_feed.MAX_WAITING_EVENTS", 4)
+    limits = PublisherLimits(coalesce_s=0, inbox_capacity=8)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=limits)
     feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
     list(feed.received_all([engine.change(1)], 1.0))
@@ -327,12 +327,35 @@ def test_an_answer_is_handed_over_unread_however_long_it_is(publication):
     list(feed.received_all([engine.change(50)], 2.0))
     publication.gate.clear()
     (question,) = feed.questions(3.0)
-    list(feed.answered(question, engine.replay(question.request.start_sequence), 3.0))
+    for steps in (
+        feed.answered(question, engine.replay(question.request.start_sequence), 3.0),
+        feed.received_all([engine.change(number) for number in range(51, 100)], 4.0),
+    ):
+        for _ in range(80):
+            next(steps)
+            assert publisher.num_waiting_events <= 8
+        publication.gate.set()
+        list(steps)
+        publisher.between_events(lambda _: None).result(20)
+        publication.gate.clear()
     publication.gate.set()
     publisher.close()
     assert feed.is_complete
-    assert feed.feed.num_batches == 50
+    assert feed.feed.num_batches == 99
     assert {block_hash for block_hash, _ in publication.held()} == {block_of(number) for number in engine.held}
+
+
+def test_a_feed_does_not_wait_for_a_publisher_that_has_failed(publication, monkeypatch, until_true):
+    monkeypatch.setattr("kvist.publisher.sidecar_feed.MAX_WAITING_EVENTS", 0)
+    publication.refusal = BrokenPipeError("no route")
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
+    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
+    feed.feed.received(engine.change(1), 1.0)
+    until_true(lambda: publisher.failure)
+    list(feed.received_all([engine.change(2)], 2.0))
+    assert publisher.num_lost_events == 1
+    with pytest.raises(BrokenPipeError):
+        publisher.close()
 
 
 def test_a_feed_is_not_settled_before_all_of_an_answer_is_taken(start):

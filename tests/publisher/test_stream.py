@@ -11,7 +11,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import Cleared, EngineCleared, EngineRemoved, EngineStored, Removed, Stored, Tier, WorkerRank
 from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
-from kvist.publisher.coalescer import MAX_BATCH_HASH_BYTES, Coalescer
+from kvist.publisher.stream import MAX_BATCH_HASH_BYTES, Coalescer
 from kvist.publisher.stream import RankStream, new_epoch, topic_of
 
 SOURCE = WorkerRank("w", 3)
@@ -25,7 +25,7 @@ def coalesced(*events):
     coalescer = Coalescer()
     for event in events:
         coalescer.add(event)
-    return coalescer.take()
+    return coalescer.drain()
 
 
 def stored(engine_hash: int, tokens: list[int], parent: int | None = None) -> EngineStored:

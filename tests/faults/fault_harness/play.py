@@ -67,5 +67,5 @@ def _patches(plan: Plan, world: World) -> dict[str, Any]:
         "kvist.publisher.publisher.random": world.random,
         "kvist.publisher.publisher.time": world.time,
         "kvist.publisher.snapshot.time": world.time,
-        "kvist.publisher.coalescer.MAX_BATCH_HASH_BYTES": settings["batch_bytes"],
+        "kvist.publisher.stream.MAX_BATCH_HASH_BYTES": settings["batch_bytes"],
     }

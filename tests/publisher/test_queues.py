@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message
-from kvist.publisher.outbox import Outbox
+from kvist.events import EngineRemoved
+from kvist.publisher.queues import Between, Inbox, Outbox
 
 
 def message(sequence: int) -> Message:
@@ -49,3 +52,13 @@ def test_a_broken_transport_raises(publication):
 def test_an_outbox_without_room_is_refused():
     with pytest.raises(InvalidValueError, match="outbox capacity"):
         Outbox(0)
+
+
+def test_what_is_dropped_is_counted_and_who_waits_for_a_place_in_it_is_told():
+    inbox = Inbox()
+    is_done: Future[None] = Future()
+    inbox.append(EngineRemoved([1]))
+    inbox.append(Between(len, is_done))
+    inbox.append(EngineRemoved([2]))
+    assert inbox.drop() == 2
+    assert (len(inbox), is_done.cancelled()) == (0, True)

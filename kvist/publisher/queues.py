@@ -1,11 +1,51 @@
-"""The outbox: batches on their way to the transport, when it cannot take them at once."""
+"""What waits in a publisher: what was reported, for its thread, and batches, for the transport."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
+from kvist.events.engine import EngineEvent
 from kvist.events.transports import Message, Publication
+from kvist.publisher.snapshot import Streams
+
+
+class Between(NamedTuple):
+    """A place in the inbox where something else is to be done."""
+
+    do: Callable[[Streams], None]
+    is_done: Future[None]
+
+
+class Malformed(NamedTuple):
+    """An event that could not be read, or not even told whose it is: its rank may be anything."""
+
+    rank: Any
+    error: Exception
+
+
+Item: TypeAlias = EngineEvent | Between | Malformed
+
+
+class Inbox(deque[Item]):
+    """Items in order, put in by one thread and taken out by another; what bounds it, whoever fills it decides.
+
+    A deque, for an engine's thread spares the time for a method of ours.
+    """
+
+    def drop(self) -> int:
+        """Forget everything; return how many events that were."""
+        num_events = 0
+        while self:
+            item = self.popleft()
+            if isinstance(item, Between):
+                item.is_done.cancel()
+            else:
+                num_events += 1
+        return num_events
 
 
 class Outbox:
