@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from kvist.router.load import ActiveRequest
+from kvist.router.fleet.load import ActiveRequest
 
 MAX_PREFILL_TOKENS = 2048
 INDEX_DELAY_S = 5e-3

@@ -35,7 +35,7 @@ from _common import report, table
 from _simulated_worker import H100, TWO_CORES, Arrival, Job, Machine, Worker
 
 from kvist.events import WorkerRank
-from kvist.router.load import LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy import (
     Candidate,
     KvPolicy,

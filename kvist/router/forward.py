@@ -3,7 +3,7 @@
     read    the prompt's tokens, as the worker will see them          prompts
     match   which ranks hold how many of its leading blocks           routing
     choose  a rank, by overlap and load                               policy
-    prefill where that is worth it, by another worker first           disaggregation
+    prefill where that is worth it, by another worker first           prefill
     send    the same bytes; another worker if this one fails          here
             before the first byte of its answer. A vLLM worker
             that is known in part is asked to report all it finds     healing
@@ -39,7 +39,7 @@ from kvist.http.access import bears
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.config import RouterConfig
-from kvist.router.disaggregation import (
+from kvist.router.prefill.handover import (
     FALLBACKS,
     MAX_HANDOFF_BYTES,
     Local,
@@ -48,14 +48,14 @@ from kvist.router.disaggregation import (
     prefill_body,
     read_handoff,
 )
-from kvist.router.fleet import Fleet
-from kvist.router.handover import Handover
+from kvist.router.fleet.fleet import Fleet
+from kvist.router.prefill.handover import Handover
 from kvist.router.healing import Healer
-from kvist.router.load import ActiveRequest, LoadTracker
+from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Decision
 from kvist.router.prompts import PromptReader
-from kvist.router.releases import Releases
+from kvist.router.prefill.releases import Releases
 from kvist.router.routing import Routing
 from kvist.router.usage import UsageReader
 from kvist.tracing import NO_SPAN, Span

@@ -25,11 +25,13 @@ from kvist.events.transports import Endpoint, open_subscription, public_url
 from kvist.indexer import Indexer, SourceStatistics, compilation, learn_block_size
 from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceCounters
-from kvist.router.state import FleetState
 
 if TYPE_CHECKING:
+    from kvist.indexer.dumps.dumper import Namespaced
+    from kvist.indexer.dumps.format import NamespaceHead, StreamState
     from kvist.indexer.dumps.keeper import StateKeeper
     from kvist.indexer.dumps.statistics import StateStatistics
+    from kvist.indexer.source import Source
     from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +51,37 @@ class RankStatus:
     state: SourceState | None = None
     num_blocks: int = 0
     clearing: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FleetState:
+    """The index as what is saved on disk and loaded; a loaded stream waits until its worker is followed at its URL."""
+
+    block_size: int
+    index: RadixIndex
+    indexer: Indexer
+    namespace: tuple[str, str] = ("", "")
+
+    def endpoint_of(self, source: Source) -> str:
+        """Return the stream's URL: it is followed as it was given."""
+        return source.url
+
+    def find(self, head: NamespaceHead) -> Namespaced | None:
+        """Return this index if the saved one was a router's and has blocks of the same size."""
+        if (head.model_name, head.group) != self.namespace or head.block_size != self.block_size:
+            text = "state not loaded: it is another fleet's block_size=%d expected=%d model=%s"
+            _logger.warning(text, head.block_size, self.block_size, head.model_name or None)
+            return None
+        return self
+
+    def resume(self, into: Namespaced, state: StreamState) -> Source | None:
+        """Park a stream."""
+        assert state.progress is not None
+        try:
+            return into.indexer.park(state.worker, state.url, state.rank, state.progress)
+        except InvalidValueError as error:
+            _logger.warning("stream not loaded: %s worker=%s", error, state.worker)
+            return None
 
 
 class FleetIndex:

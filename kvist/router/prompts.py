@@ -30,7 +30,7 @@ from kvist.openai.requests import (
     read_fields,
 )
 from kvist.openai.tokenization import ChatTokenizer
-from kvist.router.placement import refuse_fields
+from kvist.router.reserved import refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"

@@ -19,7 +19,7 @@ from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from kvist.http import Request, UpstreamResponse
-from kvist.router.disaggregation import Plan
+from kvist.router.prefill.handover import Plan
 from kvist.router.policy import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 from kvist.router.usage import ReportedUsage

@@ -1,5 +1,5 @@
 """How requests come in: OpenAI's API for clients, administration, and why a decision falls.
 
-`service.py` is the running router and hands each request to what it is for: `endpoints.py` says what clients may
-reach, `auth.py` who may do what, `api.py` holds the router's own endpoints. Nothing else in the router builds on this.
+`service.py` is the running router and hands each request to what it is for: `auth.py` says who may do what, `api.py`
+holds the router's own endpoints. Nothing else in the router builds on this.
 """

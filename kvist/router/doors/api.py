@@ -27,11 +27,11 @@ from kvist import __version__
 from kvist.errors import InvalidValueError
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
-from kvist.router.disaggregation import obstacle
+from kvist.router.prefill.handover import obstacle
 from kvist.router.doors.explain import explain_load, explain_plan, explain_worker
-from kvist.router.fleet import Fleet, WorkerConflictError
+from kvist.router.fleet.fleet import Fleet, WorkerConflictError
 from kvist.router.index import FleetIndex
-from kvist.router.load import LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy import Role
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.doors.readiness import explain_readiness

@@ -1,12 +1,108 @@
-"""Who may do what: clients by their key; administration by another key or, where none is set, on loopback alone."""
+"""Who may do what: clients by their key; administration by another key or, where none is set, on loopback alone.
+
+A client may reach the inference endpoints of vLLM, SGLang, TensorRT-LLM and the bundled engine. All else of a worker
+(adapters, flushing, sleep, profiling) is administration. A path decides only in its plain form, and that form is what a
+worker gets: it cannot read another path than was allowed.
+"""
 
 from __future__ import annotations
 
+import re
 from http import HTTPStatus
+from posixpath import normpath
+from urllib.parse import unquote
 
-from kvist.http import Request
+from kvist.http import Headers, Request
 from kvist.http.access import bears, is_direct_from_loopback
 from kvist.openai.errors import RequestError
+from kvist.router.reserved import refuse_form, refuse_headers
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS
+
+MODELS_PATH = "/v1/models"
+
+_POSTED = FORM_PATHS | {
+    CHAT_PATH,
+    COMPLETION_PATH,
+    "/v1/chat/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/v2/embed",
+    "/v1/rerank",
+    "/v2/rerank",
+    "/rerank",
+    "/v1/score",
+    "/score",
+    "/v1/classify",
+    "/classify",
+    "/v1/pooling",
+    "/pooling",
+    "/v1/decisions",
+    "/v1/moderations",
+    "/v1/audio/speech",
+    "/v1/images/generations",
+    "/v1/tokenize",
+    "/v1/detokenize",
+    "/tokenize",
+    "/detokenize",
+    "/generate",
+    "/encode",
+}
+_STORED_RESPONSE = re.compile(r"/v1/responses/[\w.-]+(/cancel)?", re.ASCII)
+_PLAIN = re.compile(r"/[A-Za-z0-9\-._~!$&'()*+,;=:@/]*")
+_CHARSET = re.compile(rb"""(?i)charset[ \t]*=[ \t]*["']?([^;"' \t]*)""")
+
+
+def plain_path(path: str) -> str:
+    """Return the path decoded once, without dot segments, empty segments and a slash at its end.
+
+    Raises RequestError (400) for one that decodes to anything but a path's plain characters, or has an encoded slash:
+    what it names depends on who reads it.
+    """
+    if path in _POSTED:
+        return path
+    decoded = unquote(path, errors="replace")
+    if "%2f" in path.lower() or not _PLAIN.fullmatch(decoded):
+        expected = "plain characters, encoded once at most, and slashes as they are"
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"path: got {path[:200]!r}, expected {expected}")
+    return normpath("/" + decoded.lstrip("/"))
+
+
+def methods_of(path: str) -> tuple[str, ...] | None:
+    """Return how a client may use a plain path, None if it may not."""
+    if path in _POSTED:
+        return ("POST",)
+    if path == MODELS_PATH or path.startswith(MODELS_PATH + "/"):
+        return ("GET", "HEAD")
+    stored = _STORED_RESPONSE.fullmatch(path)
+    return None if stored is None else ("POST",) if stored[1] else ("GET",)
+
+
+def check_client_request(request: Request) -> None:
+    """Raise RequestError unless an inference endpoint is used as it is meant: its method, its headers, its form."""
+    methods = methods_of(request.path)
+    assert methods is not None
+    if request.method not in methods:
+        message = f"{request.method} {request.path}: expected {' or '.join(methods)}"
+        raise RequestError(HTTPStatus.METHOD_NOT_ALLOWED, message)
+    refuse_headers(request.headers)
+    content_type = _content_type(request.headers)
+    if request.path in FORM_PATHS:
+        refuse_form(content_type, request.body)
+    elif (charset := _CHARSET.search(content_type)) and charset[1].lower() not in (b"utf-8", b"utf8", b"us-ascii"):
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {content_type!r:.100}, expected charset utf-8")
+
+
+def _content_type(headers: Headers) -> bytes:
+    """Return what the headers say of the body; raises RequestError where they say two things, or that it is packed."""
+    content_types = [value for name, value in headers if name == b"content-type"]
+    if len(content_types) > 1:
+        raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {len(content_types)}, expected one")
+    for name, value in headers:
+        if name == b"content-encoding" and value.lower() != b"identity":
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"content-encoding: got {value!r:.100}, expected none")
+    return content_types[0] if content_types else b""
 
 
 def require_client(request: Request, api_key: str | None, admin_key: str | None) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 from kvist.events import Tier, WorkerRank
 from kvist.indexer import SourceStatistics
-from kvist.router.disaggregation import Plan
+from kvist.router.prefill.handover import Plan
 from kvist.router.index import FleetIndex
-from kvist.router.load import LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy import Candidate, Decision, Load
 from kvist.router.prompts import Ask
 from kvist.router.doors.readiness import condition_of
-from kvist.router.worker import Worker
+from kvist.router.fleet.worker import Worker
 
 
 def explain_plan(plan: Plan, ask: Ask) -> dict[str, Any]:

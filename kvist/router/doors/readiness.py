@@ -12,9 +12,9 @@ from typing import Any
 
 from kvist.events.session import SourceState
 from kvist.indexer import SourceStatistics
-from kvist.router.fleet import Fleet
+from kvist.router.fleet.fleet import Fleet
 from kvist.router.index import FleetIndex
-from kvist.router.worker import Worker, WorkerState
+from kvist.router.fleet.worker import Worker, WorkerState
 
 MAX_TOLD = 20
 """Workers and streams that are named; the rest is counted."""

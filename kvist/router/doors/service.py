@@ -41,17 +41,17 @@ from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.doors.api import AdminApi
 from kvist.router.doors.auth import is_administrator, require_administrator, require_client
 from kvist.router.config import RouterConfig
-from kvist.router.doors.endpoints import MODELS_PATH, check_client_request, methods_of, plain_path
-from kvist.router.fleet import Fleet
+from kvist.router.doors.auth import MODELS_PATH, check_client_request, methods_of, plain_path
+from kvist.router.fleet.fleet import Fleet
 from kvist.router.forward import Forwarder, passed_on, worker_failure
-from kvist.router.gauges import Gauges
+from kvist.router.metrics import Gauges
 from kvist.router.healing import Healer
 from kvist.router.index import FleetIndex
-from kvist.router.load import LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.metrics import RouterMetrics
-from kvist.router.placement import check_request_id
+from kvist.router.reserved import check_request_id
 from kvist.router.prompts import PromptReader
-from kvist.router.releases import Releases
+from kvist.router.prefill.releases import Releases
 from kvist.router.routing import Routing
 from kvist.tracing import open_tracing
 
@@ -130,7 +130,7 @@ class RouterService:
         self._fleet = await exits.enter_async_context(fleet)
         reader = PromptReader(await tokenizer, lambda: index is not None and index.has_joined)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
-        releases = await exits.enter_async_context(Releases(pool, self._metrics))
+        releases = await exits.enter_async_context(Releases(pool, self._metrics.released))
         self._forwarder = Forwarder(
             config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, tracing
         )

@@ -18,7 +18,7 @@ from kvist.indexer import Indexer
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.radix import RadixIndex
-from kvist.router.state import FleetState
+from kvist.router.index import FleetState
 
 SAVE_INTERVAL_S = 0.1
 

@@ -411,7 +411,7 @@ from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.radix import RadixIndex
-from kvist.router.state import FleetState
+from kvist.router.index import FleetState
 
 async def main():
     index = RadixIndex()

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvist.router.discovery import Identity
-from kvist.router.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.discovery import Identity
+from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.policy import Role
 
 

@@ -16,12 +16,12 @@ from typing import Self
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
 from kvist.http import UpstreamError, UpstreamPool
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
-from kvist.router.discovery import Identity, ServedModel, event_endpoint, probe
-from kvist.router.health import CircuitBreaker, HealthGauge
+from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, probe
+from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.index import FleetIndex
-from kvist.router.load import LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy import Role
-from kvist.router.worker import Worker, WorkerState
+from kvist.router.fleet.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 

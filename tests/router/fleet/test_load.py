@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvist.events import WorkerRank
-from kvist.router.load import LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.policy import Load, Prompt
 
 RANK = WorkerRank("http://w", 0)

@@ -1,6 +1,6 @@
 """Tells prefill workers which prompts nobody will fetch, so that they need not hold them until their time is over.
 
-    async with Releases(pool, metrics) as releases:
+    async with Releases(pool, metrics.released) as releases:
         releases.release(worker_url, remote_request_id, headers)
 
 A worker that is not told frees the blocks all the same, later: so this is tried once, in the background, and given up
@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple, Self
 from urllib.parse import quote
 
 from kvist.http import Headers, UpstreamError, UpstreamPool
-from kvist.router.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,10 @@ class _Release(NamedTuple):
 class Releases:
     """Sends releases for as long as it is open, each at most once; those that wait when it closes are not sent."""
 
-    def __init__(self, pool: UpstreamPool, metrics: RouterMetrics) -> None:
+    def __init__(self, pool: UpstreamPool, on_outcome: Callable[[str], None]) -> None:
+        """`on_outcome` is told of each: `released`, `unknown` to its worker, `failed` or `dropped`."""
         self._pool = pool
-        self._metrics = metrics
+        self._on_outcome = on_outcome
         self._waiting: asyncio.Queue[_Release] = asyncio.Queue(MAX_WAITING)
         self._group = asyncio.TaskGroup()
         self._senders: list[asyncio.Task[None]] = []
@@ -62,11 +63,11 @@ class Releases:
         try:
             self._waiting.put_nowait(_Release(worker, remote_request_id, headers))
         except asyncio.QueueFull:
-            self._metrics.released("dropped")
+            self._on_outcome("dropped")
 
     async def _send(self) -> None:
         while True:
-            self._metrics.released(await self._outcome(await self._waiting.get()))
+            self._on_outcome(await self._outcome(await self._waiting.get()))
 
     async def _outcome(self, release: _Release) -> str:
         """Return what came of it: `released`, `unknown` where it is held no more, or `failed`."""

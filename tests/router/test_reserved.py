@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.openai.errors import RequestError
-from kvist.router.placement import CONTAINERS, FIELDS
+from kvist.router.reserved import CONTAINERS, FIELDS
 from kvist.router.prompts import PromptReader
 
 READER = PromptReader(None)

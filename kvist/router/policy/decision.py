@@ -1,0 +1,119 @@
+"""What a policy decides from, what it answers, and the one draw that makes a decision of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from random import Random
+from typing import ClassVar, Protocol
+
+import msgspec
+
+from kvist.events import WorkerRank
+
+
+class Role(StrEnum):
+    """What a worker is there for. A role is for routing: any worker can compute a request alone."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Prompt(msgspec.Struct, frozen=True, gc=False):
+    """How long the prompt is. `num_tokens` is an estimate where `is_tokenized` is false, and then nothing overlaps."""
+
+    num_tokens: int
+    block_size: int
+    is_tokenized: bool = True
+
+
+class Load(msgspec.Struct, frozen=True, gc=False):
+    """What a rank has to do now: see `kvist.router.fleet.load`."""
+
+    running_requests: int = 0
+    prefill_tokens: int = 0
+    decode_blocks: int = 0
+    recent_prefill_tokens: float = 0.0
+
+
+class Candidate(msgspec.Struct, frozen=True, gc=False):
+    """A rank that may take the request.
+
+    `overlap_blocks[tier]` counts the leading blocks of the prompt held in this tier or a faster one, so it never falls.
+    `num_cached_blocks` is all that the rank holds.
+    """
+
+    target: WorkerRank
+    load: Load = Load()
+    overlap_blocks: tuple[int, ...] = ()
+    num_cached_blocks: int = 0
+
+
+class Weighing(msgspec.Struct, frozen=True, gc=False):
+    """One probability a candidate, summing to 1, and the rule that made them; costs where the policy has such."""
+
+    rule: str
+    probabilities: list[float]
+    costs: list[float] | None = None
+
+
+class Decision(msgspec.Struct, frozen=True, gc=False):
+    """Who takes the request, and everything the decision was made from."""
+
+    policy: str
+    prompt: Prompt
+    candidates: Sequence[Candidate]
+    weighing: Weighing
+    chosen_idx: int
+
+    @property
+    def chosen(self) -> Candidate:
+        """Return the candidate that takes the request."""
+        return self.candidates[self.chosen_idx]
+
+    @property
+    def overlap_tokens(self) -> int:
+        """Return how many prompt tokens the chosen candidate is expected to find in its cache, in any tier."""
+        blocks = self.chosen.overlap_blocks
+        return usable_blocks(blocks[-1], self.prompt) * self.prompt.block_size if blocks else 0
+
+
+class Policy(Protocol):
+    """A way to weigh candidates; candidates are never empty."""
+
+    name: ClassVar[str]
+
+    def weigh(self, prompt: Prompt, candidates: Sequence[Candidate], turn: int) -> Weighing:
+        """Return a probability for each candidate, in order."""
+
+
+def decide(policy: Policy, prompt: Prompt, candidates: Sequence[Candidate], turn: int, random: Random) -> Decision:
+    """Return the decision of one draw from the policy's probabilities."""
+    weighing = policy.weigh(prompt, candidates, turn)
+    return Decision(policy.name, prompt, candidates, weighing, _draw(weighing.probabilities, random))
+
+
+def usable_blocks(overlap_blocks: int, prompt: Prompt) -> int:
+    """Return how many of the overlapping blocks spare work: the block with the last token is computed in any case."""
+    return min(overlap_blocks, max(0, prompt.num_tokens - 1) // prompt.block_size)
+
+
+def uniform_over_minima(keys: Sequence[tuple[float, ...]]) -> list[float]:
+    """Return equal probabilities for all candidates whose key is the smallest, wherever they stand."""
+    lowest = min(keys)
+    share = 1.0 / keys.count(lowest)
+    return [share if key == lowest else 0.0 for key in keys]
+
+
+def _draw(probabilities: Sequence[float], random: Random) -> int:
+    """Return an index whose probability is not 0."""
+    remaining = random.random() * sum(probabilities)
+    chosen_idx = 0
+    for idx, probability in enumerate(probabilities):
+        if probability > 0:
+            chosen_idx = idx
+            remaining -= probability
+            if remaining < 0:
+                break
+    return chosen_idx
