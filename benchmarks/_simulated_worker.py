@@ -139,7 +139,7 @@ class Worker:
         for job in self.finishing:
             self._store(job.arrival.blocks)
             job.ttft_s = self.now_s - job.at_s
-            job.active.answered()
+            job.active.end_prefill()
             job.num_context_tokens, job.num_missing_tokens = job.arrival.num_tokens, job.arrival.num_output_tokens
             self.decoding.append(job)
         self.finishing.clear()

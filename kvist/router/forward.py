@@ -20,10 +20,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from kvist.http import (
     ClientDisconnectedError,
@@ -42,19 +43,21 @@ from kvist.router.config import RouterConfig
 from kvist.router.prefill.handover import (
     FALLBACKS,
     MAX_HANDOFF_BYTES,
+    Handover,
     Local,
+    Plan,
     decode_body,
     obstacle,
     prefill_body,
     read_handoff,
 )
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.prefill.handover import Handover
 from kvist.router.healing import Healer
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
+from kvist.router.index import Overlaps
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy import Decision
-from kvist.router.prompts import PromptReader
+from kvist.router.prompts import Ask, PromptReader
 from kvist.router.prefill.releases import Releases
 from kvist.router.routing import Routing
 from kvist.router.usage import UsageReader
@@ -95,239 +98,187 @@ class Forwarder:
     tracing: Tracing | None = None
 
     async def forward(
-        self, request: Request, responder: Responder, request_id: bytes, *, is_told: bool = False
+        self, request: Request, responder: Responder, request_id: bytes, *, shows_worker: bool = False
     ) -> None:
         """Answer the request from a worker; raises RequestError when no answer has begun and none will come.
 
-        `is_told`: the client hears which worker that was, and how much of the prompt it held.
+        `shows_worker`: the answer's headers say which worker that was, and how much of the prompt it held.
         """
         if self.tracing is None:
-            await _Passage(self, request, responder, request_id, NO_SPAN, is_told).run()
+            await _Forwarding(self, request, responder, request_id, NO_SPAN, shows_worker, self.now_s()).run()
             return
         attributes = spans.of_request(request, request_id)
         with self.tracing.request(spans.name_of(request), request.headers, attributes) as trace:
             try:
-                await _Passage(self, request, responder, request_id, trace, is_told).run()
+                await _Forwarding(self, request, responder, request_id, trace, shows_worker, self.now_s()).run()
             except RequestError as error:
                 trace.set(spans.of_answer, error.status)
                 raise
 
 
-class _Passage:
-    """One request on its way."""
+@dataclass(slots=True, eq=False)
+class _Forwarding:
+    """One request, from its body to the last byte of its answer. Until that it is in one of two states:
 
-    __slots__ = (
-        "_ask",
-        "_handover",
-        "_is_healing",
-        "_is_told",
-        "_obstacle",
-        "_overlaps",
-        "_request",
-        "_request_id",
-        "_responder",
-        "_router",
-        "_started_s",
-        "_trace",
-        "_tried",
-    )
+        alone        `_plan` has one worker do all of it         `_answer`; if the worker fails: alone, by another
+                     or one compute the prompt for another       `_prefill`: handed over; if it fails: alone
+        handed over  `_choose_decode` says who goes on           `_answer`; if the worker fails: handed over, to another
+                                                                 if the transfer fails, or nobody is left: alone
 
-    def __init__(
-        self, router: Forwarder, request: Request, responder: Responder, request_id: bytes, trace: Span, is_told: bool
-    ) -> None:
-        self._router = router
-        self._request = request
-        self._responder = responder
-        self._request_id = request_id
-        self._trace = trace
-        self._is_told = is_told
-        self._started_s = router.now_s()
-        self._tried: set[str] = set()
-        self._is_healing = False
-        self._obstacle: Local | None = None
-        self._handover: Handover | None = None
+    `handover` is the prompt that was computed, `local` why none will be, `tried` whom not to ask again.
+    """
+
+    router: Forwarder
+    request: Request
+    responder: Responder
+    request_id: bytes
+    trace: Span
+    shows_worker: bool
+    started_s: float
+    ask: Ask = field(init=False)
+    overlaps: Overlaps = field(init=False)
+    is_healing: bool = False
+    handover: Handover | None = None
+    local: Local | None = None
+    tried: set[str] = field(default_factory=set)
 
     async def run(self) -> None:
-        router, path, body = self._router, self._request.path, self._request.body
-        with self._trace.step("read"):
-            self._ask = await router.reader.read(path, body)
-        self._trace.set(spans.of_ask, self._ask)
-        with self._trace.step("match"):
-            self._overlaps = router.routing.overlaps(self._ask)
+        router, path, body = self.router, self.request.path, self.request.body
+        with self.trace.step("read"):
+            self.ask = await router.reader.read(path, body)
+        self.trace.set(spans.of_ask, self.ask)
+        with self.trace.step("match"):
+            self.overlaps = router.routing.overlaps(self.ask)
         if router.fleet.has_prefill_workers:
-            self._obstacle = obstacle(path, self._ask)
+            self.local = obstacle(path, self.ask)
+        is_answered = False
         try:
-            while True:
-                decision = await self._next()
-                self._tried.add(decision.chosen.target.worker)
-                failure = await self._attempt(decision)
-                if failure is None:
-                    return
-                self._retry(decision, failure)
+            while not is_answered:
+                if self.handover is None:
+                    plan = self._plan()
+                    if plan.prefill is None:
+                        is_answered = await self._answer(plan.answer)
+                    else:
+                        await self._prefill(plan.prefill)
+                elif (decode := self._choose_decode()) is not None:
+                    is_answered = await self._answer(decode)
+                else:
+                    self._fall_back(Local.DECODE_FAILED)
         finally:
             self._release()
 
-    async def _next(self) -> Decision:
-        """Return who is to answer, after another worker has computed the prompt where one should."""
-        routing = self._router.routing
-        while True:
-            if self._handover is not None:
-                with self._trace.step("choose") as choice:
-                    decode = routing.decode_decision(self._ask, self._overlaps, self._tried)
-                    choice.set(spans.of_decision, decode)
-                if decode is not None:
-                    return decode
-                self._fall_back(Local.DECODE_FAILED)
-            with self._trace.step("choose") as choice:
-                plan = routing.plan(self._ask, self._overlaps, self._tried, self._obstacle)
-                choice.set(spans.of_plan, plan)
-            if plan.prefill is None:
-                if plan.local is not None and plan.local not in FALLBACKS:
-                    if not self._tried:
-                        self._router.metrics.kept_local(plan.local)
-                    elif self._obstacle is None:
-                        self._fall_back(Local.PREFILL_FAILED)
-                    self._obstacle = self._obstacle or plan.local
-                return plan.answer
-            await self._prefill(plan.prefill)
+    def _plan(self) -> Plan:
+        """Return who answers and who computes the prompt; why nobody does that for another is noted the first time."""
+        with self.trace.step("choose") as choice:
+            plan = self.router.routing.plan(self.ask, self.overlaps, self.tried, self.local)
+            choice.set(spans.of_plan, plan)
+        if plan.local is not None and plan.local not in FALLBACKS:
+            if not self.tried:
+                self.local = plan.local
+                self.router.metrics.kept_local(plan.local)
+            elif self.local is None:  # so those that were tried are prefill workers
+                self._fall_back(Local.PREFILL_FAILED)
+        return plan
 
-    def _fall_back(self, reason: Local) -> None:
-        """Do without what a prefill worker computed: one worker does all."""
-        self._release()
-        self._handover, self._obstacle = None, reason
-        self._router.metrics.fell_back(reason)
-        self._trace.mark("fallback", {"kvist.reason": reason.value})
-        logger.warning("prefill is local again reason=%s request_id=%s", reason, self._request_id.decode("latin-1"))
-
-    def _retry(self, decision: Decision, reason: str) -> None:
-        """Take note that another worker gets what this one failed."""
-        worker = decision.chosen.target.worker
-        self._router.metrics.retried(worker)
-        self._trace.mark("retry", {"kvist.worker": worker, "kvist.reason": reason})
-
-    def _release(self) -> None:
-        """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
-        handover = self._handover
-        if handover is None or handover.is_taken or handover.handoff.remote_request_id is None:
-            return
-        worker = self._router.fleet.get(handover.prefill_worker)
-        if worker is not None and worker.identity.engine == "kvist":
-            theirs = passed_on(self._request, self._router.config, worker.url, self._request_id)
-            headers = [field for field in self._trace.headers(theirs) if field[0] in _RELEASE_HEADERS]
-            self._router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
+    def _choose_decode(self) -> Decision | None:
+        """Return who goes on with the prompt that was computed, if anybody can."""
+        with self.trace.step("choose") as choice:
+            decision = self.router.routing.decode_decision(self.ask, self.overlaps, self.tried)
+            choice.set(spans.of_decision, decision)
+        return decision
 
     async def _prefill(self, decision: Decision) -> None:
         """Have the prompt computed. If that fails, another prefill worker may follow while attempts are left."""
-        router, target, started_s = self._router, decision.chosen.target, self._router.now_s()
-        worker = router.fleet.get(target.worker)
-        assert worker is not None
-        is_trial = worker.breaker.begin()
+        router, worker, started_s = self.router, decision.chosen.target.worker, self.router.now_s()
         router.metrics.dispatched(decision)
-        status, answer, failure = WORKER_FAILED_STATUS, b"", ""
+        answer, failure = b"", None
         try:
-            with router.load.begin(target, decision.prompt, decision.overlap_tokens, started_s):
-                async with self._exchange("prefill", decision, prefill_body(self._request.body)) as response:
+            with _Attempt(router, decision, decision.overlap_tokens) as attempt:
+                async with self._exchange("prefill", decision, prefill_body(self.request.body)) as response:
                     async for piece in response.body():
                         answer += piece
                         if len(answer) > MAX_HANDOFF_BYTES:
                             break
-                    status = response.status
+                    attempt.judge(response.status)
+            if attempt.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                failure = f"answered {attempt.status}"
         except UpstreamError as error:
             failure = error.reason
             logger.warning("prefill failed worker=%s reason=%s", error.worker, failure)
-        except asyncio.CancelledError:
-            status = CLIENT_LEFT_STATUS
-            raise
-        finally:
-            if is_trial:
-                worker.breaker.abandon()
-            router.metrics.ended(decision, status)
-        if status == WORKER_FAILED_STATUS or status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            worker.breaker.fail(router.now_s())
-            self._tried.add(target.worker)
-            self._retry(decision, failure or f"answered {status}")
-            if len(self._tried) + 1 >= router.config.max_attempts:  # the last one is for who answers
+        if failure is not None:
+            self.tried.add(worker)
+            self._note_retry(decision, failure)
+            if len(self.tried) + 1 >= router.config.max_attempts:  # the last one is for who answers
                 self._fall_back(Local.PREFILL_FAILED)
-            return
-        worker.breaker.succeed()
-        handoff = read_handoff(answer) if status == HTTPStatus.OK else None
-        if handoff is None:
-            self._fall_back(Local.PREFILL_REFUSED)
+        elif attempt.status == HTTPStatus.OK and (handoff := read_handoff(answer)) is not None:
+            self.handover = Handover(handoff, worker, router.now_s() - started_s)
         else:
-            self._handover = Handover(handoff, target.worker, router.now_s() - started_s)
+            self._fall_back(Local.PREFILL_REFUSED)
 
-    async def _attempt(self, decision: Decision) -> str | None:
-        """Return None once the client has its answer; else how the worker failed, and another should be tried."""
-        router, target = self._router, decision.chosen.target
-        worker = router.fleet.get(target.worker)
-        assert worker is not None
-        is_trial = worker.breaker.begin()
+    async def _answer(self, decision: Decision) -> bool:
+        """Return whether the client has its answer; if not, the worker failed, and another may be tried."""
+        router, request, handover, target = self.router, self.request, self.handover, decision.chosen.target
+        self.tried.add(target.worker)
         router.routing.dispatched()
-        handover, num_spared_tokens = self._handover, decision.overlap_tokens
         if handover is None:
             router.metrics.dispatched(decision)
-            body = router.healer.body_for(target, self._request.path, self._request.body)
-            self._is_healing = body is not self._request.body
+            step, num_spared_tokens = "generate", decision.overlap_tokens
+            body = router.healer.body_for(target, request.path, request.body, self.ask.fields)
+            self.is_healing = body is not request.body
         else:
-            handover.sent_s, num_spared_tokens = router.now_s(), decision.prompt.num_tokens
-            body = decode_body(self._request.body, handover.handoff.params)
-        status = WORKER_FAILED_STATUS
+            handover.sent_s = router.now_s()
+            step, num_spared_tokens = "decode", decision.prompt.num_tokens
+            body = decode_body(request.body, handover.handoff.params)
+        failure = None
         try:
-            with router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s()) as active:
-                async with self._exchange("generate" if handover is None else "decode", decision, body) as response:
-                    status = response.status
-                    if handover is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            with _Attempt(router, decision, num_spared_tokens) as attempt:
+                async with self._exchange(step, decision, body) as response:
+                    if handover is not None and response.status == HTTPStatus.INTERNAL_SERVER_ERROR:
+                        attempt.status, failure = response.status, "the transfer failed"
                         self._fall_back(Local.TRANSFER_FAILED)  # which is not the worker's fault: it may do all
-                        self._tried.discard(target.worker)
-                        return "the transfer failed"
-                    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                        worker.breaker.fail(router.now_s())
+                        self.tried.discard(target.worker)
                     else:
-                        worker.breaker.succeed()
-                    if status in RETRIED_STATUSES and self._may_retry():
-                        return f"answered {status}"
-                    await self._relay(response, decision, active)
+                        attempt.judge(response.status)
+                        if response.status in RETRIED_STATUSES and self._may_retry():
+                            failure = f"answered {response.status}"
+                        else:
+                            await self._relay(response, decision, attempt.load)
         except UpstreamError as error:
-            status = WORKER_FAILED_STATUS
-            worker.breaker.fail(router.now_s())
-            return await self._worker_failed(error)
-        except (asyncio.CancelledError, ClientDisconnectedError):
-            status = CLIENT_LEFT_STATUS
-            raise
-        finally:
-            if is_trial:
-                worker.breaker.abandon()
-            router.metrics.ended(decision, status)
-        return None
+            failure = self._failure_before_answer(error)
+        if failure is not None:
+            self._note_retry(decision, failure)
+        return failure is None
 
     def _exchange(self, step: str, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
         """Send a body with the client's headers, and which rank was chosen; the worker goes on with the trace."""
-        request, target, call = self._request, decision.chosen.target, self._trace.call(step)
-        headers = call.headers(passed_on(request, self._router.config, target.worker, self._request_id))
-        if self._router.routing.is_one_of_several_ranks(target):
+        request, target, call = self.request, decision.chosen.target, self.trace.call(step)
+        headers = call.headers(forwarded_headers(request, self.router.config, target.worker, self.request_id))
+        if self.router.routing.is_one_of_several_ranks(target):
             headers.append((RANK_HEADER, b"%d" % target.rank))
         client = request.client[0] if request.client else None
-        exchange = self._router.pool.exchange(
+        exchange = self.router.pool.exchange(
             target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
         return spans.traced(exchange, call, decision)
 
     async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
         """Pass the answer on as it comes. Nothing is sent before its first byte, so until then another may be tried."""
-        responder, metrics = self._responder, self._router.metrics
+        responder, metrics, handover = self.responder, self.router.metrics, self.handover
         is_event_stream = _is_event_stream(response.headers)
         usage_reader = UsageReader(is_event_stream=is_event_stream)
         body = response.body()
         piece = await anext(body, b"")
-        active.answered()
-        first_byte_s = self._router.now_s() - self._started_s
+        active.end_prefill()
+        first_byte_at_s = self.router.now_s()
+        first_byte_s = first_byte_at_s - self.started_s
         metrics.first_byte(decision, first_byte_s)
-        self._trace.set(spans.of_answer, response.status, first_byte_s)
+        self.trace.set(spans.of_answer, response.status, first_byte_s)
+        if handover is not None:
+            handover.transfer_s = first_byte_at_s - handover.sent_s
+            handover.is_fetched = response.status == HTTPStatus.OK
+            metrics.handed_over(handover.prefill_s, handover.transfer_s)
         theirs = [field for field in response.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
         responder.start(response.status, theirs + self._own_headers(decision))
-        if self._handover is not None:
-            self._handover.is_taken = response.status == HTTPStatus.OK
-            metrics.handed_over(self._handover.prefill_s, self._handover.transfer_s)
         try:
             while piece:
                 usage_reader.feed(piece)
@@ -344,21 +295,31 @@ class _Passage:
         await responder.finish()
         usage = usage_reader.usage()
         if usage is not None:
-            self._trace.set(spans.of_usage, usage)
-        if self._handover is not None:
-            self._handover.log(decision, self._router.now_s(), self._request_id)
+            self.trace.set(spans.of_usage, usage)
+        if handover is not None:
+            handover.log(decision, self.router.now_s(), self.request_id)
         elif usage is not None:
             metrics.reported(decision, usage)
-        if self._is_healing:
-            self._router.healer.answered(decision, usage, partial(self._router.routing.block_hashes, self._ask))
+        if self.is_healing:
+            self.router.healer.answered(decision, usage, partial(self.router.routing.block_hashes, self.ask))
 
-    async def _worker_failed(self, error: UpstreamError) -> str | None:
-        """Return the failure where another worker follows, None where the answer was whole; raises it elsewhere."""
-        request_id = self._request_id.decode("latin-1")
+    def _own_headers(self, decision: Decision) -> Headers:
+        """Return what the client is told. Who knows what a worker held may learn what others have asked."""
+        told = [(b"x-request-id", self.request_id)]
+        if self.shows_worker:
+            told.append((b"x-kvist-worker", decision.chosen.target.worker.encode()))
+            told.append((b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens))
+            if self.handover is not None:
+                told += self.handover.headers()
+        return told
+
+    def _failure_before_answer(self, error: UpstreamError) -> str | None:
+        """Return the failure where another worker may follow, None where the answer was whole; raises it elsewhere."""
+        request_id = self.request_id.decode("latin-1")
         logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
-        if self._responder.is_finished:
+        if self.responder.is_finished:
             return None
-        if self._responder.has_started:
+        if self.responder.has_started:
             raise error
         # A worker that was silent too long may still be busy with it: trying another would double the work.
         if not isinstance(error, UpstreamTimeoutError) and self._may_retry():
@@ -366,21 +327,75 @@ class _Passage:
         raise worker_failure(error) from error
 
     def _may_retry(self) -> bool:
-        is_allowed = len(self._tried) < self._router.config.max_attempts
-        return is_allowed and self._router.routing.has_alternative(self._ask, self._tried)
+        is_allowed = len(self.tried) < self.router.config.max_attempts
+        return is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
 
-    def _own_headers(self, decision: Decision) -> Headers:
-        """Return what the client is told. Who knows what a worker held may learn what others have asked."""
-        told = [
-            (b"x-kvist-worker", decision.chosen.target.worker.encode()),
-            (b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens),
-        ]
-        if self._handover is not None:
-            told += self._handover.answered(self._router.now_s())
-        return [(b"x-request-id", self._request_id), *(told if self._is_told else ())]
+    def _note_retry(self, decision: Decision, reason: str) -> None:
+        """Count that another worker gets what this one failed."""
+        worker = decision.chosen.target.worker
+        self.router.metrics.retried(worker)
+        self.trace.mark("retry", {"kvist.worker": worker, "kvist.reason": reason})
+
+    def _fall_back(self, reason: Local) -> None:
+        """Do without what a prefill worker computed, or was to: one worker does all."""
+        self._release()
+        self.handover, self.local = None, reason
+        self.router.metrics.fell_back(reason)
+        self.trace.mark("fallback", {"kvist.reason": reason.value})
+        logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
+
+    def _release(self) -> None:
+        """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
+        handover = self.handover
+        if handover is None or handover.is_fetched or handover.handoff.remote_request_id is None:
+            return
+        worker = self.router.fleet.get(handover.prefill_worker)
+        if worker is not None and worker.identity.engine == "kvist":
+            theirs = forwarded_headers(self.request, self.router.config, worker.url, self.request_id)
+            headers = [field for field in self.trace.headers(theirs) if field[0] in _RELEASE_HEADERS]
+            self.router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
 
 
-def passed_on(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:
+class _Attempt:
+    """One worker's part in a request: on every way out its load is given back, its circuit judged, its end counted."""
+
+    __slots__ = ("_breaker", "_decision", "_is_trial", "_router", "load", "status")
+
+    def __init__(self, router: Forwarder, decision: Decision, num_spared_tokens: int) -> None:
+        target, now_s = decision.chosen.target, router.now_s()
+        worker = router.fleet.get(target.worker)
+        assert worker is not None
+        self._router, self._decision, self._breaker = router, decision, worker.breaker
+        self._is_trial = worker.breaker.begin()
+        self.load = router.load.begin(target, decision.prompt, num_spared_tokens, now_s)
+        self.status = WORKER_FAILED_STATUS
+
+    def judge(self, status: int) -> None:
+        """Take the status of the worker's answer, which is a success or a failure of the worker."""
+        self.status = status
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._breaker.fail(self._router.now_s())
+        else:
+            self._breaker.succeed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.load.finish()
+        if isinstance(error, UpstreamError):
+            self.status = WORKER_FAILED_STATUS
+            self._breaker.fail(self._router.now_s())
+        elif isinstance(error, asyncio.CancelledError | ClientDisconnectedError):
+            self.status = CLIENT_LEFT_STATUS
+        if self._is_trial:
+            self._breaker.abandon()
+        self._router.metrics.ended(self._decision, self.status)
+
+
+def forwarded_headers(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:
     """Return the request's headers as a worker gets them, under the request's id and with the worker's own key.
 
     What a client shows is passed on only where nobody here asks for it and the worker has no key from us.

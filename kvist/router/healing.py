@@ -18,13 +18,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
-from typing import TypeAlias
-
-import msgspec
+from typing import Any, TypeAlias
 
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
@@ -132,11 +130,14 @@ class Healer:
         self._metrics = metrics
         self._ranks: dict[WorkerRank, _Healing] = {}
 
-    def body_for(self, target: WorkerRank, path: str, body: bytes) -> bytes:
-        """Return what to send to the rank: the client's body, asking for a full report if that may bring something."""
+    def body_for(self, target: WorkerRank, path: str, body: bytes, fields: Mapping[str, Any]) -> bytes:
+        """Return what to send to the rank: the client's body, asking for a full report if that may bring something.
+
+        `fields` is what the body says.
+        """
         if path not in _PATHS or not self._is_lacking(target):
             return body
-        asking = ask_full_report(body)
+        asking = ask_full_report(body, fields)
         if asking is not body:
             self._ranks[target].num_asked += 1
         return asking
@@ -186,28 +187,19 @@ class Healer:
         return {status.target: status for status in statuses}
 
 
-def ask_full_report(body: bytes) -> bytes:
+def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """Return the body with the request for a full report put in; the very same object where it cannot be, for certain.
 
     A client that says anything of `kv_cache_report_mode` itself has its way.
     """
-    try:
-        arguments = _decode(body).vllm_xargs
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    if not body:
         return body
-    if isinstance(arguments, msgspec.UnsetType):
+    if "vllm_xargs" not in fields:
         return _inserted(body, body.index(b"{") + 1, _FIELD)
-    places = [match.end() for match in _ARGUMENTS.finditer(body)]
-    if arguments is None or "kv_cache_report_mode" in arguments or len(places) != 1:
+    arguments, places = fields["vllm_xargs"], [match.end() for match in _ARGUMENTS.finditer(body)]
+    if not isinstance(arguments, dict) or "kv_cache_report_mode" in arguments or len(places) != 1:
         return body
     return _inserted(body, places[0], _ARGUMENT)
-
-
-class _Body(msgspec.Struct, frozen=True):
-    vllm_xargs: dict[str, msgspec.Raw] | msgspec.UnsetType | None = msgspec.UNSET
-
-
-_decode = msgspec.json.Decoder(_Body).decode
 
 
 def _inserted(body: bytes, place: int, field: bytes) -> bytes:

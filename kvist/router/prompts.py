@@ -72,33 +72,30 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._has_index = has_index
 
-    async def read(self, path: str, body: bytes) -> Ask:
-        """Return what the body of this endpoint asks; raises RequestError (400) that names the field."""
+    async def read(self, path: str | None, body: bytes) -> Ask:
+        """Return what the body of this endpoint asks; raises RequestError (400) that names the field.
+
+        Without a path it may be a chat's, a completion's, or `{"token_ids": […]}`.
+        """
         if path in FORM_PATHS:
             return _read_other({}, len(body))
         if path == COMPLETION_PATH and self._has_index():
-            ask = _read_token_ids(body)
+            ask = _read_tokenized_completion(body)
             if ask is not None:
                 return ask
         if len(body) <= INLINE_BODY_BYTES or self._tokenizer is None:
             return self._read(path, body)
         return await asyncio.to_thread(self._read, path, body)
 
-    def _read(self, path: str, body: bytes) -> Ask:
+    def _read(self, path: str | None, body: bytes) -> Ask:
         fields = _client_fields(body)
+        if path is None:
+            if fields.get("token_ids") is not None:
+                return _read_tokens(fields)
+            path = COMPLETION_PATH if fields.get("messages") is None else CHAT_PATH
         if path == CHAT_PATH:
             return self._read_chat(fields, len(body))
         return self._read_completion(fields) if path == COMPLETION_PATH else _read_other(fields, len(body))
-
-    async def read_any(self, body: bytes) -> Ask:
-        """Return what a body of either endpoint asks, or one of `{"token_ids": […]}`; raises RequestError (400)."""
-        try:
-            prompt = msgspec.json.decode(body, type=_AnyPrompt)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise RequestError(400, f"body: {error}") from None
-        if prompt.token_ids is not None:
-            return Ask(prompt.model, len(prompt.token_ids), prompt.token_ids, prompt.cache_salt)
-        return await self.read(CHAT_PATH if prompt.messages is not None else COMPLETION_PATH, body)
 
     def _read_chat(self, fields: Fields, num_bytes: int) -> Ask:
         request = decode_chat_request(fields)
@@ -133,14 +130,21 @@ class PromptReader:
         return self._tokenizer
 
 
-class _AnyPrompt(msgspec.Struct, frozen=True):
-    token_ids: list[TokenId] | None = None
-    messages: Any = None
+class _Tokens(msgspec.Struct, frozen=True):
+    token_ids: list[TokenId]
     model: str | None = None
     cache_salt: str | None = None
 
 
-def _read_token_ids(body: bytes) -> Ask | None:
+def _read_tokens(fields: Fields) -> Ask:
+    try:
+        prompt = msgspec.convert(fields, _Tokens)
+    except msgspec.ValidationError as error:
+        raise RequestError(400, f"body: {error}") from None
+    return Ask(prompt.model, len(prompt.token_ids), prompt.token_ids, prompt.cache_salt, fields=fields)
+
+
+def _read_tokenized_completion(body: bytes) -> Ask | None:
     """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
     from kvist.indexer.json_tokens import split_integer_array
 

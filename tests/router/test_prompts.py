@@ -138,10 +138,10 @@ async def test_other_endpoints_give_their_model_if_they_say_one(reader: PromptRe
 
 
 async def test_a_body_to_be_explained_may_be_of_any_kind(reader: PromptReader) -> None:
-    assert (await reader.read_any(b'{"token_ids": [1, 2, 3]}')).token_ids == [1, 2, 3]
-    assert (await reader.read_any(body(prompt="hello"))).token_ids == [2]
-    assert (await reader.read_any(body(messages=[{"role": "user", "content": "hello"}]))).num_tokens == 4
+    assert (await reader.read(None, b'{"token_ids": [1, 2, 3]}')).token_ids == [1, 2, 3]
+    assert (await reader.read(None, body(prompt="hello"))).token_ids == [2]
+    assert (await reader.read(None, body(messages=[{"role": "user", "content": "hello"}]))).num_tokens == 4
     for wrong in (b"{", b'{"token_ids": "x"}', b'{"token_ids": [-1]}', b"{}"):
         with pytest.raises(RequestError) as refusal:
-            await reader.read_any(wrong)
+            await reader.read(None, wrong)
         assert refusal.value.status == 400

@@ -123,7 +123,7 @@ class AdminApi:
         return _json({"loads": [explain_load(target, self.load.load(target, now_s)) for target in targets]})
 
     async def _route(self, request: Request) -> Response:
-        ask = await self.reader.read_any(await request.body())
+        ask = await self.reader.read(None, await request.body())
         plan = self.routing.plan(ask, self.routing.overlaps(ask), obstacle=obstacle(COMPLETION_PATH, ask))
         return _json(explain_plan(plan, ask))
 

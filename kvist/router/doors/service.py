@@ -43,7 +43,7 @@ from kvist.router.doors.auth import is_administrator, require_administrator, req
 from kvist.router.config import RouterConfig
 from kvist.router.doors.auth import MODELS_PATH, check_client_request, methods_of, plain_path
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.forward import Forwarder, passed_on, worker_failure
+from kvist.router.forward import Forwarder, forwarded_headers, worker_failure
 from kvist.router.metrics import Gauges
 from kvist.router.healing import Healer
 from kvist.router.index import FleetIndex
@@ -192,8 +192,8 @@ class RouterService:
             if path.startswith(MODELS_PATH):
                 await self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
             else:
-                is_told = config.debug_headers or is_administrator(request, config.admin_key)
-                await self._forwarder.forward(request, responder, request_id, is_told=is_told)
+                shows_worker = config.debug_headers or is_administrator(request, config.admin_key)
+                await self._forwarder.forward(request, responder, request_id, shows_worker=shows_worker)
 
     async def _pass_to_worker(self, request: Request, responder: Responder, request_id: bytes) -> None:
         """Pass an administrator's request to the worker that it names, and the answer back, both as they are."""
@@ -203,8 +203,8 @@ class RouterService:
             raise RequestError(
                 HTTPStatus.BAD_REQUEST, f"x-kvist-worker: got {url!r:.200}, expected {expected}", param="x-kvist-worker"
             )
-        passed = passed_on(request, self._config, url, request_id)
-        headers = [field for field in passed if field[0] != WORKER_HEADER]
+        forwarded = forwarded_headers(request, self._config, url, request_id)
+        headers = [field for field in forwarded if field[0] != WORKER_HEADER]
         try:
             async with self._pool.exchange(url, request.method, request.target, headers, request.body) as response:
                 responder.start(response.status, response.headers)

@@ -66,7 +66,7 @@ class ActiveRequest:
     def __exit__(self, *exception: object) -> None:
         self.finish()
 
-    def answered(self) -> None:
+    def end_prefill(self) -> None:
         """Take the first byte of the answer: its prefill is done."""
         if self._rank_load is not None:
             self._rank_load.prefill_tokens -= self._prefill_tokens

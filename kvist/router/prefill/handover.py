@@ -129,7 +129,8 @@ def decode_body(body: bytes, params: bytes) -> bytes:
 class Handover:
     """A prompt that one worker computed, on its way to another, and how long each part of the request took.
 
-    Once it is taken, the decode worker fetches it or tells the prefill worker that it will not.
+    The transfer lasts from asking the decode worker to the first byte of its answer. Once that `is_fetched`, the decode
+    worker has the blocks, or tells the prefill worker itself that it does not want them.
     """
 
     handoff: Handoff
@@ -137,11 +138,10 @@ class Handover:
     prefill_s: float
     sent_s: float = 0.0
     transfer_s: float = 0.0
-    is_taken: bool = False
+    is_fetched: bool = False
 
-    def answered(self, now_s: float) -> Headers:
-        """Return what the client is told; the transfer lasts from the decode worker's request to its first byte."""
-        self.transfer_s = now_s - self.sent_s
+    def headers(self) -> Headers:
+        """Return what a client that may know is told of it."""
         return [
             (b"x-kvist-prefill-worker", self.prefill_worker.encode()),
             (b"x-kvist-prefill-ms", b"%.1f" % (self.prefill_s * 1000)),

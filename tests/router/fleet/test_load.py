@@ -19,7 +19,7 @@ def test_a_request_counts_from_dispatch_to_its_end() -> None:
     tracker = LoadTracker()
     request = tracker.begin(RANK, PROMPT, overlap_tokens=64, now_s=0.0)
     assert tracker.load(RANK, 0.0) == Load(1, 36, 7, 36.0)
-    request.answered()
+    request.end_prefill()
     assert tracker.load(RANK, 0.0) == Load(1, 0, 7, 36.0)
     request.finish()
     assert tracker.load(RANK, 0.0) == Load(0, 0, 0, 36.0)
@@ -48,7 +48,7 @@ def test_finishing_twice_and_tokens_after_the_end_change_nothing() -> None:
     first, second = tracker.begin(RANK, PROMPT, 0, 0.0), tracker.begin(RANK, PROMPT, 0, 0.0)
     first.finish()
     first.finish()
-    first.answered()
+    first.end_prefill()
     first.add_tokens(160)
     assert tracker.load(RANK, 0.0) == Load(1, 100, 7, 200.0)
     assert tracker.running_requests("http://w") == 1
