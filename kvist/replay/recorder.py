@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.errors import InvalidValueError
 from kvist.events.follow import REPLAY_TIMEOUT_S
 from kvist.events.transports import Endpoint, Subscription, open_subscription, public_url
+from kvist.events.turns import Turns
 from kvist.replay.asking import Answer, Asking, Question, Timed
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordedSource
 from kvist.replay.writer import RecordingWriter
 
 _TICK_S = 0.25  # how often it is seen whether a chunk is due: well within the writer's second
-_TURN_S = 0.002  # how long an answer is read before others have a turn
 MAX_QUESTIONS_AT_ONCE = 8
 """Answers in memory at any moment."""
 
@@ -100,8 +100,8 @@ class Recorder:
     """Writes down what the sources say until cancelled: every message, duplicates and malformed ones too.
 
     What a rank held before it was heard, and what a gap took, is asked for and stands in front of what came next
-    (`kvist.replay.asking`). The order in the file is that of arrival here, but that a source's messages wait for an
-    answer, up to `MAX_WAIT_S`, while others' do not; the messages of one source keep theirs.
+    (`kvist.replay.asking`). The order in the file is that of arrival here, but that a rank's messages wait for an
+    answer, up to `MAX_WAIT_S`, while others' do not.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class Recorder:
         self._clock_offset_ns = wall_ns() - mono_ns()
         self._streams = [_Stream(spec) for spec in specs]
         self._gate = asyncio.Semaphore(MAX_QUESTIONS_AT_ONCE)
+        self._turns = Turns()
 
     def recall(self, earlier: RecordingReader) -> None:
         """Go on behind an earlier part: what it has of these sources is neither written nor asked for again.
@@ -196,9 +197,13 @@ class Recorder:
             async with self._gate:
                 assert stream.subscription is not None
                 messages = await stream.subscription.replay(question.request, REPLAY_TIMEOUT_S)
-                answer = None
-                if messages is not None:
-                    answer = await _worked_off(stream.asking.read(question, messages))
+                answers: list[Answer | None] = []
+
+                def read() -> Iterator[None]:
+                    answers.append((yield from stream.asking.read(question, messages or ())))
+
+                await self._turns.work_off(read())
+                answer = None if messages is None else answers[0]
                 self._write(stream, stream.asking.answered(question, answer, self._mono_ns() * 1e-9))
         finally:
             stream.question = None
@@ -233,16 +238,3 @@ class _Stream:
             tuple(asking.partial),
             heard.problem,
         )
-
-
-async def _worked_off(reading: Generator[None, None, Answer | None]) -> Answer | None:
-    """Return what is read, with turns for others."""
-    while True:
-        turn_ends_s = time.monotonic() + _TURN_S
-        try:
-            while time.monotonic() < turn_ends_s:
-                next(reading)
-        except StopIteration as read:
-            answer: Answer | None = read.value
-            return answer
-        await asyncio.sleep(0)

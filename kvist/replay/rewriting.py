@@ -37,6 +37,7 @@ _EMPTY_SNAPSHOT: dict[int, Any] = {6: 0, 7: 1, 8: 0, 9: 0, 10: b"", 11: b"", 12:
 _NUM_BLOCKS, _DIGEST = 1, 2  # places in a heartbeat
 _ENGINE_EVENTS = 1
 _MAX_EPOCH = (1 << 64) - 1
+_EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
 
 
 class _Tagged(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -51,19 +52,6 @@ _fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _tagged_decoder = msgspec.msgpack.Decoder(_Tagged)
 _typed_decoder = msgspec.msgpack.Decoder(_Typed)
 _encoder = msgspec.msgpack.Encoder()
-
-
-class _Epochs:
-    """The epochs that one rank had in the first round, and by how much a further round's are later."""
-
-    def __init__(self, epoch: int) -> None:
-        self.first = self.last = epoch
-
-    def seen(self, epoch: int) -> None:
-        self.first, self.last = min(self.first, epoch), max(self.last, epoch)
-
-    def later(self, epoch: int, round_idx: int) -> int:
-        return epoch + round_idx * (self.last - self.first + 1)
 
 
 class _EngineStream:
@@ -90,7 +78,6 @@ class Rewriter:
         self._names = names or {}
         self._is_looped = num_rounds > 1
         self._must_count = kinds is not None and "heartbeat" in kinds and not kinds >= set(EVENT_KINDS)
-        self._epochs: dict[tuple[RecordedSource, WorkerRank], _Epochs] = {}
         self._engines: dict[RecordedSource, _EngineStream] = {}
         self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, HeldBlocks]] = {}
         self._snapshots: defaultdict[RecordedSource, SnapshotCollector] = defaultdict(SnapshotCollector)
@@ -117,7 +104,7 @@ class Rewriter:
     ) -> list[Message]:
         if envelope.is_heartbeat and not self._keeps("heartbeat"):
             return []
-        topic, changed = self._renamed(source, message.topic, envelope, round_idx)
+        topic, changed = self._renamed(message.topic, envelope, round_idx)
         if self._kinds is not None and not envelope.is_heartbeat:
             kept = [event for event in envelope.events if self._keeps(_kind(event))]
             if len(kept) < len(envelope.events):
@@ -132,7 +119,7 @@ class Rewriter:
         self, source: RecordedSource, message: Message, envelope: SnapshotEnvelope, round_idx: int
     ) -> list[Message]:
         """Return a part of a snapshot, whose blocks count as stored; without those, the last part is an empty one."""
-        topic, changed = self._renamed(source, message.topic, envelope, round_idx)
+        topic, changed = self._renamed(message.topic, envelope, round_idx)
         if not self._keeps("stored"):
             if not envelope.is_last:
                 return []
@@ -144,27 +131,20 @@ class Rewriter:
         return [Message(topic, message.sequence, _with_fields(message.payload, changed))]
 
     def _renamed(
-        self, source: RecordedSource, topic: bytes, envelope: CanonicalEnvelope | SnapshotEnvelope, round_idx: int
+        self, topic: bytes, envelope: CanonicalEnvelope | SnapshotEnvelope, round_idx: int
     ) -> tuple[bytes, dict[int, Any]]:
         """Return the topic, and the fields that are another round's or another worker's."""
         rank = envelope.source
         changed: dict[int, Any] = {}
-        if (epoch := self._epoch((source, rank), envelope.epoch, round_idx)) != envelope.epoch:
-            changed[_EPOCH] = epoch
+        if round_idx > 0:
+            changed[_EPOCH] = envelope.epoch + round_idx * _EPOCHS_A_ROUND
+            if changed[_EPOCH] > _MAX_EPOCH:
+                found = f"fewer rounds: there is no epoch after {envelope.epoch}"
+                raise InvalidValueError("loop", round_idx + 1, found)
         if (name := self._names.get(rank.worker, rank.worker)) != rank.worker:
             changed[_WORKER] = name
             topic = topic_of(WorkerRank(name, rank.rank)) if topic else topic
         return topic, changed
-
-    def _epoch(self, key: tuple[RecordedSource, WorkerRank], epoch: int, round_idx: int) -> int:
-        """Return the epoch of a round's message."""
-        epochs = self._epochs.setdefault(key, _Epochs(epoch))
-        if round_idx == 0:
-            epochs.seen(epoch)
-            return epoch
-        if (later := epochs.later(epoch, round_idx)) > _MAX_EPOCH:
-            raise InvalidValueError("loop", round_idx + 1, f"fewer rounds: there is no epoch after {epoch}")
-        return later
 
     def _counted(
         self,

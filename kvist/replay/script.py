@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import ReplayRequest
 from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, read_envelope
 from kvist.replay.held import SentBuffer
-from kvist.replay.reader import Torn
+from kvist.replay.jsonl import JsonlReader
+from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record, RecordedSource
 from kvist.replay.rewriting import Rewriter
+
+RecordReader: TypeAlias = RecordingReader | JsonlReader
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
 _MAX_WAIT_NS = 15_000_000_000  # by how much a recorder may put messages behind later ones, and some
@@ -78,32 +80,6 @@ def worker_of(record: Record) -> str:
     """Return whose blocks a record is about."""
     envelope = read_envelope(record.message.payload)
     return record.source.name if envelope is None or isinstance(envelope, EngineEnvelope) else envelope.worker
-
-
-class RecordReader(AbstractContextManager["RecordReader"], Protocol):
-    """What records are read from: `RecordingReader`, or a reader of another form."""
-
-    def read(self) -> list[Record] | None:
-        """Return the next records, None while there are none."""
-
-    def sources(self) -> list[RecordedSource]:
-        """Return whoever is recorded, in order of appearance."""
-
-    @property
-    def is_ended(self) -> bool:
-        """Return whether no more will come."""
-
-    @property
-    def torn(self) -> Sequence[Torn]:
-        """Return what lies behind the last record of each part that is whole."""
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Return how much was read."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Return how much there is."""
 
 
 class Line(NamedTuple):

@@ -1,7 +1,7 @@
 """What was in a recording: blocks, ranks, sharing, churn, gaps. Exact, so that memory grows with the blocks.
 
 About 100 bytes for each distinct block, 100 for each block that a rank holds and 60 for each that it held: 10 million
-distinct blocks take some 2 to 3 GB. The recording itself is read block by block.
+distinct blocks take some 2 to 3 GB. The recording itself is read chunk by chunk.
 """
 
 from __future__ import annotations
@@ -128,38 +128,25 @@ class Timeline:
 
     def __init__(self) -> None:
         self.span_s = MIN_SPAN_S
-        self._num_events: list[int] = []
-        self._num_live: list[int | None] = []
+        self._spans: dict[int, tuple[int, int]] = {}  # events, and live blocks at the end
 
     def add(self, time_s: float, num_events: int, num_live: int) -> None:
-        """Count events at a time, after which so many blocks are live."""
-        idx = max(0, int(time_s / self.span_s))
-        while idx >= MAX_SPANS:
-            self._double()
-            idx = int(time_s / self.span_s)
-        while len(self._num_events) <= idx:
-            self._num_events.append(0)
-            self._num_live.append(None)
-        self._num_events[idx] += num_events
-        self._num_live[idx] = num_live
+        """Count events at a time, which never decreases, after which so many blocks are live."""
+        while (idx := int(time_s / self.span_s)) >= MAX_SPANS:
+            self.span_s *= 2
+            before, self._spans = self._spans, {}
+            for old_idx, (num, live) in before.items():
+                self._spans[old_idx // 2] = self._spans.get(old_idx // 2, (0, 0))[0] + num, live
+        self._spans[idx] = self._spans.get(idx, (0, 0))[0] + num_events, num_live
 
     def spans(self) -> list[Span]:
         """Return all spans, in order."""
         spans: list[Span] = []
         num_live = 0
-        for idx, (num_events, live) in enumerate(zip(self._num_events, self._num_live, strict=True)):
-            num_live = num_live if live is None else live
+        for idx in range(max(self._spans, default=-1) + 1):
+            num_events, num_live = self._spans.get(idx, (0, num_live))
             spans.append(Span(idx * self.span_s, num_events / self.span_s, num_live))
         return spans
-
-    def _double(self) -> None:
-        self.span_s *= 2
-        if len(self._num_events) % 2:
-            self._num_events.append(0)
-            self._num_live.append(None)
-        self._num_events = [sum(pair) for pair in zip(self._num_events[::2], self._num_events[1::2], strict=True)]
-        pairs = zip(self._num_live[::2], self._num_live[1::2], strict=True)
-        self._num_live = [first if second is None else second for first, second in pairs]
 
 
 class _Rank:
