@@ -93,6 +93,7 @@ class _Part:
         self._is_ours = self._has_data_end = False
         self._record_offset = self._crc = 0
         self._channels: dict[int, _Channel] = {}
+        self._num_channel_bytes = 0
         self._messages: Iterator[Record] = iter(())
 
     def close(self) -> None:
@@ -135,7 +136,9 @@ class _Part:
             return self._is_missing()
         kind, length = _RECORD_START.unpack(start)
         if kind not in _KINDS or length > _MAX_RECORD_BYTES:
-            raise _DamageError(f"a record of kind {kind:#x} and {length} bytes", "one that MCAP knows, of 128 MiB")
+            raise _DamageError(
+                f"a record of kind {kind:#x} and {length} bytes", f"one that MCAP knows, of {_MAX_RECORD_BYTES} at most"
+            )
         body_offset = self.offset + len(start)
         end = body_offset + length + (len(MCAP0_MAGIC) if kind == Opcode.FOOTER else 0)
         if self.size_bytes < end:
@@ -220,6 +223,9 @@ class _Part:
                 message = Message(channel.topic, channel.sequence_base | sequence, body[MESSAGE_START.size :])
                 yield Record(session, channel.source, time_ns, message)
             elif kind == Opcode.CHANNEL:
+                self._num_channel_bytes += length
+                if self._num_channel_bytes > MAX_CHUNK_BYTES:
+                    raise _DamageError(f"{self._num_channel_bytes} bytes of channels", f"at most {MAX_CHUNK_BYTES}")
                 self._add_channel(Channel.read(ReadDataStream(BytesIO(body))))
             elif kind != Opcode.SCHEMA:
                 raise ValueError(f"a record of kind {kind:#x} in a chunk")

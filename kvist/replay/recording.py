@@ -24,8 +24,9 @@ ABOUT: Final = "kvist.recording"
 """The metadata record that begins a part: `About`, as JSON under the key `about`."""
 END: Final = "kvist.end"
 """The metadata record that a recorder leaves where it ended on purpose: no part follows of its session."""
-MAX_CHUNK_BYTES: Final = 2 * MAX_MESSAGE_BYTES
-"""No chunk is larger, compressed or not, so that a reader's memory has a bound whatever a file says."""
+MAX_CHUNK_BYTES: Final = 4 * MAX_MESSAGE_BYTES
+"""No chunk is larger, compressed or not, nor are all channels of a part, so that a reader's memory has a bound whatever
+a file says. A topic may be as large as a message, and is written twice as large."""
 MESSAGE_START: Final = struct.Struct("<HIQQ")
 """What stands before the payload in an MCAP message: channel, lower half of the sequence, log and publish time."""
 

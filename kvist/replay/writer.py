@@ -37,10 +37,11 @@ CHUNK_BYTES = 256 << 10
 FLUSH_NS = 1_000_000_000
 """A chunk is written once its first message is this old."""
 MIN_ROTATE_BYTES = 4096
-MAX_CHUNKS_A_PART, MAX_CHANNELS_A_PART = 50_000, 4096
-"""More begin a new part: the library keeps 0.6 kB a chunk and channel until a part ends, and numbers channels in 16
-bits. At a chunk a second that is a part every 14 hours."""
+MAX_CHUNKS_A_PART, MAX_CHANNELS_A_PART, MAX_CHANNEL_BYTES = 50_000, 4096, 16 << 20
+"""More begin a new part: the library keeps 0.6 kB a chunk and channel until a part ends, beside the channels' topics,
+and numbers channels in 16 bits. At a chunk a second that is a part every 14 hours."""
 
+_MAX_SHOWN_BYTES = 200  # of a topic, to whoever looks at a file with other tools
 _U32_MASK, _MAX_NS = (1 << 32) - 1, (1 << 63) - 1
 
 
@@ -158,6 +159,8 @@ class _Part:
         self.first_ns: int | None = None
         """When the first message came that is not written yet."""
         self._channels: dict[tuple[RecordedSource, bytes, int], int] = {}
+        self._num_channel_bytes = 0
+        self._is_finished = False
         self._mcap = Writer(
             cast(Any, self.file),
             chunk_size=chunk_bytes,
@@ -173,7 +176,8 @@ class _Part:
 
     @property
     def is_full(self) -> bool:
-        return self.num_chunks >= MAX_CHUNKS_A_PART or len(self._channels) >= MAX_CHANNELS_A_PART
+        has_many_channels = len(self._channels) >= MAX_CHANNELS_A_PART or self._num_channel_bytes >= MAX_CHANNEL_BYTES
+        return self.num_chunks >= MAX_CHUNKS_A_PART or has_many_channels
 
     def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
         topic, sequence, payload = message
@@ -183,16 +187,26 @@ class _Part:
         self.first_ns = time_ns if self.first_ns is None else self.first_ns
         told_s = getattr(read_envelope(payload), "timestamp_s", 0.0)
         published_ns = int(told_s * 1e9) if 0 < told_s < _MAX_NS * 1e-9 else time_ns
+        size_bytes = self.file.size_bytes
         self._mcap.add_message(channel, time_ns, payload, published_ns, sequence & _U32_MASK)
+        self._note_chunk(size_bytes)
 
     def flush(self) -> None:
-        if self.first_ns is not None:
-            self.first_ns = None
+        size_bytes = self.file.size_bytes
+        self._mcap.flush()
+        self._note_chunk(size_bytes)
+
+    def _note_chunk(self, size_bytes_before: int) -> None:
+        """Take note of whether the library wrote a chunk, as it does when one is large enough."""
+        if self.file.size_bytes > size_bytes_before:
             self.num_chunks += 1
-            self._mcap.flush()
+            self.first_ns = None
 
     def finish(self, *, is_end: bool = False) -> None:
         """Write what is left and close the file; what could not be written is not tried again."""
+        if self._is_finished:
+            return
+        self._is_finished = True
         try:
             if not self.file.is_broken:
                 self.flush()
@@ -203,7 +217,8 @@ class _Part:
             self.file.close()
 
     def _add_channel(self, source: RecordedSource, topic: bytes, sequence_base: int) -> int:
-        shown = f"{source.name}/{topic.decode(errors='replace')}".rstrip("/")
+        self._num_channel_bytes += len(topic)
+        shown = f"{source.name}/{topic[:_MAX_SHOWN_BYTES].decode(errors='replace')}".rstrip("/")
         metadata = {**msgspec.structs.asdict(source), "topic": topic.hex(), "sequence_base": str(sequence_base)}
         channel = self._mcap.register_channel(shown, "msgpack", 0, metadata)
         self._channels[source, topic, sequence_base] = channel

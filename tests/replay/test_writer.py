@@ -209,6 +209,32 @@ def test_other_tools_read_messages_with_their_topics_and_times(make, tmp_path):
         assert [metadata.name for metadata in reader.iter_metadata()] == ["kvist.recording", "kvist.end"]
 
 
+def test_a_topic_as_large_as_a_message_may_be_is_recorded(make, tmp_path, monkeypatch):
+    monkeypatch.setattr(writer_module, "MAX_CHANNEL_BYTES", 1 << 20)
+    messages = [make.batch(0)._replace(topic=bytes([number]) * size) for number, size in ((1, 60 << 20), (2, 1 << 21))]
+    records = make.records(*messages, make.batch(1))
+    path = make.write(tmp_path / "r", records)
+    assert make.read(path) == records
+    assert parts_of(tmp_path) == ["r", "r.1", "r.2"]
+
+
+def test_a_next_part_that_cannot_be_begun_leaves_the_one_before_whole_and_other_files_alone(make, tmp_path):
+    payload = random.Random(0).randbytes(5000)
+    message = make.batch(0)._replace(payload=payload)
+    writer = RecordingWriter(tmp_path / "r", rotate_bytes=4096)
+    writer.add(make.source, message, 0)
+    writer.flush()
+    (tmp_path / "r.1").mkdir()
+    with pytest.raises(InvalidValueError, match="File exists"):
+        writer.add(make.source, message, 1)
+    others = [os.open(os.devnull, os.O_RDWR) for _ in range(8)]  # one of them has the number of the closed file
+    writer.close()
+    for other in others:
+        os.close(other)
+    (tmp_path / "r.1").rmdir()
+    assert [record.message for record in make.read(tmp_path / "r")] == [message]
+
+
 def test_sources_of_any_name_and_topics_of_any_bytes_come_back(make, tmp_path):
     sources = [make.source, RecordedSource("späte/Quelle", "tcp://h:1", "sglang")]
     records = [
