@@ -40,6 +40,11 @@ class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=Tr
         """Return whether the batch takes no sequence number, but announces the next one."""
         return len(self.events) == 1 and bytes(self.events[0])[1:11] == _HEARTBEAT_START
 
+    @property
+    def tells_of_nothing(self) -> bool:
+        """Return whether it is a heartbeat of a rank that holds no block."""
+        return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"
+
 
 class SnapshotEnvelope(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
     """A part of a snapshot without its blocks: what a rank held before the batch `sequence`."""

@@ -147,7 +147,7 @@ class _HeldBefore:
     """The state of one rank before a sequence, known completely; it costs memory once a message was folded into it."""
 
     def __init__(self, of: CanonicalEnvelope | RecordedSnapshot, topic: bytes) -> None:
-        """Hold what a snapshot says, or what a rank does before its publisher's first batch: nothing."""
+        """Hold what a snapshot says, or nothing: before a publisher's first batch, or a heartbeat that says so."""
         self._recorded: RecordedSnapshot | None = None
         self._blocks, self._depths = HeldBlocks(), dict[int, int]()
         self._topic, self._block_size = topic, of.block_size
@@ -155,7 +155,8 @@ class _HeldBefore:
             self._recorded, self._rank = of, of.rank
             self._epoch, self.sequence = of.snapshot.epoch, of.snapshot.sequence
         else:
-            self._rank, self._epoch, self.sequence = of.source, of.epoch, 0
+            self._rank, self._epoch = of.source, of.epoch
+            self.sequence = of.sequence if of.is_heartbeat else 0
 
     def fold(self, message: Message) -> bool:
         """Take the next message; return whether what is held is still known."""
@@ -265,6 +266,8 @@ class SentBuffer:
             self._last[message.topic] = message
             if not envelope.is_heartbeat:
                 self._keep(message.topic, envelope.epoch, message, envelope)
+            elif envelope.tells_of_nothing:
+                self._empty(message.topic, envelope)
         return True
 
     def replay(self, request: ReplayRequest) -> Iterator[Message]:
@@ -302,6 +305,12 @@ class SentBuffer:
         if kept is None or recorded.snapshot.epoch >= kept.epoch:
             self._begin(topic, _Kept(recorded.snapshot.epoch, _HeldBefore(recorded, topic)))
             self._last[topic] = recorded.heartbeat()
+
+    def _empty(self, topic: bytes, beat: CanonicalEnvelope) -> None:
+        """Know again what a rank holds of which something was missing, since that is nothing."""
+        kept = self._kept.get(topic)
+        if kept is not None and kept.before is None and (beat.epoch, beat.sequence) >= (kept.epoch, kept.next_sequence):
+            self._begin(topic, _Kept(beat.epoch, _HeldBefore(beat, topic)))
 
     def _begin(self, numbering: bytes | None, kept: _Kept) -> None:
         """Forget what was kept of a numbering, and keep what comes from here on."""

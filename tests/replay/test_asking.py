@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
@@ -257,6 +257,7 @@ def test_a_recording_cut_at_any_byte_is_exact_up_to_there_or_partial(make, tmp_p
     max_bytes=st.sampled_from([1, 300, 2000, 1 << 20]),
     is_faulty=st.booleans(),
 )
+@example(seed=13205, num_messages=63, num_kept=1000, max_bytes=2000, is_faulty=True)  # a heartbeat heals: all is gone
 def test_who_asks_what_was_played_is_answered_exactly_however_little_is_kept(
     make, seed, num_messages, num_kept, max_bytes, is_faulty
 ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 import subprocess
 import sys
@@ -294,35 +295,27 @@ def test_a_reader_follows_what_is_being_written_through_its_parts(make, tmp_path
         assert reader.is_ended
 
 
-def test_a_reader_beside_a_writer_never_reads_what_was_not_written(make, tmp_path):
-    """Another thread writes, is stopped amid a record again and again, and others go on behind what it left torn."""
-    path, num_sessions, num_each = tmp_path / "r", 12, 40
-    messages = [make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(num_each)]
+def test_a_reader_beside_writers_that_are_killed_reads_what_they_wrote_and_nothing_else(make, tmp_path):
+    """Others go on behind what is torn, while another thread reads there: old and new bytes are never joined."""
+    path, num_sessions = tmp_path / "r", 12
+    messages = [make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(40)]
+    make.write(path, [])
 
     def write():
-        for session in range(num_sessions):
-            records = make.records(*messages, step_ms=400)
-            make.write(path, records, appends=session > 0, rotate_bytes=4096)
-            last = max(path.parent.iterdir(), key=lambda part: int(part.suffix[1:] or 0))
-            with last.open("ab" if session % 2 else "rb+") as file:
-                if session % 2 == 0:
-                    file.truncate(last.stat().st_size - 40)  # as if it had been killed: no footer
+        for _ in range(num_sessions):
+            make.write(path, make.records(*messages, step_ms=400), appends=True, rotate_bytes=4096)
+            last = max(tmp_path.iterdir(), key=lambda part: int(part.suffix[1:] or 0))
+            os.truncate(last, last.stat().st_size - 40)  # as if it had been killed while it closed the file
 
-    make.write(path, [], appends=False)
     thread = threading.Thread(target=write)
-    path.unlink()
-    path.touch()
-    path.unlink()
     thread.start()
-    while not path.exists():
-        pass
     read = []
     with RecordingReader(path) as reader:
-        while thread.is_alive() or len(read) < num_sessions * num_each:
+        while thread.is_alive() or len(read) < num_sessions * len(messages):
             read += reader.read() or []
     thread.join()
     assert [record.message for record in read] == messages * num_sessions
-    assert [record.session for record in read] == [n for n in range(num_sessions) for _ in messages]
+    assert [record.session for record in read] == [n for n in range(1, num_sessions + 1) for _ in messages]
 
 
 def test_a_reader_takes_a_half_written_record_once_it_is_whole(whole, tmp_path):
