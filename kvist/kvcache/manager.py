@@ -10,7 +10,6 @@ from kvist.errors import InvalidValueError
 from kvist.events.engine import EventSink
 from kvist.kvcache.chain import BlockHashChain
 from kvist.kvcache.groups import KvGroup
-from kvist.kvcache.pages import PageIndexMode
 from kvist.kvcache.planner import SequenceStep, StepNeed, need_of_step
 from kvist.kvcache.pool import BlockPool, PoolStatistics
 from kvist.kvcache.prefix import Coverage, reusable_prefix
@@ -94,10 +93,6 @@ class KvCacheManager:
     def has_scratch(self) -> bool:
         """Return whether sequences may be opened with scratch slots."""
         return self._scratch is not None
-
-    def supports(self, mode: PageIndexMode) -> bool | None:
-        """Return whether pages can be counted this way: None if that depends on whether a step has scratch slots."""
-        return True if self._scratch is None or mode is PageIndexMode.PER_LAYER else None
 
     def match(self, chain: BlockHashChain, token_ids: Sequence[int], *, is_next_known: bool = False) -> PrefixHit:
         """Return what the cache can serve of a sequence of these tokens, at most all but its last token.

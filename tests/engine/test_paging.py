@@ -26,6 +26,15 @@ from kvist.kvcache import (
 LAYOUT = SlotLayout(num_slots=300, scale=3)
 
 
+def page_of(table: BlockTable, ordinal: int, layer: int, mode: PageIndexMode) -> int:
+    """Return where a layer finds one block: a slot where all layers share their numbers, else a page."""
+    slot_id, scratch = table.block_ids[ordinal], table.scratch
+    if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
+        slot_idx, shift = divmod(ordinal - scratch.block_range.start, LAYOUT.scale)
+        return scratch.slot_ids[slot_idx] * LAYOUT.scale + (shift + layer) % LAYOUT.scale
+    return slot_id if slot_id == ABSENT or mode is PageIndexMode.SHARED else slot_id * LAYOUT.scale + layer
+
+
 def make_manager(window: int, block_size: int) -> KvCacheManager:
     layer = LayerKv(window, 1, 8, KvDtype.FLOAT32)
     groups = plan_windows([layer] * LAYOUT.scale, 100_000).groups
@@ -100,11 +109,8 @@ def test_every_layer_finds_every_block_where_the_layout_says(seed: int) -> None:
         table = sequence.tables[0]
         for layer in range(len(pages.block_tables)):
             expected = [
-                LAYOUT.page(ordinal, table.block_ids[ordinal], layer, scratch=table.scratch, mode=pages.mode)
-                for ordinal in range(table.first_held, len(table.block_ids))
+                page_of(table, ordinal, layer, pages.mode) for ordinal in range(table.first_held, len(table.block_ids))
             ]
-            if pages.mode is PageIndexMode.SHARED:  # the layer's view of the pool counts slots
-                expected = [page // LAYOUT.scale for page in expected]
             found = pages.block_tables[layer, row]
             assert found[: len(expected)].tolist() == expected
             assert (found[len(expected) :] == ABSENT).all()

@@ -16,10 +16,10 @@ from kvist.kvcache import (
     KvDtype,
     KvGroup,
     LayerKv,
-    PageIndexMode,
     ScratchPolicy,
     SequenceBlocks,
-    SlotLayout,
+    scratch_page_index,
+    scratch_place,
     stale_range,
 )
 
@@ -72,7 +72,6 @@ class KvCacheMachine(RuleBasedStateMachine):
         ]
         self.sink = Sink()
         self.manager = KvCacheManager(groups, NUM_BLOCKS, B, self.sink, scratch=self.policy)
-        self.layouts = [SlotLayout(*sizes) for sizes in zip(NUM_BLOCKS, NUM_LAYERS, strict=True)]
         self.content: list[dict[tuple[int, int], object]] = [{} for _ in groups]
         self.prefix_ids: dict[tuple[int, int], int] = {}
         self.promised: dict[bytes, list[int]] = {}
@@ -185,9 +184,13 @@ class KvCacheMachine(RuleBasedStateMachine):
     def place(self, table: BlockTable, group_id: int, layer: int, position: int) -> tuple[int, int]:
         ordinal = position // B
         slot_id = table.block_ids[ordinal]
-        page = self.layouts[group_id].page(ordinal, slot_id, layer, scratch=table.scratch, mode=PageIndexMode.PER_LAYER)
-        assert page >= 0
-        return page, position % B
+        num_layers, scratch = NUM_LAYERS[group_id], table.scratch
+        shift = 0
+        if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
+            slot_idx, shift = scratch_place(ordinal - scratch.block_range.start, num_layers)
+            slot_id = scratch.slot_ids[slot_idx]
+        assert 0 <= slot_id < NUM_BLOCKS[group_id]
+        return scratch_page_index(slot_id, shift, layer, num_layers), position % B
 
     def prefix_id(self, life: Life, position: int) -> int:
         """Return a number for the tokens up to `position`; equal only for equal tokens."""
@@ -281,11 +284,11 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_block_that_can_be_found_holds_what_its_digest_says(self) -> None:
-        for pool, layout, content in zip(self.manager.pools, self.layouts, self.content, strict=True):
+        for pool, num_layers, content in zip(self.manager.pools, NUM_LAYERS, self.content, strict=True):
             for digest, promised in self.promised.items():
                 for block_id in pool.find_all([digest] if digest in pool else []):
-                    for layer in range(layout.scale):
-                        page = layout.page(0, block_id, layer, mode=PageIndexMode.PER_LAYER)
+                    for layer in range(num_layers):
+                        page = block_id * num_layers + layer
                         assert [content[page, i] for i in range(B)] == [(layer, prefix_id) for prefix_id in promised]
 
     def teardown(self) -> None:

@@ -17,7 +17,6 @@ from kvist.kvcache import (
     KvDtype,
     KvGroup,
     LayerKv,
-    PageIndexMode,
     ScratchPolicy,
     SequenceBlocks,
 )
@@ -232,12 +231,6 @@ def test_a_sequence_may_refuse_scratch_but_cannot_have_it_against_the_engine(mak
     assert sequence.tables[0].scratch is None
     with pytest.raises(InvalidValueError, match=r"is_scratch_allowed: got True, expected False"):
         start(make_manager(16, scratch=None), list(range(256)), 256)
-
-
-def test_how_pages_can_be_numbered_depends_on_the_sequence_once_scratch_is_on(make_manager) -> None:
-    on, off = make_manager(16), make_manager(16, scratch=None)
-    assert [on.supports(mode) for mode in (PageIndexMode.PER_LAYER, PageIndexMode.SHARED)] == [True, None]
-    assert [off.supports(mode) for mode in (PageIndexMode.PER_LAYER, PageIndexMode.SHARED)] == [True, True]
 
 
 def test_guessed_tokens_can_be_taken_back_and_others_written_in_their_place(make_manager, follower) -> None:

@@ -20,7 +20,6 @@ from kvist.kvcache import (
     split_memory,
     stale_range,
 )
-from kvist.kvcache.local import local_pages
 from kvist.kvcache.stale import num_blocks_for
 
 WINDOW, BLOCK_SIZE = 64, 32
@@ -47,9 +46,8 @@ def test_what_left_the_front_is_stale_at_each_step_of_a_prompt_in_chunks_and_two
     for end in ends:
         assert end == ends[0] or manager.grow(sequence, tokens, end)
         for pool, table in zip(manager.pools, sequence.tables, strict=True):
-            pages = local_pages(history, end, pool.group.window, BLOCK_SIZE)
-            assert table.first_held == stale_range(history, pool.group.window, BLOCK_SIZE).end == pages.offset
-            assert len(table.block_ids) - table.first_held == pages.num_pages
+            assert table.first_held == stale_range(history, pool.group.window, BLOCK_SIZE).end
+            assert len(table.block_ids) == num_blocks_for(end, BLOCK_SIZE)
             held = set(range(table.first_held, len(table.block_ids)))
             if table.scratch is not None:
                 held -= set(range(*table.scratch.block_range))
@@ -62,7 +60,7 @@ def test_what_left_the_front_is_stale_at_each_step_of_a_prompt_in_chunks_and_two
             assert pool.statistics().num_used == len(by_position(table, 0, end)) == len(table.held())
         manager.check_invariants([sequence])
         history = end
-    assert local_pages(499, 500, WINDOW, BLOCK_SIZE).num_tokens <= WINDOW + BLOCK_SIZE - 1
+    assert 500 - stale_range(499, WINDOW, BLOCK_SIZE).end * BLOCK_SIZE <= WINDOW + BLOCK_SIZE - 1
 
 
 def test_a_step_of_eight_tokens_drops_blocks_by_the_history_before_it(make_groups) -> None:
