@@ -27,7 +27,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvist import __version__
-from kvist.tracing.span import NO_SPAN, Attributes, Headers, Span, check_traces_endpoint
+from kvist.tracing import NO_SPAN, Attributes, Headers, Span, check_traces_endpoint
 
 logger = logging.getLogger(__name__)
 

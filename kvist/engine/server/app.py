@@ -30,8 +30,7 @@ from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
 from kvist.engine.server.intake import Job, read_body, read_chat, read_completion
 from kvist.engine.server.metrics import EngineCollector
-from kvist.engine.server.spans import WorkerSpans, span_of
-from kvist.engine.server.timing import Timings
+from kvist.engine.server.spans import Timings, WorkerSpans, span_of
 from kvist.errors import InvalidValueError, KvistError
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.responses import Model, ModelList
