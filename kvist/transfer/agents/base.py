@@ -213,10 +213,6 @@ class RegionTable:
             raise InvalidValueError(field, got, f"within one region of {self._owner}: {known}{more}")
         return idx
 
-    def bases_of(self, idx: Int64s) -> Int64s:
-        """Return the first address of each piece's region."""
-        return self._bases[idx]
-
     def devices_of(self, field: str, idx: Int64s) -> tuple[bool, Int64s]:
         """Return whether the pieces lie in devices' memory, and in which; raises InvalidValueError if only some do."""
         is_device = self._is_device[idx]
