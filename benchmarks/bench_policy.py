@@ -36,17 +36,9 @@ from _simulated_worker import H100, TWO_CORES, Arrival, Job, Machine, Worker
 
 from kvist.events import WorkerRank
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy import (
-    Candidate,
-    KvPolicy,
-    LeastLoadedPolicy,
-    Policy,
-    PowerOfTwoPolicy,
-    Prompt,
-    RandomPolicy,
-    RoundRobinPolicy,
-    decide,
-)
+from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
+from kvist.router.policy.cost import KvPolicy
+from kvist.router.policy.decision import Candidate, Policy, Prompt, decide
 
 
 @dataclass(frozen=True)

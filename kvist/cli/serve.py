@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import socket
+import threading
 import uuid
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -14,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvist.cli._kv_transfer import add_transfer_arguments, read_transfer_settings
-from kvist.cli._tensor_parallel import add_tensor_parallel_argument, end_on_loss
-from kvist.cli._tracing import add_tracing_argument, open_worker_tracing
 from kvist.errors import InvalidValueError
+from kvist.tracing import open_tracing
 
 if TYPE_CHECKING:
     import uvicorn
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvist.cli._rank_transfers import RankTransfers
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
+    from kvist.engine.ranks import Followers
     from kvist.publisher import KvEventPublisher
     from kvist.tracing.otlp import Tracing
 
@@ -34,6 +36,11 @@ HELP = "serve a model with the bundled engine"
 # Together below the 5 s that whoever sends SIGTERM should have to wait.
 _HTTP_CLOSE_S, _ENGINE_CLOSE_S, _PUBLISHER_CLOSE_S, _TRANSFER_CLOSE_S, _TRACES_CLOSE_S = 2, 1.0, 1.0, 0.5, 0.4
 _DRAIN_S = 1.5  # running requests may finish; then each is told, while HTTP is still there to tell it
+
+_RANK_LOSS_EXIT_S = 10.0  # longer than closing in order takes: a GPU may wait for a lost rank for ever
+
+_SERVICES = {"both": "kvist-worker", "prefill": "kvist-prefill", "decode": "kvist-decode"}
+"""What traces call the worker, by its role."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,9 +70,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel of a decode step")
     parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
-    add_tensor_parallel_argument(parser)
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes to split the model over, by heads; on GPUs, rank i on cuda:i (default: %(default)s)",
+    )
     add_transfer_arguments(parser)
     add_tracing_argument(parser)
+
+
+def add_tracing_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the flag of commands that serve."""
+    parser.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)",
+    )
 
 
 def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
     )
     with _listen(args.host, args.port) as listener:
         worker = f"{args.host}:{listener.getsockname()[1]}"
-        tracing = open_worker_tracing(args, worker)
+        tracing = _open_tracing(args, worker)
         settings = read_transfer_settings(args, f"{worker}/{uuid.uuid4().hex}", _names(args)[0])
         transfers, allocate, open_server = None, None, None
         if settings is not None:
@@ -209,11 +231,31 @@ async def _serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, setattr, server, "should_exit", True)
         if followers is not None:
-            end_on_loss(followers, server)
+            _end_on_loss(followers, server)
         await server.serve(sockets=[listener])
     if followers is not None and followers.error is not None:
         raise followers.error
     return 0
+
+
+def _open_tracing(args: argparse.Namespace, worker: str) -> Tracing | None:
+    """Return what exports this worker's spans, None without the flag; raises InvalidValueError or MissingExtraError."""
+    if args.otlp_traces_endpoint is None:
+        return None
+    return open_tracing(args.otlp_traces_endpoint, _SERVICES[args.role], worker)
+
+
+def _end_on_loss(followers: Followers, server: uvicorn.Server) -> None:
+    """Have the server end when a rank is lost, in order if it can; from the event loop that it runs in."""
+    loop = asyncio.get_running_loop()
+
+    def end() -> None:
+        last_resort = threading.Timer(_RANK_LOSS_EXIT_S, os._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
+        loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+
+    followers.on_loss(end)
 
 
 def _server(app: ASGIApp, engine: AsyncEngine, ready_line: str) -> uvicorn.Server:

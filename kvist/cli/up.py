@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from kvist.cli._tracing import add_tracing_argument
+from kvist.cli.serve import add_tracing_argument
 from kvist.errors import InvalidValueError, MissingExtraError
 
 if TYPE_CHECKING:

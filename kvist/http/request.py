@@ -4,18 +4,20 @@ No I/O here: `RequestParser` is fed bytes and yields whole requests one after th
 `RequestRefusedError`, after which the connection cannot be trusted and must be closed.
 """
 
+import hmac
 import re
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from kvist.http.body import Body, ChunkedBody, LengthBody
 from kvist.http.errors import MalformedHttpError, RequestRefusedError
 from kvist.http.fields import BARE_LINE_END, TOKEN, Headers, content_length, list_members, parse_fields, pick
-from kvist.http.head import MAX_LENGTH_DIGITS, Head, HttpVersion, KnownHead
 from kvist.http.limits import HttpLimits
+from kvist.networks import is_loopback
 
+HttpVersion = Literal["1.0", "1.1"]
 Phase = Literal["idle", "header", "body"]
 _Control = Mapping[bytes, list[bytes]]
 
@@ -24,10 +26,12 @@ _REQUEST_LINE = re.compile(rb"(" + TOKEN + rb"++) ([\x21-\x7e]++) HTTP/([0-9]\.[
 _ORIGIN_FORM = re.compile(rb"/(?:[A-Za-z0-9\-._~!$&'()*+,;=:@/?]|" + _PCT + rb")*+")
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?)://([^/?@]++)(.*+)")
 _HOST = re.compile(rb"(?:(?:[A-Za-z0-9\-._~!$&'()*+,;=]|" + _PCT + rb")++|\[[0-9A-Fa-f:.]++\])(?::[0-9]{0,5}+)?")
+_LENGTH_FIELD = re.compile(rb"(?i)\r\ncontent-length:[\t ]*+([0-9]{1,18})\r\n")
 _HOPELESS_HEAD = re.compile(rb"\0|\A\r\n|" + BARE_LINE_END.pattern)
 """What no later byte can turn into a valid head: refused at once instead of after the header timeout."""
 
-
+_MAX_LENGTH_DIGITS = 18
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for", b"x-real-ip"})
 _MAX_REMEMBERED_BYTES = 2048
 """The longest head kept, for each connection, to be recognised when it comes again."""
 
@@ -59,11 +63,77 @@ class Request(msgspec.Struct, frozen=True):
         """The first value of the lower-case `name`."""
         return next((value for field, value in self.headers if field == name), None)
 
+    def bears(self, key: str) -> bool:
+        """Whether the bearer token is the key; takes the same time for every wrong one."""
+        scheme, _, given = (self.header(b"authorization") or b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(given.strip(), key.encode())
+
+    def is_direct_from_loopback(self) -> bool:
+        """Whether it comes straight from this very machine and knows it.
+
+        A proxy on this machine also comes from loopback, and so does a browser that a foreign page has made resolve its
+        own name to 127.0.0.1: forwarded requests and foreign Host names do not count.
+        """
+        if self.client is None or not is_loopback(self.client[0]):
+            return False
+        host = (self.header(b"host") or b"").decode("latin-1")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        is_named_so = name == "localhost" or is_loopback(name.strip("[]"))
+        return is_named_so and _FORWARDED.isdisjoint([name for name, _ in self.headers])
+
 
 _CONTROL_FIELDS = frozenset(
     {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"},
 )
 """The fields that decide about the message itself."""
+
+
+class Head(NamedTuple):
+    """What a head says, but for the length of its body."""
+
+    method: str
+    target: str
+    headers: Headers
+    http_version: HttpVersion
+    is_keep_alive: bool
+    expects_continue: bool
+
+
+class _KnownHead:
+    """A valid head, by which others are known that differ from it in nothing but the digits of their length.
+
+    A client says nearly the same in front of each of its requests; what was read once need not be read again.
+    """
+
+    __slots__ = ("_before", "_behind", "_digits", "_head", "_length")
+
+    def __init__(self, head: Head, length: int | None, text: bytes) -> None:
+        """`length` is that of the body, None for a chunked one."""
+        self._head, self._length = head, length
+        self._before, self._digits, self._behind = text, b"", b""
+        field = _LENGTH_FIELD.search(text)  # as the head is valid, there is no other
+        if field is not None:
+            self._before, self._digits, self._behind = text[: field.start(1)], field[1], text[field.end(1) :]
+
+    def find(self, text: bytes) -> tuple[bytes, int] | None:
+        """Return the digits, if any, and where the body begins, if the text begins with such a head."""
+        if not text.startswith(self._before):
+            return None
+        start = len(self._before)
+        if not self._digits:
+            return b"", start
+        end = text.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
+        digits = text[start:end]
+        if end < 0 or not digits.isdigit() or not text.startswith(self._behind, end):
+            return None
+        return digits, end + len(self._behind)
+
+    def with_digits(self, digits: bytes) -> tuple[Head, int | None]:
+        """Return such a head, and the length of its body."""
+        if digits == self._digits:
+            return self._head, self._length
+        headers = [(name, digits if name == b"content-length" else value) for name, value in self._head.headers]
+        return self._head._replace(headers=headers), int(digits)
 
 
 class RequestParser:
@@ -87,7 +157,7 @@ class RequestParser:
         self._buffer = b""
         self._scanned = 0
         self._head: Head | None = None
-        self._known: KnownHead | None = None  # the last head: a client's are often the same
+        self._known: _KnownHead | None = None  # the last head: a client's are often the same
         self._body: Body | None = None
         self._payload = bytearray()
         self._awaits_continue = False
@@ -164,9 +234,9 @@ class RequestParser:
             return False
         self._scanned = 0
         head, length = self._parse_head(buffer[:line_end], buffer[line_end + 2 : end + 2])
-        longest = end + MAX_LENGTH_DIGITS  # that could be known by this one
+        longest = end + _MAX_LENGTH_DIGITS  # that could be known by this one
         is_short = longest < _MAX_REMEMBERED_BYTES and longest - line_end <= limits.max_header_bytes
-        self._known = KnownHead(head, length, buffer[: end + 4]) if is_short else None
+        self._known = _KnownHead(head, length, buffer[: end + 4]) if is_short else None
         self._begin(head, length, end + 4)
         return True
 

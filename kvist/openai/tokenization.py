@@ -1,27 +1,29 @@
 """Requests to tokens exactly as the worker makes them, so that the router's block hashes are the engine's.
 
 Tokenising dominates a router's own work on long prompts (4,096 tokens take milliseconds, a template 14 µs), and most of
-a conversation was there last turn: the tokens of each segment between special tokens are remembered (`segments`).
+a conversation was there last turn: the tokens of each segment between special tokens are remembered (`cut_pattern`).
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from kvist.errors import InvalidValueError
 from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, Prompt
-from kvist.openai.segments import cut_pattern, split_segments
 
 DEFAULT_MAX_CACHED_TOKENS = 4_000_000
 
@@ -177,3 +179,37 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(content, str):
             tokens[name] = content
     return tokens
+
+
+def cut_pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
+    """Return where a text may be cut so that the tokens of its pieces are those of the whole; None for nowhere.
+
+    A tokeniser takes its special tokens out of the text before anything else and encodes what lies between them piece
+    by piece, each for itself. So a cut right before a special token changes nothing, if that token is matched there for
+    certain: no other added token contains it, overlaps its start, or eats the space around it.
+    """
+    added = list(tokenizer.get_added_tokens_decoder().values())
+    safe = [token.content for token in added if _is_safe(token, (other.content for other in added))]
+    if not safe:
+        return None
+    return re.compile("(?=" + "|".join(re.escape(content) for content in safe) + ")")
+
+
+def split_segments(text: str, pattern: re.Pattern[str]) -> list[str]:
+    """Return the text in pieces that join to it, each but the first starting with a special token."""
+    cuts = [match.start() for match in pattern.finditer(text)]
+    bounds = [0, *(cut for cut in cuts if cut), len(text)]
+    return [text[start:end] for start, end in itertools.pairwise(bounds)]
+
+
+def _is_safe(token: AddedToken, contents: Iterable[str]) -> bool:
+    if not token.special or token.normalized or token.lstrip or token.single_word or not token.content:
+        return False
+    return not any(_may_swallow(other, token.content) for other in contents)
+
+
+def _may_swallow(other: str, content: str) -> bool:
+    """Whether a match of `other` may cover the start of `content` where that stands in a text."""
+    if other == content:
+        return any(content.endswith(content[:size]) for size in range(1, len(content)))
+    return content in other or any(other.endswith(content[:size]) for size in range(1, len(content)))

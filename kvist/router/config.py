@@ -14,18 +14,9 @@ from kvist.events.types import MAX_RANKS
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.http import Headers
 from kvist.networks import check_networks
-from kvist.router.policy import (
-    DEFAULT_DECODE_SCALE,
-    DEFAULT_RECENT_SCALE,
-    DEFAULT_TIER_CREDITS,
-    KvPolicy,
-    LeastLoadedPolicy,
-    Policy,
-    PowerOfTwoPolicy,
-    RandomPolicy,
-    Role,
-    RoundRobinPolicy,
-)
+from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
+from kvist.router.policy.cost import (DEFAULT_DECODE_SCALE, DEFAULT_RECENT_SCALE, DEFAULT_TIER_CREDITS, KvPolicy)
+from kvist.router.policy.decision import Policy, Role
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 

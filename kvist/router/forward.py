@@ -36,7 +36,6 @@ from kvist.http import (
     UpstreamResponse,
     UpstreamTimeoutError,
 )
-from kvist.http.access import bears
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.config import RouterConfig
@@ -56,7 +55,7 @@ from kvist.router.healing import Healer
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
 from kvist.router.index import Overlaps
 from kvist.router.metrics import RouterMetrics
-from kvist.router.policy import Decision
+from kvist.router.policy.decision import Decision
 from kvist.router.prompts import Ask, PromptReader
 from kvist.router.prefill.releases import Releases
 from kvist.router.routing import Routing
@@ -402,7 +401,7 @@ def forwarded_headers(request: Request, config: RouterConfig, worker: str, reque
     """
     authorization = config.authorization(worker)
     dropped = {b"x-request-id"}
-    if authorization or config.api_key is not None or (config.admin_key and bears(request, config.admin_key)):
+    if authorization or config.api_key is not None or (config.admin_key and request.bears(config.admin_key)):
         dropped.add(b"authorization")
     headers = [field for field in request.headers if field[0] not in dropped]
     return [*headers, (b"x-request-id", request_id), *authorization]

@@ -29,7 +29,7 @@ from kvist.events.session import SourceState
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.index import FleetIndex, RankStatus
 from kvist.router.metrics import RouterMetrics
-from kvist.router.policy import Decision
+from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH
 from kvist.router.routing import RANKS_MAX_AGE_S
 from kvist.router.usage import ReportedUsage

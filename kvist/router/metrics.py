@@ -19,12 +19,19 @@ from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import FleetIndex
-from kvist.router.policy import Decision
+from kvist.router.policy.decision import Decision
 from kvist.router.routing import Routing
 from kvist.router.usage import ReportedUsage
 
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384)
+_EVENT_COUNTERS = (
+    ("gaps", "num_gaps", "Losses seen in a stream"),
+    ("restarts", "num_restarts", "Epochs after the first"),
+    ("batches_refused", "num_refused_batches", "Batches of no use"),
+    ("malformed", "num_malformed", "Messages not understood"),
+    ("ranks_refused", "num_refused_ranks", "Batches of ranks beyond those it may name"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,26 +268,17 @@ class Gauges:
     def _sources(self, index: FleetIndex) -> Iterator[Metric | None]:
         labels = ["worker", "source"]
         ages = GaugeMetricFamily("kvist_router_event_age_seconds", "Since a stream's last event", labels=labels)
-        counters = {
-            "gaps": CounterMetricFamily("kvist_router_event_gaps", "Losses seen in a stream", labels=labels),
-            "restarts": CounterMetricFamily("kvist_router_event_restarts", "Epochs after the first", labels=labels),
-            "refused": CounterMetricFamily("kvist_router_event_batches_refused", "Batches of no use", labels=labels),
-            "malformed": CounterMetricFamily("kvist_router_event_malformed", "Messages not understood", labels=labels),
-            "ranks": CounterMetricFamily(
-                "kvist_router_event_ranks_refused", "Batches of ranks beyond those it may name", labels=labels
-            ),
-        }
+        counters = [
+            CounterMetricFamily(f"kvist_router_event_{name}", text, labels=labels) for name, _, text in _EVENT_COUNTERS
+        ]
         for source in index.every_source():
             names = [source.worker, source.url]
             if source.last_event_age_s is not None:
                 ages.add_metric(names, source.last_event_age_s)
-            counters["gaps"].add_metric(names, source.num_gaps)
-            counters["restarts"].add_metric(names, source.num_restarts)
-            counters["refused"].add_metric(names, source.num_refused_batches)
-            counters["malformed"].add_metric(names, source.num_malformed)
-            counters["ranks"].add_metric(names, source.num_refused_ranks)
+            for counter, (_, attribute, _) in zip(counters, _EVENT_COUNTERS, strict=True):
+                counter.add_metric(names, getattr(source, attribute))
             yield None
-        yield from (ages, *counters.values())
+        yield from (ages, *counters)
         yield CounterMetricFamily(
             "kvist_router_event_answers_refused",
             "Answers of any stream given up because all that came in took too much memory",

@@ -19,7 +19,7 @@ from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.index import FleetIndex, Overlaps, RankStatus
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy import Candidate, Decision, Policy, Prompt, Role, decide
+from kvist.router.policy.decision import Candidate, Decision, Policy, Prompt, Role, decide
 from kvist.router.prompts import Ask
 from kvist.router.fleet.worker import Worker
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from kvist.http import Request, UpstreamResponse
 from kvist.router.prefill.handover import Plan
-from kvist.router.policy import Decision
+from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 from kvist.router.usage import ReportedUsage
 from kvist.tracing import Attributes, Span

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvist.openai.sse import last_event_data
+from kvist.openai.responses import last_event_data
 
 MAX_JSON_BYTES = 256 * 1024
 TAIL_BYTES = 4096

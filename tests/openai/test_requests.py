@@ -19,7 +19,7 @@ from kvist.openai.requests import (
     decode_sampling_params,
     read_fields,
 )
-from kvist.openai.sse import DONE, encode_event, last_event_data
+from kvist.openai.responses import DONE, encode_event, last_event_data
 
 
 @pytest.mark.parametrize(

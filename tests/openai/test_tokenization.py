@@ -15,8 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
-from kvist.openai.segments import cut_pattern, split_segments
-from kvist.openai.tokenization import ChatTokenizer
+from kvist.openai.tokenization import ChatTokenizer, cut_pattern, split_segments
 
 TOOL = {
     "type": "function",

@@ -14,6 +14,7 @@ from kvist.engine.server.intake import Job
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import KvTransferParams
 from kvist.openai.responses import (
+    DONE,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -28,8 +29,8 @@ from kvist.openai.responses import (
     FinishReason,
     TokenLogprob,
     Usage,
+    encode_event,
 )
-from kvist.openai.sse import DONE, encode_event
 from kvist.openai.tokenization import ChatTokenizer
 
 

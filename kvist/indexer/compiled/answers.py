@@ -1,6 +1,6 @@
 """Who holds a prompt, as the text that `/query` answers with.
 
-`kvist.indexer.service.answers` says what the text is. Holders, the rows of a match, are put in the order of their
+`kvist.indexer.service.scores` says what the text is. Holders, the rows of a match, are put in the order of their
 names, so that the streams of an instance stand together, and two that tell of the same rank count as one.
 """
 

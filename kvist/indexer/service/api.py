@@ -17,7 +17,8 @@ the API key or that of administrators, if `--api-key` is set; the last two above
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -29,19 +30,21 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kvist import __version__
 from kvist.events.hashing import sequence_hashes
 from kvist.http import Answer, QuickEndpoint, Request, Responder
-from kvist.http.access import bears, is_direct_from_loopback
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.service.bodies import QueryReader, read_hash_query, read_register, read_unregister
-from kvist.indexer.service.dump import send_dump
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.metrics import RequestCounters
-from kvist.indexer.service.registry import Namespace, Registry, Stream
+from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
 from kvist.indexer.service.workers import describe_workers
 from kvist.metrics_page import MetricsPage
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
+
+DUMP_TIMEOUT_S = 600.0
+"""While a dump is under way, what changes in its index is kept twice: a client that never ends would cost disk space,
+and memory for the sets of holders that it has still to be told."""
 
 _METHODS = {
     "/query": "POST",
@@ -104,7 +107,7 @@ class Api:
         """Return whether the request bears the API key or that of administrators, if a key is needed."""
         if self._api_key is None:
             return True
-        return bears(request, self._api_key) or (self._admin_key is not None and bears(request, self._admin_key))
+        return request.bears(self._api_key) or (self._admin_key is not None and request.bears(self._admin_key))
 
     def _counted(self, path: str, endpoint: Callable[[bytes], bytes]) -> QuickEndpoint:
         count = self._counters.count
@@ -197,10 +200,23 @@ class Api:
 
     def _require_administrator(self, request: Request) -> None:
         if self._admin_key is None:
-            if not is_direct_from_loopback(request):
+            if not request.is_direct_from_loopback():
                 raise ApiError(HTTPStatus.FORBIDDEN, "administration is on loopback only, or with --admin-key")
-        elif not bears(request, self._admin_key):
+        elif not request.bears(self._admin_key):
             raise ApiError(HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the admin key")
+
+
+async def send_dump(dumper: Dumper, members: Iterable[Member], responder: Responder) -> None:
+    """Send every index as it is at one moment, at the client's pace; raises ApiError (503) while another is sent.
+
+    Raises SnapshotLostError when the disk has no room for what changes meanwhile, which ends the connection.
+    """
+    if dumper.is_busy:
+        raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "another dump is under way; try again")
+    async with asyncio.timeout(DUMP_TIMEOUT_S):
+        responder.start(HTTPStatus.OK, [(b"content-type", b"application/octet-stream")])
+        await dumper.dump(members, responder.write)
+        await responder.finish()
 
 
 def _require_json(request: Request) -> None:

@@ -14,18 +14,26 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events.codec import DECODE_ERRORS
+from kvist.events.hashing import scope_seed
 from kvist.events.types import MAX_RANKS
+from kvist.indexer.compiled.hashing import hash_chain
+from kvist.indexer.compiled.json_tokens import find_u32s
 from kvist.indexer.hashing import block_hashes, token_array
 from kvist.indexer.json_tokens import split_integer_array
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.prompts import PromptReader
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
 _MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 1024, 512
 """How much of queries, beside their prompts, is kept to be recognised: clients say the same again and again."""
 _MAX_SHOWN = 80
+
+_TOKEN_BYTES = 4
+_KEY = np.frombuffer(b"token_ids", np.uint8)
+_MIN_BODY_BYTES = 64 << 10
+_MAX_KEPT_BODY_BYTES = 4 << 20
+"""The largest body whose memory, at most twice as much, is kept for the next one."""
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 _InstanceId = Annotated[int, Meta(ge=0)]  # msgspec knows no larger bound than 2**63 - 1
@@ -106,11 +114,47 @@ def read_unregister(body: bytes) -> UnregisterBody:
     return _with_instance(_read(_unregister_decoder, body))
 
 
+class _TokenReader:
+    """Reads token ids in compiled code, into memory that is used again; what it returns is good until the next body."""
+
+    def __init__(self) -> None:
+        self._reserve_body(_MIN_BODY_BYTES)
+        self._reserve_hashes(_MIN_BODY_BYTES)
+
+    def read(self, body: bytes) -> bytes | None:
+        """Take the array of token ids out of a body; return the rest of it, with `[]` in its place.
+
+        See `kvist.indexer.json_tokens`: if the rest is valid JSON so is the body, None is for everything unusual.
+        """
+        if len(body) > self._body_bytes or self._body_bytes > max(len(body), _MAX_KEPT_BODY_BYTES):
+            self._reserve_body(max(len(body), _MIN_BODY_BYTES))
+        self._num_tokens, start, end = find_u32s(np.frombuffer(body, np.uint8), _KEY, self._tokens)
+        return body[:start] + b"[]" + body[end:] if end else None
+
+    def block_hashes(self, block_size: int, lora_name: str | None, cache_salt: str | None) -> NDArray[np.uint64]:
+        """Return the canonical hash of each full block of the prompt that was read last."""
+        num_blocks = self._num_tokens // block_size
+        if num_blocks > len(self._hashes):
+            self._reserve_hashes(num_blocks)
+        hashes, block_bytes = self._hashes[:num_blocks], block_size * _TOKEN_BYTES
+        hash_chain(self._token_bytes, block_bytes, block_bytes, np.uint64(scope_seed(lora_name, cache_salt)), hashes)
+        return hashes
+
+    def _reserve_body(self, body_bytes: int) -> None:
+        self._body_bytes = body_bytes
+        self._tokens = np.empty(body_bytes // 2, np.uint32)
+        self._token_bytes = self._tokens.view(np.uint8)
+        self._num_tokens = 0
+
+    def _reserve_hashes(self, num_blocks: int) -> None:
+        self._hashes: NDArray[np.uint64] = np.empty(num_blocks, np.uint64)
+
+
 class QueryReader:
     """Reads the bodies of `POST /query`, and hashes their prompts."""
 
     def __init__(self) -> None:
-        self._prompts = PromptReader()
+        self._prompts = _TokenReader()
         self._remembered: dict[bytes, QueryBody] = {}
         self._unusual: NDArray[np.uint32] | None = None  # the last prompt, if it is not in `_prompts`
 

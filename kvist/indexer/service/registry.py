@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
-from kvist.indexer.service.answers import MatchWriter, stream_name
 from kvist.indexer.service.errors import ApiError
+from kvist.indexer.service.scores import MatchWriter, stream_name
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.radix import RadixIndex

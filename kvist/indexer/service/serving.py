@@ -19,9 +19,8 @@ from kvist.indexer.service.bodies import DEFAULT_GROUP
 from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.metrics import Gauges, RequestCounters
-from kvist.indexer.service.registrations import Registrations
 from kvist.indexer.service.registry import Namespace, Registry, Stream
-from kvist.indexer.service.restore import Restorer
+from kvist.indexer.service.restore import Registrations, Restorer
 from kvist.metrics_page import MetricsPage
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import SourceStatistics
-from kvist.indexer.service.answers import stream_name
 from kvist.indexer.service.registry import Member, Stream
+from kvist.indexer.service.scores import stream_name
 
 _COUNTERS = (
     "num_batches",

@@ -28,13 +28,12 @@ from kvist.errors import InvalidValueError
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.router.prefill.handover import obstacle
-from kvist.router.doors.explain import explain_load, explain_plan, explain_worker
+from kvist.router.doors.explain import explain_load, explain_plan, explain_readiness, explain_worker
 from kvist.router.fleet.fleet import Fleet, WorkerConflictError
 from kvist.router.index import FleetIndex
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy import Role
+from kvist.router.policy.decision import Role
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
-from kvist.router.doors.readiness import explain_readiness
 from kvist.router.routing import Routing
 
 
@@ -70,12 +69,7 @@ class AdminApi:
                 Route("/get_loads", self._loads),
                 Route("/route", self._route, methods=["POST"]),
             ],
-            exception_handlers={
-                RequestError: _refuse,
-                InvalidValueError: _refuse_value,
-                WorkerConflictError: _refuse_conflict,
-                HTTPException: _refuse_method,
-            },
+            exception_handlers=dict.fromkeys((RequestError, InvalidValueError, WorkerConflictError, HTTPException), _refuse),
         )
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002
@@ -132,20 +126,14 @@ def _json(value: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-async def _refuse(request: Request, error: Exception) -> Response:  # noqa: ARG001
-    assert isinstance(error, RequestError)
-    return Response(error_body(error), error.status, media_type="application/json")
-
-
-async def _refuse_value(request: Request, error: Exception) -> Response:
-    return await _refuse(request, RequestError(HTTPStatus.BAD_REQUEST, str(error)))
-
-
-async def _refuse_conflict(request: Request, error: Exception) -> Response:
-    return await _refuse(request, RequestError(HTTPStatus.CONFLICT, str(error)))
-
-
-async def _refuse_method(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return await _refuse(request, RequestError(error.status_code, message))
+async def _refuse(request: Request, error: Exception) -> Response:
+    match error:
+        case RequestError():
+            refusal = error
+        case WorkerConflictError():
+            refusal = RequestError(HTTPStatus.CONFLICT, str(error))
+        case HTTPException():
+            refusal = RequestError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        case _:
+            refusal = RequestError(HTTPStatus.BAD_REQUEST, str(error))
+    return Response(error_body(refusal), refusal.status, media_type="application/json")

@@ -13,7 +13,6 @@ from posixpath import normpath
 from urllib.parse import unquote
 
 from kvist.http import Headers, Request
-from kvist.http.access import bears, is_direct_from_loopback
 from kvist.openai.errors import RequestError
 from kvist.router.reserved import refuse_form, refuse_headers
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS
@@ -107,7 +106,7 @@ def _content_type(headers: Headers) -> bytes:
 
 def require_client(request: Request, api_key: str | None, admin_key: str | None) -> None:
     """Raise RequestError (401) unless the request bears the key, if there is one, or that of administrators."""
-    if api_key is not None and not bears(request, api_key) and not (admin_key and bears(request, admin_key)):
+    if api_key is not None and not request.bears(api_key) and not (admin_key and request.bears(admin_key)):
         raise RequestError(
             HTTPStatus.UNAUTHORIZED, "authorization: expected 'Bearer' and the API key", code="invalid_api_key"
         )
@@ -115,7 +114,7 @@ def require_client(request: Request, api_key: str | None, admin_key: str | None)
 
 def is_administrator(request: Request, admin_key: str | None) -> bool:
     """Return whether the request bears the admin key or, where none is set, comes straight from loopback."""
-    return is_direct_from_loopback(request) if admin_key is None else bears(request, admin_key)
+    return request.is_direct_from_loopback() if admin_key is None else request.bears(admin_key)
 
 
 def require_administrator(request: Request, admin_key: str | None) -> None:

@@ -17,7 +17,7 @@ from kvist.events.transports import Endpoint
 from kvist.events.transports.broker import BrokerUrl, is_broker_url
 from kvist.http import Headers, UpstreamError, UpstreamPool
 from kvist.networks import is_in_networks
-from kvist.router.policy import Role
+from kvist.router.policy.decision import Role
 
 MAX_ANSWER_BYTES = 1024 * 1024
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})

@@ -20,7 +20,7 @@ from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, 
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.index import FleetIndex
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy import Role
+from kvist.router.policy.decision import Role
 from kvist.router.fleet.worker import Worker, WorkerState
 
 logger = logging.getLogger(__name__)

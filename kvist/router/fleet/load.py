@@ -17,7 +17,7 @@ import math
 from typing import Self
 
 from kvist.events import WorkerRank
-from kvist.router.policy import Load, Prompt
+from kvist.router.policy.decision import Load, Prompt
 
 NO_LOAD = Load()
 

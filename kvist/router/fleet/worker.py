@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from kvist.router.fleet.discovery import Identity
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
-from kvist.router.policy import Role
+from kvist.router.policy.decision import Role
 
 
 class WorkerState(StrEnum):

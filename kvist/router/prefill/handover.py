@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from kvist.http import Headers
-from kvist.router.policy import Decision
+from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
 logger = logging.getLogger(__name__)

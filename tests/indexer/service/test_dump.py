@@ -15,7 +15,7 @@ from kvist.http import HttpServer
 from kvist.indexer import Indexer, engine_map
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.format import Blocks, DumpFailed, DumpReader, DumpWriter, NamesFrame, chunk_of, names_of
-from kvist.indexer.service.dump import send_dump
+from kvist.indexer.service.api import send_dump
 from kvist.indexer.service.registry import Member, Namespace
 from kvist.radix import RadixIndex, SnapshotLostError, _spill
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvist.events import WorkerRank
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy import Load, Prompt
+from kvist.router.policy.decision import Load, Prompt
 
 RANK = WorkerRank("http://w", 0)
 OTHER_RANK = WorkerRank("http://w", 1)

@@ -10,20 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.events import WorkerRank
-from kvist.router.policy import (
-    Candidate,
-    KvPolicy,
-    LeastLoadedPolicy,
-    Load,
-    Policy,
-    PowerOfTwoPolicy,
-    Prompt,
-    RandomPolicy,
-    RoundRobinPolicy,
-    decide,
-    softmax_of_costs,
-    usable_blocks,
-)
+from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
+from kvist.router.policy.cost import KvPolicy, softmax_of_costs
+from kvist.router.policy.decision import Candidate, Load, Policy, Prompt, decide, usable_blocks
 
 POLICIES: list[Policy] = [KvPolicy(), LeastLoadedPolicy(), PowerOfTwoPolicy(), RoundRobinPolicy(), RandomPolicy()]
 EQUAL_WEIGHTS = KvPolicy(prefill_scale=1.0, decode_scale=1.0, recent_scale=1.0)

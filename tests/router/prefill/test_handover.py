@@ -23,7 +23,7 @@ from kvist.router.prefill.handover import (
     prefill_body,
     read_handoff,
 )
-from kvist.router.policy import Candidate, Load, Prompt, decide
+from kvist.router.policy.decision import Candidate, Load, Prompt, decide
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 from kvist.router.prefill.releases import MAX_WAITING, Releases
 

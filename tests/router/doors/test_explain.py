@@ -9,7 +9,7 @@ import pytest
 
 from kvist.events.session import SourceState
 from kvist.indexer.statistics import SourceCounters, SourceStatistics
-from kvist.router.doors.readiness import condition_of
+from kvist.router.doors.explain import condition_of
 
 TOKENS = list(range(1000, 1160))
 
