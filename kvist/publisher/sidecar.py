@@ -32,8 +32,7 @@ from kvist.events.windows import KnownWindow
 from kvist.files import in_thread
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
 from kvist.publisher.sidecar_feed import SidecarFeed
-from kvist.publisher.state import EngineProgress, SidecarState
-from kvist.publisher.state import StateStore
+from kvist.publisher.state import EngineProgress, SidecarState, StateStore
 from kvist.publisher.stream import RankState, RankStream, topic_of
 
 _logger = logging.getLogger(__name__)

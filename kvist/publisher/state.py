@@ -16,15 +16,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from pathlib import Path
-from types import TracebackType
-from typing import Self
-from kvist.files import write_atomically
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -34,6 +32,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.engine import EngineHash
 from kvist.events.types import NonNegative, Positive, Rank, Tier
 from kvist.events.windows import UnsizedWindow
+from kvist.files import write_atomically
 from kvist.publisher.filter import FilterState
 from kvist.publisher.holdings import Scope
 from kvist.publisher.residency import Residency

@@ -11,11 +11,11 @@ from msgspec import Meta
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
-from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.http import Headers
+from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
 from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
-from kvist.router.policy.cost import (DEFAULT_DECODE_SCALE, DEFAULT_RECENT_SCALE, DEFAULT_TIER_CREDITS, KvPolicy)
+from kvist.router.policy.cost import DEFAULT_DECODE_SCALE, DEFAULT_RECENT_SCALE, DEFAULT_TIER_CREDITS, KvPolicy
 from kvist.router.policy.decision import Policy, Role
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint

@@ -39,6 +39,12 @@ from kvist.http import (
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.config import RouterConfig
+from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.load import ActiveRequest, LoadTracker
+from kvist.router.healing import Healer
+from kvist.router.index import Overlaps
+from kvist.router.metrics import RouterMetrics
+from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import (
     FALLBACKS,
     MAX_HANDOFF_BYTES,
@@ -50,14 +56,8 @@ from kvist.router.prefill.handover import (
     prefill_body,
     read_handoff,
 )
-from kvist.router.fleet.fleet import Fleet
-from kvist.router.healing import Healer
-from kvist.router.fleet.load import ActiveRequest, LoadTracker
-from kvist.router.index import Overlaps
-from kvist.router.metrics import RouterMetrics
-from kvist.router.policy.decision import Decision
-from kvist.router.prompts import Ask, PromptReader
 from kvist.router.prefill.releases import Releases
+from kvist.router.prompts import Ask, PromptReader
 from kvist.router.routing import Routing
 from kvist.router.usage import UsageReader
 from kvist.tracing import NO_SPAN, Span

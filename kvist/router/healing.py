@@ -27,13 +27,13 @@ from typing import Any, TypeAlias
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.worker import Worker
 from kvist.router.index import FleetIndex, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH
 from kvist.router.routing import RANKS_MAX_AGE_S
 from kvist.router.usage import ReportedUsage
-from kvist.router.fleet.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.openai.errors import RequestError
-from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.index import FleetIndex, Overlaps, RankStatus
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy.decision import Candidate, Decision, Policy, Prompt, Role, decide
-from kvist.router.prompts import Ask
 from kvist.router.fleet.worker import Worker
+from kvist.router.index import FleetIndex, Overlaps, RankStatus
+from kvist.router.policy.decision import Candidate, Decision, Policy, Prompt, Role, decide
+from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
+from kvist.router.prompts import Ask
 
 DEFAULT_BLOCK_SIZE = 16
 """What load is counted in while no block size is known; nothing is matched then."""

@@ -19,8 +19,8 @@ from http import HTTPStatus
 from urllib.parse import urlsplit
 
 from kvist.http import Request, UpstreamResponse
-from kvist.router.prefill.handover import Plan
 from kvist.router.policy.decision import Decision
+from kvist.router.prefill.handover import Plan
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 from kvist.router.usage import ReportedUsage
 from kvist.tracing import Attributes, Span

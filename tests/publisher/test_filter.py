@@ -67,7 +67,9 @@ def test_a_larger_window_created_late_is_ignored_warned_and_counted(caplog, logg
         assert admit_all(window_filter, created(65536), stored(32768), created(65536)) == [stored(32768)]
     assert window_filter.statistics().window == 32768
     assert window_filter.statistics().num_late_created == 2
-    assert [text.split("rank=")[1] for text in logged("kvist.publisher.filter")] == ["3 window=65536 published_window=32768"]
+    assert [text.split("rank=")[1] for text in logged("kvist.publisher.filter")] == [
+        "3 window=65536 published_window=32768"
+    ]
 
 
 def test_a_window_larger_than_every_created_one_is_dropped_with_a_warning(caplog, logged):

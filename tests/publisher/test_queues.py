@@ -5,8 +5,8 @@ from concurrent.futures import Future
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Message
 from kvist.events import EngineRemoved
+from kvist.events.transports import Message
 from kvist.publisher.queues import Between, Inbox, Outbox
 
 

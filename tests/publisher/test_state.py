@@ -12,8 +12,7 @@ from kvist.events.windows import FULL
 from kvist.publisher.filter import FilterState
 from kvist.publisher.holdings import Scope
 from kvist.publisher.residency import Residency
-from kvist.publisher.state import EngineProgress, SidecarState, UnreadableStateError, pack, unpack
-from kvist.publisher.state import StateStore
+from kvist.publisher.state import EngineProgress, SidecarState, StateStore, UnreadableStateError, pack, unpack
 from kvist.publisher.stream import RankState
 
 FILTER = FilterState(False, FULL, 1, True, frozenset({(1,), 512, FULL}), True, False)

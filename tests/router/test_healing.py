@@ -15,8 +15,8 @@ from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
-from kvist.router import healing
 from kvist.openai.requests import read_fields
+from kvist.router import healing
 from kvist.router.healing import Healer, HitDigest, Report, ask_full_report
 from kvist.router.index import RankStatus
 from kvist.router.usage import ReportedUsage

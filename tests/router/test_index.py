@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from pathlib import Path
 from typing import Any
@@ -133,8 +132,10 @@ async def test_streams_name_no_more_ranks_than_configured_and_none_that_their_wo
                     loads = (await front.client.get("/get_loads")).json()["loads"]
                     return {(load["worker"], load["rank"]) for load in loads}
 
-                while len(await ranks()) < 4:
-                    await asyncio.sleep(0.01)
+                async def are_all_there() -> bool:
+                    return len(await ranks()) == 4
+
+                await front.until(are_all_there)
                 assert await ranks() == {(one.url, 0), (one.url, 1), (one.url, 2), (other.url, 0)}
 
 
@@ -148,9 +149,14 @@ async def test_ranks_that_a_stream_invents_add_no_line_to_the_metrics(worker, ro
                 before = (await front.metrics()).keys()
                 for rank in range(1, 128):
                     cache.store(TOKENS[:16], rank=rank)
-                refused = f'kvist_router_event_ranks_refused_total{{source="{cache.publisher.endpoint}",worker="{one.url}"}}'
-                while (await front.metrics())[refused] < 128 - 64:
-                    await asyncio.sleep(0.01)
+                refused = (
+                    f'kvist_router_event_ranks_refused_total{{source="{cache.publisher.endpoint}",worker="{one.url}"}}'
+                )
+
+                async def are_refused() -> bool:
+                    return (await front.metrics())[refused] >= 128 - 64
+
+                await front.until(are_refused)
                 assert (await front.metrics()).keys() == before
 
 
@@ -179,7 +185,14 @@ async def test_metrics_tell_how_well_each_cache_is_known(worker, router, engine)
                 assert samples[f'kvist_router_ranks{{state="live",worker="{one.url}"}}'] == 1
                 assert samples[f'kvist_router_worker_blocks{{worker="{one.url}"}}'] == 10
                 source = f'source="{cache.publisher.endpoint}",worker="{one.url}"'
-                for name in ("gaps_total", "restarts_total", "malformed_total", "batches_refused_total", "ranks_refused_total", "age_seconds"):
+                for name in (
+                    "gaps_total",
+                    "restarts_total",
+                    "malformed_total",
+                    "batches_refused_total",
+                    "ranks_refused_total",
+                    "age_seconds",
+                ):
                     assert samples[f"kvist_router_event_{name}{{{source}}}"] >= 0
                 assert samples["kvist_index_blocks"] == 10
                 assert samples["kvist_index_bytes"] > 0

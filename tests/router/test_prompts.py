@@ -109,7 +109,7 @@ async def test_a_template_that_refuses_costs_the_match_and_not_the_request() -> 
 async def test_arguments_that_would_break_the_template_are_refused_by_name(reader: PromptReader) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
-    with pytest.raises(RequestError, match="^arguments: nested too deep, expected at most 128 levels") as refusal:
+    with pytest.raises(RequestError, match=r"^arguments: nested too deep, expected at most 128 levels") as refusal:
         await reader.read(CHAT_PATH, body(messages=messages))
     assert refusal.value.status == 400
 

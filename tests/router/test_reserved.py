@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.openai.errors import RequestError
-from kvist.router.reserved import CONTAINERS, FIELDS
 from kvist.router.prompts import PromptReader
+from kvist.router.reserved import CONTAINERS, FIELDS
 
 READER = PromptReader(None)
 NAMES = sorted(FIELDS | CONTAINERS)

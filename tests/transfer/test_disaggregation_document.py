@@ -52,8 +52,8 @@ def test_every_metric_named_is_there() -> None:
         source = (ROOT / "kvist" / path).read_text(encoding="utf-8")
         known |= {f"kvist_{prefix}_{name}_total" for name in re.findall(r'_counter\(\s*"(\w+)"', source)}
         known |= {f"kvist_{prefix}_{name}" for name in re.findall(r'_gauge\(\s*"(\w+)"', source)}
-    timing = (ROOT / "kvist" / "engine" / "server" / "timing.py").read_text(encoding="utf-8")
-    known |= set(re.findall(r'"(kvist_engine_\w+)"', timing))
+    spans = (ROOT / "kvist" / "engine" / "server" / "spans.py").read_text(encoding="utf-8")
+    known |= set(re.findall(r'"(kvist_engine_\w+)"', spans))
     named = set(re.findall(r"`(kvist_(?:transfer|engine)_\w+)`", DOCUMENT))
     assert named
     assert named <= known

@@ -27,12 +27,12 @@ from kvist import __version__
 from kvist.errors import InvalidValueError
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
-from kvist.router.prefill.handover import obstacle
 from kvist.router.doors.explain import explain_load, explain_plan, explain_readiness, explain_worker
 from kvist.router.fleet.fleet import Fleet, WorkerConflictError
-from kvist.router.index import FleetIndex
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
+from kvist.router.prefill.handover import obstacle
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.routing import Routing
 
@@ -69,7 +69,9 @@ class AdminApi:
                 Route("/get_loads", self._loads),
                 Route("/route", self._route, methods=["POST"]),
             ],
-            exception_handlers=dict.fromkeys((RequestError, InvalidValueError, WorkerConflictError, HTTPException), _refuse),
+            exception_handlers=dict.fromkeys(
+                (RequestError, InvalidValueError, WorkerConflictError, HTTPException), _refuse
+            ),
         )
 
     async def _health(self, request: Request) -> Response:  # noqa: ARG002

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from kvist.http import Headers, Request
 from kvist.openai.errors import RequestError
-from kvist.router.reserved import refuse_form, refuse_headers
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS
+from kvist.router.reserved import refuse_form, refuse_headers
 
 MODELS_PATH = "/v1/models"
 

@@ -10,14 +10,13 @@ from typing import Any
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.indexer import SourceStatistics
-from kvist.router.prefill.handover import Plan
-from kvist.router.index import FleetIndex
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy.decision import Candidate, Decision, Load
-from kvist.router.prompts import Ask
 from kvist.router.fleet.worker import Worker, WorkerState
-
+from kvist.router.index import FleetIndex
+from kvist.router.policy.decision import Candidate, Decision, Load
+from kvist.router.prefill.handover import Plan
+from kvist.router.prompts import Ask
 
 MAX_TOLD = 20
 """Workers and streams that are named; the rest is counted."""

@@ -38,20 +38,26 @@ from kvist.http import (
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
-from kvist.router.doors.api import AdminApi
-from kvist.router.doors.auth import is_administrator, require_administrator, require_client
 from kvist.router.config import RouterConfig
-from kvist.router.doors.auth import MODELS_PATH, check_client_request, methods_of, plain_path
+from kvist.router.doors.api import AdminApi
+from kvist.router.doors.auth import (
+    MODELS_PATH,
+    check_client_request,
+    is_administrator,
+    methods_of,
+    plain_path,
+    require_administrator,
+    require_client,
+)
 from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.forward import Forwarder, forwarded_headers, worker_failure
-from kvist.router.metrics import Gauges
 from kvist.router.healing import Healer
 from kvist.router.index import FleetIndex
-from kvist.router.fleet.load import LoadTracker
-from kvist.router.metrics import RouterMetrics
-from kvist.router.reserved import check_request_id
-from kvist.router.prompts import PromptReader
+from kvist.router.metrics import Gauges, RouterMetrics
 from kvist.router.prefill.releases import Releases
+from kvist.router.prompts import PromptReader
+from kvist.router.reserved import check_request_id
 from kvist.router.routing import Routing
 from kvist.tracing import open_tracing
 
@@ -134,9 +140,7 @@ class RouterService:
         self._forwarder = Forwarder(
             config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, tracing
         )
-        self._admin = AdminApi(
-            fleet, load, index, reader, routing, page, self._started_s, now_s
-        ).application()
+        self._admin = AdminApi(fleet, load, index, reader, routing, page, self._started_s, now_s).application()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,

@@ -18,10 +18,10 @@ from kvist.http import UpstreamError, UpstreamPool
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, probe
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
-from kvist.router.index import FleetIndex
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.policy.decision import Role
 from kvist.router.fleet.worker import Worker, WorkerState
+from kvist.router.index import FleetIndex
+from kvist.router.policy.decision import Role
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from http import HTTPStatus
 from collections.abc import Callable
+from http import HTTPStatus
 from types import TracebackType
 from typing import NamedTuple, Self
 from urllib.parse import quote

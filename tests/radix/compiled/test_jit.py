@@ -14,7 +14,6 @@ import pytest
 from kvist.radix.compiled import jit
 from kvist.radix.compiled.jit import Helper
 
-
 CALLS_A_HELPER = """
 from pathlib import Path
 from kvist.radix.compiled.jit import jit_for

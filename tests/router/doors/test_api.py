@@ -27,7 +27,7 @@ async def test_without_a_client_key_the_workers_key_passes_through(worker, route
         assert one.completions[0].headers["authorization"] == "Bearer workers-own"
 
 
-async def test_workers_are_sent_their_own_keys_by_whatever_goes_to_them(worker, router, until) -> None:
+async def test_workers_are_sent_their_own_keys_by_whatever_goes_to_them(worker, router) -> None:
     async with worker() as one, worker() as other:
         keys = {"worker_api_key": "all", "worker_api_keys": {other.url: "its-own"}}
         async with router(one.url, other.url, policy="round-robin", **keys) as front:

@@ -126,7 +126,7 @@ def test_a_path_has_one_plain_form(path: str, plain: str) -> None:
     ],
 )
 def test_a_path_that_can_be_read_in_two_ways_is_refused(path: str) -> None:
-    with pytest.raises(RequestError, match="^path: got") as refusal:
+    with pytest.raises(RequestError, match=r"^path: got") as refusal:
         plain_path(path)
     assert refusal.value.status == 400
 

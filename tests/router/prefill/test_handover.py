@@ -15,6 +15,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
+from kvist.router.policy.decision import Candidate, Load, Prompt, decide
 from kvist.router.prefill.handover import (
     Local,
     decode_body,
@@ -23,9 +24,8 @@ from kvist.router.prefill.handover import (
     prefill_body,
     read_handoff,
 )
-from kvist.router.policy.decision import Candidate, Load, Prompt, decide
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 from kvist.router.prefill.releases import MAX_WAITING, Releases
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 
 LONG = list(range(1000, 1400))
 SHORT = LONG[:100]
