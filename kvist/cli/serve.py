@@ -10,7 +10,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,7 +147,11 @@ def run(args: argparse.Namespace) -> int:
             transfers = open_server(0)
             allocate = transfers.allocate
         with _publisher(args, worker) as publisher:
-            loaded = load_with_memory(config, publisher, allocate, open_server)
+            with ExitStack() as where_it_fails:
+                if transfers is not None:
+                    where_it_fails.callback(transfers.close)
+                loaded = load_with_memory(config, publisher, allocate, open_server)
+                where_it_fails.pop_all()
             return asyncio.run(_serve(args, listener, loaded, publisher, transfers, tracing))
 
 

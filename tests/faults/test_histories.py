@@ -28,15 +28,15 @@ def play_all(seeds, kinds: tuple[str, ...], tally: Tally) -> None:
 
 
 def test_the_index_is_the_union_of_what_publishers_hold(seeds, tally):
-    play_all(seeds or range(250), ("embedded",), tally)
+    play_all(seeds or range(100), ("embedded",), tally)
 
 
 def test_what_stock_engines_tell_is_exact_or_partial_and_nothing_is_invented(seeds, tally):
-    play_all(seeds or range(250), ("stock",), tally)
+    play_all(seeds or range(100), ("stock",), tally)
 
 
 def test_what_sidecars_that_forget_tell_is_exact_or_partial_and_nothing_is_invented(seeds, tally):
-    play_all(seeds or range(100), ("sidecar",), tally)
+    play_all(seeds or range(50), ("sidecar",), tally)
 
 
 @pytest.mark.parametrize(
