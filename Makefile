@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A folder named like an installed library (kernels/) must never shadow it.
 export PYTHONSAFEPATH := 1
+# Every process that the tests start would else compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: up test check clean
 .DELETE_ON_ERROR:

@@ -24,6 +24,11 @@ SERVE = ("serve", "--model", MODEL, "--served-model-name", "kvist-tiny")
 SYSTEM = {"role": "system", "content": "You answer questions about Python's standard library in whole sentences. " * 6}
 
 
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> None:
+    """A worker that a test starts anew is the module's."""
+
+
 @dataclass
 class Fleet:
     """What runs: the workers by URL, and a client of the router."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,10 @@ from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAg
 
 
 @pytest.fixture
-def agent() -> SharedMemoryAgent:
-    return SharedMemoryAgent("writer")
+def agent() -> Iterator[SharedMemoryAgent]:
+    agent = SharedMemoryAgent("writer")
+    yield agent
+    agent.close()
 
 
 def forge(metadata: bytes, **changes: object) -> bytes:

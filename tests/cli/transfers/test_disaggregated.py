@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -21,73 +19,14 @@ from kvist.engine import bundled_model_path
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
 
-MODEL = str(bundled_model_path())
-READY = re.compile(r"kvist serve: \S+ on (http://127\.0\.0\.1:\d+), ")
-DEADLINE_S = 60.0
+MODEL = bundled_model_path()
 PARENT_ID = "b7ad6b7169203331"
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
-    client: httpx.AsyncClient
-    process: asyncio.subprocess.Process
-
-    async def post(self, body: dict[str, Any]) -> httpx.Response:
-        return await self.client.post("/v1/completions", json={"temperature": 0, "ignore_eos": True} | body)
-
-    async def text(self, body: dict[str, Any]) -> str:
-        answer = await self.post(body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
-    async def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        answer = await self.post({"prompt": prompt, "max_tokens": 40, "kv_transfer_params": {"do_remote_decode": True}})
-        assert answer.status_code == 200, answer.text
-        return answer.json()["kv_transfer_params"]
-
-    async def metric(self, name: str) -> float:
-        """Return a metric's sum over its labels."""
-        lines = (await self.client.get("/metrics")).text.splitlines()
-        values = [float(line.rpartition(" ")[2]) for line in lines if re.match(rf"kvist_{name}(_total)?[ {{]", line)]
-        assert values, f"no metric {name}"
-        return sum(values)
-
-    async def reaches(self, name: str, value: float) -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            while await self.metric(name) != value:
-                pass  # a request is wait enough
-
-    async def is_idle(self) -> None:
-        """Fail unless soon nothing is held here, reserved or kept out of use."""
-        for name in ("engine_kv_blocks_used", "engine_prompts_held", "engine_requests_receiving"):
-            await self.reaches(name, 0)
-        await self.reaches("transfer_quarantined_bytes", 0)
-
-    async def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        await self.process.wait()
-
-
-@asynccontextmanager
-async def serve(*flags: str) -> AsyncIterator[Worker]:
-    command = (sys.executable, "-m", "kvist", "--log-level", "error", "serve", "--model", MODEL, "--port", "0")
-    common = ("--kv-events", "none", "--kv-transfer", "tcp://127.0.0.1:0", "--served-model-name", "tiny")
-    process = await asyncio.create_subprocess_exec(*command, *common, *flags, stdout=asyncio.subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        match = None
-        async with asyncio.timeout(120):
-            while match is None:  # NIXL has something to say first
-                line = (await process.stdout.readline()).decode()
-                assert line, "it has ended"
-                match = READY.match(line)
-        async with httpx.AsyncClient(base_url=match[1], timeout=60) as client:
-            yield Worker(client, process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        async with asyncio.timeout(DEADLINE_S):
-            await process.communicate()
+@pytest.fixture
+def serve_tiny(serve: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a context manager that is a running worker of the bundled model, with these flags."""
+    return partial(serve, MODEL)
 
 
 def make_prompt(count: int, seed: int) -> list[int]:
@@ -99,10 +38,12 @@ BOUNCE = ("--kv-transfer-bounce-mib", "32")
 
 
 @pytest.mark.parametrize("flags", [(), BOUNCE, NIXL, (*NIXL, *BOUNCE)], ids=lambda flags: " ".join(flags) or "plain")
-async def test_one_worker_computes_prompts_and_another_goes_on(flags: tuple[str, ...]) -> None:
+async def test_one_worker_computes_prompts_and_another_goes_on(
+    flags: tuple[str, ...], serve_tiny: Callable[..., Any]
+) -> None:
     if "nixl" in flags:
         pytest.importorskip("nixl", reason="the extra nixl is not installed")
-    async with serve("--role", "prefill", *flags) as source, serve("--role", "decode", *flags) as target:
+    async with serve_tiny("--role", "prefill", *flags) as source, serve_tiny("--role", "decode", *flags) as target:
         info = (await source.client.get("/server_info")).json()
         assert info["role"] == "prefill"
         assert info["kv_transfer"]["agent"] == ("nixl" if "nixl" in flags else "shared_memory")
@@ -138,10 +79,14 @@ def path_of(span: Any, spans: dict[str, Any]) -> str:
 
 
 async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_router_and_both_workers(
-    trace_collector: Any, until: Any
+    trace_collector: Any, until: Any, serve_tiny: Callable[..., Any]
 ) -> None:
     tracing = ("--otlp-traces-endpoint", trace_collector.url)
-    async with serve("--role", "prefill", *tracing) as source, serve("--role", "decode", *tracing) as target:
+    options = {"environment": {"OTEL_BSP_SCHEDULE_DELAY": "20"}}
+    async with (
+        serve_tiny("--role", "prefill", *tracing, **options) as source,
+        serve_tiny("--role", "decode", *tracing, **options) as target,
+    ):
         urls = [str(each.client.base_url) for each in (source, target)]
         config = RouterConfig(worker_urls=(*urls,), port=0, otlp_traces_endpoint=trace_collector.url, policy="random")
         async with RouterService(config) as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
@@ -181,12 +126,12 @@ async def test_a_stream_goes_on_from_the_first_token_and_its_trace_tells_of_rout
             assert fallback.attributes["kvist.reason"] == "prefill_failed"
 
 
-async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on() -> None:
-    flags = ("--kv-transfer-timeout", "1")
-    async with serve(*flags) as survivor:
+async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on(serve_tiny: Callable[..., Any]) -> None:
+    flags = ("--kv-transfer-timeout", "3")
+    async with serve_tiny(*flags) as survivor:
         prompt = make_prompt(60, 1)
         expected = await survivor.text({"prompt": prompt, "max_tokens": 20})
-        async with serve(*flags) as source:
+        async with serve_tiny(*flags) as source:
             params = await source.prefill(prompt)
             other = await source.prefill(make_prompt(80, 2))
             assert await survivor.text({"prompt": prompt, "max_tokens": 20, "kv_transfer_params": params}) == expected
@@ -195,7 +140,7 @@ async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on() 
             assert text == await survivor.text({"prompt": make_prompt(80, 2), "max_tokens": 20})
             assert await survivor.metric("engine_fallbacks") == 1
         await survivor.is_idle()
-        async with serve(*flags) as target:
+        async with serve_tiny(*flags) as target:
             params = await survivor.prefill(prompt)
             assert await target.text({"prompt": prompt, "max_tokens": 20, "kv_transfer_params": params}) == expected
             await survivor.prefill(make_prompt(70, 5))
@@ -204,14 +149,19 @@ async def test_whichever_worker_is_killed_the_other_keeps_nothing_and_goes_on() 
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGCONT])
-async def test_a_sender_that_stops_while_it_is_asked_costs_the_receiver_no_blocks(ending: signal.Signals) -> None:
+async def test_a_sender_that_stops_while_it_is_asked_costs_the_receiver_no_blocks(
+    ending: signal.Signals, serve_tiny: Callable[..., Any]
+) -> None:
     prompt = make_prompt(60, 1)
-    async with serve("--kv-transfer-timeout", "1.5") as target, serve("--kv-transfer-timeout", "1.5") as source:
+    async with (
+        serve_tiny("--kv-transfer-timeout", "3") as target,
+        serve_tiny("--kv-transfer-timeout", "3") as source,
+    ):
         body = {"prompt": prompt, "max_tokens": 20}
         greeting = make_prompt(30, 9)
         await target.post({"prompt": greeting, "kv_transfer_params": await source.prefill(greeting)})
         params = await source.prefill(prompt)
-        source.process.send_signal(signal.SIGSTOP)
+        await source.stop()
         answering = asyncio.create_task(target.text(body | {"kv_transfer_params": params}))
         await target.reaches("engine_requests_receiving", 1)
         assert await target.metric("engine_kv_blocks_used") > 0
@@ -221,22 +171,24 @@ async def test_a_sender_that_stops_while_it_is_asked_costs_the_receiver_no_block
         else:
             text = await answering  # computed there, while the reserved blocks stay out of use
             assert await target.metric("transfer_quarantined_bytes") > 0
-            source.process.send_signal(signal.SIGCONT)
+            source.resume()
             await source.is_idle()
         await target.is_idle()
         assert text == await target.text(body)
         assert await target.metric("engine_fallbacks") == 1
 
 
-async def test_a_receiver_killed_while_it_is_written_to_costs_the_sender_no_blocks() -> None:
+async def test_a_receiver_killed_while_it_is_written_to_costs_the_sender_no_blocks(
+    serve_tiny: Callable[..., Any],
+) -> None:
     prompt = make_prompt(60, 1)
-    async with serve("--kv-transfer-timeout", "1.5") as source, serve() as target:
+    async with serve_tiny("--kv-transfer-timeout", "3") as source, serve_tiny() as target:
         body = {"prompt": prompt, "max_tokens": 200}
         params = await source.prefill(prompt)
-        target.process.send_signal(signal.SIGSTOP)
+        await target.stop()
         asking = asyncio.create_task(target.post(body | {"kv_transfer_params": params}))
         other = await source.prefill(make_prompt(80, 2))
-        target.process.send_signal(signal.SIGCONT)
+        target.resume()
         await source.reaches("transfer_sent", 1)
         asking_too = asyncio.create_task(
             target.post({"prompt": make_prompt(80, 2), "max_tokens": 200, "kv_transfer_params": other})
@@ -248,8 +200,10 @@ async def test_a_receiver_killed_while_it_is_written_to_costs_the_sender_no_bloc
         await source.is_idle()
 
 
-async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_allowed() -> None:
-    async with serve("--no-kv-transfer-fallback") as target, serve() as source:
+async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_allowed(
+    serve_tiny: Callable[..., Any],
+) -> None:
+    async with serve_tiny("--no-kv-transfer-fallback") as target, serve_tiny() as source:
         prompt = make_prompt(40, 1)
         params = await source.prefill(prompt)
         withdrawn = await source.client.delete(f"/kv_transfer/{params['remote_request_id']}")
@@ -294,7 +248,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
     ],
 )
 def test_flags_that_cannot_work_are_refused(flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--model", MODEL, "--port", "0", *flags]) == 2
+    assert main(["serve", "--model", str(MODEL), "--port", "0", *flags]) == 2
     assert reason in capsys.readouterr().err
 
 
