@@ -42,11 +42,11 @@ class LengthBody:
         self.excess = b""
 
     def feed(self, data: bytes) -> bytes:
-        num_taken = self.take(len(data))
+        num_taken = self.consume(len(data))
         payload, self.excess = data[:num_taken], data[num_taken:]
         return payload
 
-    def take(self, num_bytes: int) -> int:
+    def consume(self, num_bytes: int) -> int:
         """How many of the next bytes are payload, which they are from here on: for who copies them himself."""
         num_taken = min(num_bytes, self._num_missing)
         self._num_missing -= num_taken

@@ -288,7 +288,7 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._state.idle.pop(self, None)
         else:
             self._state.idle.setdefault(self)  # whose place in the row stays: a head that trickles in is no request
-        if self._parser.take_continue():
+        if self._parser.pop_continue():
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if phase != self._deadline.phase:
             limits = self._limits

@@ -179,7 +179,7 @@ class RequestParser:
         """Payload held for the unfinished request."""
         return len(self._payload)
 
-    def take_continue(self) -> bool:
+    def pop_continue(self) -> bool:
         """Whether the client waits for `100 Continue` before sending its body; True once a request."""
         awaits, self._awaits_continue = self._awaits_continue, False
         return awaits
@@ -187,7 +187,7 @@ class RequestParser:
     def feed(self, data: bytes | memoryview) -> None:
         """Adds what the client sent, as a copy; nothing is examined yet."""
         if isinstance(self._body, LengthBody) and not self._body.is_complete and not self._buffer:
-            num_taken = self._body.take(len(data))
+            num_taken = self._body.consume(len(data))
             self._payload += data[:num_taken]
             self._buffer = bytes(data[num_taken:])
         else:
