@@ -100,7 +100,7 @@ def bench_memory(mix: str, quick: bool) -> list[Row]:
     resting, _ = resident_bytes()
     per_block = [
         f"{size / statistics.num_blocks:.1f}"
-        for size in (statistics.size_bytes, filled.peak_bytes, resting - before, peak - before)
+        for size in (statistics.size_bytes, filled.size_bytes, resting - before, peak - before)
     ]
     return [[mix, f"{statistics.num_blocks:,}", f"{statistics.num_held:,}", f"{statistics.num_sets:,}", *per_block]]
 

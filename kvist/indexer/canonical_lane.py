@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import mmap
-import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from kvist.events import Batch, WorkerRank
 from kvist.events.session import Session
-from kvist.events.transports.block import MessageBlock, address_of
+from kvist.events.transports.block import MessageBlock
 from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled import canonical as compiled
 from kvist.radix import RadixIndex
+from kvist.radix.compiled.layout import OPERATION, PROGRESS
 
 _NUMBERS_END = 1 << 62
-_RANK_WORDS = compiled.RANK_BYTES >> 3
-_SLOT, _EPOCH, _SEQUENCE, _TOPIC = (
-    field >> 3 for field in (compiled.RANK_SLOT, compiled.RANK_EPOCH, compiled.RANK_SEQUENCE, compiled.RANK_TOPIC)
-)
-_ASKED = struct.Struct("=qqqqq")  # buffer, first message, and counters that begin at zero
-_ANSWER = struct.Struct("=qqqqd")
 
 
 class Taken(NamedTuple):
@@ -45,51 +40,48 @@ class CanonicalLane:
     def __init__(self, worker: str, block_size: int, index: RadixIndex) -> None:
         """Apply to `index`, as `worker`'s, what has blocks of this size."""
         self._worker = worker
+        self._block_size = block_size
         self._index = index
-        # Anonymous memory: that of ranks which never occur is not touched.
-        self._rank_states = mmap.mmap(-1, MAX_RANKS * compiled.RANK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._rank_words = memoryview(self._rank_states).cast("q")
-        self._state = bytearray(compiled.LANE_BYTES)
-        self._address = address_of(self._state)
-        struct.pack_into("=qq", self._state, compiled.BLOCK_SIZE, block_size, address_of(self._rank_states))
-        index.reserve_operations(compiled.MAX_OPERATIONS, compiled.MAX_HASHES)
+        self._lane = np.zeros(1, compiled.LANE)
+        self._ranks = np.zeros(MAX_RANKS, compiled.RANK)  # memory of those that never occur is not touched
+        operations, hashes = np.zeros(compiled.MAX_OPERATIONS, OPERATION), np.zeros(compiled.MAX_HASHES, np.uint64)
+        self._gathered = operations, hashes, np.zeros(1, PROGRESS)
 
     def take(self, block: MessageBlock, start: int, sessions: Mapping[int, Session[Batch]], now_s: float) -> Taken:
         """Apply messages of a block from `start` on, for about half a millisecond; their ranks' sessions note it.
 
         Nothing of the message at which it stops has had an effect.
         """
-        index = self._index
+        index, data = self._index, np.frombuffer(block.buffer, np.uint8)
         for rank, session in sessions.items():
             self._describe(rank, session)
-        _ASKED.pack_into(self._state, compiled.BUFFER, block.address, start, 0, 0, 0)
-        while (reason := compiled.take(index.address, self._address, block.table)) == compiled.HELP:
-            index.help_out()
+        self._lane[0] = self._block_size, start, 0, 0, 0, 0.0, 0, 0, 0
+        state = index.core, index.segments, self._lane, self._ranks
+        while True:
+            with index.writing:
+                reason = compiled.take(*state, data, block.table, *self._gathered)
+            if reason != compiled.HELP:
+                break
+            index.make_room()
         index.keep_to_cap()
         topic_idxs: dict[int, int | None] = {}
         for rank, session in sessions.items():
             self._note(rank, session, now_s, topic_idxs)
-        is_stopped = reason == compiled.NOT_ORDINARY
-        return Taken(is_stopped, topic_idxs, *_ANSWER.unpack_from(self._state, compiled.MESSAGE_IDX))
+        return Taken(reason == compiled.NOT_ORDINARY, topic_idxs, *self._lane.item()[1:6])
 
     def _describe(self, rank: int, session: Session[Batch]) -> None:
         """Say what the rank's next message must be; none is taken of a rank that is not in step, or unknown."""
         epoch, sequence = session.epoch, session.expected_sequence
         slot = self._index.slot_of(WorkerRank(self._worker, rank))
-        words, at = self._rank_words, rank * _RANK_WORDS
         if slot is not None and epoch is not None and session.is_in_step and max(epoch, sequence) < _NUMBERS_END:
-            words[at + _SLOT], words[at + _EPOCH], words[at + _SEQUENCE], words[at + _TOPIC] = (
-                slot + 1,
-                epoch,
-                sequence,
-                0,
-            )
+            self._ranks[rank] = slot + 1, epoch, sequence, 0
 
     def _note(self, rank: int, session: Session[Batch], now_s: float, topic_idxs: dict[int, int | None]) -> None:
         """Tell the session what was taken of its rank, if anything was, and note its last topic."""
-        words, at = self._rank_words, rank * _RANK_WORDS
-        num_taken = words[at + _SEQUENCE] - session.expected_sequence if words[at + _SLOT] else 0
-        words[at + _SLOT] = 0  # until it is described again, which it is not if its session is dropped
+        slot, _, sequence, topic_idx = self._ranks[rank].item()
+        num_taken = sequence - session.expected_sequence if slot else 0
+        if slot:
+            self._ranks[rank] = 0, 0, 0, 0  # until it is described again, which it is not if its session is dropped
         if num_taken:
             session.applied(num_taken, now_s)
-            topic_idxs[rank] = words[at + _TOPIC] - 1 if words[at + _TOPIC] else None
+            topic_idxs[rank] = topic_idx - 1 if topic_idx else None

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from kvist.events import Event, WorkerRank
 from kvist.events.dialects import sglang, vllm
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import MessageBlock
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
-from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages
 from kvist.indexer.compiled.names import FIELDS
 from kvist.indexer.engine_rank import EngineRank
 from kvist.radix import RadixIndex
-from kvist.radix.memory import PAGE_BYTES, Heap
+from kvist.radix.compiled.layout import HEAD, SEGMENT
 
 _MAX_BYTES = 1 << 17
 """Work of one call, in bytes of messages, each counted once when it is checked and once when it is done: 0.15 ms."""
@@ -25,15 +26,7 @@ _SCRATCH_BYTES = 1 << 15
 _MAX_SCRATCH_BYTES = 1 << 20
 """What a larger message needed is given back after the block it was in."""
 _FIELD_ORDERS = {"vllm": vllm.FIELD_ORDER, "sglang": sglang.FIELD_ORDER}
-_ORDER_AT = layout.SOURCE_BYTES
-_SPARE_AT = _ORDER_AT + 2 * layout.MAX_FIELDS
-_CHAIN_AT = _SPARE_AT + 8
-_HAS_BLOCK_SIZE, _MESSAGE_IDX, _IS_CHECKED, _SCRATCH = (
-    field >> 3 for field in (layout.HAS_BLOCK_SIZE, layout.MESSAGE_IDX, layout.IS_CHECKED, layout.SCRATCH_BYTES)
-)
-_COUNTS = slice(layout.NUM_BATCHES >> 3, (layout.NUM_SIZED >> 3) + 1)
-_LAST_TIMESTAMP = layout.LAST_TIMESTAMP >> 3
-_REASONS_TO_GO_ON = frozenset((layout.DONE, layout.PAUSED, layout.NOT_NEXT, layout.WHOLE_MESSAGE))
+_NO_MAP = np.zeros(1, HEAD), np.zeros(0, SEGMENT)
 
 
 class Taken(NamedTuple):
@@ -62,22 +55,16 @@ class EngineLane:
         self._index = index
         self._ranks: dict[int, EngineRank] = {}
         self._block = MessageBlock.of(())
-        self._table_address = 0
-        self._heap = heap = Heap()
-        self._address = heap.allocate(_CHAIN_AT + 2 * layout.SLICE_BLOCKS * 8)
-        self._fields, self._times = heap.view(self._address).cast("q"), heap.view(self._address).cast("d")
-        self._set(layout.INDEX, index.address)
-        self._set(layout.BLOCK_SIZE, block_size)
-        self._set(layout.DEFAULT_RANK, default_rank)
-        self._set(layout.CHAIN, self._address + _CHAIN_AT)
-        self._set(layout.OUTLOOKS, self._address + _CHAIN_AT + layout.SLICE_BLOCKS * 8)
-        self._set(layout.FIELD_ORDER, self._address + _ORDER_AT)
-        order = heap.view(self._address)
+        self._data = np.empty(0, np.uint8)
+        self._streams = np.zeros(1, layout.STREAM)
+        self._stream = stream = self._streams[0]
+        stream["block_size"], stream["default_rank"] = block_size, default_rank
         for row, tag in enumerate(("BlockStored", "BlockRemoved")):
-            for place, name in enumerate(_FIELD_ORDERS[engine][tag]):
-                order[_ORDER_AT + row * layout.MAX_FIELDS + place] = FIELDS.get(name, 0)
-        self._set(layout.RANKS, heap.allocate(MAX_RANKS * 8))
-        self._rank_addresses = heap.view(self._get(layout.RANKS)).cast("q")
+            order = [FIELDS.get(name, 0) for name in _FIELD_ORDERS[engine][tag]]
+            stream["field_order"][row, : len(order)] = order
+        # Whose messages a call may take; of one that is not known yet, it tells what they say.
+        self._rank_number = default_rank
+        self._nobody = np.zeros(1, layout.RANK)
         self._make_room(_SCRATCH_BYTES)
         self._note_fingerprints(None)
 
@@ -90,15 +77,14 @@ class EngineLane:
         """Return a rank that takes single events and shares all that it knows with the lane."""
         rank = EngineRank(source, self._block_size, self._index, apply)
         self._ranks[source.rank] = rank
-        self._rank_addresses[source.rank] = rank.address
         return rank
 
     def begin(self, block: MessageBlock, restarts: RestartDetector | None) -> None:
         """Stand before the first message of a block, whose fingerprints are noted in `restarts`, if given."""
         if restarts is not self._restarts:
             self._note_fingerprints(restarts)
-        self._block, self._table_address = block, block.table_address
-        if self._fields[_SCRATCH] > _MAX_SCRATCH_BYTES:
+        self._block, self._data = block, np.frombuffer(block.buffer, np.uint8)
+        if len(self._scratch[1]) > _MAX_SCRATCH_BYTES:
             self._make_room(_SCRATCH_BYTES)
         self._go_to(0)
 
@@ -109,86 +95,67 @@ class EngineLane:
 
     def skip(self) -> int:
         """Stand behind the message that it stands before, which was taken in another way; return the one it is at."""
-        self._go_to(self._get(layout.MESSAGE_IDX) + 1)
-        return self._get(layout.MESSAGE_IDX)
+        return self._go_to(int(self._stream["message_idx"]) + 1)
 
     def take(self, next_sequence: int, has_our_block_size: bool) -> Taken:
         """Take messages, for a sixth of a millisecond, as long as they are ordinary and in sequence."""
-        block, fields = self._block, self._fields
-        for rank in self._ranks.values():
-            rank.settle()
-        fields[_HAS_BLOCK_SIZE] = has_our_block_size
-        reason = take_messages(
-            self._address, block.address, self._table_address, len(block.table), next_sequence, _MAX_BYTES
-        )
-        part = None
-        if reason not in _REASONS_TO_GO_ON:
-            if reason == layout.SOME_EVENTS:
-                part = self._unusual_events(block)
-            else:
-                self._help_out(reason)
-        self._index.keep_to_cap()
-        num_batches, num_events, num_ignored, num_sized = fields[_COUNTS].tolist()
-        is_stopped = reason == layout.NOT_NEXT or reason == layout.WHOLE_MESSAGE
-        timestamp_s = self._times[_LAST_TIMESTAMP]
+        index, stream, rank = self._index, self._stream, self._ranks.get(self._rank_number)
+        stream["has_block_size"] = has_our_block_size
+        names, verdicts = (_NO_MAP, self._nobody) if rank is None else (rank.settle(), rank.verdicts.record)
+        held = index.core, index.segments, *names
+        messages = self._data, self._block.table, next_sequence, _MAX_BYTES
+        with index.writing:
+            reason = take_messages(*held, self._streams, verdicts, *messages, *self._scratch, *self._fingerprints)
+        part = self._unusual_events() if reason == layout.SOME_EVENTS else None
+        self._help_out(reason)
+        index.keep_to_cap()
         return Taken(
-            fields[_MESSAGE_IDX], num_batches, num_events, num_ignored, num_sized, timestamp_s, is_stopped, part
+            int(stream["message_idx"]),
+            int(stream["num_batches"]),
+            int(stream["num_events"]),
+            int(stream["num_ignored"]),
+            int(stream["num_sized"]),
+            float(stream["timestamp_s"]),
+            reason in (layout.NOT_NEXT, layout.WHOLE_MESSAGE),
+            part,
         )
 
     def _help_out(self, reason: int) -> None:
-        """Provide what compiled code needs before it can go on."""
+        """Provide what compiled code needs before it can go on, if anything."""
         if reason == layout.INDEX_NEEDS_HELP:
-            self._index.help_out()
+            self._index.make_room()
         elif reason == layout.MAP_NEEDS_HELP:
-            self._ranks[self._get(layout.CHECKED_RANK)].enlarge_map()
-        else:
-            self._make_room(int(self._block.table[self._get(layout.MESSAGE_IDX), PAYLOAD_BYTES]))
+            self._ranks[self._rank_number].enlarge_map()
+        elif reason == layout.TOO_LARGE:
+            self._make_room(int(self._block.table[self._stream["message_idx"], PAYLOAD_BYTES]))
+        elif reason == layout.OTHER_RANK:
+            self._rank_number = int(self._stream["checked_rank"])
+            self._nobody[0] = self._rank_number, -1, 0, 0, 0
 
     def _note_fingerprints(self, restarts: RestartDetector | None) -> None:
-        """Have fingerprints written into a ring; it lives as long as its address is known here."""
+        """Have fingerprints written into a ring."""
         self._restarts = restarts
         if restarts is None:
-            sequences = fingerprints = self._address + _SPARE_AT
-            ring_mask = 0
+            self._fingerprints = np.empty(1, np.uint64), np.empty(1, np.uint64)
         else:
-            sequences, fingerprints = restarts.sequences.ctypes.data, restarts.fingerprints.ctypes.data
-            ring_mask = len(restarts.sequences) - 1
-        self._set(layout.SEQUENCES, sequences)
-        self._set(layout.FINGERPRINTS, fingerprints)
-        self._set(layout.RING_MASK, ring_mask)
+            self._fingerprints = restarts.sequences, restarts.fingerprints
 
-    def _unusual_events(self, block: MessageBlock) -> bytes:
+    def _unusual_events(self) -> bytes:
         """Return the events before which the lane stands as a batch of their own, and stand behind them."""
-        start = int(block.table[self._get(layout.MESSAGE_IDX), PAYLOAD_START])
-        timestamp = bytes(block.buffer[start + 1 : start + 10])
-        events = bytes(block.buffer[start + self._get(layout.STOP_START) : start + self._get(layout.STOP_END)])
-        end_idx, rank = self._get(layout.STOP_EVENT_END), self._get(layout.CHECKED_RANK)
-        num_events = end_idx - self._get(layout.EVENT_IDX)
-        self._set(layout.EVENT_IDX, end_idx)
-        self._set(layout.BLOCK_IDX, 0)
+        stream, buffer = self._stream, self._block.buffer
+        start, end_idx = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["stop_event_end"])
+        timestamp = bytes(buffer[start + 1 : start + 10])
+        events = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
+        num_events, rank = end_idx - int(stream["event_idx"]), int(stream["checked_rank"])
+        stream["event_idx"], stream["block_idx"] = end_idx, 0
         return b"\x93%b\xdd%b%b\xcd%b" % (timestamp, num_events.to_bytes(4), events, rank.to_bytes(2))
 
     def _make_room(self, size_bytes: int) -> None:
         """Have scratch for messages up to that size; what was checked is to be checked again."""
-        size_bytes = max(PAGE_BYTES, size_bytes)
-        max_events = size_bytes // layout.MIN_EVENT_BYTES
-        for field, room_bytes in (
-            (layout.EVENTS, (max_events + 1) * layout.EVENT_BYTES),
-            (layout.HASHES, size_bytes * 8),
-            (layout.TOKENS, size_bytes * 4),
-        ):
-            if self._get(field):
-                self._heap.free(self._get(field))
-            self._set(field, self._heap.allocate(room_bytes))
-        self._set(layout.SCRATCH_BYTES, size_bytes)
+        events = np.empty(size_bytes // layout.MIN_EVENT_BYTES + 1, layout.EVENT)
+        tokens = np.empty(size_bytes, np.uint32)
+        self._scratch = events, np.empty(size_bytes, np.uint64), tokens, tokens.view(np.uint8)
 
-    def _go_to(self, message_idx: int) -> None:
-        self._fields[_MESSAGE_IDX] = message_idx
-        self._fields[_IS_CHECKED] = 0
-
-    def _get(self, field: int) -> int:
-        value: int = self._fields[field >> 3]
-        return value
-
-    def _set(self, field: int, value: int) -> None:
-        self._fields[field >> 3] = value
+    def _go_to(self, message_idx: int) -> int:
+        self._stream["message_idx"], self._stream["is_checked"] = message_idx, 0
+        return message_idx

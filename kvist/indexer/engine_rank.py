@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
+
 from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, WorkerRank
 from kvist.events.windows import FULL, UNKNOWN
 from kvist.indexer.compiled import engine_layout as layout
@@ -11,7 +13,7 @@ from kvist.indexer.residency import EngineResidency
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser
 from kvist.radix import RadixIndex
-from kvist.radix.memory import Heap
+from kvist.radix.compiled.layout import Records
 
 
 class EngineRank:
@@ -24,13 +26,8 @@ class EngineRank:
         self._source = source
         self._block_size = block_size
         self._residency = EngineResidency(index, source, apply)
-        self._verdicts = _Verdicts()
+        self.verdicts = Verdicts(source.rank)
         self._begin()
-
-    @property
-    def address(self) -> int:
-        """Return where compiled code finds what it needs to know of this rank."""
-        return self._verdicts.address
 
     def admit(self, event: EngineEvent) -> None:
         """Take one event; what it amounts to is in the index when this returns."""
@@ -39,14 +36,14 @@ class EngineRank:
         for each in passed:
             self._normaliser.normalise(each)
         if self._filter.state != before:
-            self._verdicts.clear()
+            self.verdicts.clear()
         elif isinstance(event, EngineStored | EngineRemoved):
-            self._verdicts.add(event, passes=bool(passed))
+            self.verdicts.add(event, passes=bool(passed))
 
     def clear(self) -> None:
         """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
         self._residency.clear()
-        self._verdicts.clear()
+        self.verdicts.clear()
         self._begin()
 
     @property
@@ -59,9 +56,10 @@ class EngineRank:
         """Return what tells the rank's groups apart."""
         return self._filter
 
-    def settle(self) -> None:
-        """Let compiled code know where the rank's blocks are now."""
-        self._verdicts.point_to(self._residency.slot, self._residency.map.address)
+    def settle(self) -> tuple[Records, Records]:
+        """Let compiled code know where the rank's blocks are now; return the map of their names."""
+        self.verdicts.record["slot"] = self._residency.slot
+        return self._residency.map.head, self._residency.map.segments
 
     def enlarge_map(self) -> None:
         """Provide the room that compiled code asked for."""
@@ -79,36 +77,25 @@ class EngineRank:
         )
 
 
-class _Verdicts:
-    """What compiled code knows of a rank: its slot, its engine map, and how events fare with its filter as it is."""
+class Verdicts:
+    """What compiled code knows of a rank: its slot, and how events fare with its filter as it is."""
 
-    def __init__(self) -> None:
-        self._heap = Heap()
-        self.address = self._heap.allocate(layout.RANK_BYTES)
-        self._fields = self._heap.view(self.address).cast("q")
-        self._num_verdicts = 0
-
-    def point_to(self, slot: int, engine_map: int) -> None:
-        """Have the rank's blocks held by a slot of the index, and named by a map."""
-        self._fields[layout.RANK_SLOT >> 3], self._fields[layout.RANK_MAP >> 3] = slot, engine_map
+    def __init__(self, number: int) -> None:
+        self.record: Records = np.zeros(1, layout.RANK)
+        self.record["number"] = number
 
     def add(self, event: EngineStored | EngineRemoved, *, passes: bool) -> None:
         """Let every event fare like this one that has its type, group and window."""
-        key = _verdict_key(event)
-        places = [(layout.RANK_VERDICTS + number * layout.VERDICT_BYTES) >> 3 for number in range(self._num_verdicts)]
-        if key is None or any(self._fields[place] == key + 1 for place in places):
+        key, record = _verdict_key(event), self.record[0]
+        num_verdicts = int(record["num_verdicts"])
+        if key is None or key in record["keys"][:num_verdicts]:
             return
-        if self._num_verdicts == layout.NUM_VERDICTS:
-            self.clear()
-        place = (layout.RANK_VERDICTS + self._num_verdicts * layout.VERDICT_BYTES) >> 3
-        self._fields[place], self._fields[place + 1] = key + 1, layout.PASSES if passes else layout.DROPPED
-        self._num_verdicts += 1
+        place = num_verdicts % layout.NUM_VERDICTS  # of which there are never so many
+        record["keys"][place], record["passes"][place], record["num_verdicts"] = key, passes, place + 1
 
     def clear(self) -> None:
         """Forget all verdicts: the filter has changed."""
-        for number in range(self._num_verdicts):
-            self._fields[(layout.RANK_VERDICTS + number * layout.VERDICT_BYTES) >> 3] = 0
-        self._num_verdicts = 0
+        self.record["num_verdicts"] = 0
 
 
 def _verdict_key(event: EngineStored | EngineRemoved) -> int | None:

@@ -1,76 +1,95 @@
-"""Housekeeping in bounded slices: what ranks that are gone held, what closed snapshots left, memory nobody needs."""
+"""Housekeeping in bounded slices: what ranks that are gone held, what a snapshot kept, memory that nobody needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import mmap
 
-from kvist.radix import compiled
-from kvist.radix._sets import SetArena
+import numpy as np
+
 from kvist.radix._slots import SlotTable
-from kvist.radix._spill import Leftovers
-from kvist.radix.compiled import layout
-from kvist.radix.memory import Heap
-from kvist.radix.tables import SegmentTable
+from kvist.radix.compiled import housekeeping
+from kvist.radix.compiled.layout import CORE, FULL, Records
+from kvist.radix.memory import Region, TableMemory
 
 
 class Sweeper:
-    """Sweeps one index, whose owner lends how to prepare a segment for a change: to keep that would tie a knot."""
+    """Sweeps one index."""
 
-    def __init__(
-        self,
-        heap: Heap,
-        address: int,
-        segments: SegmentTable,
-        sets: SetArena,
-        slots: SlotTable,
-    ) -> None:
-        self._heap, self._address = heap, address
-        self._segments, self._sets, self._slots = segments, sets, slots
+    def __init__(self, core: Records, segments: Records, slots: SlotTable, region: Region, table: TableMemory) -> None:
+        self._arrays, self._core, self._segments = core, core[0], segments
+        self._slots, self._region, self._table = slots, region, table
         self.retired: list[int] = []  # slots that wait for a sweep to begin
         self._sweeping: list[int] = []  # free once the sweep under way is through
-        self._cursor = 0
-        self.leftovers: list[Leftovers] = []  # of closed snapshots
+        self._next_segment = 0
+        self._next_set = self._end_of_sets = 0  # of those to look at since a snapshot was closed
+        self._copied: list[int] = []  # segments that have copies nobody needs
 
-    def sweep(
-        self, max_rows: int, capture: Callable[[int], None], help_out: Callable[[], None], *, has_snapshot: bool
-    ) -> bool:
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory that the index takes."""
+        core = self._core
+        set_bytes = int(core["sets"].itemsize) + int(core["buckets"].itemsize)
+        sets = int(core["end_of_sets"]) * set_bytes + int(core["end_of_words"]) * 8
+        slots = len(self._slots.ranks) * int(self._slots.table.itemsize)
+        return self._table.size_bytes + sets + slots
+
+    @property
+    def is_sweeping_sets(self) -> bool:
+        """Whether there may be sets to which nothing refers: a snapshot is open, or was until just now."""
+        return self._next_set < self._end_of_sets or bool(self._core["captured_stamp"])
+
+    def sweep(self, max_rows: int) -> bool:
         """Do a slice of about `max_rows` rows; return whether more is left to do."""
-        num_rows = 0
-        while self.leftovers and num_rows < max_rows:
-            num_rows += 1 + self.leftovers[-1].release(self._address, max_rows - num_rows)
-            if not self.leftovers[-1]:
-                self.leftovers.pop().close()
+        num_rows = 0 if self._core["captured_stamp"] else self._forget_snapshot(max_rows)
         while num_rows < max_rows and (self._sweeping or self.retired):
-            num_rows += self._purge_next(capture, help_out)
+            num_rows += self._purge_next()
         if num_rows < max_rows:
-            self._sets.release_spare()
-            num_rows += self._shrink(max_rows - num_rows, capture)
-        if num_rows < max_rows:
-            self._heap.free_scratch()
-            if not has_snapshot:  # whose sets may have more members than there will be slots
-                self._slots.release_spare()
-        return bool(num_rows >= max_rows or self._sweeping or self.retired or self._sets.has_spare_buckets)
+            self._reset_sets()
+            for number in self._table.shrinkable():
+                num_rows += 1 + self._table.shrink(number)
+                if num_rows >= max_rows:
+                    break
+        return bool(num_rows >= max_rows or self._sweeping or self.retired)
 
-    def _purge_next(self, capture: Callable[[int], None], help_out: Callable[[], None]) -> int:
+    def on_snapshot_closed(self) -> None:
+        """Free later what the snapshot kept."""
+        self._next_set, self._end_of_sets = 1, int(self._core["end_of_sets"])
+        self._copied = np.flatnonzero(self._segments["num_copied"]).tolist()
+
+    def _forget_snapshot(self, max_rows: int) -> int:
+        """Free some of what a snapshot kept that is over; return how many rows and sets that is."""
+        first = self._next_set
+        self._next_set = min(self._end_of_sets, first + max_rows)
+        if first < self._next_set:
+            housekeeping.free_sets(self._arrays, first, self._next_set)
+        num_rows = self._next_set - first
+        while num_rows < max_rows and self._copied:
+            num_rows += 1 + self._table.free_copies(self._copied.pop())
+        return num_rows
+
+    def _purge_next(self) -> int:
         """Take the retired slots out of the next segment; return how many rows that is."""
         if not self._sweeping:
-            self._sweeping, self.retired, self._cursor = self.retired, [], 0
-        num_rows = 1 + self._segments.num_rows(self._cursor)
-        capture(self._cursor)
-        while compiled.purge(self._address, self._cursor) == layout.NEEDS_HELP:
-            help_out()
-        self._cursor += 1
-        if self._cursor == self._segments.num_segments:
+            self._sweeping, self.retired, self._next_segment = self.retired, [], 0
+        if housekeeping.purge(self._arrays, self._segments, self._next_segment) == FULL:
+            raise MemoryError("the index has no room for more sets of holders")
+        num_rows = 1 + int(self._segments["room"][self._next_segment])
+        self._next_segment += 1
+        if self._next_segment == len(self._segments):
             self._slots.free_swept(self._sweeping)
             self._sweeping = []
         return num_rows
 
-    def _shrink(self, max_rows: int, capture: Callable[[int], None]) -> int:
-        """Give back memory of sparse segments; return how many rows that took."""
-        shrinkable, num_rows = self._segments.shrinkable(), 0
-        while shrinkable and num_rows < max_rows:
-            index = shrinkable.pop()
-            num_rows += 1 + self._segments.num_rows(index)
-            capture(index)
-            self._segments.shrink(index)
-        return num_rows
+    def _reset_sets(self) -> None:
+        """Give back the memory of all sets once there is none."""
+        core = self._core
+        if core["num_sets"] or core["end_of_sets"] == 1:
+            return
+        for field, end in (("sets", "end_of_sets"), ("words", "end_of_words")):
+            start: int = CORE.fields[field][1]  # type: ignore[index]
+            self._region.give_back(start, int(core[end]) * core[field].itemsize + mmap.PAGESIZE)
+        core["buckets"][: core["num_buckets"]] = 0
+        core["end_of_sets"] = core["num_buckets"] = 1
+        core["end_of_words"] = core["free_set"] = self._next_set = self._end_of_sets = 0
+        core["free_runs"][:] = 0
+        core["memos"]["set_id"] = core["memos"]["stamp"] = 0

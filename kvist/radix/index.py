@@ -2,45 +2,74 @@
 
 from __future__ import annotations
 
+import mmap
 import secrets
+import struct
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
-from kvist.events import Event, Removed, Stored, Tier, WorkerRank
-from kvist.radix import compiled
+from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.radix import _invariants
 from kvist.radix._cap import Cap
-from kvist.radix._invariants import check
-from kvist.radix._sets import SetArena
 from kvist.radix._slots import SlotTable
-from kvist.radix._snapshot import Snapshot, member_rows
-from kvist.radix._spill import Leftovers
 from kvist.radix._sweeper import Sweeper
-from kvist.radix.compiled import layout
-from kvist.radix.memory import Heap
-from kvist.radix.tables import INDEX, SegmentTable, signed
-from kvist.radix.values import ApplyResult, Match, RankDigest, SnapshotChunk, Statistics, StoreResult, StoreStatus
+from kvist.radix.compiled import blocks, matching, table
+from kvist.radix.compiled.layout import (
+    CLEAR,
+    CLEARED,
+    CORE,
+    DONE,
+    FULL,
+    OPERATION,
+    PROGRESS,
+    QUERY,
+    REMOVE,
+    SEGMENT,
+    STORE_CHILD,
+    STORE_ROOT,
+    Records,
+)
+from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, room_for
+from kvist.radix.snapshot import Snapshot
+from kvist.radix.values import (
+    NUM_TIERS,
+    ApplyResult,
+    Match,
+    RankDigest,
+    SnapshotChunk,
+    Statistics,
+    StoreResult,
+    StoreStatus,
+)
 
 _U64_END = 1 << 64
-_HASH_BYTES = 8
-_PARENT_NOT_FOUND = StoreResult(StoreStatus.PARENT_BLOCK_NOT_FOUND, 0)
-_INVALID = StoreResult(StoreStatus.INVALID_BLOCK_SEQUENCE, 0)
-_COUNTERS = [field >> 3 for field in (layout.NUM_APPLIED, layout.NUM_NOT_FOUND, layout.NUM_ORPHANS, layout.NUM_INVALID)]
-_ENCODER = msgspec.msgpack.Encoder()
-_HASH_FORMAT: Any = np.dtype(np.uint64).char
+_OPERATION = struct.Struct("=qqQq")
+_NUM_OPERATIONS = 64  # room to begin with
+_BLOCKS_A_SEGMENT, _MAX_SEGMENT_BITS = 300_000, 12
+
+
+class _Writing:
+    """Makes the generation odd while somebody writes, so that others who read the same memory can tell."""
+
+    def __init__(self, core: Records) -> None:
+        self._generation = core["generation"].data
+
+    def __enter__(self) -> None:
+        self._generation[0] += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._generation[0] += 1
 
 
 class RadixIndex:
     """Scores every rank of a fleet by the number of leading blocks it holds now, exactly.
 
-    Synchronous, for one thread, without I/O but for what changes while a snapshot is open. A call costs time in
-    proportion to the blocks it is given; growth and sweeping happen one segment at a time, so that no call stops its
-    caller for more than a few milliseconds.
+    Synchronous, for one thread, without I/O. A call costs time in proportion to the blocks it is given; growth and
+    sweeping happen one segment at a time, so that no call stops its caller for more than a few milliseconds.
     Hashes are canonical sequence hashes (`kvist.events.hashing`): each names one block below one parent.
     """
 
@@ -49,10 +78,14 @@ class RadixIndex:
         *,
         max_blocks: int | None = None,
         initial_blocks: int = 0,
-        segment_bits: int = 8,
+        segment_bits: int | None = None,
         seed: int | None = None,
+        memory: mmap.mmap | None = None,
     ) -> None:
-        """Reserve room for `initial_blocks`; the table is cut into `2**segment_bits` segments.
+        """Make room for `initial_blocks`; the table is cut into `2**segment_bits` segments.
+
+        A segment takes some 370,000 blocks. By default there are 256, and more if `max_blocks` or `initial_blocks` need
+        them; where there is no room for another block, what stores raises MemoryError.
 
         Beyond `max_blocks` distinct blocks, the least recently matched or stored are evicted, whoever holds them: a
         sixteenth of the cap or so at a time, in slices of the calls that store. One large call may go beyond the cap;
@@ -60,27 +93,40 @@ class RadixIndex:
 
         `seed` fixes the odd number that hashes are multiplied with; by default it is secret, so that nobody who chooses
         prompts can choose where their blocks land.
+
+        All of the index but what its one writer needs lies in `memory`: shared memory of `index_bytes(segment_bits)`
+        zeros (`kvist.radix.memory`), by default private.
         """
-        _check_sizes(max_blocks, initial_blocks, segment_bits)
-        self._heap = Heap()
-        self._address = self._heap.allocate(layout.CONTROL_BYTES)
-        self._control = control = self._heap.view(self._address).cast("q")
+        if max_blocks is not None and max_blocks < 1:
+            raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
+        if initial_blocks < 0:
+            raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
+        if segment_bits is None:
+            segment_bits = max(8, (max(max_blocks or 0, initial_blocks) // _BLOCKS_A_SEGMENT).bit_length())
+        if not 0 <= segment_bits <= _MAX_SEGMENT_BITS:
+            raise InvalidValueError("segment_bits", segment_bits, f"0 to {_MAX_SEGMENT_BITS}")
+        region = Region(reserved(index_bytes(segment_bits))) if memory is None else Region(memory, mmap.MADV_REMOVE)
+        self.core: Records = np.frombuffer(region.memory, CORE, 1)
+        self.segments: Records = np.frombuffer(region.memory, SEGMENT, 1 << segment_bits, CORE_BYTES)
+        self._core = self.core[0]
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
-        control[layout.INVERSE >> 3] = signed(pow(multiplier, -1, _U64_END))
-        self._segments = SegmentTable(
-            self._heap, control, self._address, INDEX, bits=segment_bits, multiplier=multiplier
-        )
-        self._segments.reserve(initial_blocks)
-        self._sets = SetArena(self._heap, control)
-        self._slots = SlotTable(self._heap, control)
-        self._input_address = self._heap.allocate(64 * 1024)
-        self._operations_address = self._heap.allocate(4096)
-        self._place_input()
-        self._cap = None if max_blocks is None else Cap(self._heap, control, max_blocks)
-        self._sweeper = Sweeper(self._heap, self._address, self._segments, self._sets, self._slots)
+        self._core["table"] = (multiplier, segment_bits, 0, 0)
+        for field in ("last_stamp", "end_of_sets", "num_buckets"):
+            self._core[field] = 1
+        self.writing = _Writing(self.core)
+        self._reserve(initial_blocks)
+        self._slots = SlotTable(self._core)
+        self._query = reserved_array(QUERY, 1)
+        self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
+        self._make_operations(_NUM_OPERATIONS)
+        self._progress = np.zeros(1, PROGRESS)
+        self._counters = self._progress.view(np.int64)
+        self._cap = None if max_blocks is None else Cap(self.core, self.segments, max_blocks)
+        table_memory = TableMemory(self.core["table"], self.segments, region, CORE_BYTES)
+        self._sweeper = Sweeper(self.core, self.segments, self._slots, region, table_memory)
         self._snapshot: weakref.ref[Snapshot] | None = None
         # A process's first call takes 10 ms, in which Numba makes the acquaintance of arrays: not when somebody waits.
-        compiled.match(self._address, np.empty(0, np.uint64))
+        matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64))
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
@@ -92,75 +138,48 @@ class RadixIndex:
         """
         if parent_hash is not None and not 0 <= parent_hash < _U64_END:
             raise InvalidValueError("parent_hash", parent_hash, "an unsigned 64-bit integer or None")
-        num_hashes = self._load(hashes)
-        slot = self._slots.get(source)
-        is_new = slot is None
-        if slot is None:
-            slot = self._slots.add(source)
-        control, address, start = self._control, self._address, 0
-        is_child, parent = (0, 0) if parent_hash is None else (1, signed(parent_hash))
-        control[layout.NUM_APPLIED >> 3] = 0
-        while True:
-            result = compiled.store(address, slot, int(tier), is_child, parent, num_hashes, start)
-            if result != layout.NEEDS_HELP:
-                break
-            self.help_out()
-            start = control[layout.RESUME >> 3]
-        if result == 0:
-            num_stored = control[layout.NUM_APPLIED >> 3]
-            self.keep_to_cap()
-            return StoreResult(StoreStatus.OK, num_stored)
-        if is_new:
-            self._slots.remove(source)
-        return _PARENT_NOT_FOUND if result == layout.ORPHAN else _INVALID
+        hashes = _contiguous(hashes)
+        kind = STORE_ROOT if parent_hash is None else STORE_CHILD
+        _OPERATION.pack_into(self._operation_bytes, 0, kind, tier, parent_hash or 0, len(hashes))
+        is_new = self._slots.get(source) is None
+        num_stored, _, num_orphans, num_invalid = self._carry_out(source, 1, hashes)
+        if num_orphans or num_invalid:
+            if is_new:
+                self._slots.remove(source)
+            status = StoreStatus.PARENT_BLOCK_NOT_FOUND if num_orphans else StoreStatus.INVALID_BLOCK_SEQUENCE
+            return StoreResult(status, 0)
+        self.keep_to_cap()
+        return StoreResult(StoreStatus.OK, num_stored)
 
     def remove(self, source: WorkerRank, tier: Tier, hashes: NDArray[np.uint64]) -> int:
         """Note that a rank no longer holds blocks in a tier, in any order; return how many of them it did not hold."""
-        num_hashes = self._load(hashes)
-        slot = self._slots.get(source)
-        if slot is None:
-            return num_hashes
-        control, start = self._control, 0
-        control[layout.NUM_NOT_FOUND >> 3] = 0
-        while compiled.remove(self._address, slot, int(tier), num_hashes, start) == layout.NEEDS_HELP:
-            self.help_out()
-            start = control[layout.RESUME >> 3]
-        return control[layout.NUM_NOT_FOUND >> 3]
+        hashes = _contiguous(hashes)
+        if self._slots.get(source) is None:
+            return len(hashes)
+        _OPERATION.pack_into(self._operation_bytes, 0, REMOVE, tier, 0, len(hashes))
+        return self._carry_out(source, 1, hashes)[1]
 
     def apply(self, source: WorkerRank, events: Iterable[Event]) -> ApplyResult:
         """Apply a batch's events in order, as `store`, `remove` and `clear` would; heartbeats are passed over.
 
-        The fast way in: the batch is encoded at once and read by compiled code, so that no event costs Python anything.
         Raises InvalidValueError, with nothing applied, for what no decoder lets through: a parent that is no u64, half
         a hash.
         """
-        try:
-            message = _ENCODER.encode(events if isinstance(events, list | tuple) else [*events])
-        except (OverflowError, TypeError):
-            raise _unreadable(events) from None
-        if len(message) > len(self._input_bytes) or len(message) * 4 > self._operations_bytes:
-            self._enlarge_input(len(message), len(message) * 4)
-        self._input_bytes[: len(message)] = message
-        num_operations = compiled.read_events(self._address)
-        if num_operations <= 0:
-            if num_operations:
-                raise _unreadable(events)
+        events = events if isinstance(events, list | tuple) else [*events]
+        if len(events) * _OPERATION.size > len(self._operation_bytes):
+            self._make_operations(2 * len(events))
+        num_operations = 0
+        parts: list[bytes] = []
+        for event in events:
+            if isinstance(event, Heartbeat):
+                continue
+            self._note(num_operations, event, parts)
+            num_operations += 1
+        if not num_operations:
             return ApplyResult()
-        slot = self._slots.get(source)
-        if slot is None:
-            slot = self._slots.add(source)
-        control, first, start = self._control, 0, 0
-        for field in _COUNTERS:
-            control[field] = 0
-        while result := compiled.apply(self._address, slot, num_operations, first, start):
-            if result == layout.NEEDS_CLEAR:
-                self.clear(source.worker, source.rank)
-                slot = self._slots.get(source)
-            else:
-                self.help_out()
-            first, start = control[layout.RESUME_OPERATION >> 3], control[layout.RESUME >> 3]
+        result = self._carry_out(source, num_operations, np.frombuffer(b"".join(parts), np.uint64))
         self.keep_to_cap()
-        return ApplyResult(*[control[field] for field in _COUNTERS])
+        return ApplyResult(*result)
 
     def clear(self, worker: str, rank: int | None = None) -> None:
         """Note that a rank, or every rank of a worker, holds nothing any more; at once, whatever it held."""
@@ -178,13 +197,15 @@ class RadixIndex:
     def match(self, hashes: NDArray[np.uint64]) -> Match:
         """Return, for each rank that holds the first block, how many leading blocks it holds now, by tier."""
         try:
-            holder_ids, depths = compiled.match(self._address, hashes)
+            num_holders = matching.match(self.core, self.segments, self._query, hashes)
         except TypeError:  # not as compiled code takes them
-            num_hashes = self._load(hashes)
-            holder_ids, depths = compiled.match(self._address, np.frombuffer(self._input_bytes, np.uint64, num_hashes))
+            hashes = _contiguous(hashes)
+            num_holders = matching.match(self.core, self.segments, self._query, hashes)
+        holder_ids, depths = self._holder_ids[:num_holders].copy(), self._holder_depths[:num_holders].copy()
         if self._cap is not None and self._cap.is_half_full:
-            compiled.touch(self._address, self._load(hashes))
-            self._cap.keep(self.help_out)
+            with self.writing:
+                matching.touch(self.core, self.segments, hashes)
+                self._cap.keep()
         return Match(self._slots.ranks, holder_ids, depths, len(hashes))
 
     def ranks(self) -> list[WorkerRank]:
@@ -196,40 +217,35 @@ class RadixIndex:
         slot = self._slots.get(source)
         if slot is None:
             return RankDigest(0, 0)
-        entry = self._slots.table()[slot]
+        entry = self._slots.table[slot]
         return RankDigest(int(entry["num_held"]), int(entry["digest"]))
 
     def evicted_from(self, source: WorkerRank) -> bool:
         """Tell whether blocks of a rank were evicted since it was last cleared, so that its digest tells nothing."""
         slot = self._slots.get(source)
-        return slot is not None and bool(self._slots.table()["has_lost"][slot])
+        return slot is not None and bool(self._slots.table[slot]["has_lost"])
 
     def statistics(self) -> Statistics:
         """Return the sizes and counters of this moment."""
-        control = self._control
+        core = self._core
         return Statistics(
-            num_blocks=control[layout.NUM_ROWS >> 3],
-            num_held=int(self._slots.table()["num_held"].sum()),
+            num_blocks=int(core["table"]["num_rows"]),
+            num_held=int(self._slots.table["num_held"][: len(self._slots.ranks)].sum()),
             num_ranks=len(self._slots.items()),
-            num_retired=control[layout.NUM_RETIRED >> 3],
-            num_evicted=control[layout.NUM_EVICTED >> 3],
-            num_sets=control[layout.NUM_SETS >> 3],
-            size_bytes=self._heap.size_bytes,
-            peak_bytes=self._heap.peak_bytes,
+            num_retired=int(core["num_retired"]),
+            num_evicted=int(core["num_evicted"]),
+            num_sets=int(core["num_sets"]),
+            size_bytes=self._sweeper.size_bytes,
         )
 
     @property
     def num_evicted(self) -> int:
         """Return how many distinct blocks went because of the cap."""
-        num_evicted: int = self._control[layout.NUM_EVICTED >> 3]
-        return num_evicted
+        return int(self._core["num_evicted"])
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
-        snapshot = self._open_snapshot()
-        loose_rows = [*self._sweeper.leftovers, *([] if snapshot is None else [snapshot.untold])]
-        set_ids = (ids for rows in loose_rows for ids in rows.set_ids())
-        check(self._heap, self._control, self._segments, self._sets, self._slots, set_ids)
+        _invariants.check(self._core, self.segments, self._slots, is_sweeping_sets=self._sweeper.is_sweeping_sets)
 
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
@@ -239,51 +255,45 @@ class RadixIndex:
         It frees the blocks of ranks that are gone, then memory that is no longer needed. Call it from the host's loop,
         now and then while it returns False.
         """
-        has_snapshot = self._open_snapshot() is not None
-        return self._sweeper.sweep(max_rows, self._capture, self.help_out, has_snapshot=has_snapshot)
+        with self.writing:
+            return self._sweeper.sweep(max_rows)
 
     # --- Snapshots --------------------------------------------------------------------------------------------------
 
     def snapshot(self, max_blocks_per_chunk: int = 4096) -> Snapshot:
         """Return an iterator over all that is held now, parents before children; later changes do not show.
 
-        One snapshot at a time. While it is open, the first change to each segment copies what is still to be told of
-        it into a temporary file; where that fails, the snapshot is lost and says so, and nothing else. Blocks come by
-        ascending depth, which is wrong only for what corrupt peers stored below a wrong parent.
+        One snapshot at a time. It takes 16 bytes a block while it is open. Blocks come by ascending depth, which is
+        wrong only for what corrupt peers stored below a wrong parent.
         """
         if max_blocks_per_chunk < 1:
             raise InvalidValueError("max_blocks_per_chunk", max_blocks_per_chunk, "1 or more")
-        if self._open_snapshot() is not None:
+        if self._snapshot is not None and self._snapshot() is not None:
             raise InvalidValueError("snapshot", "a second one", "the open one to be read to its end or closed first")
-        snapshot = Snapshot(
-            self._heap, self._control, self._segments, self._slots, max_blocks_per_chunk, self._forget_snapshot
-        )
+        with self.writing:
+            snapshot = Snapshot(self.core, self.segments, self._slots, max_blocks_per_chunk, self._forget_snapshot)
         self._snapshot = weakref.ref(snapshot)
         return snapshot
 
     def restore(self, chunk: SnapshotChunk) -> None:
         """Hold what a chunk of a snapshot holds, beside what is held already; chunks may come in any order."""
         known = [(source, self._slots.get(source)) for source in chunk.ranks]
-        slots = [self._slots.add(source) if slot is None else slot for source, slot in known]
-        rows = member_rows(chunk, np.array(slots, np.int64))
-        num_rows, start = len(rows), 0
-        self._load(rows.reshape(-1))
-        while compiled.restore(self._address, num_rows, start) == layout.NEEDS_HELP:
-            self.help_out()
-            start = self._control[layout.RESUME >> 3]
+        slots = np.array([self._slots.add(source) if slot is None else slot for source, slot in known], np.int64)
+        lengths: NDArray[np.int64] = (chunk.offsets[1:] - chunk.offsets[:-1]).astype(np.int64)[chunk.set_idx]
+        block = np.repeat(np.arange(len(chunk.hashes)), lengths)
+        within = np.arange(len(block)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        members = chunk.members[chunk.offsets[chunk.set_idx[block]] + within].astype(np.int64)
+        members = (slots[members >> 4] << 4 | members & 15).astype(np.uint64)
+        hashes, depths, start = chunk.hashes[block], chunk.depths[block].astype(np.uint64), 0
+        while True:
+            with self.writing:
+                start = blocks.restore(self.core, self.segments, hashes, depths, members, start)
+            if start == len(hashes):
+                break
+            self.make_room()
         self.keep_to_cap()
 
     # --- For compiled code that builds on the index's own -------------------------------------------------------------
-
-    @property
-    def address(self) -> int:
-        """Return the address of the control block, which functions of `kvist.radix.compiled` take."""
-        return self._address
-
-    @property
-    def heap(self) -> Heap:
-        """Return where the memory comes from; tables beside the index may share the scratch, which `sweep` frees."""
-        return self._heap
 
     def slot_of(self, source: WorkerRank) -> int | None:
         """Return the slot that stands for a rank until it is cleared or forgotten, None while it has none."""
@@ -298,28 +308,71 @@ class RadixIndex:
         """Return the rank of each slot; a list that may grow, but is replaced once a slot stands for another rank."""
         return self._slots.ranks
 
-    def reserve_operations(self, num_operations: int, num_hashes: int) -> None:
-        """Have room for as many operations, with as many hashes in all, where `compiled.apply` reads them."""
-        input_bytes, operations_bytes = num_hashes * _HASH_BYTES, num_operations * layout.OPERATION_BYTES
-        if input_bytes > len(self._input_bytes) or operations_bytes > self._operations_bytes:
-            self._enlarge_input(input_bytes, operations_bytes)
-
     def keep_to_cap(self) -> None:
         """Evict what is due; to be called after compiled code stored or touched blocks. Does nothing without a cap."""
         if self._cap is not None:
-            self._cap.keep(self.help_out)
+            with self.writing:
+                self._cap.keep()
 
-    def help_out(self) -> None:
-        """Provide what compiled code asked for, when it said NEEDS_HELP, before it can go on."""
-        kind, argument = self._control[layout.NEED_KIND >> 3], self._control[layout.NEED_ARG >> 3]
-        if kind == layout.NEED_SEGMENT:
-            self._segments.grow(argument)
-        elif kind == layout.NEED_CAPTURE:
-            self._capture(argument)
-        else:
-            self._sets.add_slab(argument)
+    def make_room(self) -> None:
+        """Evict what is due, once compiled code said FULL, before it goes on; raises MemoryError where nothing is."""
+        before = self.num_evicted
+        while self._cap is not None and self._cap.is_exceeded and self.num_evicted == before:
+            self.keep_to_cap()
+        if self.num_evicted == before:
+            raise MemoryError(f"an index of {self._core['table']['num_rows']} blocks has no room for more")
 
     # --- Inside -----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, source: WorkerRank, num_operations: int, hashes: NDArray[np.uint64]) -> list[int]:
+        """Apply operations that were noted; return the last four fields of `PROGRESS`."""
+        slot = self._slots.get(source)
+        if slot is None:
+            slot = self._slots.add(source)
+        self._counters[:] = 0
+        while True:
+            with self.writing:
+                result = blocks.apply(
+                    self.core, self.segments, slot, self._operations, num_operations, hashes, self._progress
+                )
+            if result == DONE:
+                counts: list[int] = self._counters[2:].tolist()
+                return counts
+            if result == FULL:
+                self.make_room()
+            elif result == CLEARED:
+                self._retire(source)
+                slot = self._slots.add(source)
+
+    def _note(self, number: int, event: Event, parts: list[bytes]) -> None:
+        """Note an event as an operation, and its hashes."""
+        kind, parent, tier, hashes = CLEAR, 0, 0, b""
+        if isinstance(event, Stored):
+            kind = STORE_ROOT if event.parent is None else STORE_CHILD
+            parent, tier, hashes = event.parent or 0, event.tier, event.hashes
+        elif isinstance(event, Removed):
+            kind, tier, hashes = REMOVE, event.tier, event.hashes
+        elif not isinstance(event, Cleared):
+            raise InvalidValueError("events", event, "an event")
+        if len(hashes) % 8:
+            raise InvalidValueError("hashes", hashes, "a multiple of 8 bytes")
+        if not 0 <= tier < NUM_TIERS:
+            raise InvalidValueError("events", event, f"a tier below {NUM_TIERS}")
+        try:
+            _OPERATION.pack_into(self._operation_bytes, number * _OPERATION.size, kind, tier, parent, len(hashes) // 8)
+        except struct.error:
+            raise InvalidValueError("parent", parent, "an unsigned 64-bit integer or None") from None
+        parts.append(hashes)
+
+    def _make_operations(self, num_operations: int) -> None:
+        self._operation_bytes = bytearray(num_operations * _OPERATION.size)
+        self._operations = np.frombuffer(self._operation_bytes, OPERATION)
+
+    def _reserve(self, num_blocks: int) -> None:
+        share = num_blocks / len(self.segments)
+        room = room_for(int(share + 4 * share**0.5))  # keys are spread at random: hardly any gets more
+        for number in range(len(self.segments) if num_blocks else 0):
+            table.resize(self.core["table"], self.segments, number, room)
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
         if rank is not None:
@@ -328,68 +381,19 @@ class RadixIndex:
         return self._slots.ranks_of(worker)
 
     def _retire(self, source: WorkerRank) -> None:
-        slot = self._slots.remove(source)
+        with self.writing:
+            slot = self._slots.remove(source)
         if slot is not None:
             self._sweeper.retired.append(slot)
 
-    def _open_snapshot(self) -> Snapshot | None:
-        return None if self._snapshot is None else self._snapshot()
-
-    def _capture(self, index: int) -> None:
-        """Let an open snapshot copy a segment that is about to change."""
-        snapshot = self._open_snapshot()
-        if snapshot is not None:
-            snapshot.capture(index)
-
-    def _forget_snapshot(self, untold: Leftovers) -> None:
-        if untold:
-            self._sweeper.leftovers.append(untold)
-        else:
-            untold.close()
+    def _forget_snapshot(self) -> None:
         self._snapshot = None
-
-    def _load(self, hashes: NDArray[np.uint64]) -> int:
-        """Copy hashes to where compiled code reads them; return how many."""
-        num_hashes = len(hashes)
-        if num_hashes > len(self._input):
-            self._enlarge_input(num_hashes * 8, 0)
-        try:
-            self._input[:num_hashes] = hashes  # a copy between buffers, which must agree in format
-        except (TypeError, ValueError, NotImplementedError):
-            raise InvalidValueError("hashes", hashes, "a one-dimensional array of uint64") from None
-        return num_hashes
-
-    def _enlarge_input(self, input_bytes: int, operations_bytes: int) -> None:
-        self._input.release()
-        self._input_bytes.release()
-        for name, needed in (("_input_address", input_bytes), ("_operations_address", operations_bytes)):
-            address: int = getattr(self, name)
-            if needed > self._heap.capacity_bytes(address):
-                setattr(self, name, self._heap.resize(address, 2 * needed))
-        self._place_input()
-
-    def _place_input(self) -> None:
-        self._control[layout.INPUT >> 3] = self._input_address
-        self._control[layout.OPERATIONS >> 3] = self._operations_address
-        self._input_bytes = self._heap.view(self._input_address)
-        self._input: Any = self._input_bytes.cast(_HASH_FORMAT)
-        self._operations_bytes = self._heap.capacity_bytes(self._operations_address)
+        self._sweeper.on_snapshot_closed()
 
 
-def _unreadable(events: Iterable[Event]) -> InvalidValueError:
-    """Return an error that names the first event the compiled code cannot read."""
-    for event in events:
-        if isinstance(event, Stored) and event.parent is not None and not 0 <= event.parent < _U64_END:
-            return InvalidValueError("parent", event.parent, "an unsigned 64-bit integer or None")
-        if isinstance(event, Stored | Removed) and len(event.hashes) % 8:
-            return InvalidValueError("hashes", event.hashes, "a multiple of 8 bytes")
-    return InvalidValueError("events", events, "events, with fields of the types they are declared with")
-
-
-def _check_sizes(max_blocks: int | None, initial_blocks: int, segment_bits: int) -> None:
-    if not 0 <= segment_bits <= 20:
-        raise InvalidValueError("segment_bits", segment_bits, "0 to 20")
-    if max_blocks is not None and max_blocks < 1:
-        raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
-    if initial_blocks < 0:
-        raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
+def _contiguous(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return hashes as compiled code takes them."""
+    array = np.asarray(hashes)
+    if array.dtype != np.uint64 or array.ndim != 1:
+        raise InvalidValueError("hashes", hashes, "a one-dimensional array of uint64")
+    return np.require(array, requirements=("C", "A"))

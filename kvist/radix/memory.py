@@ -1,79 +1,102 @@
-"""All memory of an index comes from one allocator, and goes back to the operating system when it is freed.
-
-Buffers are whole pages of private, anonymous memory: they can grow in place, cost nothing until touched, and leave no
-holes in the heap when thousands of them grow side by side.
-"""
+"""Memory of tables: reserved at its greatest size, taken a page at a time as it is written to, and given back."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
+from dataclasses import dataclass
+from typing import Any
 
-PAGE_BYTES = mmap.PAGESIZE
+import numpy as np
+
+from kvist.radix.compiled import table
+from kvist.radix.compiled.layout import CORE, FULLEST_128THS, ROW, SEGMENT, Records
+
+CORE_BYTES = -(-CORE.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+"""Before the segments of an index."""
+_ROWS_AT, _COPIES_AT = (int(SEGMENT.fields[name][1]) for name in ("rows", "copies"))  # type: ignore[index]
 
 
-def page_rounded(size_bytes: int) -> int:
-    """Return the size in whole pages, at least one."""
-    return max(1, -(-size_bytes // PAGE_BYTES)) * PAGE_BYTES
+def index_bytes(segment_bits: int) -> int:
+    """Return how much memory is to be reserved for an index of `2**segment_bits` segments."""
+    return CORE_BYTES + (SEGMENT.itemsize << segment_bits)
 
 
-class Heap:
-    """Hands out zeroed buffers by address and accounts for every byte of them; several tables may share one."""
+def reserved(size_bytes: int) -> mmap.mmap:
+    """Return private memory of zeros that is taken from the system a page at a time, as it is written to."""
+    no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a table begins with a page in each segment
+    return memory
 
-    def __init__(self) -> None:
-        self._maps: dict[int, mmap.mmap] = {}
-        self._scratch: int | None = None
-        self.size_bytes = 0
-        self.peak_bytes = 0
 
-    def allocate(self, size_bytes: int) -> int:
-        """Return the address of a new buffer of at least `size_bytes`, all zero."""
-        size_bytes = page_rounded(size_bytes)
-        return self._adopt(mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+def reserved_array(dtype: np.dtype[Any], length: int) -> Records:
+    """Return an array of zeros in such memory."""
+    return np.frombuffer(reserved(dtype.itemsize * length), dtype, length)
 
-    def resize(self, address: int, size_bytes: int) -> int:
-        """Grow or shrink a buffer, keeping its contents; return its new address. New bytes are zero."""
-        buffer = self._maps.pop(address)
-        self.size_bytes -= len(buffer)
-        try:
-            buffer.resize(page_rounded(size_bytes))
-        finally:
-            address = self._adopt(buffer)  # as it was, if there was no memory for more
-        return address
 
-    def free(self, address: int) -> None:
-        """Give a buffer back to the operating system."""
-        buffer = self._maps.pop(address)
-        self.size_bytes -= len(buffer)
-        buffer.close()
+def room_for(num_rows: int) -> int:
+    """Return the room, in whole pages, of a segment that need not grow for so many rows; 0 for none."""
+    room = num_rows * 128 // FULLEST_128THS + 2
+    num_pages = -(-(_ROWS_AT + room * ROW.itemsize) // mmap.PAGESIZE)
+    return (num_pages * mmap.PAGESIZE - _ROWS_AT) // ROW.itemsize if num_rows else 0
 
-    def scratch(self, size_bytes: int) -> int:
-        """Return the address of a buffer for use until the next call, with any contents; it is kept for that."""
-        if self._scratch is None:
-            self._scratch = self.allocate(size_bytes)
-        elif size_bytes > self.capacity_bytes(self._scratch):
-            self._scratch = self.resize(self._scratch, size_bytes * 5 // 4)
-        return self._scratch
 
-    def free_scratch(self) -> None:
-        """Give the scratch buffer back, until it is needed again."""
-        if self._scratch is not None:
-            self.free(self._scratch)
-            self._scratch = None
+@dataclass(frozen=True, slots=True)
+class Region:
+    """The memory of an index or of a table alone, and what makes a part of it zeros that take no memory."""
 
-    def capacity_bytes(self, address: int) -> int:
-        """Return the size of a buffer, in whole pages."""
-        return len(self._maps[address])
+    memory: mmap.mmap
+    advice: int = mmap.MADV_DONTNEED
 
-    def view(self, address: int) -> memoryview:
-        """Return the bytes of a buffer; release the view before the buffer is resized or freed."""
-        return memoryview(self._maps[address])
+    def give_back(self, start: int, size_bytes: int) -> None:
+        """Give the whole pages of a part back to the system."""
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self.memory.madvise(self.advice, first, last - first)
 
-    def _adopt(self, buffer: mmap.mmap) -> int:
-        first_byte = ctypes.c_char.from_buffer(buffer)
-        address = ctypes.addressof(first_byte)
-        del first_byte  # an exported pointer would forbid resizing
-        self._maps[address] = buffer
-        self.size_bytes += len(buffer)
-        self.peak_bytes = max(self.peak_bytes, self.size_bytes)
-        return address
+
+class TableMemory:
+    """Gives back what the segments of a table do not need."""
+
+    def __init__(self, head: Records, segments: Records, region: Region, segments_at: int = 0) -> None:
+        """Look after segments that begin at a place in a region."""
+        self._head, self._segments, self._region, self._segments_at = head, segments, region, segments_at
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory that the segments take."""
+        rooms = self._segments["room"]
+        num_rows = int(rooms.sum()) + int(self._segments["num_copied"].sum())
+        return num_rows * ROW.itemsize + int((rooms > 0).sum()) * _ROWS_AT
+
+    def full(self) -> list[int]:
+        """Return the segments that must grow before they take another row."""
+        counts, rooms = self._segments["count"], self._segments["room"]
+        numbers: list[int] = np.flatnonzero(counts * 128 >= rooms * FULLEST_128THS).tolist()
+        return numbers
+
+    def shrinkable(self) -> list[int]:
+        """Return the segments that take far more memory than their rows need."""
+        counts, rooms = self._segments["count"], self._segments["room"]
+        sparse: list[int] = np.flatnonzero((counts * 2 < rooms) & (rooms > 0)).tolist()
+        return [number for number in sparse if self._needed_room(number) * 4 < int(rooms[number]) * 3]
+
+    def _needed_room(self, number: int) -> int:
+        return room_for(int(self._segments["count"][number]) * 9 // 8)
+
+    def shrink(self, number: int) -> int:
+        """Give back what a segment does not need; return how many rows it had room for."""
+        before, room = int(self._segments["room"][number]), self._needed_room(number)
+        table.resize(self._head, self._segments, number, room)
+        start = self._segments_at + number * SEGMENT.itemsize + _ROWS_AT
+        self._region.give_back(start + room * ROW.itemsize, (before - room) * ROW.itemsize)
+        return before
+
+    def free_copies(self, number: int) -> int:
+        """Give back what a snapshot copied of a segment; return how many rows that is."""
+        num_rows = int(self._segments["num_copied"][number])
+        start = self._segments_at + number * SEGMENT.itemsize + _COPIES_AT
+        self._region.give_back(start, num_rows * ROW.itemsize + mmap.PAGESIZE)
+        self._segments["num_copied"][number] = 0
+        return num_rows

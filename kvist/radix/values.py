@@ -122,7 +122,6 @@ class Statistics:
     num_evicted: int  # distinct blocks that went because of the cap
     num_sets: int  # distinct sets of two or more holders
     size_bytes: int
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,13 @@ import itertools
 import random
 
 import msgspec
-import numpy as np
 import pytest
 
-from kvist.events import Tier, WorkerRank
-from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.statistics import SourceCounters
 from kvist.radix import RadixIndex
-from kvist.radix.compiled import layout
 
 BLOCK_SIZE = 2
 encode = msgspec.msgpack.encode
@@ -372,20 +368,6 @@ def test_blocks_offloaded_by_hash_alone_are_held_in_both_tiers(pair):
     pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [], medium="CPU")], [removed(2)])
     pair.take([stored([5], [5, 6], parent=2)], [removed(2, medium="CPU")], [stored([6], [6, 6], parent=2)])
     assert pair.num_irregular() == 0
-
-
-def test_a_block_whose_prefix_another_row_has_is_held_beside_it(pair):
-    (block_hash,) = block_hashes([1, 2], BLOCK_SIZE).tolist()
-    for side in (pair.lane, pair.plain):
-        inverse = side.index._control[layout.INVERSE >> 3] % (1 << 64)
-        multiplier = pow(inverse, -1, 1 << 64)
-        twin = ((block_hash * multiplier % (1 << 64)) ^ 1) * inverse % (1 << 64)
-        side.index.store(WorkerRank("v", 7), Tier.GPU, None, np.array([twin], np.uint64))
-    pair.take([stored([9], [9, 9])], [stored([10], [9, 8])], [stored([1, 2], [1, 2, 3, 4])])
-    assert pair.num_irregular() == 1
-    pair.take([stored([1, 2], [1, 2, 3, 4])], [removed(1)], [stored([3], [3, 4], parent=1)], [stored([1], [1, 2])])
-    pair.take([removed(1, 2)])
-    assert len(pair.lane.held()) == 3
 
 
 def test_an_open_snapshot_does_not_show_what_the_lane_does(pair):

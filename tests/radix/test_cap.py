@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Stored, Tier, WorkerRank
 from kvist.radix import RadixIndex, RankDigest, StoreStatus, _cap
-from kvist.radix.compiled import layout
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 U64 = Callable[..., NDArray[np.uint64]]
@@ -62,9 +61,9 @@ def test_matches_count_as_uses_once_the_index_is_half_full() -> None:
     for num_stored, chain in enumerate(chains, 1):
         index.store(WorkerRank("w", 0), Tier.GPU, None, chain)
         index._cap._end_epoch()
-        epoch = index._control[layout.EPOCH >> 3]
+        epoch = int(index.core["epoch"][0])
         index.match(chains[0])  # which ends an epoch, of a 64th of the cap, if it counts
-        assert (index._control[layout.EPOCH >> 3] != epoch) == (num_stored * 100 >= 500)
+        assert (int(index.core["epoch"][0]) != epoch) == (num_stored * 100 >= 500)
 
 
 def test_a_match_touches_only_the_blocks_that_lead_without_a_gap(u64: U64) -> None:

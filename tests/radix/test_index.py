@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.radix import ApplyResult, Depths, RadixIndex, RankDigest, StoreStatus, _snapshot
+from kvist.radix import ApplyResult, Depths, RadixIndex, RankDigest, StoreStatus, snapshot
+from kvist.radix.compiled.layout import MAX_DEPTH
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 U64 = Callable[..., NDArray[np.uint64]]
@@ -273,7 +274,7 @@ def test_housekeeping_comes_to_an_end_whatever_the_index_holds(num_blocks: int) 
     index.store(WorkerRank("a", 0), Tier.GPU, None, hashes)
     while index.sweep():
         pass
-    assert index._segments.shrinkable() == []
+    assert index._sweeper._table.shrinkable() == []
 
 
 def test_reserved_room_is_not_outgrown() -> None:
@@ -341,26 +342,71 @@ def test_memory_is_back_where_it_began_after_a_fleet_of_thousands_came_and_went(
     assert gpu_depths(index, prefix) == {WorkerRank("w9999", 0): 64}
 
 
-def test_a_snapshot_needs_the_same_memory_however_much_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_snapshot, "_MAX_COLLECTED", 30_000)
-    monkeypatch.setattr(_snapshot, "_MAX_VISITS", 10_000)
+def test_a_snapshot_takes_16_bytes_a_block_however_much_changes() -> None:
     index, chains = RadixIndex(), random_hashes(3_000, 100)
     for chain in chains:
         index.store(W0, Tier.GPU, None, chain)
     sweep_all(index)
     full_bytes = index.statistics().size_bytes
-    most_bytes = full_bytes + 16 * 30_000 + 3 * 4 * 2**18 + 200_000  # rows that wait to be told, tables of depths
     with index.snapshot() as snapshot:
         for number, chunk in enumerate(snapshot):
             index.remove(W0, Tier.GPU, chunk.hashes[:1])
             if number == 40:
                 for chain in chains[:1_000]:
                     index.remove(W0, Tier.GPU, chain)
-            assert index.statistics().size_bytes < most_bytes
-    assert number > 100
+            assert index.statistics().size_bytes <= full_bytes + 16 * 300_000
+    assert number > 70
     sweep_all(index)
     assert index.statistics().size_bytes <= full_bytes
     index.check_invariants()
+
+
+def test_what_is_copied_while_a_snapshot_begins_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_MAX_VISITS", 1)
+    blocks = random_hashes(3_000)
+    for num_steps in range(12):
+        index = RadixIndex(segment_bits=3)
+        for first in range(0, len(blocks), 30):
+            index.store(W0, Tier.GPU, None, blocks[first : first + 30])
+            index.store(W1, Tier.GPU, None, blocks[first : first + 20])
+        with index.snapshot(100) as steps:
+            chunks = [next(steps) for _ in range(num_steps)]
+            index.remove(W0, Tier.GPU, blocks)
+            index.check_invariants()
+            chunks += steps
+        told = [block for chunk in chunks for block in chunk.hashes.tolist()]
+        assert sorted(told) == sorted(blocks.tolist())
+        depths = [depth for chunk in chunks for depth in chunk.depths.tolist()]
+        assert depths == sorted(depths)
+        sweep_all(index)
+        index.check_invariants()
+
+
+def test_a_forgotten_snapshot_leaves_no_memory_behind() -> None:
+    index, blocks = RadixIndex(segment_bits=3), random_hashes(3_000)
+    index.store(W0, Tier.GPU, None, blocks)
+    index.store(W1, Tier.GPU, None, blocks[:20])
+    sweep_all(index)
+    size_bytes = index.statistics().size_bytes
+    snapshot = index.snapshot(100)
+    next(snapshot)
+    index.store(W1, Tier.HOST, None, blocks[:30])
+    assert index.statistics().size_bytes > size_bytes + 3_000
+    del snapshot
+    sweep_all(index)
+    index.check_invariants()
+    assert index.statistics().size_bytes <= size_bytes + 4096
+
+
+def test_depths_are_told_up_to_the_greatest() -> None:
+    index, chain = RadixIndex(), random_hashes(MAX_DEPTH + 20)
+    index.store(W0, Tier.GPU, None, chain[:10])
+    index.store(W0, Tier.GPU, int(chain[9]), chain[10:])
+    told = {}
+    for chunk in index.snapshot(100_000):
+        told |= dict(zip(chunk.hashes.tolist(), chunk.depths.tolist(), strict=True))
+    depths = [told[block] for block in chain[[0, 9, 10, 5_000, MAX_DEPTH - 1, MAX_DEPTH, -1]].tolist()]
+    assert depths == [0, 9, 10, 5_000, MAX_DEPTH - 1, MAX_DEPTH, MAX_DEPTH]
 
 
 def test_a_wide_set_meets_narrow_ones_and_reads_nothing_beyond_them() -> None:

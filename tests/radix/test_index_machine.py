@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import errno
 import itertools
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
-from kvist.radix import (
-    RadixIndex,
-    Snapshot,
-    SnapshotChunk,
-    SnapshotLostError,
-    StoreStatus,
-    _cap,
-    _snapshot,
-    _spill,
-)
+from kvist.radix import RadixIndex, Snapshot, SnapshotChunk, StoreStatus, _cap, snapshot
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
@@ -45,19 +33,6 @@ some_hashes = st.lists(st.sampled_from(HASHES), max_size=12)
 
 def u64(hashes: list[int]) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     return np.array(hashes, np.uint64)
-
-
-def write_until_full(room_bytes: int) -> Callable[[int, memoryview, int], None]:
-    """Return what writes rows to a disk that has so much room."""
-    left = [room_bytes]
-
-    def write(descriptor: int, data: memoryview, offset: int) -> None:
-        left[0] -= len(data)
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.pwrite(descriptor, data, offset)
-
-    return write
 
 
 class IndexMachine(RuleBasedStateMachine):
@@ -160,21 +135,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(num_chunks=st.integers(1, 5))
     def read_some_of_the_snapshot(self, num_chunks: int) -> None:
         if self.snapshot is not None:
-            with contextlib.suppress(SnapshotLostError):
-                self.chunks += itertools.islice(self.snapshot, num_chunks)
-
-    @rule(data=st.data())
-    def remove_much_while_the_disk_is_full(self, data: st.DataObject) -> None:
-        source, room_bytes = data.draw(sources), data.draw(st.integers(0, 300))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_spill, "_write", write_until_full(room_bytes))
-            self.remove_in_any_order(source, Tier.GPU, HASHES)
-            self.index.check_invariants()
-        if self.snapshot is not None and room_bytes < 50:
-            with contextlib.suppress(SnapshotLostError):
-                self.chunks += self.snapshot
-                self.check_chunks()
-            self.snapshot = None
+            self.chunks += itertools.islice(self.snapshot, num_chunks)
 
     @rule(is_abandoned=st.booleans())
     def end_the_snapshot(self, is_abandoned: bool) -> None:
@@ -183,9 +144,8 @@ class IndexMachine(RuleBasedStateMachine):
         if is_abandoned:
             self.snapshot.close()
         else:
-            with contextlib.suppress(SnapshotLostError):
-                self.chunks += self.snapshot
-                self.check_chunks()
+            self.chunks += self.snapshot
+            self.check_chunks()
         self.snapshot = None
 
     def check_chunks(self) -> None:
@@ -245,9 +205,7 @@ def test_a_random_life_of_a_fleet_is_as_a_dict_of_sets_says(
 ) -> None:
     IndexMachine.make_oracle = staticmethod(make_oracle)
     IndexMachine.blocks_of = staticmethod(blocks_of)
-    monkeypatch.setattr(_snapshot, "_MAX_COLLECTED", 5)  # many passes
-    monkeypatch.setattr(_snapshot, "_MAX_VISITS", 100)  # of many steps
-    monkeypatch.setattr(_spill, "_BLOCK_ROWS", 3)
+    monkeypatch.setattr(snapshot, "_MAX_VISITS", 3)  # many steps
     monkeypatch.setattr(_cap, "_WORK_PER_ROW", 100)  # rounds that take several calls
     run_state_machine_as_test(
         IndexMachine,

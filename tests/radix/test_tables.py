@@ -1,85 +1,43 @@
-"""Tables beside the index: keys and values on the same rows, grown by their owner, in little memory at every size."""
+"""Tables answer as a dict does while they grow, lose rows and shrink, in little memory at every size."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import mmap
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvist.radix import compiled
-from kvist.radix.compiled import layout
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, put32
-from kvist.radix.compiled.jit import jit_for
-from kvist.radix.compiled.table import delete_row, find, home_of, insert_row, segment_of
-from kvist.radix.memory import Heap
-from kvist.radix.tables import DENSE, SegmentTable
-
-INPUT, MULTIPLIER = layout.INPUT, layout.MULTIPLIER
-jit = jit_for(Path(__file__), Path(compiled.__file__).parent)
-
-
-@jit("i8(i8,i8,i8,i8)", is_entry=True)
-def put_all(control, keys, first, end):  # type: ignore[no-untyped-def]
-    """Give each key its index, and one more, as value; return the index where help is needed, or the end."""
-    for index in range(first, end):
-        key = getu64(keys + index * 8) * getu64(control + MULTIPLIER)
-        segment = segment_of(control, key)
-        home = home_of(control, segment, key)
-        row = find(home, key)
-        if row:
-            put32(row, index + 1)
-        elif insert_row(control, segment, home, key, index + 1) < 0:
-            return index
-    return end
-
-
-@jit("i8(i8,u8)", is_entry=True)
-def get(control, number):  # type: ignore[no-untyped-def]
-    key = number * getu64(control + MULTIPLIER)
-    row = find(home_of(control, segment_of(control, key), key), key)
-    return get32(row) if row else 0
-
-
-@jit("void(i8,u8)", is_entry=True)
-def drop(control, number):  # type: ignore[no-untyped-def]
-    key = number * getu64(control + MULTIPLIER)
-    segment = segment_of(control, key)
-    home = home_of(control, segment, key)
-    delete_row(control, segment, home, find(home, key))
-
-
-@jit("i8(i8)", is_entry=True)
-def num_rows(control):  # type: ignore[no-untyped-def]
-    return get64(control + layout.NUM_ROWS)
+from kvist.indexer.compiled.engine_map import drop_one, look_up, put_one
+from kvist.radix.compiled import table
+from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT
+from kvist.radix.memory import Region, TableMemory, reserved
 
 
 class Map:
-    """A table that owns its control block, as engine maps do."""
+    """A table of numbers, as engine maps are."""
 
-    def __init__(self, heap: Heap, bits: int, scratch: Heap | None = None) -> None:
-        self.heap = heap
-        self.address = heap.allocate(layout.TABLE_BYTES)
-        self.control = heap.view(self.address).cast("q")
-        self.table = SegmentTable(heap, self.control, self.address, DENSE, bits=bits, scratch=scratch)
+    def __init__(self, bits: int = 4, multiplier: int = 0x9E37_79B9_7F4A_7C15) -> None:
+        memory = reserved(SEGMENT.itemsize << bits)
+        self.segments = np.frombuffer(memory, SEGMENT)
+        self.head = np.zeros(1, HEAD)
+        self.head[0] = multiplier, bits, 0, 0
+        self.memory = TableMemory(self.head, self.segments, Region(memory))
         self.num_grown = 0
 
-    def put(self, keys: Any, first: int, end: int) -> None:
-        while (first := put_all(self.address, keys.ctypes.data, first, end)) < end:
-            self.table.grow(self.control[layout.NEED_ARG >> 3])
+    def __setitem__(self, key: int, value: int) -> None:
+        while put_one(self.head, self.segments, key, value) == FULL:
+            assert table.grow(self.head, self.segments)
             self.num_grown += 1
 
-    def close(self) -> None:
-        self.table.free()
-        self.control.release()
-        self.heap.free(self.address)
+    def __getitem__(self, key: int) -> int:
+        return look_up(self.head, self.segments, key)
 
+    def __delitem__(self, key: int) -> None:
+        drop_one(self.head, self.segments, key)
 
-@pytest.fixture
-def make_map() -> Callable[..., Map]:
-    return lambda bits=4: Map(Heap(), bits)
+    def __len__(self) -> int:
+        return int(self.head["num_rows"][0])
 
 
 def random_keys(num_keys: int) -> Any:
@@ -87,62 +45,54 @@ def random_keys(num_keys: int) -> Any:
 
 
 @pytest.mark.parametrize("bits", [0, 1, 4])
-def test_a_table_answers_as_a_dict_while_it_grows_loses_and_shrinks(make_map: Callable[..., Map], bits: int) -> None:
-    numbers, keys = make_map(bits), random_keys(20_000)
-    numbers.put(keys, 0, len(keys))
-    numbers.put(keys, 5, 10)
-    assert num_rows(numbers.address) == 20_000
-    assert all(get(numbers.address, key) == index + 1 for index, key in enumerate(keys.tolist()))
-    numbers.heap.free_scratch()
-    full_bytes = numbers.heap.size_bytes
-    for key in keys[2_000:].tolist():
-        drop(numbers.address, key)
-    for index in numbers.table.shrinkable():
-        numbers.table.shrink(index)
-    numbers.heap.free_scratch()
-    assert numbers.heap.size_bytes < full_bytes / 3
-    assert [get(numbers.address, key) for key in keys.tolist()] == [*range(1, 2_001), *[0] * 18_000]
+def test_a_table_answers_as_a_dict_while_it_grows_loses_and_shrinks(bits: int) -> None:
+    numbers, keys = Map(bits), random_keys(20_000).tolist()
+    for value, key in enumerate(keys, 1):
+        numbers[key] = value
+    for value, key in enumerate(keys[5:10], 6):
+        numbers[key] = value
+    assert len(numbers) == 20_000
+    assert all(numbers[key] == value for value, key in enumerate(keys, 1))
+    full_bytes = numbers.memory.size_bytes
+    for key in keys[2_000:]:
+        del numbers[key]
+    for number in numbers.memory.shrinkable():
+        numbers.memory.shrink(number)
+    assert numbers.memory.shrinkable() == []
+    assert numbers.memory.size_bytes < full_bytes / 3
+    assert [numbers[key] for key in keys] == [*range(1, 2_001), *[0] * 18_000]
 
 
-def test_an_entry_takes_at_most_16_bytes_at_every_size(make_map: Callable[..., Map]) -> None:
-    numbers, keys, at = make_map(), random_keys(1_000_000), 0
+@pytest.mark.parametrize("seed", range(5))
+def test_rows_that_share_places_come_and_go_at_both_ends_of_a_segment(seed: int) -> None:
+    numbers, expected, rng = Map(0, multiplier=1), dict[int, int](), np.random.default_rng(seed)
+    ends = [0, 1 << 40, (1 << 64) - (1 << 40)]  # keys are hashes: searches begin at the first place, and at the last
+    for step in range(4_000):
+        key = ends[int(rng.integers(0, 3))] + int(rng.integers(0, 60))
+        if rng.random() < 0.45:
+            del numbers[key]
+            expected.pop(key, None)
+        else:
+            numbers[key] = expected[key] = step + 1
+        assert len(numbers) == len(expected)
+        if step % 100 == 0:
+            assert all(numbers[end + n] == expected.get(end + n, 0) for end in ends for n in range(60))
+
+
+def test_a_row_takes_at_most_27_bytes_and_24_on_average_at_every_size() -> None:
+    numbers, keys, at = Map(), random_keys(250_000).tolist(), 0
     sizes = []
-    for end in (100_000 * 1.05 ** np.arange(48)).astype(int).tolist():
-        numbers.put(keys, at, end)
-        numbers.heap.free_scratch()
+    for end in (50_000 * 1.05 ** np.arange(33)).astype(int).tolist():
+        for value, key in enumerate(keys[at:end], 1):
+            numbers[key] = value
         at = end
-        sizes.append(numbers.heap.size_bytes / end)
-    assert np.mean(sizes) < 15.5
-    assert max(sizes) < 16.4
+        sizes.append(numbers.memory.size_bytes / end)
+    assert np.mean(sizes) < 24.5
+    assert max(sizes) < 27
 
 
-def test_segments_that_fill_together_grow_together_and_stay_as_large(make_map: Callable[..., Map]) -> None:
-    numbers, keys, at = make_map(6), random_keys(40_000), 0
-    for end in (2_000 * 1.01 ** np.arange(300)).astype(int).tolist():
-        numbers.put(keys, at, end)
-        assert numbers.table.shrinkable() == []
-        at = end
-    assert min(numbers.table.num_rows(index) for index in range(64)) > 600  # so each has grown after it began
-    assert numbers.num_grown < 2 * 64
-
-
-def test_a_table_may_grow_with_the_scratch_of_another_heap() -> None:
-    own, other, keys = Heap(), Heap(), random_keys(5_000)
-    numbers = Map(own, 3, scratch=other)
-    numbers.put(keys, 0, len(keys))
-    assert other.size_bytes > 0
-    assert all(get(numbers.address, key) == index + 1 for index, key in enumerate(keys.tolist()))
-    numbers.close()
-    assert own.size_bytes == 0
-
-
-def test_tables_of_one_heap_share_its_scratch_and_leave_nothing_behind() -> None:
-    heap, keys = Heap(), random_keys(5_000)
-    maps = [Map(heap, 3) for _ in range(20)]
-    for each in maps:
-        each.put(keys, 0, len(keys))
-    heap.free_scratch()
-    assert heap.size_bytes < 20 * 5_000 * 24
-    for each in maps:
-        each.close()
-    assert heap.size_bytes == 0
+def test_a_segment_that_is_full_takes_all_its_pages() -> None:
+    numbers = Map(0)
+    for key in random_keys(30_000).tolist():
+        numbers[key] = 1
+    assert (SEGMENT.fields["rows"][1] + 16 * int(numbers.segments["room"][0])) % mmap.PAGESIZE == 0

@@ -15,7 +15,7 @@ import numpy as np
 from numba import int64, types
 from numpy.typing import NDArray
 
-from kvist.indexer.compiled.jit import TEXT, U32S, entry, helper
+from kvist.indexer.compiled.jit import TEXT, U32S, helper, jit
 from kvist.indexer.compiled.words import Bytes, signed
 
 MAX_FIXED_BYTES, MAX_RANK_BYTES = 128, 320
@@ -163,7 +163,7 @@ _NAMES: Any = numba.typeof(np.zeros(1, NAME))
 _DEPTHS: Any = types.Array(types.uint32, 2, "C")
 
 
-@entry(U32S, _DEPTHS, int64, _NAMES, U32S, TEXT)
+@jit((U32S, _DEPTHS, int64, _NAMES, U32S, TEXT))
 def write_answer(
     slots: _Counts, depths: _Counts, block_size: int, names: _Names, holders: _Counts, output: Bytes
 ) -> int:

@@ -1,280 +1,322 @@
 """The fast path for engines' own streams: from the bytes of their messages to the index, in order and all or nothing.
 
-A message is checked in full before any of it is done, and each event looked up in full before it changes anything.
-What is not ordinary is left to the caller, and the place where it stands; the next call goes on behind it.
+A message is checked in full before any of it is done, and a slice of an event's blocks looked up in full before it
+changes anything. What is not ordinary is left to the caller, and the place where it stands; the next call goes on
+behind it. Only what is regular is done here: one engine hash for one block.
 """
 
-# mypy: ignore-errors
-# The signature string of each function is its type.
 from __future__ import annotations
 
 import numpy as np
+from numba import int64
+from numpy.typing import NDArray
 
-from kvist.indexer.compiled.engine_blocks import hash_blocks, hold_slice, prefetch_named, release_slice
-from kvist.indexer.compiled.engine_events import check_message
+from kvist.events.hashing import HASH_SEED
+from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE
+from kvist.indexer.compiled.engine_events import Tokens, check_message
 from kvist.indexer.compiled.engine_layout import (
-    BLOCK_IDX,
-    BLOCK_SIZE,
-    BUDGET,
-    CHAIN,
-    CHECKED_END,
-    CHECKED_RANK,
     DONE,
-    DROPPED,
-    EVENT_BLOCK_SIZE,
-    EVENT_BYTES,
-    EVENT_HASHES,
-    EVENT_IDX,
-    EVENT_KIND,
-    EVENT_NUM_HASHES,
-    EVENT_NUM_TOKENS,
-    EVENT_PARENT,
-    EVENT_START,
-    EVENT_TIER,
-    EVENT_TOKENS,
-    EVENT_VERDICT,
-    EVENTS,
-    FINGERPRINTS,
-    HAS_BLOCK_SIZE,
+    EVENTS_TYPE,
     IGNORED,
-    INDEX,
-    IRREGULAR,
-    IS_CHECKED,
-    LAST_BLOCK,
-    LAST_DEPTH,
-    LAST_TIMESTAMP,
-    LIKELY_MAP,
-    MESSAGE_IDX,
+    INDEX_NEEDS_HELP,
+    MAP_NEEDS_HELP,
     NOT_NEXT,
-    NUM_BATCHES,
-    NUM_CHECKED,
-    NUM_EVENTS,
-    NUM_IGNORED,
-    NUM_SIZED,
-    NUM_VERDICTS,
+    OTHER_RANK,
     PAUSED,
-    RANK_MAP,
-    RANK_SLOT,
-    RANK_VERDICTS,
-    RANKS,
-    REMOVED,
-    RING_MASK,
-    SCRATCH_BYTES,
-    SCRATCH_NEEDS_HELP,
-    SEQUENCES,
+    RANK_TYPE,
     SLICE_BLOCKS,
     SOME_EVENTS,
-    STOP_END,
-    STOP_EVENT_END,
-    STOP_START,
     STORED,
+    STREAM_TYPE,
+    TOO_LARGE,
     UNUSUAL,
-    VERDICT_BYTES,
     WHOLE_MESSAGE,
 )
 from kvist.indexer.compiled.engine_map import (
-    entry_of,
-    hash_of,
-    marks_of,
+    ACCOUNTING,
+    IRREGULAR,
+    NOTHING,
+    drop_name,
+    named,
+    outlook,
+    put_name,
     row_named,
 )
-from kvist.indexer.compiled.intrinsics import byteswap
-from kvist.indexer.compiled.jit import jit
-from kvist.indexer.compiled.old_xxh3 import xxh3_64
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, put64, putu64
-from kvist.radix.compiled.layout import MAX_DEPTH
+from kvist.indexer.compiled.hashing import chained, xxh3_64
+from kvist.indexer.compiled.jit import BYTES, TABLE, U32S, U64S, helper, jit
+from kvist.indexer.compiled.msgpack import read_time
+from kvist.indexer.compiled.words import Bytes
+from kvist.radix.compiled.blocks import block_digest, credit, depth_at, is_irregular, remove_one, store_one, tiers_at
+from kvist.radix.compiled.layout import CORE_TYPE, FULL, HEAD_TYPE, MAX_DEPTH, SEGMENTS_TYPE, Record, Records, Words
 
-_EVENTS_AHEAD = 16
 _REMOVAL_BYTES = 64  # on the wire, where a removal is an event of its own
+_SEED, _U0, _IRREGULAR = np.uint64(HASH_SEED), np.uint64(0), np.uint64(IRREGULAR)
 
 
-@jit("i8(i8,i8)")
-def _verdict(rank, key):
-    """What the window filter said of an event like this one, 0 if that is not known."""
-    for place in range(rank + RANK_VERDICTS, rank + RANK_VERDICTS + NUM_VERDICTS * VERDICT_BYTES, VERDICT_BYTES):
-        known = get64(place)
-        if known == key + 1:
-            return get64(place + 8)
-        if known == 0:
-            break
-    return 0
+@helper
+def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int) -> np.uint64:
+    """Write the canonical hash of each block to the chain, and return the last; tokens begin at a byte."""
+    block_bytes, last = stream.block_size * 4, np.uint64(stream.last_block)
+    for number in range(num_blocks):
+        local = xxh3_64(tokens, start + number * block_bytes, block_bytes, _SEED)
+        last = chained(last, local) if number > 0 or stream.last_depth >= 0 else local
+        stream.chain[number] = last
+    return last
 
 
-@jit("i8(i8,i8,i8)")
-def _store_event(source, rank, event):
-    """Hold an event's blocks, if it is about whole ones, a slice at a time; return DONE or why it stopped."""
-    num_hashes, num_tokens = get64(event + EVENT_NUM_HASHES), get64(event + EVENT_NUM_TOKENS)
-    block_size, parent_at, start = get64(source + BLOCK_SIZE), get64(event + EVENT_PARENT), get64(source + BLOCK_IDX)
-    if get64(event + EVENT_BLOCK_SIZE) != block_size or num_tokens != num_hashes * block_size:
-        return DONE
-    if parent_at and start == 0:
-        entry = entry_of(get64(rank + RANK_MAP), getu64(parent_at))
-        if entry and get32(entry) == IRREGULAR:
+@helper
+def _hold_slice(
+    index: Record,
+    segments: Records,
+    head: Record,
+    names: Records,
+    stream: Record,
+    slot: int,
+    tier: int,
+    hashes: Words,
+    first: int,
+    num_blocks: int,
+) -> int:
+    """Hold blocks whose canonical hashes stand in the chain; return DONE or why not.
+
+    The map first: should the index need help, the name is stale until all of it is done again.
+    """
+    for number in range(num_blocks):
+        each = outlook(index, segments, head, names, slot, tier, hashes[first + number], stream.chain[number])
+        if each == ACCOUNTING:
             return SOME_EVENTS
-        row = row_named(get64(source + INDEX), get64(rank + RANK_SLOT), get32(entry)) if entry else 0
-        if row == 0:
-            return DONE
-        putu64(source + LAST_BLOCK, hash_of(get64(source + INDEX), row))
-        put64(source + LAST_DEPTH, get32(marks_of(get64(source + INDEX), row)) & MAX_DEPTH)
-    elif start == 0:
-        put64(source + LAST_DEPTH, -1)
-    index, hashes, tokens = get64(source + INDEX), get64(event + EVENT_HASHES), get64(event + EVENT_TOKENS)
-    block_bytes, chain = block_size * 4, get64(source + CHAIN)
-    while start < num_hashes:
-        num_blocks, depth = min(SLICE_BLOCKS, num_hashes - start), get64(source + LAST_DEPTH) + 1
-        at, before = tokens + start * block_bytes, getu64(source + LAST_BLOCK)
-        last = hash_blocks(index, at, num_blocks, block_bytes, depth, before, chain)
-        result = hold_slice(source, rank, event, hashes + start * 8, num_blocks, depth)
+        stream.outlooks[number] = each
+    num_stored, digest, reason = 0, _U0, DONE
+    for number in range(num_blocks):
+        if stream.outlooks[number] == NOTHING:
+            continue
+        engine_hash, block_hash = hashes[first + number], stream.chain[number]
+        name = named(head, names, engine_hash)
+        if name != _U0 and name != block_hash and row_named(index, segments, slot, name) >= 0:
+            reason = SOME_EVENTS  # the event has this engine hash twice
+            break
+        if name != block_hash and put_name(head, names, engine_hash, block_hash) == FULL:
+            reason = MAP_NEEDS_HELP
+            break
+        is_new = store_one(index, segments, block_hash, min(stream.last_depth + 1 + number, MAX_DEPTH), slot, tier)
+        if is_new < 0:
+            reason = INDEX_NEEDS_HELP
+            break
+        if is_new:
+            num_stored += 1
+            digest += block_digest(block_hash, tier)
+    credit(index, slot, num_stored, digest)
+    return reason
+
+
+@helper
+def _store_event(
+    index: Record,
+    segments: Records,
+    head: Record,
+    names: Records,
+    stream: Record,
+    slot: int,
+    event: Record,
+    hashes: Words,
+    tokens: Bytes,
+) -> int:
+    """Hold an event's blocks, if it is about whole ones, a slice at a time; return DONE or why it stopped."""
+    if event.block_size != stream.block_size or event.num_tokens != event.num_hashes * stream.block_size:
+        return DONE
+    if stream.block_idx == 0:
+        stream.last_depth = -1
+        if event.has_parent:
+            name = named(head, names, event.parent)
+            if name == _IRREGULAR:
+                return SOME_EVENTS
+            row = row_named(index, segments, slot, name) if name != _U0 else -1
+            if row < 0:
+                return DONE
+            stream.last_block, stream.last_depth = name, depth_at(segments, row)
+    block_bytes = stream.block_size * 4
+    while stream.block_idx < event.num_hashes:
+        num_blocks = min(SLICE_BLOCKS, event.num_hashes - stream.block_idx)
+        last = _hash_slice(stream, tokens, event.first_token * 4 + stream.block_idx * block_bytes, num_blocks)
+        first = event.first_hash + stream.block_idx
+        result = _hold_slice(index, segments, head, names, stream, slot, event.tier, hashes, first, num_blocks)
         if result != DONE:
             return result
-        start += num_blocks
-        put64(source + BLOCK_IDX, start)
-        putu64(source + LAST_BLOCK, last)
-        put64(source + LAST_DEPTH, depth + num_blocks - 1)
-        budget = get64(source + BUDGET) - num_blocks * block_bytes
-        put64(source + BUDGET, budget)
-        if budget <= 0 and start < num_hashes:
+        stream.block_idx += num_blocks
+        stream.last_block = last
+        stream.last_depth += num_blocks
+        stream.budget -= num_blocks * block_bytes
+        if stream.budget <= 0 and stream.block_idx < event.num_hashes:
             return PAUSED
     return DONE
 
 
-@jit("void(i8,i8,i8,i8)")
-def _prefetch_removed(source, rank, event, num_events):
-    """Ask for the rows of what the next events remove: most of them have one hash each."""
-    index, engine_map = get64(source + INDEX), get64(rank + RANK_MAP)
-    for _ in range(min(num_events, _EVENTS_AHEAD)):
-        if get64(event + EVENT_KIND) == REMOVED and get64(event + EVENT_NUM_HASHES) <= _EVENTS_AHEAD:
-            prefetch_named(index, engine_map, get64(event + EVENT_HASHES), get64(event + EVENT_NUM_HASHES))
-        event += EVENT_BYTES
+@helper
+def _remove_event(
+    index: Record,
+    segments: Records,
+    head: Record,
+    names: Records,
+    stream: Record,
+    slot: int,
+    event: Record,
+    hashes: Words,
+) -> int:
+    """Release an event's blocks; those that name none are passed over. Return DONE or why it stopped."""
+    num_removed, digest, reason, tier = 0, _U0, DONE, event.tier
+    while stream.block_idx < event.num_hashes:
+        if stream.budget <= 0 and stream.block_idx > 0:
+            reason = PAUSED
+            break
+        engine_hash = hashes[event.first_hash + stream.block_idx]
+        name = named(head, names, engine_hash)
+        row = row_named(index, segments, slot, name) if name > _IRREGULAR else -1
+        if name == _IRREGULAR or (row >= 0 and is_irregular(segments, row)):
+            reason = SOME_EVENTS
+            break
+        tiers = tiers_at(index, segments, row, slot) if row >= 0 else 0
+        if tiers >> tier & 1:
+            if remove_one(index, segments, name, slot, tier) < 0:
+                reason = INDEX_NEEDS_HELP
+                break
+            num_removed += 1
+            digest += block_digest(name, tier)
+        if name != _U0 and tiers & ~(1 << tier) == 0:
+            drop_name(head, names, engine_hash)
+        stream.block_idx += 1
+        stream.budget -= _REMOVAL_BYTES
+    credit(index, slot, -num_removed, _U0 - digest)
+    return reason
 
 
-@jit("i8(i8,i8,i8)")
-def _remove_event(source, rank, event):
-    """Release an event's blocks, a slice at a time; return DONE or why it stopped."""
-    tier, num_hashes, start = get64(event + EVENT_TIER), get64(event + EVENT_NUM_HASHES), get64(source + BLOCK_IDX)
-    while start < num_hashes:
-        hashes, num_here = get64(event + EVENT_HASHES) + start * 8, min(SLICE_BLOCKS, num_hashes - start)
-        if num_hashes > _EVENTS_AHEAD:
-            prefetch_named(get64(source + INDEX), get64(rank + RANK_MAP), hashes, num_here)
-        result = release_slice(source, rank, tier, hashes, num_here)
-        if result != DONE:
-            return result
-        start += num_here
-        put64(source + BLOCK_IDX, start)
-        budget = get64(source + BUDGET) - num_here * _REMOVAL_BYTES
-        put64(source + BUDGET, budget)
-        if budget <= 0 and start < num_hashes:
-            return PAUSED
-    return DONE
+@helper
+def _verdict(rank: Record, key: int) -> int:
+    """What the window filter said of an event like this one: 1 if it passes, 0 if not, -1 if that is not known."""
+    for place in range(rank.num_verdicts):
+        if rank.keys[place] == key:
+            return np.int64(rank.passes[place])  # type: ignore[return-value]
+    return -1
 
 
-@jit("i8(i8,i8,i8)")
-def _hand_over(source, event, num_more):
+@helper
+def _hand_over(stream: Record, events: Records) -> int:
     """Stop before an event, and all those behind it that are unusual, too."""
-    put64(source + STOP_START, get64(event + EVENT_START))
-    event_idx = get64(source + EVENT_IDX) + 1
-    while num_more > 0 and get64(event + EVENT_BYTES + EVENT_KIND) == UNUSUAL:
-        event += EVENT_BYTES
-        event_idx += 1
-        num_more -= 1
-    put64(source + STOP_EVENT_END, event_idx)
-    put64(source + STOP_END, get64(event + EVENT_BYTES + EVENT_START) if num_more else get64(source + CHECKED_END))
+    stream.stop_start = events[stream.event_idx].start
+    end = stream.event_idx + 1
+    while end < stream.num_checked and events[end].kind == UNUSUAL:
+        end += 1
+    stream.stop_event_end = end
+    stream.stop_end = events[end].start if end < stream.num_checked else stream.checked_end
     return SOME_EVENTS
 
 
-@jit("i8(i8,i8,i8)")
-def _take_event(source, rank, event):
-    """Do what one event says; return DONE, or why it stopped."""
-    kind = get64(event + EVENT_KIND)
-    if kind == IGNORED:
-        put64(source + NUM_IGNORED, get64(source + NUM_IGNORED) + 1)
-        return DONE
-    if kind == UNUSUAL or rank == 0:
-        return SOME_EVENTS
-    is_sized = kind == STORED and get64(event + EVENT_BLOCK_SIZE) == get64(source + BLOCK_SIZE)
-    if kind == STORED and not is_sized and get64(source + HAS_BLOCK_SIZE) == 0:
-        return SOME_EVENTS
-    verdict = _verdict(rank, get64(event + EVENT_VERDICT))
-    if verdict == 0:
-        return SOME_EVENTS
-    if verdict != DROPPED:
-        result = _store_event(source, rank, event) if kind == STORED else _remove_event(source, rank, event)
-        if result != DONE:
-            return result
-    if is_sized:
-        put64(source + HAS_BLOCK_SIZE, 1)
-        put64(source + NUM_SIZED, get64(source + NUM_SIZED) + 1)
-    put64(source + NUM_EVENTS, get64(source + NUM_EVENTS) + 1)
-    return DONE
-
-
-@jit("i8(i8)")
-def _take_events(source):
+@helper
+def _take_events(
+    index: Record,
+    segments: Records,
+    head: Record,
+    names: Records,
+    stream: Record,
+    rank: Record,
+    events: Records,
+    hashes: Words,
+    tokens: Bytes,
+) -> int:
     """Do what is left of a checked message; return DONE, or why it stopped."""
-    num_events, event_idx = get64(source + NUM_CHECKED), get64(source + EVENT_IDX)
-    rank = get64(get64(source + RANKS) + get64(source + CHECKED_RANK) * 8)
-    event = get64(source + EVENTS) + event_idx * EVENT_BYTES
-    ahead = event_idx
-    while event_idx < num_events:
-        if event_idx == ahead and rank:
-            _prefetch_removed(source, rank, event, num_events - event_idx)
-            ahead += _EVENTS_AHEAD
-        result = _take_event(source, rank, event)
-        if result == SOME_EVENTS:
-            return _hand_over(source, event, num_events - event_idx - 1)
-        if result != DONE:
-            return result
-        event_idx += 1
-        event += EVENT_BYTES
-        put64(source + EVENT_IDX, event_idx)
-        put64(source + BLOCK_IDX, 0)
-        if get64(source + BUDGET) <= 0 and event_idx < num_events:
+    while stream.event_idx < stream.num_checked:
+        event, passes, result = events[stream.event_idx], 0, DONE
+        is_stored = event.kind == STORED
+        is_sized = is_stored and event.block_size == stream.block_size
+        if event.kind == IGNORED:
+            stream.num_ignored += 1
+        elif event.kind == UNUSUAL or rank.slot < 0 or (is_stored and not is_sized and not stream.has_block_size):
+            return _hand_over(stream, events)
+        else:
+            passes = _verdict(rank, event.key)
+            if passes > 0 and is_stored:
+                result = _store_event(index, segments, head, names, stream, rank.slot, event, hashes, tokens)
+            elif passes > 0:
+                result = _remove_event(index, segments, head, names, stream, rank.slot, event, hashes)
+            if passes < 0 or result == SOME_EVENTS:
+                return _hand_over(stream, events)
+            if result != DONE:
+                return result
+            stream.num_events += 1
+            if is_sized:
+                stream.has_block_size = 1
+                stream.num_sized += 1
+        stream.event_idx += 1
+        stream.block_idx = 0
+        if stream.budget <= 0 and stream.event_idx < stream.num_checked:
             return PAUSED
     return DONE
 
 
-@jit("void(i8,i8,i8,i8)")
-def _finish(source, payload, num_bytes, sequence):
-    """Count a message that is done, and note its fingerprint."""
-    place = (sequence & get64(source + RING_MASK)) * 8
-    put64(get64(source + SEQUENCES) + place, sequence)
-    putu64(get64(source + FINGERPRINTS) + place, xxh3_64(payload, num_bytes, np.uint64(0)))
-    putu64(source + LAST_TIMESTAMP, byteswap(getu64(payload + 2)))
-    put64(source + NUM_BATCHES, get64(source + NUM_BATCHES) + 1)
-    put64(source + MESSAGE_IDX, get64(source + MESSAGE_IDX) + 1)
-    put64(source + IS_CHECKED, 0)
+@jit(
+    (
+        *(
+            CORE_TYPE,
+            SEGMENTS_TYPE,
+            HEAD_TYPE,
+            SEGMENTS_TYPE,
+            STREAM_TYPE,
+            RANK_TYPE,
+        ),  # the index, a map, a stream, a rank
+        *(BYTES, TABLE, int64, int64),  # messages
+        *(EVENTS_TYPE, U64S, U32S, BYTES),  # scratch
+        *(U64S, U64S),  # fingerprints
+    )
+)
+def take_messages(
+    core: Records,
+    segments: Records,
+    heads: Records,
+    names: Records,
+    streams: Records,
+    ranks: Records,
+    data: Bytes,
+    messages: NDArray[np.int64],
+    expected: int,
+    max_bytes: int,
+    events: Records,
+    hashes: Words,
+    tokens: Tokens,
+    token_bytes: Bytes,
+    sequences: Words,
+    fingerprints: Words,
+) -> int:
+    """Take messages of a block, from `message_idx` on, as long as their sequences go on from `expected`.
 
-
-@jit("i8(i8,i8,i8,i8,i8,i8)", is_entry=True)
-def take_messages(source, buffer, table, num_messages, expected, max_bytes):
-    """Take messages of a block, from `MESSAGE_IDX` on, as long as their sequences go on from `expected`.
-
-    Return DONE, or why it stopped before; a call does about as much work as `max_bytes` of messages are.
+    Return DONE, or why it stopped before; a call does about as much work as `max_bytes` of messages are. `token_bytes`
+    is the memory of `tokens`. The rings of fingerprints have a power of two of places.
     """
-    put64(source + BUDGET, max_bytes)
-    for field in (LIKELY_MAP, NUM_BATCHES, NUM_EVENTS, NUM_IGNORED, NUM_SIZED):
-        put64(source + field, 0)
-    while get64(source + MESSAGE_IDX) < num_messages:
-        message = table + get64(source + MESSAGE_IDX) * 40
-        payload, num_bytes = buffer + get64(message + 24), get64(message + 32)
-        if get64(message + 16) != expected:
+    index, head, stream, rank = core[0], heads[0], streams[0], ranks[0]
+    stream.budget = max_bytes
+    stream.num_batches = stream.num_events = stream.num_ignored = stream.num_sized = 0
+    while stream.message_idx < len(messages):
+        message = messages[stream.message_idx]
+        payload, num_bytes = message[PAYLOAD_START], message[PAYLOAD_BYTES]
+        if message[SEQUENCE] != expected:
             return NOT_NEXT
-        if get64(source + IS_CHECKED) == 0:
-            if get64(source + BUDGET) <= 0:
+        if not stream.is_checked:
+            if stream.budget <= 0:
                 return PAUSED
-            if num_bytes > get64(source + SCRATCH_BYTES):
-                return SCRATCH_NEEDS_HELP
-            if check_message(source, payload, num_bytes) == 0:
+            if num_bytes > len(hashes):
+                return TOO_LARGE
+            if not check_message(stream, data, payload, num_bytes, events, hashes, tokens):
                 return WHOLE_MESSAGE
-            rank = get64(get64(source + RANKS) + get64(source + CHECKED_RANK) * 8)
-            put64(source + LIKELY_MAP, get64(rank + RANK_MAP) if rank else 0)
-            put64(source + IS_CHECKED, 1)
-            put64(source + EVENT_IDX, 0)
-            put64(source + BLOCK_IDX, 0)
-            put64(source + BUDGET, get64(source + BUDGET) - num_bytes)
-        result = _take_events(source)
+            stream.is_checked, stream.event_idx, stream.block_idx = 1, 0, 0
+            stream.budget -= num_bytes
+        if stream.checked_rank != rank.number:
+            return OTHER_RANK
+        result = _take_events(index, segments, head, names, stream, rank, events, hashes, token_bytes)
         if result != DONE:
             return result
-        _finish(source, payload, num_bytes, expected)
+        place = expected & (len(sequences) - 1)
+        sequences[place], fingerprints[place] = np.uint64(expected), xxh3_64(data, payload, num_bytes, _U0)
+        stream.timestamp_s = read_time(data, payload + 1, payload + num_bytes)[0]
+        stream.num_batches += 1
+        stream.message_idx += 1
+        stream.is_checked = 0
         expected += 1
     return DONE

@@ -1,141 +1,203 @@
-"""From a rank's engine hashes to rows of the index: a table of its own for each rank, of prefixes of the rows' keys.
+"""From a rank's engine hashes to blocks of the index: a table of its own for each rank, of canonical hashes.
 
-Only what is regular is found this way: one engine hash for one block, whose row its prefix names. The entry of a block
-that left the index unnoticed (it evicts) says nothing any more, and is written over.
+Only what is regular is found this way: one engine hash for one block. The name of a block that left the index unnoticed
+(it evicts) says nothing any more, and is written over. A table is its head and its segments, as the index's is.
 """
 
-# mypy: ignore-errors
-# The signature string of each function is its type.
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numba import int64, types, uint64
 
-from kvist.indexer.compiled.engine_layout import IRREGULAR
 from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, put32
-from kvist.radix.compiled.layout import INVERSE, IS_CAPPED, MULTIPLIER, SECONDARY
-from kvist.radix.compiled.layout import IRREGULAR as IRREGULAR_ROW
-from kvist.radix.compiled.rows import find_primary, find_row
-from kvist.radix.compiled.sets import tiers_of
-from kvist.radix.compiled.table import delete_row, find, home_of, insert_row, key_of, segment_of, side_of
+from kvist.radix.compiled import table
+from kvist.radix.compiled.blocks import find, is_irregular, mark_irregular, tiers_at
+from kvist.radix.compiled.jit import helper
+from kvist.radix.compiled.layout import (
+    CORE_TYPE,
+    DONE,
+    FULL,
+    HASHES_TYPE,
+    HEAD_TYPE,
+    SEGMENTS_TYPE,
+    Record,
+    Records,
+    Words,
+)
 
+IRREGULAR = 1
+"""What a hash that Python keeps account of names."""
 NOTHING, STORING, ACCOUNTING = range(3)
-_U32 = np.uint64(32)
+_U0, _IRREGULAR = np.uint64(0), np.uint64(IRREGULAR)
+_WORDS: Any = types.Array(uint64, 1, "C")
 
 
-@jit("i8(i8,i8)")
-def marks_of(index, row):
-    """Address of the side word of a row, which says whether it is secondary or irregular."""
-    return side_of(segment_of(index, key_of(row)), row)
+@helper
+def named(head: Record, names: Records, engine_hash: np.uint64) -> np.uint64:
+    """Return what the map says of an engine hash: the block it names, IRREGULAR, or 0 for nothing."""
+    segment = names[table.segment_of(head, engine_hash)]
+    place = table.locate(head, segment, engine_hash)
+    return segment.rows[place].value if place >= 0 else _U0
 
 
-@jit("i8(u8)", is_inlined=True)
-def prefix_of(key):
-    """What names the row of a key in engine maps."""
-    return np.int64(key >> _U32)
+@helper
+def put_name(head: Record, names: Records, engine_hash: np.uint64, block_hash: np.uint64) -> int:
+    """Let an engine hash stand for something from here on; return DONE, or FULL if the map must grow first."""
+    number = table.segment_of(head, engine_hash)
+    segment = names[number]
+    place = table.locate(head, segment, engine_hash)
+    if place >= 0:
+        segment.rows[place].value = block_hash
+        return DONE
+    if table.is_full(segment) and segment.room:
+        return FULL
+    return min(table.insert(head, names, number, -1 - place, engine_hash, block_hash), DONE)
 
 
-@jit("u8(i8,i8)", is_inlined=True)
-def hash_of(index, row):
-    """Canonical hash of a row's block."""
-    return key_of(row) * getu64(index + INVERSE)
-
-
-@jit("i8(i8,u8)")
-def entry_of(engine_map, engine_hash):
-    """Address of what the map says of an engine hash, 0 if it says nothing."""
-    key = engine_hash * getu64(engine_map + MULTIPLIER)
-    return find(home_of(engine_map, segment_of(engine_map, key), key), key)
-
-
-@jit("i8(i8,u8)", is_entry=True)
-def look_up(engine_map, engine_hash):
-    """Return what the map says of an engine hash: 0 if nothing."""
-    entry = entry_of(engine_map, engine_hash)
-    return get32(entry) if entry else 0
-
-
-@jit("i8(i8,i8,i8)")
-def row_named(index, slot, name):
-    """Row of the block that an entry names, 0 if it is stale: a block this slot does not hold any more."""
-    row = find_primary(index, np.uint64(name))
-    return row if row and tiers_of(index, get32(row), slot) else 0
-
-
-@jit("UniTuple(u8,2)(i8,i8,i8,u8)", is_entry=True)
-def block_named(index, engine_map, slot, engine_hash):
-    """Return (1, canonical hash) of the block that a regular engine hash names, (0, 0) if it names none."""
-    entry = entry_of(engine_map, engine_hash)
-    row = row_named(index, slot, get32(entry)) if entry and get32(entry) != IRREGULAR else 0
-    return (np.uint64(1), hash_of(index, row)) if row else (np.uint64(0), np.uint64(0))
-
-
-@jit("i8(i8,i8,u8)", is_entry=True)
-def tiers_held(index, slot, block_hash):
-    """Return in which tiers a slot holds a block, by bit."""
-    row = find_row(index, block_hash)
-    return tiers_of(index, get32(row), slot) if row else 0
-
-
-@jit("i8(i8,u8)", is_entry=True)
-def name_of(index, block_hash):
-    """Return what names a block in engine maps, 0 if nothing can: it has no row, or one that is not the first."""
-    row = find_row(index, block_hash)
-    name = prefix_of(block_hash * getu64(index + MULTIPLIER))
-    return name if row and get32(marks_of(index, row)) & SECONDARY == 0 and name > IRREGULAR else 0
-
-
-@jit("void(i8,u8)", is_entry=True)
-def mark_irregular(index, block_hash):
-    """Have every event that touches a block's row left to Python from here on."""
-    row = find_row(index, block_hash)
-    if row:
-        marks = marks_of(index, row)
-        put32(marks, get32(marks) | IRREGULAR_ROW)
-
-
-@jit("i8(i8,u8,i8)", is_entry=True)
-def put_entry(engine_map, engine_hash, name):
-    """Let an engine hash stand for something else from here on; return 0, or negative if the map must grow first."""
-    key = engine_hash * getu64(engine_map + MULTIPLIER)
-    segment = segment_of(engine_map, key)
-    home = home_of(engine_map, segment, key)
-    entry = find(home, key)
-    if entry:
-        put32(entry, name)
-        return 0
-    return min(insert_row(engine_map, segment, home, key, name), 0)
-
-
-@jit("void(i8,u8)", is_entry=True)
-def drop_entry(engine_map, engine_hash):
+@helper
+def drop_name(head: Record, names: Records, engine_hash: np.uint64) -> None:
     """Forget an engine hash, if it is known."""
-    key = engine_hash * getu64(engine_map + MULTIPLIER)
-    segment = segment_of(engine_map, key)
-    home = home_of(engine_map, segment, key)
-    entry = find(home, key)
-    if entry:
-        delete_row(engine_map, segment, home, entry)
+    segment = names[table.segment_of(head, engine_hash)]
+    place = table.locate(head, segment, engine_hash)
+    if place >= 0:
+        table.delete(head, segment, place)
 
 
-@jit("i8(i8,i8,i8,i8,u8,u8)", is_entry=True)
-def outlook(index, engine_map, slot, tier, engine_hash, block_hash):
+@helper
+def row_named(index: Record, segments: Records, slot: int, block_hash: np.uint64) -> int:
+    """Return the row of a block that is named, -1 if that is stale: this slot does not hold it any more."""
+    row = find(index, segments, block_hash)
+    return row if row >= 0 and tiers_at(index, segments, row, slot) else -1
+
+
+@helper
+def outlook(
+    index: Record,
+    segments: Records,
+    head: Record,
+    names: Records,
+    slot: int,
+    tier: int,
+    engine_hash: np.uint64,
+    block_hash: np.uint64,
+) -> int:
     """Say what it takes to hold a block in a tier under an engine hash: NOTHING, STORING, or ACCOUNTING.
 
-    The last means that one of the two stands for something else already, or that no entry can name the block.
+    The last means that one of the two stands for something else already, or that the block cannot be named.
     """
-    key, entry = block_hash * getu64(index + MULTIPLIER), entry_of(engine_map, engine_hash)
-    segment = segment_of(index, key)
-    row, name = find(home_of(index, segment, key), key), prefix_of(key)
-    named = get32(entry) if entry else 0
-    if named == IRREGULAR or name <= IRREGULAR:
+    name, row = named(head, names, engine_hash), find(index, segments, block_hash)
+    if name == _IRREGULAR or block_hash <= _IRREGULAR:
         return ACCOUNTING
-    tiers = tiers_of(index, get32(row), slot) if row else 0
-    marks = get32(side_of(segment, row)) if row else 0
-    if marks & SECONDARY or (tiers and (named != name or marks & IRREGULAR_ROW)):
+    tiers = tiers_at(index, segments, row, slot) if row >= 0 else 0
+    if tiers and (name != block_hash or is_irregular(segments, row)):
         return ACCOUNTING
-    if named and named != name and row_named(index, slot, named):
+    if name not in (_U0, block_hash) and row_named(index, segments, slot, name) >= 0:
         return ACCOUNTING
-    if named == name and row == 0 and row_named(index, slot, named):
-        return ACCOUNTING
-    return NOTHING if tiers >> tier & 1 and get64(index + IS_CAPPED) == 0 else STORING
+    return NOTHING if tiers >> tier & 1 and not index.is_capped else STORING
+
+
+# --- For Python -----------------------------------------------------------------------------------------------------
+
+
+@jit((HEAD_TYPE, SEGMENTS_TYPE, uint64))
+def look_up(heads: Records, names: Records, engine_hash: int) -> int:
+    """Return what `named` says."""
+    return named(heads[0], names, np.uint64(engine_hash))  # type: ignore[return-value]
+
+
+@jit((HEAD_TYPE, SEGMENTS_TYPE, uint64, uint64))
+def put_one(heads: Records, names: Records, engine_hash: int, block_hash: int) -> int:
+    """Do as `put_name` does."""
+    return put_name(heads[0], names, np.uint64(engine_hash), np.uint64(block_hash))
+
+
+@jit((HEAD_TYPE, SEGMENTS_TYPE, uint64))
+def drop_one(heads: Records, names: Records, engine_hash: int) -> None:
+    """Do as `drop_name` does."""
+    drop_name(heads[0], names, np.uint64(engine_hash))
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, int64, uint64, uint64))
+def needs_account(
+    core: Records, segments: Records, heads: Records, names: Records, slot: int, engine_hash: int, block_hash: int
+) -> bool:
+    """Return whether `outlook` says ACCOUNTING."""
+    hashes = np.uint64(engine_hash), np.uint64(block_hash)
+    return outlook(core[0], segments, heads[0], names, slot, 0, hashes[0], hashes[1]) == ACCOUNTING
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, int64, uint64))
+def tiers_held(core: Records, segments: Records, slot: int, block_hash: int) -> int:
+    """Return in which tiers a slot holds a block, by bit."""
+    row = find(core[0], segments, np.uint64(block_hash))
+    return tiers_at(core[0], segments, row, slot) if row >= 0 else 0
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, uint64))
+def can_name(core: Records, segments: Records, block_hash: int) -> bool:
+    """Return whether a block can be named: it is in the index, and no number that means something else."""
+    return bool(block_hash > IRREGULAR and find(core[0], segments, np.uint64(block_hash)) >= 0)
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, uint64))
+def mark_block(core: Records, segments: Records, block_hash: int) -> None:
+    """Have every event that touches a block left to Python from here on."""
+    row = find(core[0], segments, np.uint64(block_hash))
+    if row >= 0:
+        mark_irregular(segments, row)
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, int64, _WORDS, _WORDS))
+def read_names(
+    core: Records, segments: Records, heads: Records, names: Records, slot: int, engine_hashes: Words, blocks: Words
+) -> int:
+    """Keep those of the engine hashes that regularly name a block which the slot holds; return how many.
+
+    They stay side by side, each with its block at the same place of `blocks`.
+    """
+    num_kept = 0
+    for engine_hash in engine_hashes:
+        name = named(heads[0], names, engine_hash)
+        if name > _IRREGULAR and row_named(core[0], segments, slot, name) >= 0:
+            engine_hashes[num_kept], blocks[num_kept] = engine_hash, name
+            num_kept += 1
+    return num_kept
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, int64, HASHES_TYPE, HASHES_TYPE, int64))
+def put_names(
+    core: Records,
+    segments: Records,
+    heads: Records,
+    names: Records,
+    slot: int,
+    engine_hashes: Words,
+    blocks: Words,
+    start: int,
+) -> int:
+    """Let engine hashes name the blocks beside them, from `start` on; return how far: short of the end it must grow.
+
+    Where the slot does not hold the block, or the block cannot be named, nothing is.
+    """
+    for number in range(start, len(blocks)):
+        if blocks[number] <= _IRREGULAR or row_named(core[0], segments, slot, blocks[number]) < 0:
+            continue
+        if put_name(heads[0], names, engine_hashes[number], blocks[number]) == FULL:
+            return number
+    return len(blocks)
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, int64, HASHES_TYPE))
+def drop_stale(
+    core: Records, segments: Records, heads: Records, names: Records, slot: int, engine_hashes: Words
+) -> int:
+    """Forget which of the engine hashes regularly name a block that the slot does not hold; return how many."""
+    num_dropped = 0
+    for engine_hash in engine_hashes:
+        name = named(heads[0], names, engine_hash)
+        if name > _IRREGULAR and row_named(core[0], segments, slot, name) < 0:
+            drop_name(heads[0], names, engine_hash)
+            num_dropped += 1
+    return num_dropped

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE, TOPIC_BYTES, TOPIC_START
 from kvist.events.transports.zmtp import StopReason
-from kvist.indexer.compiled.jit import BYTES, TABLE, entry, helper
+from kvist.indexer.compiled.jit import BYTES, TABLE, helper, jit
 from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed
 
 _NEED_MORE, _TABLE_FULL, _UNUSUAL = int(StopReason.NEED_MORE), int(StopReason.TABLE_FULL), int(StopReason.UNUSUAL)
@@ -38,7 +38,7 @@ def _header_bytes(data: Bytes, at: int) -> int:
     return _LONG_HEADER if byte_at(data, at) & _LONG else _SHORT_HEADER
 
 
-@entry(BYTES, int64, int64, TABLE, int64)
+@jit((BYTES, int64, int64, TABLE, int64))
 def split_frames(
     data: Bytes, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
 ) -> tuple[int, int, int]:

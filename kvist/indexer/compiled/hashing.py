@@ -11,7 +11,7 @@ import numpy as np
 from numba import int64, uint64
 from numpy.typing import NDArray
 
-from kvist.indexer.compiled.jit import BYTES, U64S, entry, helper, inlined
+from kvist.indexer.compiled.jit import BYTES, U64S, helper, inlined, jit
 from kvist.indexer.compiled.words import Bytes, byte_at, byteswap, folded_product, word_at
 
 _SECRET = bytes.fromhex(
@@ -174,7 +174,7 @@ def chained(parent: np.uint64, local: np.uint64) -> np.uint64:
     return _hash_two_words(parent, local, np.uint64(16), _HASH_SEED)
 
 
-@entry(BYTES, int64, int64, uint64, U64S)
+@jit((BYTES, int64, int64, uint64, U64S))
 def hash_chain(tokens: Bytes, block_bytes: int, stride_bytes: int, seed: np.uint64, hashes: NDArray[np.uint64]) -> None:
     """Write the sequence hash of as many blocks as there is room for.
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.indexer.compiled.jit import BYTES, U32S, U64S, entry, helper, inlined
+from kvist.indexer.compiled.jit import BYTES, U32S, U64S, helper, inlined, jit
 from kvist.indexer.compiled.words import Bytes, byte_at, signed, word_at
 
 Integer = TypeVar("Integer", np.uint32, np.uint64)
@@ -201,7 +201,7 @@ def _find_integers(text: Bytes, key: Bytes, integers: NDArray[Integer]) -> tuple
     return count, start, end
 
 
-@entry(BYTES, BYTES, U32S)
+@jit((BYTES, BYTES, U32S))
 def find_u32s(text: Bytes, key: Bytes, integers: NDArray[np.uint32]) -> tuple[int, int, int]:
     """Read the array of integers under a key of the object that the text is; return how many, and its place.
 
@@ -212,7 +212,7 @@ def find_u32s(text: Bytes, key: Bytes, integers: NDArray[np.uint32]) -> tuple[in
     return _find_integers(text, key, integers)
 
 
-@entry(BYTES, BYTES, U64S)
+@jit((BYTES, BYTES, U64S))
 def find_u64s(text: Bytes, key: Bytes, integers: NDArray[np.uint64]) -> tuple[int, int, int]:
     """As `find_u32s`, of 64 bits."""
     return _find_integers(text, key, integers)

@@ -3,17 +3,13 @@
 A word's number says what it stands for; keys are fields, in whatever order an engine sends them.
 """
 
-# mypy: ignore-errors
-# The signature string of each function is its type.
 from __future__ import annotations
 
-import struct
-
 import numpy as np
+from numpy.typing import NDArray
 
-from kvist.indexer.compiled.intrinsics import constant_bytes
-from kvist.indexer.compiled.jit import jit
-from kvist.radix.compiled.intrinsics import get64, getu64
+from kvist.indexer.compiled.jit import helper, inlined
+from kvist.indexer.compiled.words import Bytes, signed, word_at
 
 # Fields; 0 is one that nobody needs.
 TYPE, BLOCK_HASHES, PARENT, TOKEN_IDS, BLOCK_SIZE, LORA_ID, LORA_NAME, CACHE_SALT = range(1, 9)
@@ -62,43 +58,43 @@ _VALUES = {
     "LOCAL": LOCAL,
     "REMOTE": REMOTE,
 }
-_ENTRY_BYTES, _LONGEST = 64, 32
-_MULTIPLIER = 0xDEBE_0F67_10A6_8B4D  # found by trial: it sends these words to 64 places of their own
+_LONGEST = 31
+_MULTIPLIER = np.uint64(0xDEBE_0F67_10A6_8B4D)  # found by trial: it sends these words to 64 places of their own
 _U58, _U64_MAX = np.uint64(58), np.uint64((1 << 64) - 1)
 
 
-def _table() -> bytes:
-    """The words by place: u64 length and number << 8, then the word itself."""
-    table = bytearray(64 * _ENTRY_BYTES)
+def _words() -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
+    """The words by place: as four times eight bytes, their lengths, their numbers."""
+    texts, lengths, numbers = np.zeros((64, 4), np.uint64), np.zeros(64, np.int64), np.zeros(64, np.int64)
     for word, number in (FIELDS | _VALUES).items():
-        text = word.encode().ljust(_LONGEST, b"\0")
-        first = int.from_bytes(text[:8], "little")
-        place = ((first + len(word)) * _MULTIPLIER >> 58) % 64 * _ENTRY_BYTES
-        assert not any(table[place : place + 8]), f"the multiplier is no good any more: {word}"
-        struct.pack_into("<Q32s", table, place, len(word) | number << 8, text)
-    return bytes(table)
+        text = np.frombuffer(word.encode().ljust(32, b"\0"), np.uint64)
+        place = int((text[0] + np.uint64(len(word))) * _MULTIPLIER >> _U58)
+        assert not lengths[place], f"the multiplier is no good any more: {word}"
+        texts[place], lengths[place], numbers[place] = text, len(word), number
+    return texts, lengths, numbers
 
 
-_words = constant_bytes("engine_words", _table())
-_M = np.uint64(_MULTIPLIER)
+with np.errstate(over="ignore"):
+    _TEXTS, _LENGTHS, _NUMBERS = _words()
 
 
-@jit("u8(i8)", is_inlined=True)
-def _first_bytes(num_bytes):
+@inlined
+def _first_bytes(num_bytes: int) -> np.uint64:
     """Mask of the first bytes of a word, 1 to 8 of them."""
     return _U64_MAX >> np.uint64(64 - 8 * num_bytes)
 
 
-@jit("i8(i8,i8)")
-def number_of(address, length):
+@helper
+def number_of(data: Bytes, at: int, length: int) -> int:
     """Return the number of a word of the engines, 0 for any other."""
-    if length == 0 or length > _LONGEST:
+    if length < 1 or length > _LONGEST:
         return 0
-    first = getu64(address) & _first_bytes(min(length, 8))
-    entry = _words() + np.int64(((first + np.uint64(length)) * _M) >> _U58) * _ENTRY_BYTES
-    if get64(entry) & 255 != length or first != getu64(entry + 8):
+    first = word_at(data, at) & _first_bytes(min(length, 8))
+    place = ((first + np.uint64(length)) * _MULTIPLIER) >> _U58
+    if _LENGTHS[place] != length or first != _TEXTS[place, 0]:
         return 0
     for offset in range(8, length, 8):
-        if (getu64(address + offset) & _first_bytes(min(length - offset, 8))) != getu64(entry + 8 + offset):
+        word = word_at(data, at + offset) & _first_bytes(min(length - offset, 8))
+        if word != _TEXTS[place, np.uint64(offset >> 3)]:
             return 0
-    return get64(entry) >> 8
+    return signed(_NUMBERS[place])

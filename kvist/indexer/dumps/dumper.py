@@ -10,10 +10,10 @@ from typing import Protocol
 from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import Indexer
-from kvist.indexer.dumps.format import DumpFailed, DumpWriter, NamespaceHead, StreamState
+from kvist.indexer.dumps.format import DumpWriter, NamespaceHead, StreamState
 from kvist.indexer.engine_map import Names
 from kvist.indexer.source import Source
-from kvist.radix import RadixIndex, SnapshotLostError
+from kvist.radix import RadixIndex
 
 BLOCKS_PER_FRAME = 4096
 SETTLE_S = 5.0
@@ -56,11 +56,7 @@ class Dumper:
         return self._turn.locked()
 
     async def dump(self, indexes: Iterable[Namespaced], write: Callable[[bytes], Awaitable[object]]) -> None:
-        """Hand all that the indexes hold to `write`, once no other dump is under way.
-
-        Raises what `write` raises, and SnapshotLostError when the disk has no room for what changes meanwhile: the
-        last frame then says so.
-        """
+        """Hand all that the indexes hold to `write`, once no other dump is under way; raises what `write` raises."""
         async with self._turn:
             writer = DumpWriter()
             await write(writer.head())
@@ -71,14 +67,10 @@ class Dumper:
                     for rank, names in _names_of(each.indexer):
                         await write(writer.names(rank, names))
                         await asyncio.sleep(0)
-                    try:
-                        for chunk in snapshot:
-                            if len(chunk.hashes):
-                                await write(writer.blocks(chunk))
-                            await asyncio.sleep(0)
-                    except SnapshotLostError as error:
-                        await write(writer.frame(DumpFailed(str(error))))
-                        raise
+                    for chunk in snapshot:
+                        if len(chunk.hashes):
+                            await write(writer.blocks(chunk))
+                        await asyncio.sleep(0)
             await write(writer.end())
 
 

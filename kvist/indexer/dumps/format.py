@@ -88,13 +88,7 @@ class DumpEnd(msgspec.Struct, tag="end", array_like=True, frozen=True):
     checksum: int
 
 
-class DumpFailed(msgspec.Struct, tag="failed", array_like=True, frozen=True):
-    """The last frame of a dump that cannot go on, and is not to be used."""
-
-    reason: str
-
-
-Frame: TypeAlias = DumpHead | NamespaceHead | NamesFrame | Blocks | DumpEnd | DumpFailed
+Frame: TypeAlias = DumpHead | NamespaceHead | NamesFrame | Blocks | DumpEnd
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
@@ -198,8 +192,6 @@ class DumpReader:
             raise self._malformed(f"version {frame.version}, expected {VERSION}")
         if isinstance(frame, Blocks):
             self._num_blocks += len(frame.hashes) // _U64.itemsize
-        if isinstance(frame, DumpFailed):
-            raise self._malformed(f"it was given up: {frame.reason}")
         if isinstance(frame, DumpEnd):
             expected = DumpEnd(self._num_frames, self._num_blocks, self._digest.intdigest())
             if frame != expected:

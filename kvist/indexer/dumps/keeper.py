@@ -23,7 +23,6 @@ from kvist.indexer.dumps.format import DumpReader, NamespaceHead
 from kvist.indexer.dumps.statistics import StateStatistics
 from kvist.indexer.dumps.takeover import Destination, Takeover
 from kvist.indexer.source import Source
-from kvist.radix import SnapshotLostError
 
 _logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class StateKeeper:
                 return
             try:
                 self._size_bytes = await self._write()
-            except (OSError, SnapshotLostError) as error:
+            except OSError as error:
                 self._num_failures += 1
                 self._failure = str(error)
                 _logger.error("state not saved: %s path=%s", error, self._path)

@@ -43,8 +43,7 @@ from kvist.metrics_page import MetricsPage
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 
 DUMP_TIMEOUT_S = 600.0
-"""While a dump is under way, what changes in its index is kept twice: a client that never ends would cost disk space,
-and memory for the sets of holders that it has still to be told."""
+"""While a dump is under way, its index is kept twice: a client that never ends would cost that memory for ever."""
 
 _METHODS = {
     "/query": "POST",
@@ -207,10 +206,7 @@ class Api:
 
 
 async def send_dump(dumper: Dumper, members: Iterable[Member], responder: Responder) -> None:
-    """Send every index as it is at one moment, at the client's pace; raises ApiError (503) while another is sent.
-
-    Raises SnapshotLostError when the disk has no room for what changes meanwhile, which ends the connection.
-    """
+    """Send every index as it is at one moment, at the client's pace; raises ApiError (503) while another is sent."""
     if dumper.is_busy:
         raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "another dump is under way; try again")
     async with asyncio.timeout(DUMP_TIMEOUT_S):

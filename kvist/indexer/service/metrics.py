@@ -107,7 +107,6 @@ class Gauges:
             "num_held": GaugeMetricFamily("kvist_index_residencies", "Blocks by rank and tier", labels=labels),
             "num_ranks": GaugeMetricFamily("kvist_index_ranks", "Ranks that hold blocks", labels=labels),
             "size_bytes": GaugeMetricFamily("kvist_index_bytes", "Memory of the index", labels=labels),
-            "peak_bytes": GaugeMetricFamily("kvist_index_peak_bytes", "Most memory it ever took", labels=labels),
         }
         evicted = CounterMetricFamily("kvist_index_evicted_blocks", "Blocks that went to keep the cap", labels=labels)
         for member in [*self.registry]:

@@ -1,95 +1,222 @@
-"""Bounded slices of what keeps memory in proportion: forgetting ranks that are gone, splitting and merging buckets."""
+"""Bounded slices of what goes over a whole index: forgetting ranks that are gone, evicting, telling a snapshot."""
 
-# mypy: ignore-errors
-# The signature of each function is its type.
+# mypy: disable-error-code="no-any-return"
+# To mypy, what a record has is Any.
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+from numba import int64, types, uint32
+from numpy.typing import NDArray
 
-from kvist.radix.compiled.intrinsics import get32, get64, held_rows, lowest_bit, put32, put64
-from kvist.radix.compiled.jit import jit
+from kvist.radix.compiled.blocks import EPOCH_MARKS, block_digest, capture, credit, replace
+from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import (
-    BUCKET_BYTES,
-    BUCKET_SETS,
-    BUCKETS,
-    BUCKETS_PER_PAGE,
-    NEEDS_HELP,
-    NUM_BUCKETS,
-    SEGMENT_BYTES,
-    SEGMENTS,
+    CORE_TYPE,
+    EPOCH_SHIFT,
+    FULL,
+    INLINE,
+    MAX_DEPTH,
+    NUM_DEPTH_CLASSES,
+    OLDEST,
+    ROUND_TYPE,
+    ROWS_TYPE,
+    SEGMENTS_TYPE,
+    Record,
+    Records,
 )
-from kvist.radix.compiled.sets import add_references, purged_set, record_of
-from kvist.radix.compiled.table import delete_row, home_of, key_of
+from kvist.radix.compiled.sets import PURGE, changed, free_set, is_retired, list_members
 
-_U1 = np.uint64(1)
+_U0 = np.uint64(0)
+_0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
+_MINUS_1: Any = np.int64(-1)
 
 
-@jit("i8(i8,i8)", is_entry=True)
-def purge(control, segment_index):
-    """Take the retired slots out of a segment's sets.
+# --- Ranks that are gone --------------------------------------------------------------------------------------------
 
-    Return 0, or NEEDS_HELP if a set needs a slab: then call again.
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, int64))
+def purge(core: Records, segments: Records, number: int) -> int:
+    """Take the retired slots out of a segment's sets; return 0, or FULL if there is no room for other sets."""
+    index, segment, place = core[0], segments[number], _0
+    while place < segment.room:
+        set_id = signed(segment.rows[place].set_id)
+        if set_id & INLINE:
+            left = 0 if is_retired(index, (set_id & (INLINE - 1)) >> 4) else set_id
+        else:
+            left = changed(index, set_id, PURGE, index.retirement, _0) if set_id else 0
+        if left < 0:
+            return FULL
+        if left != set_id:
+            replace(index, segment, place, left)
+        place += left != 0 or set_id == 0  # another row may have come to the place of one that went
+    return 0
+
+
+@jit((CORE_TYPE, int64, int64))
+def free_sets(core: Records, first: int, end: int) -> None:
+    """Free the sets of some numbers to which nothing refers: those that stayed for a snapshot which is over."""
+    index = core[0]
+    for set_id in range(first, end):
+        if index.sets[set_id].stamp and index.sets[set_id].references == 0:
+            free_set(index, set_id)
+
+
+# --- Eviction -------------------------------------------------------------------------------------------------------
+
+
+@helper
+def _age(marks: int, now: int) -> int:
+    """Return the epochs since a row was used, as of an epoch; 0 if it was used since."""
+    age = ((now - (marks & EPOCH_MARKS)) & EPOCH_MARKS) >> EPOCH_SHIFT
+    return 0 if age > OLDEST + OLDEST // 2 else age
+
+
+@helper
+def _depth_class(depth: int) -> int:
+    """Return a class that ascends with the depth: below 64 each its own, then four to each doubling."""
+    if depth < 64:
+        return depth
+    log = 6
+    while depth >> (log + 1):
+        log += 1
+    return 64 + (log - 6) * 4 + ((depth >> (log - 2)) & 3)
+
+
+@helper
+def _priority(marks: int, now: int) -> int:
+    return _age(marks, now) * NUM_DEPTH_CLASSES + _depth_class(marks & MAX_DEPTH)
+
+
+@jit((SEGMENTS_TYPE, ROUND_TYPE, int64))
+def count_priorities(segments: Records, rounds: Records, max_visits: int) -> bool:
+    """Count rows by priority, in whole segments from where a round stands; return whether that was the last of them.
+
+    Rows older than OLDEST are made that old, so that epochs can come round.
     """
-    segment, result = get64(control + SEGMENTS) + segment_index * SEGMENT_BYTES, 0
-    address = get64(segment)
-    for bucket in range(address, address + get32(segment + 12) * BUCKET_BYTES, BUCKET_BYTES):
-        held = held_rows(bucket)
-        while held != np.uint64(0):
-            row = bucket + BUCKET_SETS + lowest_bit(held) * 4
-            held &= held - _U1
-            old = get32(row)
-            new = purged_set(control, old)
-            if new < 0:
-                result = NEEDS_HELP
-            elif new != old:
-                if new == 0:
-                    delete_row(control, segment, home_of(control, segment, key_of(row)), row)
-                else:
-                    put32(row, new)
-                    add_references(control, new, 1)
-                add_references(control, old, -1)
-    return result
+    state, num_visited = rounds[0], 0
+    while num_visited < max_visits and state.segment < len(segments):
+        segment = segments[state.segment]
+        for place in range(segment.room):
+            row = segment.rows[place]
+            if row.set_id == 0:
+                continue
+            marks = signed(row.marks)
+            if _age(marks, state.now) > OLDEST:
+                marks = (marks & ~EPOCH_MARKS) | ((state.now - (OLDEST << EPOCH_SHIFT)) & EPOCH_MARKS)
+                row.marks = marks
+            priority = _priority(marks, state.now)
+            state.counts[priority] += np.uint32(1)
+            state.highest = max(state.highest, priority)
+        num_visited += 1 + segment.room
+        state.segment += 1
+    return state.segment == len(segments)
 
 
-@jit("void(i8)", is_entry=True)
-def split_buckets(control):
-    """Open the next page of buckets, already zeroed and in the directory, and move to it what hashes there now."""
-    num_buckets, span = get64(control + NUM_BUCKETS), BUCKETS_PER_PAGE
-    while span <= num_buckets:
-        span <<= 1
-    half = span >> 1  # bucket b of the new page takes from bucket b - half
-    pages = get64(control + BUCKETS)
-    upper = get64(pages + (num_buckets >> 12) * 8)
-    lower = get64(pages + ((num_buckets - half) >> 12) * 8)
-    for index in range(BUCKETS_PER_PAGE):
-        link, target = lower + index * 4, upper + index * 4
-        set_id = get32(link)
-        while set_id != 0:
-            record = record_of(control, set_id)
-            following = get32(record + 12)
-            if get32(record + 8) & half:
-                put32(link, following)
-                put32(record + 12, get32(target))
-                put32(target, set_id)
+@helper
+def _take_from_holders(index: Record, block_hash: np.uint64, set_id: int) -> int:
+    """Take a block from all who hold it, and note that they lost it to eviction; return how many they were."""
+    num_members = list_members(index, set_id)
+    for number in range(num_members):
+        slot, tiers = signed(index.members[number]) >> 4, signed(index.members[number]) & 15
+        if is_retired(index, slot):
+            continue
+        for tier in range(4):
+            if tiers >> tier & 1:
+                credit(index, slot, _MINUS_1, _U0 - block_digest(block_hash, tier))
+        index.slots[slot].has_lost = 1
+    return num_members
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, ROUND_TYPE, int64))
+def evict(core: Records, segments: Records, rounds: Records, max_work: int) -> bool:
+    """Take out rows above the threshold, and at it while the quota lasts, from where a round stands on.
+
+    Returns whether it is through. To evict a row counts as 36 looked at.
+    """
+    index, state, work = core[0], rounds[0], 0
+    while state.segment < len(segments):
+        segment, place = segments[state.segment], state.place
+        while place < segment.room:
+            if work >= max_work:
+                state.place = place
+                return False
+            row = segment.rows[place]
+            priority = _priority(signed(row.marks), state.now) if row.set_id else -1
+            if priority > state.threshold or (priority == state.threshold and state.quota > 0):
+                state.quota -= priority == state.threshold
+                work += 32 + 4 * _take_from_holders(index, row.hash, signed(row.set_id))
+                replace(index, segment, place, _0)
+                index.num_evicted += 1
             else:
-                link = record + 12
-            set_id = following
-    put64(control + NUM_BUCKETS, num_buckets + BUCKETS_PER_PAGE)
+                place += 1
+            work += 1
+        state.segment += 1
+        state.place = 0
+    return True
 
 
-@jit("void(i8)", is_entry=True)
-def merge_buckets(control):
-    """Undo the last `split_buckets`: empty the last page into the one it came from."""
-    num_buckets, half = get64(control + NUM_BUCKETS) - BUCKETS_PER_PAGE, BUCKETS_PER_PAGE
-    while half << 1 <= num_buckets:
-        half <<= 1
-    pages = get64(control + BUCKETS)
-    upper = get64(pages + (num_buckets >> 12) * 8)
-    lower = get64(pages + ((num_buckets - half) >> 12) * 8)
-    for index in range(BUCKETS_PER_PAGE):
-        link = lower + index * 4
-        while get32(link) != 0:
-            link = record_of(control, get32(link)) + 12
-        put32(link, get32(upper + index * 4))
-        put32(upper + index * 4, 0)
-    put64(control + NUM_BUCKETS, num_buckets)
+# --- Snapshots ------------------------------------------------------------------------------------------------------
+
+
+@jit((SEGMENTS_TYPE, int64, int64))
+def capture_some(segments: Records, number: int, max_rows: int) -> int:
+    """Copy what a snapshot tells of segments from a number on, unless that was done; return where that ended."""
+    num_visited = 0
+    while number < len(segments) and num_visited < max_rows:
+        if segments[number].count and not segments[number].is_captured:
+            capture(segments[number])
+            num_visited += segments[number].room
+        num_visited += 1
+        number += 1
+    return number
+
+
+@jit((SEGMENTS_TYPE, int64, int64, ROWS_TYPE, int64))
+def tell(segments: Records, depth: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
+    """Move copied rows to the output, by ascending depth, from one depth and segment on, until that is full.
+
+    Returns how many, and the depth and segment to go on with; depth -1 once all are told.
+    """
+    count = num_visited = 0
+    while depth >= 0:
+        following = -1  # the next depth that there is
+        for number in range(first, len(segments)):
+            if count == len(output) or num_visited >= max_visits:
+                return count, depth, number
+            segment = segments[number]
+            num_visited += 1
+            while segment.num_told < segment.num_copied and count < len(output):
+                copy = segment.copies[segment.num_told]
+                if signed(copy.marks) & MAX_DEPTH != depth:
+                    break
+                output[count].hash, output[count].value = copy.hash, copy.value
+                segment.num_told += 1
+                count += 1
+            if count == len(output):
+                return count, depth, number
+        first = 0
+        for segment in segments:
+            if segment.num_told < segment.num_copied:
+                deeper = signed(segment.copies[segment.num_told].marks) & MAX_DEPTH
+                following = deeper if following < 0 else min(following, deeper)
+        num_visited += len(segments)
+        depth = following
+    return count, -1, 0
+
+
+@jit((CORE_TYPE, types.Array(uint32, 1, "C")))
+def members_of(core: Records, set_ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Return the members of some sets side by side, and how many each has."""
+    index, lengths, count = core[0], np.empty(len(set_ids), np.int64), 0
+    for number in range(len(set_ids)):
+        set_id = signed(set_ids[number])
+        lengths[number] = 1 if set_id & INLINE else signed(index.sets[set_id].num_members)
+        count += lengths[number]
+    members, count = np.empty(count, np.uint32), 0
+    for number in range(len(set_ids)):
+        for place in range(list_members(index, signed(set_ids[number]))):
+            members[count] = index.members[place]
+            count += 1
+    return members, lengths

@@ -1,79 +1,165 @@
-"""The layout of the index in memory, for those who compile it and those who own the memory. Sizes are in bytes.
+"""What an index is in memory: two arrays of records, for those who compile code for them and those who own them.
 
-Bucket, 64: one cache line with room for five rows, in no order. In the index a row is a block that somebody holds.
-    0  u64 x 5 key     hash times a secret odd number, modulo 2**64
-    40 u32 x 5 value   in the index the id of the set that holds it; 0 where there is no row, whatever the key says
-    60 u32 passed      rows that begin their search here, or before, and lie in a later bucket
-A row is known by the address of its value. Its search begins at its home, the place of its prefix (the upper 32 bits of
-the key) scaled to the capacity, so rows of one prefix have one home. It ends at the first bucket that no row has
-passed; the last bucket never is, so no bounds are checked.
+`core`, one record, has all but the rows; `segments` has the rows. Both are reserved at their greatest size and take
+memory as they fill: nothing ever moves, so they can lie in a buffer that other processes map, too. Compiled code takes
+the two arrays, and hands the record of the core and the array of segments on; only that of this folder looks into them.
 
-Segment: the keys that share their top bits. Its buckets; then, in a table that has them, a side word for each row
-    u32 side           bits 0-17 depth: how many blocks come before it, at most MAX_DEPTH  18-29 epoch of the last use
-        30 secondary: there was another row of its prefix when it was put in, so at most one that is not  31 irregular:
-        what is known of the block is more than a map of prefixes can tell (the index itself does not set it)
-    Where there is no row it means nothing.
-Entry in the segment directory, 24:
-    0  i64 address  8  u32 capacity (range of homes)  12 u32 buckets (with padding)  16 u32 count  20 u32 captured
-Home word of a segment, u64, in an array beside the directory: address >> 12 << 28 | capacity, so that one load tells
-    where the homes of its keys are
-Loose row, 16, as snapshots and rebuilding take them out: 0 u64 key  8 u32 side  12 u32 value
-
-Set id, u32: who holds a block, in which tiers. A *member* is `slot << 4 | tiers`: a slot stands for one rank of one
-worker, `tiers` has bit t set if it holds the block in tier t.
+A *slot* stands for one rank of one worker. A *member* is `slot << 4 | tiers`: `tiers` has bit t set where the slot
+holds a block in tier t. A *set id* says who holds a block:
     0                  nobody
-    1 << 31 | member   one slot, told by the id itself
-    slab << 13 | record                      several slots; equal sets have equal ids, and a record counts its rows
-Record: 0 u32 references  4 u32 stamp (unique among living records; 0 = free)  8 u32 hash (sum over members)
-    12 u32 next in bucket or free list  16 u32 number of members  20 u32 number of words, 0 if sparse  24 payload
-    sparse payload: u32 members, ascending       dense payload: u64 words of 16 slots, four tier bits each
-    Dense exactly if that is smaller, or larger by no more than 128 bytes, so that equal sets are equal bytes.
-Slab, 40: 0 i64 address  8 u32 record bytes  12 u32 capacity  16 u32 used  20 u32 fresh (never used from here on)
-    24 u32 free list (index + 1)  28 u32 previous  32 u32 next slab with room  36 u32 class
-Class, 8: 0 u32 record bytes  4 u32 first slab with room (0 = none; slab 0 is never used)
-Bucket: u32 set id, head of a chain. Pages of 4,096 buckets; linear hashing adds or merges one page at a time.
-Transition, 20: (set id, operation) -> set id, valid while the stamps match. 0 u32 set  4 u32 operation
-    8 u32 stamp of set  12 u32 result  16 u32 stamp of result
-Step, 32, behind the transitions: what a match need not compute again: by which slots, held in the fastest tier, one
-    set exceeds another. Valid while the stamps match. 0 u32 set
-    4 u32 other  8 u32 stamp of set  12 u32 stamp of other  16 u32 number of slots  20 u32 x 3 slots
-Snapshot, 72: 0 i64 next segment  8 first depth collected and  16 the one after the last, 0 while depths are counted
-    24 collected rows, loose  32 place of the next row of each depth, u32, or 0: in the order they are found
-    40 how many, if in that order  48 number of rows of each depth, u32  56 greatest depth
-    64 where rows of each depth go in a copy, u32; all 0 between captures
-Eviction, 56: 0 i64 next segment and  8 bucket  16 epoch of its beginning  24 priority above which rows go  32 how many
-    go with just that one  40 number of rows of each priority, u32 (age times DEPTH_CLASSES, and class of depth)
-    48 highest priority of a row
-Slot, 32: 0 i64 number of (block, tier) held  8 u64 digest of them  16 u32 state  20 u32 1 once blocks were evicted
+    INLINE | member    one slot, told by the id itself
+    anything else      the number of a record in `sets`: two members or more; equal sets have equal ids
 """
 
 from __future__ import annotations
 
-# The control block: 64-bit fields, by byte offset. Every table has the first ones, the index all of them.
-MULTIPLIER, SEGMENT_BITS, SEGMENTS, NUM_ROWS, NEED_KIND, NEED_ARG, IS_CAPTURING, SELF = range(0, 64, 8)
-SIDE_BYTES, FULLEST_128THS, HOMES = range(64, 88, 8)  # side words, 0 or 4 a row; how full a segment may be
-TABLE_BYTES = 88
-INVERSE, SLABS, CLASSES, BUCKETS, NUM_BUCKETS, TRANSITIONS, SLOTS, MEMBERS, WORDS = range(88, 160, 8)
-ACTIVE, DEPTHS, OUTPUT, INPUT, OPERATIONS, NUM_SETS, NEXT_STAMP, NUM_EMPTY_SLABS = range(160, 224, 8)
-NUM_RETIRED, RETIRE_EPOCH, RESUME, RESUME_OPERATION = range(224, 256, 8)
-NUM_APPLIED, NUM_NOT_FOUND, NUM_ORPHANS, NUM_INVALID = range(256, 288, 8)
-IS_CAPPED, EPOCH, NUM_STAMPED, NUM_EVICTED = range(288, 320, 8)  # the epoch as it stands in a side word
-# Of a match: where its rows go beside their slots; how many there are, and will be; how many words, or members of a
-# list, are active; the set they are exactly, or -1; whether steps were taken since that left them behind.
-OUTPUT_DEPTHS, NUM_OUT, NUM_BEGUN, NUM_WORDS, NUM_ACTIVE, EXACT_SET, IS_BEHIND = range(320, 376, 8)
-PIPELINE, CONTROL_BYTES = 512, 4096  # the rest is scratch for the hashes that are being looked up
+import mmap
+from typing import Any
 
-MAX_DEPTH, EPOCH_SHIFT, EPOCHS, SECONDARY, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 30, 1 << 31
-OLDEST, DEPTH_CLASSES = 1 << 11, 128  # age in epochs beyond which rows are as old; what an eviction tells apart
-SNAPSHOT_BYTES, EVICTION_BYTES = 72, 56
-BUCKET_BYTES, BUCKET_ROWS, BUCKET_SETS, BUCKET_PASSED = 64, 5, 40, 60
-LOOSE_ROW_BYTES, SEGMENT_BYTES, SLAB_BYTES, CLASS_BYTES, TRANSITION_BYTES, SLOT_BYTES = 16, 24, 40, 8, 20, 32
-OPERATION_BYTES = 32  # u64 kind, tier, parent hash, number of hashes
-STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = 0, 1, 2, 3
-RECORD_HEADER_BYTES, RECORD_BITS, BUCKETS_PER_PAGE = 24, 13, 4096
-NUM_TRANSITIONS, NUM_STEPS, STEP_BYTES, STEP_SLOTS = 4096, 4096, 32, 3
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Records = NDArray[np.void]
+Words = NDArray[np.uint64]
+Record = Any
+"""One of some records: what Numba passes as a pointer, and NumPy has as a view."""
+
+# --- A table: its head and its segments, which grow one at a time -----------------------------------------------------
+SEGMENT_SHIFT = 19
+SEGMENT_ROWS = 1 << SEGMENT_SHIFT
+"""Rows reserved for a segment. A row's number is `segment << SEGMENT_SHIFT | place`."""
+FULLEST_128THS = 92
+"""How full a segment may be before it grows. It then takes 16 bytes / 0.77, and at most 1.2 times that."""
+ROW = np.dtype(
+    {
+        "names": ["hash", "value", "set_id", "marks"],  # vacant where the value is 0; in an index the value is in two
+        "formats": ["u8", "u8", "u4", "u4"],
+        "offsets": [0, 8, 8, 12],
+    },
+    align=True,
+)
+SEGMENT = np.dtype(
+    {
+        "names": ["room", "count", "is_captured", "num_copied", "num_told", "rows", "copies"],
+        "formats": ["i8"] * 5 + [(ROW, (SEGMENT_ROWS,))] * 2,
+        "offsets": [*range(0, 40, 8), 64, 64 + ROW.itemsize * SEGMENT_ROWS],
+        "itemsize": mmap.PAGESIZE + 2 * ROW.itemsize * SEGMENT_ROWS,
+    },
+    align=True,
+)
+"""There is room for as many `rows` as `room` says. `copies` are what a snapshot is to tell, by ascending depth."""
+HEAD = np.dtype(
+    [
+        ("multiplier", "u8"),  # odd and secret, so that nobody can choose where hashes land
+        ("bits", "i8"),  # there are 2**bits segments
+        ("num_rows", "i8"),
+        ("num_room", "i8"),  # the room of all segments
+    ]
+)
+MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 31
+"""Marks: how many blocks come before it, at most MAX_DEPTH; the epoch of its last use; a flag for who calls us."""
+
+# --- The core -------------------------------------------------------------------------------------------------------
 INLINE = 1 << 31
-NEED_SEGMENT, NEED_SLAB, NEED_CAPTURE = 1, 2, 3
+MAX_SLOTS, MAX_SETS, MAX_WORDS, NUM_MEMOS, NUM_RUN_SIZES = 1 << 20, 1 << 24, 1 << 27, 1 << 12, 64
 LIVE, RETIRED = 1, 2
-# Results of a store, beside the number of newly held residencies; of a batch; and of reading one.
-NEEDS_HELP, ORPHAN, INVALID, NEEDS_CLEAR, UNREADABLE = -1, -2, -3, -4, -5
+SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4")], align=True)
+SET = np.dtype(
+    [
+        ("start", "u4"),  # in `words`
+        ("num_members", "u4"),
+        ("num_words", "u4"),  # sixteen slots a word, four tier bits each; 0: members, two a word, ascending by slot
+        ("references", "u4"),  # rows that have this id
+        ("hash", "u4"),
+        ("next", "u4"),  # in its bucket, or on the list of free records
+        ("stamp", "i8"),  # which no other set ever has; 0 for a free record
+    ],
+    align=True,
+)
+MEMO = np.dtype(
+    [("set_id", "u4"), ("result", "u4"), ("operation", "i8"), ("stamp", "i8"), ("result_stamp", "i8")], align=True
+)
+CORE = np.dtype(
+    [
+        ("generation", "i8"),  # odd while somebody writes; see `RadixIndex.writing`
+        ("table", HEAD),
+        ("is_capped", "i8"),
+        ("epoch", "i8"),  # as it stands in marks
+        ("num_stamped", "i8"),  # blocks used since the epoch began
+        ("num_evicted", "i8"),
+        ("num_retired", "i8"),  # slots whose rank is gone, and which sets may still have
+        ("retirement", "i8"),  # a number for the last time that a slot was retired
+        ("captured_stamp", "i8"),  # an open snapshot may refer to sets up to this stamp, so they stay; 0: none is open
+        ("num_sets", "i8"),
+        ("last_stamp", "i8"),
+        ("end_of_sets", "i8"),  # records from here on were never used
+        ("free_set", "i8"),  # first of a list, 0 for none
+        ("end_of_words", "i8"),
+        ("num_buckets", "i8"),
+        ("slots", SLOT, (MAX_SLOTS,)),
+        ("sets", SET, (MAX_SETS,)),
+        ("words", "u8", (MAX_WORDS,)),
+        # What only the writer looks into: heads of lists of sets; runs of words that are free, by size, as their start
+        # plus one, which have the next one's in them; what an operation made of a set; and scratch.
+        ("buckets", "u4", (MAX_SETS,)),
+        ("free_runs", "i8", (NUM_RUN_SIZES,)),
+        ("memos", MEMO, (NUM_MEMOS,)),
+        ("members", "u4", (MAX_SLOTS + 2,)),
+        ("draft", "u8", (MAX_SLOTS // 2 + 2,)),
+    ],
+    align=True,
+)
+QUERY = np.dtype(
+    [
+        ("num_words", "i8"),
+        ("num_left", "i8"),  # slots that still hold all blocks so far
+        ("num_holders", "i8"),  # whose depths are known
+        ("active", "u8", (MAX_SLOTS // 16,)),
+        ("spread", "u8", (MAX_SLOTS // 16,)),
+        ("depths", "u4", (MAX_SLOTS, 4)),
+        ("holder_ids", "u4", (MAX_SLOTS,)),
+        ("holder_depths", "u4", (MAX_SLOTS, 4)),
+    ],
+    align=True,
+)
+"""Scratch of one who matches, and the answer."""
+
+OLDEST, NUM_DEPTH_CLASSES = 1 << 11, 1 << 7
+"""Age in epochs beyond which rows are as old; classes of depth that an eviction tells apart."""
+ROUND = np.dtype(
+    [
+        ("segment", "i8"),  # where it stands
+        ("place", "i8"),
+        ("now", "i8"),  # the epoch in which it began
+        ("threshold", "i8"),  # rows above this priority go
+        ("quota", "i8"),  # and so many at it
+        ("highest", "i8"),  # priority of a row
+        ("counts", "u4", (NUM_EPOCHS * NUM_DEPTH_CLASSES,)),  # of rows, by priority
+    ],
+    align=True,
+)
+"""A round of eviction: rows are counted by priority (age in epochs, then class of depth), then the highest go."""
+
+# --- What callers say and are told ----------------------------------------------------------------------------------
+OPERATION = np.dtype([("kind", "i8"), ("tier", "i8"), ("parent", "u8"), ("num_hashes", "i8")], align=True)
+STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = range(4)
+PROGRESS = np.dtype(
+    [
+        ("operation", "i8"),  # where to go on, and within its hashes
+        ("hash", "i8"),
+        ("num_stored", "i8"),
+        ("num_not_found", "i8"),
+        ("num_orphans", "i8"),
+        ("num_invalid", "i8"),
+    ],
+    align=True,
+)
+DONE, FULL, ORPHAN, INVALID, CLEARED = 0, -1, -2, -3, -4
+
+_typeof: Any = numba.typeof
+HEAD_TYPE, CORE_TYPE, SEGMENTS_TYPE, ROWS_TYPE = (_typeof(np.empty(0, dtype)) for dtype in (HEAD, CORE, SEGMENT, ROW))
+QUERY_TYPE, ROUND_TYPE, OPERATIONS_TYPE, PROGRESS_TYPE = (
+    _typeof(np.empty(0, dtype)) for dtype in (QUERY, ROUND, OPERATION, PROGRESS)
+)
+HASHES_TYPE: Any = numba.types.Array(numba.types.uint64, 1, "C", readonly=True)

@@ -1,398 +1,318 @@
-"""Interned sets of slots: who holds a block, in which tiers, by one id; see `layout`."""
+"""Interned sets of slots: who holds a block, in which tiers, by one id; `layout` says what an id is.
 
-# mypy: ignore-errors
-# The signature of each function is its type.
+A set's record counts the rows that refer to it, and goes with the last of them; while a snapshot is open, a set that
+its copies may refer to stays. Its words lie in runs of one big array; runs that are free again are listed by size.
+"""
+
+# mypy: disable-error-code="no-any-return"
+# To mypy, what a record has is Any.
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
-from kvist.radix.compiled.intrinsics import get32, get64, getu64, lowest_bit, move, put32, put64, putu64
-from kvist.radix.compiled.jit import jit
-from kvist.radix.compiled.layout import (
-    BUCKETS,
-    BUCKETS_PER_PAGE,
-    CLASS_BYTES,
-    CLASSES,
-    INLINE,
-    MEMBERS,
-    NEED_SLAB,
-    NEXT_STAMP,
-    NUM_BUCKETS,
-    NUM_EMPTY_SLABS,
-    NUM_SETS,
-    NUM_STEPS,
-    NUM_TRANSITIONS,
-    RECORD_BITS,
-    RECORD_HEADER_BYTES,
-    RETIRE_EPOCH,
-    RETIRED,
-    SLAB_BYTES,
-    SLABS,
-    SLOT_BYTES,
-    SLOTS,
-    STEP_BYTES,
-    TRANSITION_BYTES,
-    TRANSITIONS,
-    WORDS,
-)
-from kvist.radix.compiled.table import need
+from kvist.radix.compiled.jit import helper, signed
+from kvist.radix.compiled.layout import FULL, INLINE, MAX_SETS, MAX_WORDS, RETIRED, Record, Words
 
-_RECORD_MASK = (1 << RECORD_BITS) - 1
-_PURGE = 1 << 31
-MIX_1 = np.uint64(0xBF58_476D_1CE4_E5B9)
-MIX_2 = np.uint64(0x94D0_49BB_1331_11EB)
-NIBBLE = np.uint64(15)
-_U32 = np.uint64(32)
+ADD: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
+DISCARD: Any = np.int64(1)
+PURGE: Any = np.int64(2)
+"""What may be made of a set: with a member's tier, without it, without all slots that are retired."""
+_U0, _U52, _NIBBLE, _MEMBER = (np.uint64(n) for n in (0, 52, 15, (1 << 32) - 1))
+_MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
+_LOW = INLINE - 1
 
 
-@jit("i8(i8,i8)")
-def record_of(control, set_id):
-    """Address of an interned set."""
-    slab = get64(control + SLABS) + (set_id >> RECORD_BITS) * SLAB_BYTES
-    return get64(slab) + (set_id & _RECORD_MASK) * get32(slab + 8)
+@helper
+def is_retired(index: Record, slot: int) -> bool:
+    """Whether the rank of a slot is gone."""
+    return index.slots[slot].state == RETIRED
 
 
-@jit("i8(i8,i8)")
-def _stamp(control, set_id):
-    """What tells this set from later users of its id: 0 for ids that tell their members themselves."""
-    return 0 if set_id == 0 or set_id & INLINE else get32(record_of(control, set_id) + 4)
+@helper
+def member_at(words: Words, start: int, number: int) -> int:
+    """Return a member of a set that has its members listed."""
+    return signed((words[start + (number >> 1)] >> np.uint64((number & 1) * 32)) & _MEMBER)
 
 
-@jit("i8(i8)")
-def _member_hash(member):
-    mixed = np.uint64(member + 1) * MIX_1
-    return np.int64(((mixed ^ (mixed >> _U32)) * MIX_2) >> _U32)
-
-
-@jit("i8(i8,i8)")
-def bucket_of_hash(control, content_hash):
-    """Address of a hash's bucket, by linear hashing."""
-    num_buckets, span = get64(control + NUM_BUCKETS), BUCKETS_PER_PAGE
-    while span < num_buckets:
-        span <<= 1
-    index = content_hash & (span - 1)
-    if index >= num_buckets:
-        index &= (span >> 1) - 1
-    return get64(get64(control + BUCKETS) + (index >> 12) * 8) + (index & (BUCKETS_PER_PAGE - 1)) * 4
-
-
-@jit("b1(i8,i8,i8)")
-def _is_equal(left, right, size_bytes):
-    offset = 0
-    while offset < size_bytes and get32(left + offset) == get32(right + offset):
-        offset += 4
-    return offset >= size_bytes
-
-
-@jit("i8(i8,i8)")
-def _allocate_record(control, payload_bytes):
-    """Id of a free record of the smallest class that fits; needs a slab if that class has none with room."""
-    size_class, entry = 0, get64(control + CLASSES)
-    while get32(entry) < RECORD_HEADER_BYTES + payload_bytes:
-        entry += CLASS_BYTES
-        size_class += 1
-    slab_id = get32(entry + 4)
-    if slab_id == 0:
-        return need(control, NEED_SLAB, size_class)
-    slabs = get64(control + SLABS)
-    slab = slabs + slab_id * SLAB_BYTES
-    used = get32(slab + 16) + 1
-    free = get32(slab + 24)
-    if free != 0:
-        index = free - 1
-        put32(slab + 24, get32(get64(slab) + index * get32(slab + 8) + 12))
-    else:
-        index = get32(slab + 20)
-        put32(slab + 20, index + 1)
-    if used == 1:
-        put64(control + NUM_EMPTY_SLABS, get64(control + NUM_EMPTY_SLABS) - 1)
-    put32(slab + 16, used)
-    if used == get32(slab + 12):  # full: off the list, of which it is the head
-        following = get32(slab + 32)
-        put32(entry + 4, following)
-        if following != 0:
-            put32(slabs + following * SLAB_BYTES + 28, 0)
-    return slab_id << RECORD_BITS | index
-
-
-@jit("i8(i8,i8,i8,i8,i8)")
-def _intern(control, payload, num_members, num_words, content_hash):
-    """Id of the set with this canonical payload, made with no references if there is none yet."""
-    size_bytes = num_words * 8 if num_words else num_members * 4
-    bucket = bucket_of_hash(control, content_hash)
-    set_id = get32(bucket)
-    while set_id != 0:
-        record = record_of(control, set_id)
-        if (
-            get32(record + 8) == content_hash
-            and get32(record + 16) == num_members
-            and get32(record + 20) == num_words
-            and _is_equal(record + RECORD_HEADER_BYTES, payload, size_bytes)
-        ):
-            return set_id
-        set_id = get32(record + 12)
-    set_id = _allocate_record(control, size_bytes)
-    if set_id < 0:
-        return set_id
-    stamp = get64(control + NEXT_STAMP)
-    if stamp >> 32:  # stamps come round: no remembered transition or step may outlive that
-        stamp = 1
-        for offset in range(0, NUM_TRANSITIONS * TRANSITION_BYTES + NUM_STEPS * STEP_BYTES, 4):
-            put32(get64(control + TRANSITIONS) + offset, 0)
-    put64(control + NEXT_STAMP, stamp + 1)
-    record = record_of(control, set_id)
-    put32(record, 0)
-    put32(record + 4, stamp)
-    put32(record + 8, content_hash)
-    put32(record + 12, get32(bucket))
-    put32(record + 16, num_members)
-    put32(record + 20, num_words)
-    move(record + RECORD_HEADER_BYTES, payload, size_bytes)
-    put32(bucket, set_id)
-    put64(control + NUM_SETS, get64(control + NUM_SETS) + 1)
-    return set_id
-
-
-@jit("void(i8,i8,i8)")
-def _release(control, set_id, record):
-    """Forget a set that no row refers to any more."""
-    link = bucket_of_hash(control, get32(record + 8))
-    while get32(link) != set_id:
-        link = record_of(control, get32(link)) + 12
-    put32(link, get32(record + 12))
-    put64(control + NUM_SETS, get64(control + NUM_SETS) - 1)
-    slab_id, slabs = set_id >> RECORD_BITS, get64(control + SLABS)
-    slab = slabs + slab_id * SLAB_BYTES
-    put32(record + 4, 0)
-    put32(record + 12, get32(slab + 24))
-    put32(slab + 24, (set_id & _RECORD_MASK) + 1)
-    used = get32(slab + 16)
-    if used == get32(slab + 12):  # it was full: it has room again
-        entry = get64(control + CLASSES) + get32(slab + 36) * CLASS_BYTES
-        following = get32(entry + 4)
-        put32(slab + 28, 0)
-        put32(slab + 32, following)
-        if following != 0:
-            put32(slabs + following * SLAB_BYTES + 28, slab_id)
-        put32(entry + 4, slab_id)
-    put32(slab + 16, used - 1)
-    if used == 1:
-        put64(control + NUM_EMPTY_SLABS, get64(control + NUM_EMPTY_SLABS) + 1)
-
-
-@jit("void(i8,i8,i8)")
-def add_references(control, set_id, change):
-    """Count rows that begin or cease to refer to a set; the last one releases it."""
-    if set_id == 0 or set_id & INLINE:
-        return
-    record = record_of(control, set_id)
-    references = get32(record) + change
-    put32(record, references)
-    if references == 0:
-        _release(control, set_id, record)
-
-
-@jit("i8(i8,i8,i8)")
-def tiers_of(control, set_id, slot):
-    """Tiers, as four bits, in which a slot belongs to a set."""
+@helper
+def tiers_in(index: Record, set_id: int, slot: int) -> int:
+    """Return the tiers, as four bits, in which a slot belongs to a set."""
     if set_id & INLINE:
-        return set_id & 15 if (set_id & (INLINE - 1)) >> 4 == slot else 0
+        return set_id & 15 if (set_id & _LOW) >> 4 == slot else 0
     if set_id == 0:
         return 0
-    record = record_of(control, set_id)
-    payload, num_words = record + RECORD_HEADER_BYTES, get32(record + 20)
+    record, words = index.sets[set_id], index.words
+    start, num_words = signed(record.start), signed(record.num_words)
     if num_words:
         if slot >> 4 >= num_words:
             return 0
-        return np.int64((getu64(payload + (slot >> 4) * 8) >> np.uint64((slot & 15) * 4)) & NIBBLE)
-    low, high = 0, get32(record + 16)
+        return signed((words[start + (slot >> 4)] >> np.uint64((slot & 15) * 4)) & _NIBBLE)
+    low, high = 0, signed(record.num_members)
     while low < high:
         middle = (low + high) >> 1
-        if get32(payload + middle * 4) >> 4 < slot:
+        if member_at(words, start, middle) >> 4 < slot:
             low = middle + 1
         else:
             high = middle
-    if low < get32(record + 16):
-        member = get32(payload + low * 4)
-        if member >> 4 == slot:
-            return member & 15
+    if low < record.num_members and member_at(words, start, low) >> 4 == slot:
+        return member_at(words, start, low) & 15
     return 0
 
 
-@jit("i8(i8)")
-def _most_sparse(num_words):
-    """Members up to which a set is sparse: a match is faster on dense ones, so they may cost 128 bytes more."""
-    return 2 * num_words - min(num_words, 32)
-
-
-@jit("i8(i8,i8,i8)")
-def _intern_members(control, num_members, content_hash):
-    """Id of the set whose members stand, ascending, in the scratch list."""
-    members = get64(control + MEMBERS)
-    if num_members == 0:
-        return 0
-    if num_members == 1:
-        return INLINE | get32(members)
-    num_words = (get32(members + (num_members - 1) * 4) >> 8) + 1
-    if num_members <= _most_sparse(num_words):
-        return _intern(control, members, num_members, 0, content_hash)
-    words = get64(control + WORDS)
-    for word in range(num_words):
-        put64(words + word * 8, 0)
-    for index in range(num_members):
-        member = get32(members + index * 4)
-        word = words + (member >> 8) * 8
-        putu64(word, getu64(word) | (np.uint64(member & 15) << np.uint64(((member >> 4) & 15) * 4)))
-    return _intern(control, words, num_members, num_words, content_hash)
-
-
-@jit("i8(i8,i8)", is_entry=True)
-def list_members(control, set_id):
-    """Write a set's members, ascending, to the scratch list; return how many."""
-    members = get64(control + MEMBERS)
-    if set_id == 0:
-        return 0
+@helper
+def list_members(index: Record, set_id: int) -> int:
+    """Write a set's members, ascending, to `members`; return how many they are."""
+    members, count = index.members, 0
     if set_id & INLINE:
-        put32(members, set_id & (INLINE - 1))
-        return 1
-    record = record_of(control, set_id)
-    payload, num_words = record + RECORD_HEADER_BYTES, get32(record + 20)
+        members[count] = set_id & _LOW
+        return count + 1
+    record, words = index.sets[set_id], index.words
+    start, num_words = signed(record.start), signed(record.num_words)
     if num_words == 0:
-        move(members, payload, get32(record + 16) * 4)
-        return get32(record + 16)
-    count = 0
-    for index in range(num_words):
-        word = getu64(payload + index * 8)
-        while word != np.uint64(0):
-            slot = lowest_bit(word) >> 2
-            nibble = (word >> np.uint64(slot * 4)) & NIBBLE
-            word &= ~(NIBBLE << np.uint64(slot * 4))
-            put32(members + count * 4, (index * 16 + slot) << 4 | np.int64(nibble))
+        for number in range(record.num_members if set_id else 0):
+            members[count] = member_at(words, start, number)
             count += 1
+    for place in range(num_words):
+        word = words[start + place]
+        slot = place * 16
+        while word != _U0:
+            if word & _NIBBLE:
+                members[count] = slot << 4 | signed(word & _NIBBLE)
+                count += 1
+            word >>= np.uint64(4)
+            slot += 1
     return count
 
 
-@jit("i8(i8,i8,i8,i8,i8)")
-def _with_tiers(control, set_id, slot, before, after):
-    """Id of the set in which a slot has the tiers `after`, where now it has `before`; the two differ."""
-    change = (_member_hash(slot << 4 | after) if after else 0) - (_member_hash(slot << 4 | before) if before else 0)
-    if set_id != 0 and not set_id & INLINE:
-        record = record_of(control, set_id)
-        content_hash = (get32(record + 8) + change) & 0xFFFF_FFFF
-        num_members, num_words = get32(record + 16), get32(record + 20)
-        num_members += np.int64(before == 0) - np.int64(after == 0)
-        if (
-            num_words and num_members > _most_sparse(num_words) and slot >> 4 < num_words
-        ):  # stays dense: change the word
-            words = get64(control + WORDS)
-            move(words, record + RECORD_HEADER_BYTES, num_words * 8)
-            word, shift = words + (slot >> 4) * 8, np.uint64((slot & 15) * 4)
-            putu64(word, (getu64(word) & ~(NIBBLE << shift)) | (np.uint64(after) << shift))
-            while getu64(words + (num_words - 1) * 8) == np.uint64(0):
-                num_words -= 1
-            return _intern(control, words, num_members, num_words, content_hash)
-    elif set_id == 0:
-        content_hash = change
+@helper
+def _most_listed(num_words: int) -> int:
+    """Return up to how many members are listed rather than kept as bits: bits match faster, and may cost more."""
+    return 2 * num_words - min(num_words, 32)
+
+
+@helper
+def _draft(index: Record, count: int) -> int:
+    """Write the words of the set of so many members of `members`, which ascend; return how many are bits, or 0."""
+    members, draft = index.members, index.draft
+    num_words = (signed(members[count - 1]) >> 8) + 1
+    is_listed = count <= _most_listed(num_words)
+    for place in range((count + 1) >> 1 if is_listed else num_words):
+        draft[place] = _U0
+    for number in range(count):
+        member = signed(members[number])
+        if is_listed:
+            draft[number >> 1] |= np.uint64(member) << np.uint64((number & 1) * 32)
+        else:
+            draft[member >> 8] |= np.uint64(member & 15) << np.uint64((member >> 4 & 15) * 4)
+    return 0 if is_listed else num_words
+
+
+@helper
+def _bucket_of(content: int, num_buckets: int) -> int:
+    """Return a hash's bucket, by linear hashing: those that were added last are half of a bucket before them each."""
+    span = 1
+    while span < num_buckets:
+        span <<= 1
+    bucket = content & (span - 1)
+    return bucket if bucket < num_buckets else bucket & (span >> 1) - 1
+
+
+@helper
+def _add_bucket(index: Record) -> None:
+    """Add a bucket, and move into it what belongs there of the one that it halves."""
+    buckets = index.buckets
+    added, half = index.num_buckets, 1
+    index.num_buckets += 1
+    while half * 2 <= added:
+        half *= 2
+    set_id = signed(buckets[added - half])
+    buckets[added - half] = buckets[added] = 0
+    while set_id:
+        following = signed(index.sets[set_id].next)
+        bucket = _bucket_of(signed(index.sets[set_id].hash), added + 1)
+        index.sets[set_id].next, buckets[bucket] = buckets[bucket], set_id
+        set_id = following
+
+
+@helper
+def _run_size(num_words: int) -> tuple[int, int]:
+    """Return the number and the length of the shortest runs in which so many words fit: 1, 2, 3, 4, 6, 8, 12, ..."""
+    size, length = 0, 1
+    while length < num_words:
+        length = 2 if size == 0 else length * 3 >> 1 if size & 1 else length * 4 // 3
+        size += 1
+    return size, length
+
+
+@helper
+def _take_run(index: Record, num_words: int) -> int:
+    """Return where so many words may be written, or FULL."""
+    size, length = _run_size(num_words)
+    start = index.free_runs[size] - 1
+    if start >= 0:
+        index.free_runs[size] = signed(index.words[start])
+        return start
+    start = index.end_of_words
+    if start + length > MAX_WORDS:
+        return FULL
+    index.end_of_words += length
+    return start
+
+
+@helper
+def _add_set(index: Record, count: int, num_words: int, content: int) -> int:
+    """Make a set of the drafted words, to which nothing refers yet; return its id, or FULL."""
+    length = num_words if num_words else (count + 1) >> 1
+    set_id = index.free_set if index.free_set else index.end_of_sets
+    if set_id == MAX_SETS:
+        return FULL
+    start = _take_run(index, length)
+    if start < 0:
+        return FULL
+    if set_id == index.end_of_sets:
+        index.end_of_sets += 1
     else:
-        content_hash = (_member_hash(set_id & (INLINE - 1)) + change) & 0xFFFF_FFFF
-    members, count = get64(control + MEMBERS), list_members(control, set_id)
-    index = count
-    while index > 0 and get32(members + (index - 1) * 4) >> 4 >= slot:
-        index -= 1
-    at = members + index * 4
-    if before and after:
-        put32(at, slot << 4 | after)
-    elif after:
-        move(at + 4, at, (count - index) * 4)
-        put32(at, slot << 4 | after)
+        index.free_set = signed(index.sets[set_id].next)
+    for place in range(length):
+        index.words[start + place] = index.draft[place]
+    index.num_sets += 1
+    index.last_stamp += 1
+    if index.num_sets > index.num_buckets:
+        _add_bucket(index)
+    bucket, record = _bucket_of(content, index.num_buckets), index.sets[set_id]
+    record.start, record.num_members, record.num_words, record.references = start, count, num_words, 0
+    record.hash, record.next, record.stamp = content, index.buckets[bucket], index.last_stamp
+    index.buckets[bucket] = set_id
+    return set_id
+
+
+@helper
+def _intern(index: Record, count: int) -> int:
+    """Return the id of the set of so many members of `members`, which ascend; FULL if there is no room for it."""
+    if count == 0:
+        return 0
+    if count == 1:
+        return INLINE | signed(index.members[0])
+    num_words = _draft(index, count)
+    length, mixed = num_words if num_words else (count + 1) >> 1, np.uint64(count)
+    for place in range(length):
+        mixed = (mixed ^ index.draft[place]) * _MIX_1
+        mixed ^= mixed >> np.uint64(29)
+    content = signed((mixed * _MIX_2) >> np.uint64(32))
+    set_id = signed(index.buckets[_bucket_of(content, index.num_buckets)])
+    while set_id:
+        record = index.sets[set_id]
+        if record.hash == content and record.num_members == count and record.num_words == num_words:
+            start, place = signed(record.start), 0
+            while place < length and index.words[start + place] == index.draft[place]:
+                place += 1
+            if place == length:
+                return set_id
+        set_id = signed(record.next)
+    return _add_set(index, count, num_words, content)
+
+
+@helper
+def stays(index: Record, stamp: int) -> bool:
+    """Whether an open snapshot may have copied rows with a set of this stamp."""
+    return stamp <= index.captured_stamp
+
+
+@helper
+def free_set(index: Record, set_id: int) -> None:
+    """Forget a set to which nothing refers."""
+    record = index.sets[set_id]
+    bucket = _bucket_of(signed(record.hash), index.num_buckets)
+    if index.buckets[bucket] == set_id:
+        index.buckets[bucket] = record.next
+    else:
+        before = signed(index.buckets[bucket])
+        while index.sets[before].next != set_id:
+            before = signed(index.sets[before].next)
+        index.sets[before].next = record.next
+    size, _ = _run_size(signed(record.num_words) if record.num_words else (signed(record.num_members) + 1) >> 1)
+    index.words[record.start] = np.uint64(index.free_runs[size])
+    index.free_runs[size] = signed(record.start) + 1
+    record.stamp, record.next = 0, index.free_set
+    index.free_set = set_id
+    index.num_sets -= 1
+
+
+@helper
+def refer(index: Record, set_id: int, before: int) -> None:
+    """Count a row that refers to one set instead of another."""
+    if set_id and not set_id & INLINE:
+        index.sets[set_id].references += np.uint32(1)
+    if before and not before & INLINE:
+        record = index.sets[before]
+        record.references -= np.uint32(1)
+        if record.references == 0 and not stays(index, record.stamp):
+            free_set(index, before)
+
+
+@helper
+def _change_members(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
+    """Write to `members` what an operation makes of a set's members; return how many, or -1: as many as before."""
+    members = index.members
+    count = list_members(index, set_id)
+    kept = 0
+    if operation == PURGE:
+        for number in range(count):
+            if not is_retired(index, signed(members[number]) >> 4):
+                members[kept] = members[number]
+                kept += 1
+        return kept if kept < count else -1
+    place = 0
+    while place < count and signed(members[place]) >> 4 < slot:
+        place += 1
+    before = signed(members[place]) & 15 if place < count and signed(members[place]) >> 4 == slot else 0
+    after = before | 1 << tier if operation == ADD else before & ~(1 << tier)
+    if after == before:
+        return -1
+    if before and not after:
+        for number in range(place, count - 1):
+            members[number] = members[number + 1]
+        return count - 1
+    if not before:
+        for number in range(count, place, -1):
+            members[number] = members[number - 1]
         count += 1
-    else:
-        move(at, at + 4, (count - index - 1) * 4)
-        count -= 1
-    return _intern_members(control, count, content_hash)
+    members[place] = slot << 4 | after
+    return count
 
 
-@jit("i8(i8,i8,i8)")
-def _transition(control, set_id, operation):
-    """Address of the one place where the result of this operation on this set may be remembered."""
-    mixed = (np.uint64(set_id) * MIX_1) ^ (np.uint64(operation) * MIX_2)
-    return get64(control + TRANSITIONS) + np.int64(mixed >> np.uint64(52)) * TRANSITION_BYTES
+@helper
+def _stamp_of(index: Record, set_id: int) -> int:
+    """Return what tells this set from later ones of its id: 0 for ids that tell their members themselves."""
+    return 0 if set_id == 0 or set_id & INLINE else index.sets[set_id].stamp
 
 
-@jit("i8(i8,i8)")
-def step_of(control, set_id):
-    """Address of the one place where a step from this set to a smaller one may be remembered."""
-    steps = get64(control + TRANSITIONS) + NUM_TRANSITIONS * TRANSITION_BYTES
-    spread = set_id + (set_id >> RECORD_BITS) * 1_301  # records of all slabs are counted from 0
-    return steps + (spread & (NUM_STEPS - 1)) * STEP_BYTES
+@helper
+def _change(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
+    """Return the id of what an operation makes of a set, or FULL."""
+    count = _change_members(index, set_id, operation, slot, tier)
+    return set_id if count < 0 else _intern(index, count)
 
 
-@jit("i8(i8,i8,i8,i8)")
-def _recall(control, transition, set_id, operation):
-    """Remembered result, or -1. An id that has been reused since has another stamp."""
-    if get32(transition) != set_id or get32(transition + 4) != operation:
-        return -1
-    result = get32(transition + 12)
-    if get32(transition + 8) != _stamp(control, set_id) or get32(transition + 16) != _stamp(control, result):
-        return -1
-    return result
+@helper
+def changed(index: Record, set_id: int, operation: int, slot: int, tier: int) -> int:
+    """Return the id of what an operation makes of a set, or FULL; the same id if that is no change.
 
-
-@jit("void(i8,i8,i8,i8,i8)")
-def _remember(control, transition, set_id, operation, result):
-    put32(transition, set_id)
-    put32(transition + 4, operation)
-    put32(transition + 8, _stamp(control, set_id))
-    put32(transition + 12, result)
-    put32(transition + 16, _stamp(control, result))
-
-
-@jit("i8(i8,i8,i8,i8,i8)")
-def changed_set(control, set_id, slot, tier, is_add):
-    """Id of the set with one (slot, tier) added or taken out; the same id if that changes nothing."""
-    if set_id == 0:
-        return INLINE | slot << 4 | 1 << tier if is_add else 0
-    if set_id & INLINE and (set_id & (INLINE - 1)) >> 4 == slot:
-        if is_add:
-            return set_id | 1 << tier
-        tiers = set_id & 15 & ~(1 << tier)
-        return (set_id & ~15) | tiers if tiers else 0
-    operation = slot << 3 | tier << 1 | is_add
-    transition = _transition(control, set_id, operation)
-    result = _recall(control, transition, set_id, operation)
+    Looks into the place where that may be remembered first. The slot of PURGE is a number for the last retirement.
+    """
+    if set_id == 0 and operation == ADD:
+        return INLINE | slot << 4 | 1 << tier
+    what = slot << 4 | tier << 2 | operation
+    mixed = (np.uint64(set_id) * _MIX_1) ^ (np.uint64(what) * _MIX_2)
+    memo, stamp = index.memos[signed(mixed >> _U52)], _stamp_of(index, set_id)
+    if memo.set_id == set_id and memo.operation == what and memo.stamp == stamp:
+        result = signed(memo.result)
+        if memo.result_stamp == _stamp_of(index, result):
+            return result
+    result = _change(index, set_id, operation, slot, tier)
     if result >= 0:
-        return result
-    before = tiers_of(control, set_id, slot)
-    after = before | 1 << tier if is_add else before & ~(1 << tier)
-    result = set_id if after == before else _with_tiers(control, set_id, slot, before, after)
-    if result >= 0:
-        _remember(control, transition, set_id, operation, result)
-    return result
-
-
-@jit("b1(i8,i8)")
-def is_retired(control, slot):
-    return get32(get64(control + SLOTS) + slot * SLOT_BYTES + 16) == RETIRED
-
-
-@jit("i8(i8,i8)")
-def purged_set(control, set_id):
-    """Id of the set without its retired slots."""
-    if set_id & INLINE:
-        return 0 if is_retired(control, (set_id & (INLINE - 1)) >> 4) else set_id
-    operation = _PURGE | (get64(control + RETIRE_EPOCH) & (_PURGE - 1))
-    transition = _transition(control, set_id, operation)
-    result = _recall(control, transition, set_id, operation)
-    if result >= 0:
-        return result
-    members, count, kept, content_hash = get64(control + MEMBERS), list_members(control, set_id), 0, 0
-    for index in range(count):
-        member = get32(members + index * 4)
-        if not is_retired(control, member >> 4):
-            put32(members + kept * 4, member)
-            content_hash += _member_hash(member)
-            kept += 1
-    result = set_id if kept == count else _intern_members(control, kept, content_hash & 0xFFFF_FFFF)
-    if result >= 0:
-        _remember(control, transition, set_id, operation, result)
+        memo.set_id, memo.operation, memo.result = set_id, what, result
+        memo.stamp, memo.result_stamp = stamp, _stamp_of(index, result)
     return result

@@ -11,21 +11,24 @@ from types import ModuleType
 
 import pytest
 
-from kvist.radix.compiled import jit
-from kvist.radix.compiled.jit import Helper
+import kvist.radix.compiled
 
 CALLS_A_HELPER = """
+import sys
 from pathlib import Path
-from kvist.radix.compiled.jit import jit_for
+from numba import int64, uint64
+from kvist.radix.compiled.jit import helper, jit_for
 jit = jit_for(Path(__file__))
 
-@jit("u8(u8)")
+@helper
 def low_half(number):
     return number & 0xFFFFFFFF
 
-@jit("u8(i8)", is_entry=True)
+@jit((int64,))
 def half_of(number):
     return low_half(number)
+
+assert half_of(-1) == 0xFFFF_FFFF
 """
 
 
@@ -38,43 +41,30 @@ def loaded(source: Path) -> ModuleType:
     return module
 
 
-def is_compiled(helper: Helper) -> bool:
-    return "compiled" in vars(helper)
-
-
-def test_a_helper_is_compiled_for_its_callers_alone_and_not_at_all_where_the_cache_holds_those(
+def test_a_helper_is_compiled_for_its_callers_and_not_at_all_where_the_cache_holds_those(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     source = tmp_path / "calls_a_helper.py"
     source.write_text(CALLS_A_HELPER)
     first, second = loaded(source), loaded(source)
-    assert first.half_of(-1) == second.half_of(-1) == 0xFFFF_FFFF
-    assert is_compiled(first.low_half)
-    assert not is_compiled(second.low_half)
+    assert first.low_half.signatures
+    assert not second.low_half.signatures
     assert [file.name.partition("-")[0] for file in tmp_path.rglob("*.nbi")] == ["calls_a_helper.half_of"]
-
-
-def test_python_cannot_call_a_helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(TypeError, match="'Helper' object is not callable"):
-        jit.jit_for(tmp_path)("i8(i8)")(abs)(1)
 
 
 def test_functions_compile_and_run_without_a_writable_directory(tmp_path: Path) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("not a directory")
     module = tmp_path / "alone.py"
-    module.write_text(
-        "import importlib.util, pathlib, sys\n"
-        "spec = importlib.util.spec_from_file_location('jit', sys.argv[1])\n"
-        "jit = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(jit)\n"
-        "assert jit.cache_directory(pathlib.Path(__file__)) is None\n"
-        "@jit.jit_for(pathlib.Path(__file__))('i8(i8)', is_entry=True)\n"
-        "def double(number):\n    return 2 * number\n"
-        "assert double(21) == 42\n"
-    )
+    module.write_text(CALLS_A_HELPER)
     environment = {**os.environ, "HOME": str(in_the_way), "XDG_CACHE_HOME": str(in_the_way), "NUMBA_CACHE_DIR": ""}
-    command = [sys.executable, str(module), jit.__file__]
-    subprocess.run(command, env=environment, check=True, cwd=tmp_path)
+    subprocess.run([sys.executable, str(module)], env=environment, check=True, cwd=tmp_path)
+
+
+def test_no_compiled_code_looks_behind_numba_or_switches_the_checks_of_bounds() -> None:
+    for file in Path(kvist.radix.compiled.__file__).parent.glob("*.py"):
+        text = file.read_text()
+        for word in ("intrinsic", "llvmlite", "boundscheck", "ctypes", "numba.core", "carray"):
+            assert word not in text, f"{file.name} has {word}"

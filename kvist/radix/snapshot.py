@@ -1,0 +1,97 @@
+"""Snapshots: all that was held when one began, parents first, while the index goes on changing.
+
+Each segment is copied, its rows by ascending depth, before it changes or when its turn comes. Once all are, the copies
+are merged by depth. So a snapshot takes 16 bytes a block until it is closed. Sets that were there when it began stay as
+long, and are swept then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.events import WorkerRank
+from kvist.radix._slots import SlotTable
+from kvist.radix.compiled.housekeeping import capture_some, members_of, tell
+from kvist.radix.compiled.layout import LIVE, MAX_DEPTH, ROW, Records
+from kvist.radix.values import SnapshotChunk
+
+_MAX_VISITS = 1 << 16  # rows looked at in a step, if segments are not larger
+
+
+class Snapshot:
+    """Iterates over the chunks of one moment, some of which may be empty, so that no step takes long.
+
+    Close it, or use it as a context, unless it is read to its end.
+    """
+
+    def __init__(
+        self, core: Records, segments: Records, slots: SlotTable, max_blocks: int, closed: Callable[[], None]
+    ) -> None:
+        self._core, self._segments, self._closed = core, segments, closed
+        self._ranks: list[WorkerRank] = list(slots.ranks)
+        self._is_live: NDArray[np.bool_] = slots.table["state"][: len(self._ranks)] == LIVE
+        self._rows = np.empty(max_blocks, ROW)
+        self._num_captured = 0
+        self._depth, self._segment = 0, 0
+        self._is_open = True
+        is_captured = segments["is_captured"] != 0
+        for field in ("num_copied", "num_told", "is_captured"):
+            segments[field][is_captured] = 0
+        core["captured_stamp"] = core["last_stamp"]
+
+    def __iter__(self) -> Snapshot:
+        return self
+
+    def __next__(self) -> SnapshotChunk:
+        num_rows = 0
+        if self._is_open and self._num_captured < len(self._segments):
+            self._num_captured = capture_some(self._segments, self._num_captured, _MAX_VISITS)
+        elif self._is_open and self._depth >= 0:
+            num_rows, self._depth, self._segment = tell(
+                self._segments, self._depth, self._segment, self._rows, _MAX_VISITS
+            )
+        else:
+            self.close()
+            raise StopIteration
+        return self._chunk(self._rows[:num_rows])
+
+    def _chunk(self, rows: NDArray[np.void]) -> SnapshotChunk:
+        ids, set_idx = np.unique(rows["set_id"], return_inverse=True)
+        members, lengths = self._members(ids)
+        is_held = lengths[set_idx] > 0
+        slots, rank_idx = np.unique(members >> 4, return_inverse=True)
+        return SnapshotChunk(
+            ranks=tuple(self._ranks[slot] for slot in slots.tolist()),
+            hashes=rows["hash"][is_held],
+            depths=rows["marks"][is_held] & np.uint32(MAX_DEPTH),
+            set_idx=set_idx[is_held].astype(np.uint32),
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.uint32),
+            members=rank_idx.astype(np.uint32) << 4 | members & 15,
+        )
+
+    def _members(self, ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """Return the members of some sets side by side, as far as they are of ranks that were there, and how many."""
+        members, lengths = members_of(self._core, ids)
+        is_live = self._is_live[members >> 4]
+        set_idx = np.repeat(np.arange(len(ids)), lengths)[is_live]
+        return members[is_live], np.bincount(set_idx, minlength=len(ids))
+
+    def close(self) -> None:
+        """End the snapshot; the index copies nothing for it any more. May be called again."""
+        if self._is_open:
+            self._is_open = False
+            self._core["captured_stamp"] = 0
+            self._closed()
+
+    def __enter__(self) -> Snapshot:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False):
+            self.close()
