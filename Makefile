@@ -14,9 +14,10 @@ up: $(VENV)/.installed
 	$(BIN)/kvist up $(ARGS)
 
 # The index is compiled first, and kept: every process that the tests start side by side would else compile it, too.
+# Tests wait for processes of theirs: two cores are busy with three of them at a time.
 test: check
 	$(BIN)/kvist compile
-	$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/pytest -n 3 --dist loadgroup $(ARGS)
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -27,7 +27,7 @@ def make_request(output: tuple[int, ...] = (), ends: frozenset[int] = frozenset(
 
 def draw(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> Counter[int]:
     request = make_request(**params)
-    return Counter(sample(logits[None], [request])[0][0] for _ in range(count))
+    return Counter(sample(logits.expand(count, -1), [request] * count)[0])
 
 
 def shares(counts: Counter[int]) -> list[float]:

@@ -133,11 +133,11 @@ def test_a_preempted_sequence_starts_over(family: str, has_scratch: bool, harnes
 
 @pytest.mark.parametrize("windowed", ["gemma3", "gemma3n", "gemma4-shared", "gpt-oss"])
 def test_a_long_decode_equals_dense_attention(windowed: str, harness, oracle) -> None:
-    tokens = make_tokens(400, seed=8)
+    tokens = make_tokens(160, seed=8)
     model = harness(windowed)
     request = model.open(tokens)
     model.step((request, 17))
-    assert_close(model.decode(request, 400), oracle(windowed, tokens)[17:])
+    assert_close(model.decode(request, 160), oracle(windowed, tokens)[17:])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
