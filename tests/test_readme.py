@@ -1,4 +1,4 @@
-"""The README is a promise: what it shows runs."""
+"""README and docs are a promise: what they show runs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))]
 
 
-def blocks(language: str) -> list[str]:
-    """Return the README's code blocks in a language."""
-    return re.findall(rf"```{language}\n(.*?)```", README, re.S)
+def blocks(language: str, *pages: str) -> list[str]:
+    """Return the code blocks of these pages in a language."""
+    return [block for page in pages for block in re.findall(rf"```{language}\n(.*?)```", page, re.S)]
 
 
 def commands() -> list[str]:
-    """Return the kvist commands shown, with their continuation lines joined."""
-    text = "\n".join(blocks("sh")).replace("\\\n", " ")
-    return [line for line in text.splitlines() if line.startswith("kvist ")]
+    """Return the kvist commands shown anywhere, with their continuation lines joined."""
+    text = "\n".join(blocks("sh", *PAGES)).replace("\\\n", " ")
+    return [line.partition("  #")[0].rstrip(" &") for line in text.splitlines() if line.startswith("kvist ")]
 
 
 def test_the_example_runs() -> None:
-    (example,) = blocks("python")
+    (example,) = blocks("python", README)
     assert len(example.splitlines()) <= 20
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -46,10 +47,11 @@ def test_the_command_has_only_flags_that_exist(command: str) -> None:
 
 def test_every_make_target_shown_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"make ([a-z]+)", "\n".join([README, *blocks("sh")])):
+    for target in re.findall(r"make ([a-z]+)", "\n".join([README, *blocks("sh", *PAGES)])):
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
 def test_every_file_named_exists() -> None:
-    for path in re.findall(r"`((?:docs|examples|benchmarks|tests)/[\w./]+)`", README):
-        assert (ROOT / path).exists(), path
+    for page in PAGES:
+        for path in re.findall(r"`((?:docs|examples|benchmarks|tests)/[\w./]+)`", page):
+            assert (ROOT / path).exists(), path
