@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import random
 import struct
 import subprocess
@@ -332,18 +333,23 @@ def fuzz(name: str, first: int, end: int, progress: NDArray[np.int64]) -> None:
                 other = content if rng.random() < 0.5 else other
 
 
-def run_child(folder: Path, *arguments: str | int) -> None:
+def run_child(folder: Path, *arguments: str | int, **environment: str) -> None:
     """Fuzz in a process of its own, and fail with the case at which it died."""
     place = folder / "case"
     place.write_bytes(bytes(8))
     command = [sys.executable, __file__, *map(str, arguments), str(place)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     case = int.from_bytes(place.read_bytes(), "little")
     assert result.returncode == 0, f"{result.returncode} at case {case} of {result.stdout}: {result.stderr[-3000:]}"
 
 
 def test_no_broken_message_leads_a_reader_beyond_what_it_may_touch(tmp_path: Path) -> None:
     run_child(tmp_path, "all", 0, ROUND)
+
+
+def test_no_broken_message_leads_a_reader_beyond_any_array(tmp_path: Path) -> None:
+    """Numba reads the flag when it compiles, and a filled cache would hide it: what is planted shows that it is on."""
+    run_child(tmp_path, "all", 0, ROUND, NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=str(tmp_path / "cache"))
 
 
 @pytest.mark.slow
@@ -353,7 +359,15 @@ def test_none_of_ten_million_broken_messages_leads_a_reader_beyond_what_it_may_t
     run_child(tmp_path, name, 0, 10_000_000)
 
 
+def overrun() -> None:
+    """Have a reader told of more bytes than there are."""
+    hash_chain(np.zeros(60, np.uint8), 64, 64, np.uint64(0), np.empty(1, np.uint64))
+
+
 if __name__ == "__main__":
+    if "NUMBA_BOUNDSCHECK" in os.environ:
+        with pytest.raises(IndexError):
+            overrun()
     which, first_case, end_case, *to_progress = sys.argv[1:]
     noted = np.memmap(to_progress[0], np.int64, shape=1) if to_progress else np.zeros(1, np.int64)
     for each in READERS if which == "all" else [which]:
