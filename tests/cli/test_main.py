@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from kvist.cli import COMMANDS, main
 
 HEAVY = ("torch", "numba", "triton", "tokenizers", "uvicorn", "starlette", "rich", "zmq", "numpy")
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 
 def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
@@ -34,6 +36,7 @@ def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFix
     assert f"usage: kvist {command}" in capsys.readouterr().out
 
 
+@needs_torch
 def test_a_wrong_value_ends_with_code_2_and_names_flag_value_and_expectation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -43,6 +46,7 @@ def test_a_wrong_value_ends_with_code_2_and_names_flag_value_and_expectation(
     assert "--kv-transfer-bounce-mib: got 32, expected at least 0 MiB, and 0 without" in capsys.readouterr().err
 
 
+@needs_torch
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setitem(sys.modules, "rich.console", None)
@@ -72,6 +76,7 @@ ROUTER = ("numba", "llvmlite", "httptools", "starlette", "uvicorn", "tokenizers"
 ENGINE = ("torch", "safetensors")
 
 
+@needs_torch
 @pytest.mark.parametrize(
     ("missing", "commands", "extra"),
     [

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -268,6 +269,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -
         open_tracing("http://127.0.0.1:4318", "tested", "here:1")
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_nothing_of_opentelemetry_is_imported_where_nothing_is_traced() -> None:
     program = (
         "import sys, kvist.router.doors.service, kvist.engine.server.app, kvist.cli.serve\n"
