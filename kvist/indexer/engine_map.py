@@ -14,7 +14,7 @@ from kvist.indexer.compiled.engine_map import IRREGULAR
 from kvist.radix import RadixIndex
 from kvist.radix.compiled import table
 from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT, Records
-from kvist.radix.memory import Region, TableMemory, reserved
+from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
 
 _SEGMENT_BITS = 3
 """Few, for there may be thousands of maps: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
@@ -42,8 +42,8 @@ class EngineMap:
         """Forget everything, and give the memory back."""
         memory = reserved(SEGMENT.itemsize << _SEGMENT_BITS)
         self.segments: Records = np.frombuffer(memory, SEGMENT)
-        self.head: Records = np.zeros(1, HEAD)
-        self.head[0] = secrets.randbits(64) | 1, _SEGMENT_BITS, 0, 0
+        self.head = reserved_array(HEAD, 1)
+        self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
         self._table = TableMemory(self.head, self.segments, Region(memory))
         self._num_evicted = [self._index.num_evicted] * len(self.segments)  # when each was last looked through
         self._most = 0  # engine hashes since all segments were of the size they need

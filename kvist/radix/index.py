@@ -110,7 +110,7 @@ class RadixIndex:
         self.segments: Records = np.frombuffer(region.memory, SEGMENT, 1 << segment_bits, CORE_BYTES)
         self._core = self.core[0]
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
-        self._core["table"] = (multiplier, segment_bits, 0, 0)
+        self._core["table"]["multiplier"], self._core["table"]["bits"] = multiplier, segment_bits
         for field in ("last_stamp", "end_of_sets", "num_buckets"):
             self._core[field] = 1
         self.writing = _Writing(self.core)

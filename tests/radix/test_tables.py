@@ -21,7 +21,7 @@ class Map:
         memory = reserved(SEGMENT.itemsize << bits)
         self.segments = np.frombuffer(memory, SEGMENT)
         self.head = np.zeros(1, HEAD)
-        self.head[0] = multiplier, bits, 0, 0
+        self.head["multiplier"], self.head["bits"] = multiplier, bits
         self.memory = TableMemory(self.head, self.segments, Region(memory))
         self.num_grown = 0
 

@@ -37,9 +37,9 @@ _WORDS: Any = types.Array(uint64, 1, "C")
 @helper
 def named(head: Record, names: Records, engine_hash: np.uint64) -> np.uint64:
     """Return what the map says of an engine hash: the block it names, IRREGULAR, or 0 for nothing."""
-    segment = names[table.segment_of(head, engine_hash)]
-    place = table.locate(head, segment, engine_hash)
-    return segment.rows[place].value if place >= 0 else _U0
+    number = table.segment_of(head, engine_hash)
+    place = table.locate(head, names, number, engine_hash)
+    return names[number].rows[place].value if place >= 0 else _U0
 
 
 @helper
@@ -47,7 +47,7 @@ def put_name(head: Record, names: Records, engine_hash: np.uint64, block_hash: n
     """Let an engine hash stand for something from here on; return DONE, or FULL if the map must grow first."""
     number = table.segment_of(head, engine_hash)
     segment = names[number]
-    place = table.locate(head, segment, engine_hash)
+    place = table.locate(head, names, number, engine_hash)
     if place >= 0:
         segment.rows[place].value = block_hash
         return DONE
@@ -59,10 +59,10 @@ def put_name(head: Record, names: Records, engine_hash: np.uint64, block_hash: n
 @helper
 def drop_name(head: Record, names: Records, engine_hash: np.uint64) -> None:
     """Forget an engine hash, if it is known."""
-    segment = names[table.segment_of(head, engine_hash)]
-    place = table.locate(head, segment, engine_hash)
+    number = table.segment_of(head, engine_hash)
+    place = table.locate(head, names, number, engine_hash)
     if place >= 0:
-        table.delete(head, segment, place)
+        table.delete(head, names[number], place)
 
 
 @helper

@@ -71,7 +71,7 @@ def row_at(segments: Records, row: int) -> Record:
 def find(index: Record, segments: Records, block_hash: np.uint64) -> int:
     """Return the row of a block, -1 if nobody holds it."""
     number = segment_of(index.table, block_hash)
-    place = locate(index.table, segments[number], block_hash)
+    place = locate(index.table, segments, number, block_hash)
     return number << SEGMENT_SHIFT | place if place >= 0 else -1
 
 
@@ -169,7 +169,7 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
     """
     number = segment_of(index.table, block_hash)
     segment = segments[number]
-    place = locate(index.table, segment, block_hash)
+    place = locate(index.table, segments, number, block_hash)
     if place < 0:
         before_change(index, segment)
         place = insert(index.table, segments, number, -1 - place, block_hash, _U1)
@@ -194,8 +194,9 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
 @helper
 def remove_one(index: Record, segments: Records, block_hash: np.uint64, slot: int, tier: int) -> int:
     """Cease to hold one block; return 1 if it was held, 0 if not, FULL if there is no room to note that."""
-    segment = segments[segment_of(index.table, block_hash)]
-    place = locate(index.table, segment, block_hash)
+    number = segment_of(index.table, block_hash)
+    segment = segments[number]
+    place = locate(index.table, segments, number, block_hash)
     if place < 0:
         return 0
     old = signed(segment.rows[place].set_id)

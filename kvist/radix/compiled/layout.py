@@ -28,6 +28,7 @@ Record = Any
 # --- A table: its head and its segments, which grow one at a time -----------------------------------------------------
 SEGMENT_SHIFT = 19
 SEGMENT_ROWS = 1 << SEGMENT_SHIFT
+MAX_SEGMENTS = 1 << 12
 """Rows reserved for a segment. A row's number is `segment << SEGMENT_SHIFT | place`."""
 FULLEST_128THS = 92
 """How full a segment may be before it grows. It then takes 16 bytes / 0.77, and at most 1.2 times that."""
@@ -55,6 +56,7 @@ HEAD = np.dtype(
         ("bits", "i8"),  # there are 2**bits segments
         ("num_rows", "i8"),
         ("num_room", "i8"),  # the room of all segments
+        ("rooms", "u4", (MAX_SEGMENTS,)),  # of each: segments lie so far apart that to look there would cost a miss
     ]
 )
 MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 31

@@ -136,9 +136,9 @@ def match(core: Records, segments: Records, queries: Records, hashes: Words) -> 
     index, query, last = core[0], queries[0], -1
     query.num_left = query.num_holders = query.num_words = 0
     for depth in range(len(hashes)):
-        segment = segments[segment_of(index.table, hashes[depth])]
-        place = locate(index.table, segment, hashes[depth])
-        set_id = signed(segment.rows[place].set_id) if place >= 0 else 0
+        number = segment_of(index.table, hashes[depth])
+        place = locate(index.table, segments, number, hashes[depth])
+        set_id = signed(segments[number].rows[place].set_id) if place >= 0 else 0
         if set_id == last:
             continue
         if last < 0:
@@ -157,8 +157,8 @@ def touch(core: Records, segments: Records, hashes: Words) -> None:
     """Note that blocks are in use now, up to the first that nobody holds."""
     index = core[0]
     for block_hash in hashes:
-        segment = segments[segment_of(index.table, block_hash)]
-        place = locate(index.table, segment, block_hash)
+        number = segment_of(index.table, block_hash)
+        place = locate(index.table, segments, number, block_hash)
         if place < 0:
             break
-        stamp(index, segment.rows[place])
+        stamp(index, segments[number].rows[place])

@@ -42,16 +42,17 @@ def segment_of(head: Record, block_hash: np.uint64) -> int:
 
 
 @helper
-def home_of(head: Record, segment: Record, block_hash: np.uint64) -> int:
-    """Return the place where the search for a hash begins in its segment."""
+def home_of(head: Record, room: int, block_hash: np.uint64) -> int:
+    """Return the place where the search for a hash begins in its segment, of so much room."""
     fraction = signed((block_hash * head.multiplier) << np.uint64(head.bits) >> _U32)
-    return (fraction * segment.room) >> 32
+    return (fraction * room) >> 32
 
 
 @helper
-def locate(head: Record, segment: Record, block_hash: np.uint64) -> int:
+def locate(head: Record, segments: Records, number: int, block_hash: np.uint64) -> int:
     """Return the place of a hash in its segment, or `-1 - place` of the vacant one where the search for it ended."""
-    rows, room, place = segment.rows, segment.room, home_of(head, segment, block_hash)
+    rows, room = segments[number].rows, signed(head.rooms[number])
+    place = home_of(head, room, block_hash)
     while rows[place].value != _U0:
         if rows[place].hash == block_hash:
             return place
@@ -62,9 +63,10 @@ def locate(head: Record, segment: Record, block_hash: np.uint64) -> int:
 
 
 @helper
-def lay_out(head: Record, segment: Record, room: int) -> None:
+def lay_out(head: Record, segments: Records, number: int, room: int) -> None:
     """Move a segment's rows into so much room, which must be more than they are."""
-    rows, count = segment.rows, 0
+    segment, count = segments[number], 0
+    rows = segment.rows
     hashes, values = np.empty(segment.count, np.uint64), np.empty(segment.count, np.uint64)
     for place in range(segment.room):
         if rows[place].value != _U0:
@@ -72,14 +74,14 @@ def lay_out(head: Record, segment: Record, room: int) -> None:
             rows[place].value = _U0
             count += 1
     head.num_room += room - segment.room
-    segment.room = room
-    for number in range(count):
-        place = home_of(head, segment, hashes[number])
+    segment.room = head.rooms[number] = room
+    for moved in range(count):
+        place = home_of(head, room, hashes[moved])
         while rows[place].value != _U0:
             place += 1
             if place == room:
                 place = 0
-        rows[place].hash, rows[place].value = hashes[number], values[number]
+        rows[place].hash, rows[place].value = hashes[moved], values[moved]
 
 
 @helper
@@ -108,8 +110,8 @@ def insert(head: Record, segments: Records, number: int, place: int, block_hash:
     if is_full(segment):
         if segment.room == SEGMENT_ROWS:
             return FULL
-        lay_out(head, segment, grown_room(segment.room, number))
-        place = -1 - locate(head, segment, block_hash)
+        lay_out(head, segments, number, grown_room(segment.room, number))
+        place = -1 - locate(head, segments, number, block_hash)
     segment.rows[place].hash, segment.rows[place].value = block_hash, value
     segment.count += 1
     head.num_rows += 1
@@ -126,7 +128,7 @@ def delete(head: Record, segment: Record, place: int) -> None:
             place = 0
         if rows[place].value == _U0:
             break
-        home = home_of(head, segment, rows[place].hash)
+        home = home_of(head, room, rows[place].hash)
         if (place - home + room) % room >= (place - vacant + room) % room:  # its search passes the vacant place
             rows[vacant].hash, rows[vacant].value = rows[place].hash, rows[place].value
             vacant = place
@@ -141,7 +143,7 @@ def resize(heads: Records, segments: Records, number: int, room: int) -> int:
     segment = segments[number]
     if segment.count >= room > 0 or room > SEGMENT_ROWS or (room == 0 and segment.count):
         return FULL
-    lay_out(heads[0], segment, room)
+    lay_out(heads[0], segments, number, room)
     return DONE
 
 
@@ -153,5 +155,5 @@ def grow(heads: Records, segments: Records) -> bool:
         if is_full(segments[number]) and room:
             if room == SEGMENT_ROWS:
                 return False
-            lay_out(heads[0], segments[number], grown_room(room, number))
+            lay_out(heads[0], segments, number, grown_room(room, number))
     return True
