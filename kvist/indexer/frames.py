@@ -10,10 +10,7 @@ from kvist.events.transports.zmtp import SplitResult
 from kvist.indexer.compiled.frames import split_frames
 
 
-def split(
-    buffer: Buffer, address: int, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
-) -> SplitResult:
+def split(buffer: Buffer, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> SplitResult:
     """Find whole ordinary messages, as `Splitter` says."""
-    del address
     rows, position, reason = split_frames(np.frombuffer(buffer, np.uint8), start, end, table, max_message_bytes)
     return rows, position, reason

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.transports.block import PADDING_BYTES, address_of
+from kvist.events.transports.block import PADDING_BYTES
 from kvist.events.transports.zmtp import SplitResult, StopReason
 from kvist.events.transports.zmtp.splitter import split as split_in_python
 from kvist.indexer.frames import split
@@ -34,7 +34,7 @@ def _both(content: bytes, start: int, end: int, num_rows: int) -> SplitResult:
     buffer = content + b"\x01\x01\x01\x08" * (PADDING_BYTES // 4)
     tables = [np.full((num_rows, 5), -7, np.int64) for _ in range(2)]
     results = [
-        each(buffer, address_of(buffer), start, end, table, _MAX_BYTES)
+        each(buffer, start, end, table, _MAX_BYTES)
         for each, table in zip((split, split_in_python), tables, strict=True)
     ]
     assert results[0] == results[1]

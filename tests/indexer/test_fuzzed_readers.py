@@ -68,7 +68,7 @@ class Guarded:
         """Return a message of these bytes, with no more beyond it than its reader may count on."""
         place = self.put(content, rng, PADDING_BYTES)
         start = place.ctypes.data - self.all.ctypes.data
-        return MessageBlock(self.memory, self.all.ctypes.data, np.array([[start, 0, 0, start, len(content)]], np.int64))
+        return MessageBlock(self.memory, np.array([[start, 0, 0, start, len(content)]], np.int64))
 
 
 class Canonical:
@@ -204,8 +204,8 @@ class Frames:
         table = self.output.bytes[CAPACITY_BYTES - num_rows * 40 :].view(np.int64).reshape(-1, 5)
         expected = np.zeros((num_rows, 5), np.int64)
         table[:] = 0
-        found = split(place, place.ctypes.data, 0, len(place), table, 1000)
-        assert found == split_in_python(content, 0, 0, len(content), expected, 1000)
+        found = split(place, 0, len(place), table, 1000)
+        assert found == split_in_python(content, 0, len(content), expected, 1000)
         assert (table == expected).all()
 
 

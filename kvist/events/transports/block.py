@@ -26,20 +26,16 @@ class MessageBlock(Sequence[Message]):
     """Messages as places in one buffer, oldest first; an item is a copy, a slice shares the buffer.
 
     `table` is int64 [num_messages, 5]: topic_start, topic_bytes, sequence, payload_start, payload_bytes, where starts
-    count from the buffer's first byte, at `address`, and a sequence of 2**63 or more appears as its two's complement.
+    count from the buffer's first byte, and a sequence of 2**63 or more appears as its two's complement.
     `PADDING_BYTES` can be read beyond the end of every message. Who hands out a block says how long it is valid.
     """
 
-    __slots__ = ("_table_address", "address", "buffer", "table")
+    __slots__ = ("buffer", "table")
 
-    def __init__(
-        self, buffer: Buffer, address: int, table: NDArray[np.int64], table_address: int | None = None
-    ) -> None:
-        """Wrap what lies in `buffer`; nothing is copied or checked. Whoever knows where the table is says so."""
+    def __init__(self, buffer: Buffer, table: NDArray[np.int64]) -> None:
+        """Wrap what lies in `buffer`; nothing is copied or checked."""
         self.buffer = buffer
-        self.address = address
         self.table = table
-        self._table_address = table_address
 
     @classmethod
     def of(cls, messages: Sequence[Message]) -> MessageBlock:
@@ -55,15 +51,7 @@ class MessageBlock(Sequence[Message]):
         sequences = np.fromiter((message.sequence for message in messages), np.uint64, len(messages))
         table[:, SEQUENCE] = sequences.view(np.int64)
         parts.append(bytes(PADDING_BYTES))
-        buffer = b"".join(parts)
-        return cls(buffer, address_of(buffer), table)
-
-    @property
-    def table_address(self) -> int:
-        """Return where the table's first row is."""
-        if self._table_address is None:  # asking numpy takes longer than a small block's messages
-            self._table_address = int(self.table.__array_interface__["data"][0])
-        return self._table_address
+        return cls(b"".join(parts), table)
 
     def __len__(self) -> int:
         """Return the number of messages."""
@@ -76,7 +64,7 @@ class MessageBlock(Sequence[Message]):
     def __getitem__(self, idx: int | slice) -> Message | MessageBlock:
         """Return a copy of one message, or a block of some that shares this one's buffer."""
         if isinstance(idx, slice):
-            return MessageBlock(self.buffer, self.address, self.table[idx])
+            return MessageBlock(self.buffer, self.table[idx])
         return self._message(*self.table[idx].tolist())
 
     def __iter__(self) -> Iterator[Message]:
@@ -90,8 +78,3 @@ class MessageBlock(Sequence[Message]):
         topic = bytes(self.buffer[topic_start : topic_start + topic_bytes])
         payload = bytes(self.buffer[payload_start : payload_start + payload_bytes])
         return Message(topic, sequence & _UINT64, payload)
-
-
-def address_of(buffer: Buffer) -> int:
-    """Return where the buffer's first byte is; it stays there as long as the buffer is not resized."""
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)

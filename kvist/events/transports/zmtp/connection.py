@@ -120,7 +120,7 @@ class Connection:
         if self._message is not None:
             return self._take_frame(self._message)
         num_messages, begin, reason = self._splitter(
-            half.buffer, half.address, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
+            half.buffer, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
         )
         half.add(num_messages, begin)
         self.num_messages += num_messages

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.transports.base import MAX_DRAIN
-from kvist.events.transports.block import PADDING_BYTES, MessageBlock, address_of
+from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.events.transports.zmtp.wire import PeerError
 
 HALF_BYTES = 256 << 10
@@ -104,13 +104,11 @@ class Half:
         self.buffer = mmap.mmap(-1, capacity + PADDING_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(self.buffer)
         self.whole = self.view[:capacity]
-        self.address = address_of(self.buffer)
         self.begin = 0
         self.end = 0
         self.num_messages = 0
         self._table = np.empty((MAX_DRAIN, 5), np.int64)
-        self._table_address = int(self._table.ctypes.data)
-        self._one_message = MessageBlock(self.buffer, self.address, self._table[:1], self._table_address)
+        self._one_message = MessageBlock(self.buffer, self._table[:1])
 
     @property
     def room(self) -> int:
@@ -150,4 +148,4 @@ class Half:
         """Return the messages of the table."""
         if self.num_messages == 1:
             return self._one_message
-        return MessageBlock(self.buffer, self.address, self._table[: self.num_messages], self._table_address)
+        return MessageBlock(self.buffer, self._table[: self.num_messages])

@@ -26,13 +26,13 @@ class StopReason(IntEnum):
 SplitResult: TypeAlias = tuple[int, int, int]
 """How many rows were written, the position after the last of these messages, and a `StopReason`."""
 
-Splitter: TypeAlias = Callable[[Buffer, int, int, int, NDArray[np.int64], int], SplitResult]
-"""Finds whole ordinary messages: `split(buffer, address, start, end, table, max_message_bytes)`.
+Splitter: TypeAlias = Callable[[Buffer, int, int, NDArray[np.int64], int], SplitResult]
+"""Finds whole ordinary messages: `split(buffer, start, end, table, max_message_bytes)`.
 
-The bytes are `buffer[start:end]`, a message beginning at `start`; the buffer's first byte is at `address`, and beyond
-`end` another 512 can be read, and mean nothing. `table` is C-contiguous int64 [num_rows, 5], num_rows may be 0; from
-row 0 on each message found becomes a row topic_start, topic_bytes, sequence, payload_start, payload_bytes, with starts
-that count from the buffer's first byte and the eight bytes of the sequence read as a big-endian two's complement.
+The bytes are `buffer[start:end]`, a message beginning at `start`. `table` is C-contiguous int64 [num_rows, 5], num_rows
+may be 0; from row 0 on each message found becomes a row topic_start, topic_bytes, sequence, payload_start,
+payload_bytes, with starts that count from the buffer's first byte and the eight bytes of the sequence read as a
+big-endian two's complement.
 
 An ordinary message is three frames, each a byte of flags, a length, and a body (ZMTP 3.1, RFC 37 of rfc.zeromq.org):
 
@@ -53,11 +53,8 @@ _SEQUENCE_HEADER = b"\x01\x08"
 _Row: TypeAlias = tuple[int, int, int, int, int]
 
 
-def split(
-    buffer: Buffer, address: int, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
-) -> SplitResult:
+def split(buffer: Buffer, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> SplitResult:
     """Find whole ordinary messages, as `Splitter` says, at about a microsecond each."""
-    del address
     rows: list[_Row] = []
     max_rows = len(table)
     reason = StopReason.TABLE_FULL

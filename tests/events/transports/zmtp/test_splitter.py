@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvist.events.transports import Message, MessageBlock
-from kvist.events.transports.block import PADDING_BYTES, address_of
+from kvist.events.transports.block import PADDING_BYTES
 from kvist.events.transports.zmtp import StopReason, split
 
 LIMIT = 1 << 20
@@ -21,8 +21,8 @@ class Splitting:
         self.table = np.full((num_rows, 5), -1)
 
     def split(self, limit: int = LIMIT):
-        num_messages, end, reason = split(self.buffer, address_of(self.buffer), self.start, self.end, self.table, limit)
-        block = MessageBlock(self.buffer, address_of(self.buffer), self.table[:num_messages])
+        num_messages, end, reason = split(self.buffer, self.start, self.end, self.table, limit)
+        block = MessageBlock(self.buffer, self.table[:num_messages])
         assert (self.table[num_messages:] == -1).all()
         return list(block), end - self.start, reason
 
