@@ -137,9 +137,12 @@ async def test_sending_to_nobody_neither_waits_nor_fails(kit):
 
 
 def buffered_bytes() -> int:
-    """Return more than what the kernel, a broker and our client keep of a stream on its way through two connections."""
+    """Return more than the kernel, a broker and our client keep of a stream on its way through two connections.
+
+    The publisher's thread has two hand-overs of 16 MiB, one that is filled and one that it sends.
+    """
     limits = [Path(f"/proc/sys/net/ipv4/tcp_{kind}").read_text().split() for kind in ("rmem", "wmem")]
-    return 2 * sum(int(most) for _, _, most in limits) + (32 << 20)
+    return 2 * sum(int(most) for _, _, most in limits) + (96 << 20)
 
 
 async def test_a_slow_subscriber_loses_messages_of_its_own_and_delays_nobody(kit, monkeypatch):
