@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +65,13 @@ class Kit:
         """Close all publications."""
         for publication in self._publications:
             publication.close(timeout_s=1)
+
+
+@pytest.fixture(scope="session")
+def kernel_bytes() -> int:
+    """How much the kernel keeps at most of what one end of a TCP connection has sent and the other has not read."""
+    limits = [Path(f"/proc/sys/net/ipv4/tcp_{kind}").read_text().split() for kind in ("rmem", "wmem")]
+    return sum(int(most) for _, _, most in limits)
 
 
 @pytest.fixture

@@ -217,6 +217,9 @@ class NatsLink:
             )
         except nats.errors.NoServersError:
             raise reasons[0] if reasons else ConnectionError("no connection") from None
+        # Python 3.12 before 3.12.9, and 3.13 before 3.13.2, never have who calls `writelines` wait (its issue 127655).
+        writer = client._transport._io_writer  # type: ignore[union-attr]
+        writer.writelines = lambda pieces: writer.write(b"".join(pieces))
         if self._prepare is not None:
             await self._prepare(client)
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 import pytest
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Message, ReplayRequest
+from kvist.events.transports import Endpoint, Message, ReplayRequest
+from kvist.events.transports.nats import link as nats_link
 from kvist.events.transports.nats.link import REFUSED_RETRY_S, NatsLink
 
 TOPIC = b"kv/pod-1/0"
@@ -225,6 +226,21 @@ async def test_a_question_cancelled_while_the_server_is_away_ends_cancelled(wire
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
+
+
+async def test_a_server_that_reads_nothing_makes_who_sends_wait_and_takes_no_memory(
+    wire, until, kernel_bytes, monkeypatch
+):
+    monkeypatch.setattr(nats_link, "FLUSH_TIMEOUT_S", 0.01)
+    server = wire.start_server()
+    async with NatsLink(Endpoint.parse(wire.url(server)).broker) as link:
+        await until(lambda: link.client)
+        server.signal(signal.SIGSTOP)
+        transport = link.client._transport._io_writer.transport
+        for _ in range((kernel_bytes >> 19) + 32):
+            assert await link.publish("anything", bytes(1 << 19))
+            assert transport.get_write_buffer_size() < 8 << 20
+        server.signal(signal.SIGCONT)
 
 
 async def test_a_wrong_authority_is_told_and_tried_again(wire, certificate, until, tmp_path):
