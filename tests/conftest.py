@@ -503,12 +503,13 @@ async def compiling(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[CompilingP
     from kvist.indexer import compilation
 
     process = CompilingProcess()
-    async with await asyncio.start_server(process.connected, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
-        monkeypatch.setattr(compilation, "COMMAND", (sys.executable, "-c", WAITS_TO_BE_TOLD, str(port)))
-        monkeypatch.setattr(compilation, "find_filled", lambda: None)
-        monkeypatch.setattr(compilation, "_is_loaded", False)
-        yield process
+    server = await asyncio.start_server(process.connected, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    monkeypatch.setattr(compilation, "COMMAND", (sys.executable, "-c", WAITS_TO_BE_TOLD, str(port)))
+    monkeypatch.setattr(compilation, "find_filled", lambda: None)
+    monkeypatch.setattr(compilation, "_is_loaded", False)
+    yield process
+    server.close()  # and no waiting: from Python 3.12 on that is for the process too, which ends with its service alone
 
 
 class CollectedSpan(NamedTuple):
