@@ -95,7 +95,7 @@ def test_statistics_tell_what_they_can(records):
 
 @given(records=RECORDS, kinds=st.sets(st.sampled_from(["stored", "removed", "cleared", "heartbeat"])))
 @settings(max_examples=150, deadline=None)
-def test_rewriting_passes_on_what_it_does_not_know(records, kinds):
+def test_rewriting_and_replaying_whatever_a_recording_says_raises_nothing(records, kinds):
     rewriter = Rewriter(kinds=kinds, names={"": "w"})
     buffer = SentBuffer(200)
     for record in records:
