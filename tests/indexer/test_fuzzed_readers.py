@@ -325,8 +325,8 @@ def fuzz(name: str, first: int, end: int, progress: NDArray[np.int64]) -> None:
         other = reader.message()
         for case in range(start, start + ROUND):
             progress[0] = case
-            content = reader.message() if case % 8 == 0 else content  # noqa: F821
-            if case % 8:
+            content = reader.message() if case % 32 == 0 else content  # noqa: F821
+            if case % 32:
                 reader.read(rng.randbytes(rng.randrange(100)) if case % 64 == 1 else broken(rng, content, other))
             else:
                 reader.read(content)
