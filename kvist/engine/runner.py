@@ -9,10 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvist.engine.batch import ForwardBatch, HostBatch, LayerPages
+from kvist.engine.batch import ForwardBatch, GroupPages, HostBatch, LayerPages, group_pages
 from kvist.engine.decode_graphs import DecodeGraphs
 from kvist.engine.models.transformer import CausalLM
-from kvist.engine.paging import GroupPages, group_pages
 from kvist.engine.request import Request
 from kvist.engine.scheduler import ScheduledRequest
 from kvist.kvcache import PageIndexMode, WindowPlan
@@ -87,7 +86,8 @@ class Runner:
         return tuple(
             group_pages(
                 [tables[group.group_id] for tables in held],
-                self._tensors.layouts[group.group_id],
+                self._tensors.pools[group.group_id].shape[0],
+                len(group.layer_indices),
                 self._block_size,
                 sequence,
                 positions,

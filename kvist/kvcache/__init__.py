@@ -9,24 +9,24 @@ slots. Everything here is plain Python except `tensors`, which is not imported f
 from kvist.kvcache.budget import (
     BudgetPolicy,
     block_bytes,
+    can_resume,
     check_sequence_fits,
-    longest_sequence,
-    max_concurrent_sequences,
     peak_num_blocks,
     split_memory,
 )
-from kvist.kvcache.chain import BlockHashChain
-from kvist.kvcache.dtypes import KvDtype
-from kvist.kvcache.groups import KvGroup, LayerKv, SharedKv
 from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
-from kvist.kvcache.pages import PageIndexMode, SlotLayout, scratch_page_index, scratch_place
-from kvist.kvcache.plan import LayerPlace, WindowPlan, plan_windows
-from kvist.kvcache.planner import SequenceStep, can_resume, slots_for_batch
+from kvist.kvcache.plan import KvDtype, KvGroup, LayerKv, LayerPlace, SharedKv, WindowPlan, plan_windows
 from kvist.kvcache.pool import BlockPool, PoolStatistics
-from kvist.kvcache.prefix import reusable_prefix
-from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy, num_scratch_slots, scratch_range
-from kvist.kvcache.stale import BlockRange, stale_range
-from kvist.kvcache.tables import ABSENT, BlockTable, SequenceBlocks
+from kvist.kvcache.scratch import (
+    BlockRange,
+    PageIndexMode,
+    ScratchBlocks,
+    ScratchPolicy,
+    scratch_page_index,
+    scratch_place,
+)
+from kvist.kvcache.sequences import ABSENT, BlockHashChain, BlockTable, SequenceBlocks
+from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 __all__ = [
     "ABSENT",
@@ -47,23 +47,16 @@ __all__ = [
     "ScratchBlocks",
     "ScratchPolicy",
     "SequenceBlocks",
-    "SequenceStep",
     "SharedKv",
-    "SlotLayout",
     "WindowPlan",
     "block_bytes",
     "can_resume",
     "check_sequence_fits",
-    "longest_sequence",
-    "max_concurrent_sequences",
-    "num_scratch_slots",
+    "num_blocks_for",
+    "num_stale_blocks",
     "peak_num_blocks",
     "plan_windows",
-    "reusable_prefix",
     "scratch_page_index",
     "scratch_place",
-    "scratch_range",
-    "slots_for_batch",
     "split_memory",
-    "stale_range",
 ]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvist.errors import InvalidValueError
 from kvist.events.windows import FULL
-from kvist.kvcache.groups import KvGroup
+from kvist.kvcache.plan import KvGroup
 from kvist.kvcache.stale import num_blocks_for
 
 BudgetPolicy = Literal["uniform", "bounded"]
@@ -15,6 +15,8 @@ BudgetPolicy = Literal["uniform", "bounded"]
 # A cached prompt is found only while both its blocks and its last window are there. Most are far shorter than the
 # longest that a model takes: sized for those alone, the windows run out while most of the full blocks lie idle.
 _BALANCED_WINDOWS = 16
+
+_MAX_UTILISATION_TO_RESUME = 0.97
 
 
 def block_bytes(group: KvGroup, block_size: int) -> int:
@@ -62,20 +64,6 @@ def split_memory(
     return _bounded(groups, block_size, memory_bytes, peaks, max_num_seqs)
 
 
-def max_concurrent_sequences(num_blocks: Sequence[int], peak_blocks: Sequence[int], max_num_seqs: int) -> int:
-    """Return how many sequences can hold `peak_blocks`, a number a group, at the same time."""
-    return min(max_num_seqs, *(have // peak for have, peak in zip(num_blocks, peak_blocks, strict=True)))
-
-
-def longest_sequence(
-    groups: Sequence[KvGroup], num_blocks: Sequence[int], block_size: int, max_model_len: int, max_step_tokens: int
-) -> int:
-    """Return the most tokens, at most `max_model_len`, of a sequence that fits every pool."""
-    peaks = [peak_num_blocks(group, block_size, max_model_len, max_step_tokens) for group in groups]
-    held = [have * block_size for have, peak in zip(num_blocks, peaks, strict=True) if have < peak]
-    return min([max_model_len, *held])
-
-
 def check_sequence_fits(
     groups: Sequence[KvGroup], num_blocks: Sequence[int], block_size: int, max_model_len: int, max_step_tokens: int
 ) -> None:
@@ -91,6 +79,14 @@ def check_sequence_fits(
                 have,
                 f"at least {need}: one sequence of max_model_len={max_model_len} with blocks of {block_size} tokens",
             )
+
+
+def can_resume(num_used: int, num_new: int, num_blocks: int) -> bool:
+    """Return whether a pool with `num_used` blocks in use can take a preempted sequence back with `num_new` more.
+
+    It leaves room for the others to grow; resumed into the last blocks, a sequence would be preempted at once again.
+    """
+    return num_used + num_new <= _MAX_UTILISATION_TO_RESUME * num_blocks
 
 
 def _uniform(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine import EventSink
-from kvist.kvcache.chain import BlockHashChain
-from kvist.kvcache.groups import KvGroup
-from kvist.kvcache.planner import SequenceStep, StepNeed, need_of_step
+from kvist.kvcache.plan import KvGroup
 from kvist.kvcache.pool import BlockPool, PoolStatistics
-from kvist.kvcache.prefix import Coverage, reusable_prefix
-from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy
-from kvist.kvcache.stale import num_blocks_for, stale_range
-from kvist.kvcache.tables import ABSENT, BlockTable, SequenceBlocks
+from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy, StepNeed, need_of_step
+from kvist.kvcache.sequences import ABSENT, BlockHashChain, BlockTable, SequenceBlocks
+from kvist.kvcache.stale import num_blocks_for, num_stale_blocks, reusable_prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +102,9 @@ class KvCacheManager:
         size = self.block_size
         num_wanted = len(token_ids) if is_next_known else len(token_ids) - 1
         num_full_blocks = num_wanted // size if self._has_prefix_cache else 0
-        coverage = [(pool.group.window, self._coverage(pool, chain.digests)) for pool in self.pools]
-        num_tokens = reusable_prefix(num_full_blocks * size, size, coverage)
-        first_held = tuple(stale_range(num_tokens, pool.group.window, size).end for pool in self.pools)
+        groups = [(pool.group.window, self._is_cached(pool, chain.digests)) for pool in self.pools]
+        num_tokens = reusable_prefix(num_full_blocks, size, groups) * size
+        first_held = tuple(num_stale_blocks(num_tokens, pool.group.window, size) for pool in self.pools)
         block_ids = tuple(
             pool.find_all(chain.digests[first : num_tokens // size])
             for pool, first in zip(self.pools, first_held, strict=True)
@@ -159,7 +156,7 @@ class KvCacheManager:
         assert hit.num_tokens <= num_tokens <= len(token_ids), "reserve less than the hit, or more than there is"
         size, tables = self.block_size, []
         for pool, block_ids, hit_first in zip(self.pools, hit.block_ids, hit.first_held, strict=True):
-            first = stale_range(num_tokens, pool.group.window, size).end
+            first = num_stale_blocks(num_tokens, pool.group.window, size)
             tables.append(BlockTable(array("i", [ABSENT] * first + block_ids[first - hit_first :]), first))
         missing = [num_blocks_for(num_tokens, size) - len(table.block_ids) for table in tables]
         for pool, table, num_missing in zip(self.pools, tables, missing, strict=True):
@@ -197,7 +194,7 @@ class KvCacheManager:
                 if _num_missing(table, need) > pool.num_free:
                     return False
             for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
-                _drop_stale(pool, table, need.stale.end)  # what only a rewind could have needed
+                _drop_stale(pool, table, need.num_stale)  # what only a rewind could have needed
             self._take(sequence, needs)
         self._advance(sequence, token_ids, num_tokens)
         return True
@@ -226,7 +223,7 @@ class KvCacheManager:
         for sequence in self._stepped:
             for pool, table in zip(self.pools, sequence.tables, strict=False):  # a closed sequence has no tables
                 _release_scratch(pool, table)
-                end = stale_range(sequence.num_final_tokens, pool.group.window, self.block_size).end
+                end = num_stale_blocks(sequence.num_final_tokens, pool.group.window, self.block_size)
                 _drop_stale(pool, table, end)
         self._stepped.clear()
         for pool in self.pools:
@@ -283,10 +280,10 @@ class KvCacheManager:
             pool.check_invariants(count)
 
     def _needs(self, sequence: SequenceBlocks, num_tokens: int) -> list[StepNeed]:
-        step = SequenceStep(sequence.num_tokens, num_tokens)
+        step = (sequence.num_tokens, num_tokens)
         scratch = self._scratch if sequence.is_scratch_allowed else None
         return [
-            need_of_step(step, pool.group.window, self.block_size, len(pool.group.layer_indices), scratch)
+            need_of_step(*step, pool.group.window, self.block_size, len(pool.group.layer_indices), scratch)
             for pool in self.pools
         ]
 
@@ -315,8 +312,9 @@ class KvCacheManager:
         for pool, table in zip(self.pools, sequence.tables, strict=True):
             table.adopted = pool.cache(table.block_ids, num_cached, num_final, sequence.chain, token_ids)
 
-    def _coverage(self, pool: BlockPool, digests: Sequence[bytes]) -> Coverage:
-        return lambda ordinal: self.block_size if digests[ordinal] in pool else 0
+    @staticmethod
+    def _is_cached(pool: BlockPool, digests: Sequence[bytes]) -> Callable[[int], bool]:
+        return lambda ordinal: digests[ordinal] in pool
 
 
 def _num_missing(table: BlockTable, need: StepNeed) -> int:

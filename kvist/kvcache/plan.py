@@ -1,18 +1,97 @@
-"""From what each layer stores to groups, and from each layer to its place in them."""
+"""What each layer stores, which layers share a block table, and where each layer is. Nothing here needs torch."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL, window_size
-from kvist.kvcache.groups import NUM_KV, KvGroup, LayerKv, SharedKv
+from kvist.events.windows import FULL, KnownWindow, window_size
 from kvist.kvcache.stale import effective_window
 
 logger = logging.getLogger(__name__)
+
+NUM_KV = 2  # a key and a value a token
+
+
+class KvDtype(Enum):
+    """A storage type of the KV cache; the value is torch's name for it, but for the two eight-bit floats."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+
+    @property
+    def itemsize_bytes(self) -> int:
+        """Return the bytes of one number."""
+        return _ITEMSIZE_BYTES[self]
+
+
+_ITEMSIZE_BYTES = {
+    KvDtype.FLOAT32: 4,
+    KvDtype.FLOAT16: 2,
+    KvDtype.BFLOAT16: 2,
+    KvDtype.FP8_E4M3: 1,
+    KvDtype.FP8_E5M2: 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """What one attention layer stores a token, and how long it is wanted: the layers of a group agree in all of it.
+
+    `kv_factor` is 2 for a key and a value, 1 where one vector serves as both.
+    """
+
+    window: KnownWindow
+    num_kv_heads: int
+    head_dim: int
+    dtype: KvDtype
+    kv_factor: int = NUM_KV
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token in this layer."""
+        return self.kv_factor * self.num_kv_heads * self.head_dim * self.dtype.itemsize_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKv:
+    """A layer that stores nothing: it reads what layer `source`, an earlier one, has written."""
+
+    source: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers that store alike and see equally far: they share one block table a sequence and one pool.
+
+    A slot of the pool holds one block of every layer in `layer_indices`, in that order.
+    """
+
+    group_id: int
+    layer: LayerKv
+    layer_indices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Raise InvalidValueError for a group without layers: nothing says what it stores or how far it sees."""
+        if not self.layer_indices:
+            raise InvalidValueError(f"layer_indices of group {self.group_id}", (), "at least one layer")
+
+    @property
+    def window(self) -> KnownWindow:
+        """Return how far the group's queries see, themselves included."""
+        return self.layer.window
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token in all layers of the group."""
+        return len(self.layer_indices) * self.layer.token_bytes
 
 
 class LayerPlace(NamedTuple):
@@ -31,18 +110,6 @@ class WindowPlan:
 
     groups: tuple[KvGroup, ...]
     places: tuple[LayerPlace, ...]
-
-    def is_windowed(self, layer_indices: Collection[int]) -> bool:
-        """Return whether none of these layers sees everything.
-
-        Raises InvalidValueError for no layers at all and for one that the plan does not know: neither is a window.
-        """
-        if not layer_indices:
-            raise InvalidValueError("layer_indices", tuple(layer_indices), "at least one layer")
-        for layer_idx in layer_indices:
-            if not 0 <= layer_idx < len(self.places):
-                raise InvalidValueError("layer_indices", layer_idx, f"layers below {len(self.places)}")
-        return all(self.groups[self.places[i].group_id].window is not FULL for i in layer_indices)
 
     def check_scratch(self) -> None:
         """Raise InvalidValueError if a layer would read scratch slots that no longer hold its source's keys.

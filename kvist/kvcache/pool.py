@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from kvist.events.engine import EventSink
 from kvist.events.windows import KnownWindow
-from kvist.kvcache.chain import BlockHashChain, event_hash
-from kvist.kvcache.groups import KvGroup
-from kvist.kvcache.tables import ABSENT
+from kvist.kvcache.plan import KvGroup
+from kvist.kvcache.sequences import ABSENT, BlockHashChain, event_hash
 
 
 @dataclass(frozen=True, slots=True)

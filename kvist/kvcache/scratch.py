@@ -5,17 +5,24 @@ computes, so their keys and values of one layer after the other can go to the sa
 one block of all the group's layers, then holds many blocks of the layer at work. What was in them is lost at the end of
 the step, and with it the chance to reuse it.
 
-A *buffer* is an equal part of a slot: a layer has `buffers_per_layer` of them side by side, a slot has `scale`. In the
-bundled engine a layer's keys and values are one buffer, and `scale` is the number of layers.
+A pool is an array of pages, one a layer in each slot. Ordinary blocks lie across their slot, one layer beside the
+other; scratch blocks lie along it, each shifted by one page more, round the slot's end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvist.errors import InvalidValueError
 from kvist.events.windows import KnownWindow
-from kvist.kvcache.stale import BlockRange, num_blocks_for, stale_range
+from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
+
+Index = TypeVar("Index", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,18 @@ class ScratchPolicy:
             raise InvalidValueError("max_rewind_tokens", self.max_rewind_tokens, "at least 0")
 
 
+class BlockRange(NamedTuple):
+    """Block ordinals [start, end); empty when they are equal."""
+
+    start: int
+    end: int
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many blocks these are."""
+        return self.end - self.start
+
+
 @dataclass(frozen=True, slots=True)
 class ScratchBlocks:
     """The blocks of a sequence's step that live in scratch slots: `slot_ids` hold those at ordinals `block_range`."""
@@ -38,19 +57,57 @@ class ScratchBlocks:
     slot_ids: tuple[int, ...]
 
 
-def scratch_range(
-    history: int, capacity: int, window: KnownWindow, block_size: int, *, rewind: int = 0, sink: int = 0
-) -> BlockRange:
+class StepNeed(NamedTuple):
+    """One sequence's step in one group: `num_blocks` ordinals, but the stale ones, and `scratch` in fewer slots."""
+
+    num_blocks: int
+    num_stale: int
+    scratch: BlockRange
+    num_scratch_slots: int
+
+
+def need_of_step(
+    history: int, capacity: int, window: KnownWindow, block_size: int, num_layers: int, scratch: ScratchPolicy | None
+) -> StepNeed:
+    """Return what a step from `history` to `capacity` tokens needs in a group; scratch slots need a policy. O(1)."""
+    begun = num_blocks_for(history, block_size)
+    blocks = BlockRange(begun, begun)
+    if scratch is not None:
+        blocks = scratch_range(history, capacity, window, block_size, scratch.max_rewind_tokens)
+    return StepNeed(
+        num_blocks_for(capacity, block_size),
+        num_stale_blocks(history, window, block_size),
+        blocks,
+        num_blocks_for(blocks.num_blocks, num_layers),
+    )
+
+
+def scratch_range(history: int, capacity: int, window: KnownWindow, block_size: int, rewind: int = 0) -> BlockRange:
     """Return the blocks that a step from `history` to `capacity` tokens begins and also makes stale; may be empty.
 
-    They are stale even when the last `rewind` tokens are taken back after the step. A block that history has begun, or
-    that holds a sink, is never among them. O(1).
+    They are stale even when the last `rewind` tokens are taken back after the step. A block that history has begun is
+    never among them. O(1).
     """
-    stale = stale_range(max(0, capacity - rewind), window, block_size, sink)
-    start = max(stale.start, num_blocks_for(history, block_size))
-    return BlockRange(start, max(start, min(stale.end, num_blocks_for(capacity, block_size))))
+    num_stale = num_stale_blocks(max(0, capacity - rewind), window, block_size)
+    start = num_blocks_for(history, block_size)
+    return BlockRange(start, max(start, min(num_stale, num_blocks_for(capacity, block_size))))
 
 
-def num_scratch_slots(num_blocks: int, scale: int, buffers_per_layer: int = 1) -> int:
-    """Return how many slots `num_blocks` scratch blocks take; a block never lies in two slots."""
-    return num_blocks_for(num_blocks, scale // buffers_per_layer)
+class PageIndexMode(Enum):
+    """Where page 0 is: PER_LAYER at the pool's start, SHARED at the layer's first page, so that all layers agree."""
+
+    PER_LAYER = "per_layer"
+    SHARED = "shared"
+
+
+def scratch_place(scratch_idx: Index, num_layers: int) -> tuple[Index, Index]:
+    """Return, for the scratch block with this index (0 is the first), which slot it is in and its shift there."""
+    return scratch_idx // num_layers, scratch_idx % num_layers
+
+
+def scratch_page_index(slot_id: Index, shift: Index, layer_position: Index, num_layers: int) -> Index:
+    """Return the page of a layer's scratch block, `layer_position` being the layer's page in ordinary slots.
+
+    Blocks with different shifts have different pages in one layer, whichever layer it is.
+    """
+    return slot_id * num_layers + (shift + layer_position) % num_layers

@@ -1,35 +1,20 @@
-"""The one rule for which blocks of a sequence no later query can see."""
+"""The one rule for which blocks of a sequence no later query can see, and what the caches can serve by it."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 from kvist.events.windows import FULL, KnownWindow
 
 
-class BlockRange(NamedTuple):
-    """Block ordinals [start, end); empty when they are equal."""
-
-    start: int
-    end: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Return how many blocks these are."""
-        return self.end - self.start
-
-
-def stale_range(history: int, window: KnownWindow, block_size: int, sink: int = 0) -> BlockRange:
-    """Return the blocks that no query at position `history` or later can read.
+def num_stale_blocks(history: int, window: KnownWindow, block_size: int) -> int:
+    """Return how many blocks, all at the front, no query at position `history` or later can read.
 
     `history` counts the tokens in the cache *before* a step, whatever the step adds: its first query sits at position
     `history` and still sees back to `history + 1 - window`. Counting the step's own tokens in would free keys that its
-    first queries need. The first `sink` tokens are kept for ever. O(1).
+    first queries need. O(1).
     """
-    start = min(-(-history // block_size), -(-sink // block_size))
-    if window is FULL:
-        return BlockRange(start, start)
-    return BlockRange(start, max(start, (history + 1 - window) // block_size))
+    return 0 if window is FULL else max(0, (history + 1 - window) // block_size)
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:
@@ -40,3 +25,28 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 def effective_window(window: KnownWindow, max_model_len: int) -> KnownWindow:
     """Return FULL for a window that no sequence of `max_model_len` tokens can outgrow, else the window."""
     return window if isinstance(window, int) and window < max_model_len else FULL
+
+
+def reusable_prefix(
+    num_blocks: int, block_size: int, groups: Sequence[tuple[KnownWindow, Callable[[int], bool]]]
+) -> int:
+    """Return how many of the first `num_blocks` blocks the caches of all groups can serve together.
+
+    Each group tells by ordinal whether it has a block. A prefix is usable when every group holds what the query behind
+    it sees: full attention all of it, a window only the blocks that are not stale. The first block missed at ordinal i
+    rules out every length that reaches past it, because a shorter prefix needs older blocks, never fewer of the old
+    ones; so the search goes on at i, until no group objects. O(blocks) lookups for full attention, and a window's worth
+    a retry.
+    """
+    candidate = num_blocks
+    while True:
+        shorter = min((_first_missed(candidate, block_size, *group) for group in groups), default=0)
+        if shorter == candidate:
+            return candidate
+        candidate = shorter
+
+
+def _first_missed(num_blocks: int, block_size: int, window: KnownWindow, is_cached: Callable[[int], bool]) -> int:
+    """Return the first block that the group lacks of what it must serve, `num_blocks` if it lacks none."""
+    needed = range(num_stale_blocks(num_blocks * block_size, window, block_size), num_blocks)
+    return next((ordinal for ordinal in needed if not is_cached(ordinal)), num_blocks)

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kvist.kvcache.dtypes import KvDtype
-from kvist.kvcache.pages import SlotLayout
-from kvist.kvcache.plan import WindowPlan
+from kvist.kvcache.plan import KvDtype, WindowPlan
 
 TORCH_DTYPES = {
     KvDtype.FLOAT32: torch.float32,
@@ -36,13 +34,10 @@ class KvTensors:
         allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.device = device
-        self.layouts = [
-            SlotLayout(count, len(group.layer_indices)) for group, count in zip(plan.groups, num_slots, strict=True)
-        ]
         self.pools: list[torch.Tensor] = []
-        for group, layout in zip(plan.groups, self.layouts, strict=True):
-            layer = group.layer
-            shape = (layout.num_slots, layout.scale, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
+        for group, count in zip(plan.groups, num_slots, strict=True):
+            layer, num_layers = group.layer, len(group.layer_indices)
+            shape = (count, num_layers, layer.kv_factor, layer.num_kv_heads, block_size, layer.head_dim)
             dtype = TORCH_DTYPES[layer.dtype]
             size_bytes = math.prod(shape) * dtype.itemsize
             try:

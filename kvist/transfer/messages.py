@@ -16,8 +16,7 @@ import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
-from kvist.kvcache.dtypes import KvDtype
-from kvist.kvcache.plan import WindowPlan
+from kvist.kvcache.plan import KvDtype, WindowPlan
 from kvist.transfer.handoff import MAX_NAME_LEN
 from kvist.transfer.heads import Part, heads_of
 from kvist.transfer.results import Extent

@@ -17,7 +17,7 @@ from typing import Protocol
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.kvcache.chain import root_digest
+from kvist.kvcache.sequences import root_digest
 from kvist.transfer.agents import AgentStatistics, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics
 from kvist.transfer.handoff import (

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from kvist.errors import InvalidValueError, KvistError
 from kvist.events.windows import FULL, KnownWindow
-from kvist.kvcache.stale import num_blocks_for, stale_range
-from kvist.kvcache.tables import ABSENT
+from kvist.kvcache.sequences import ABSENT
+from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 
 class BlockCountMismatchError(KvistError):
@@ -81,7 +81,7 @@ class SliceGroup:
         """
         if self.prompt_len is None:
             return num_tokens
-        return max(num_tokens, stale_range(self.prompt_len, self.window, self.block_size).end * self.block_size)
+        return max(num_tokens, num_stale_blocks(self.prompt_len, self.window, self.block_size) * self.block_size)
 
 
 class Suffix(NamedTuple):

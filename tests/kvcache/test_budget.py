@@ -15,14 +15,13 @@ from kvist.kvcache import (
     KvGroup,
     LayerKv,
     block_bytes,
+    can_resume,
     check_sequence_fits,
-    longest_sequence,
-    max_concurrent_sequences,
     peak_num_blocks,
     plan_windows,
     split_memory,
 )
-from kvist.kvcache.stale import num_blocks_for, stale_range
+from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 BFLOAT16 = KvDtype.BFLOAT16
 SLIDING = KvGroup(1, LayerKv(1024, 8, 256, BFLOAT16), tuple(range(25)))
@@ -53,7 +52,7 @@ def test_a_windowed_sequence_never_holds_more_than_its_peak(step: int, make_grou
     for window in range(1, 30):
         (group,) = make_groups(window)
         held = max(
-            num_blocks_for(history + step, 4) - stale_range(history, window, 4).end for history in range(100 - step)
+            num_blocks_for(history + step, 4) - num_stale_blocks(history, window, 4) for history in range(100 - step)
         )
         assert held <= peak_num_blocks(group, 4, 100, step) <= held + 1
 
@@ -94,7 +93,7 @@ def test_bounded_holds_more_sequences_than_uniform_in_the_same_memory() -> None:
     memory_bytes = 100_000 * TOKEN_BYTES
     at_rest = [peak_num_blocks(group, 32, 8192, 1) for group in (WHOLE, SLIDING)]
     by_policy = {
-        policy: max_concurrent_sequences(split([WHOLE, SLIDING], memory_bytes, policy, max_num_seqs=64), at_rest, 64)
+        policy: min(map(operator.floordiv, split([WHOLE, SLIDING], memory_bytes, policy, max_num_seqs=64), at_rest))
         for policy in ("uniform", "bounded")
     }
     assert by_policy == {"uniform": 10, "bounded": 58}
@@ -155,19 +154,9 @@ def test_a_split_fits_the_memory_and_holds_a_sequence_or_is_refused(
     check_sequence_fits(groups, num_blocks, 32, max_model_len, max_step_tokens)
 
 
-def test_concurrency_is_what_the_scarcest_pool_holds() -> None:
-    assert max_concurrent_sequences([2560, 600], [256, 256], 64) == 2
-    assert max_concurrent_sequences([2560, 600], [256, 60], 64) == 10
-    assert max_concurrent_sequences([2560], [1], 64) == 64
-
-
-def test_the_longest_sequence_is_what_the_scarcest_pool_holds() -> None:
-    groups = [WHOLE, SLIDING]
-    assert longest_sequence(groups, [100, 49], 32, 8192, 512) == 3200
-    assert longest_sequence(groups, [100, 20], 32, 8192, 512) == 640
-    assert longest_sequence(groups, [256, 49], 32, 8192, 512) == 8192
-    for num_blocks in ([100, 49], [100, 20]):
-        check_sequence_fits(groups, num_blocks, 32, longest_sequence(groups, num_blocks, 32, 8192, 512), 512)
+def test_a_preempted_sequence_comes_back_only_below_ninety_seven_percent() -> None:
+    assert can_resume(90, 7, 100)
+    assert not can_resume(90, 8, 100)
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused_with_both_numbers() -> None:

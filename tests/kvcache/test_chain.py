@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 
-from kvist.kvcache.chain import BlockHashChain, event_hash, root_digest
+from kvist.kvcache.sequences import BlockHashChain, event_hash, root_digest
 
 
 def test_a_digest_covers_the_parent_and_the_tokens_as_little_endian_words() -> None:

@@ -18,9 +18,9 @@ from kvist.kvcache import (
     LayerKv,
     ScratchPolicy,
     SequenceBlocks,
+    num_stale_blocks,
     scratch_page_index,
     scratch_place,
-    stale_range,
 )
 
 B = 4
@@ -223,7 +223,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         for pool_before, pool_after in zip(before.pools, after.pools, strict=True):
             assert pool_after.num_cached <= pool_before.num_cached, "reserved blocks can be found"
         for table, window in zip(blocks.tables, WINDOWS, strict=True):
-            assert table.first_held == stale_range(len(tokens), window, B).end
+            assert table.first_held == num_stale_blocks(len(tokens), window, B)
             assert len(table.held()) == len(table.block_ids) - table.first_held
         self.reserved.append(Life(tokens.copy(), tokens, chain, blocks, hit.num_tokens))
 
@@ -269,7 +269,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         """Try every length, longest first."""
         for num_blocks in range((num_tokens - 1) // B, -1, -1):
             if all(
-                all(d in pool for d in chain.digests[stale_range(num_blocks * B, window, B).end : num_blocks])
+                all(d in pool for d in chain.digests[num_stale_blocks(num_blocks * B, window, B) : num_blocks])
                 for pool, window in zip(self.manager.pools, WINDOWS, strict=True)
             ):
                 return num_blocks * B

@@ -16,9 +16,9 @@ from kvist.kvcache import (
     KvDtype,
     LayerKv,
     ScratchPolicy,
+    num_stale_blocks,
     plan_windows,
     split_memory,
-    stale_range,
 )
 from kvist.kvcache.stale import num_blocks_for
 
@@ -46,7 +46,7 @@ def test_what_left_the_front_is_stale_at_each_step_of_a_prompt_in_chunks_and_two
     for end in ends:
         assert end == ends[0] or manager.grow(sequence, tokens, end)
         for pool, table in zip(manager.pools, sequence.tables, strict=True):
-            assert table.first_held == stale_range(history, pool.group.window, BLOCK_SIZE).end
+            assert table.first_held == num_stale_blocks(history, pool.group.window, BLOCK_SIZE)
             assert len(table.block_ids) == num_blocks_for(end, BLOCK_SIZE)
             held = set(range(table.first_held, len(table.block_ids)))
             if table.scratch is not None:
@@ -54,13 +54,13 @@ def test_what_left_the_front_is_stale_at_each_step_of_a_prompt_in_chunks_and_two
             assert {i for i, block_id in enumerate(table.block_ids) if block_id != ABSENT} == held
         manager.settle()
         for pool, table in zip(manager.pools, sequence.tables, strict=True):
-            first_needed = stale_range(end, pool.group.window, BLOCK_SIZE).end
+            first_needed = num_stale_blocks(end, pool.group.window, BLOCK_SIZE)
             needed = table.block_ids[first_needed : num_blocks_for(end, BLOCK_SIZE)].tolist()
             assert by_position(table, first_needed * BLOCK_SIZE, end) == needed, "what a next query sees has no holes"
             assert pool.statistics().num_used == len(by_position(table, 0, end)) == len(table.held())
         manager.check_invariants([sequence])
         history = end
-    assert 500 - stale_range(499, WINDOW, BLOCK_SIZE).end * BLOCK_SIZE <= WINDOW + BLOCK_SIZE - 1
+    assert 500 - num_stale_blocks(499, WINDOW, BLOCK_SIZE) * BLOCK_SIZE <= WINDOW + BLOCK_SIZE - 1
 
 
 def test_a_step_of_eight_tokens_drops_blocks_by_the_history_before_it(make_groups) -> None:

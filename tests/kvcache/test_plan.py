@@ -115,16 +115,6 @@ def test_a_group_without_layers_is_refused() -> None:
         KvGroup(3, WHOLE, ())
 
 
-def test_whether_layers_are_windowed_is_never_guessed() -> None:
-    plan = plan_windows([NARROW, WHOLE, SharedKv(0)], 1024)
-    assert plan.is_windowed([0, 2])
-    assert not plan.is_windowed([1])
-    with pytest.raises(InvalidValueError, match="at least one layer"):
-        plan.is_windowed([])
-    with pytest.raises(InvalidValueError, match="got 3, expected layers below 3"):
-        plan.is_windowed([3])
-
-
 def test_a_dtype_is_as_large_as_its_name_says() -> None:
     assert {dtype.value: dtype.itemsize_bytes for dtype in KvDtype} == {
         "float32": 4,

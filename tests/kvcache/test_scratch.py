@@ -4,28 +4,28 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL, Window
-from kvist.kvcache import ScratchPolicy, num_scratch_slots, scratch_range
+from kvist.kvcache import ScratchPolicy
+from kvist.kvcache.scratch import need_of_step, scratch_range
 
 
 @pytest.mark.parametrize(
-    ("history", "capacity", "window", "rewind", "sink", "expected"),
+    ("history", "capacity", "window", "rewind", "expected"),
     [
-        (0, 1024, 128, 0, 0, (0, 28)),
-        (0, 1000, 128, 0, 0, (0, 27)),
-        (0, 1024, 128, 8, 0, (0, 27)),
-        (0, 256, 32, 0, 0, (0, 7)),
-        (0, 256, 32, 64, 0, (0, 5)),
-        (0, 256, 64, 0, 0, (0, 6)),
-        (256, 352, 64, 0, 0, (8, 9)),
-        (0, 256, 64, 32, 0, (0, 5)),
-        (40, 200, 32, 0, 0, (2, 5)),
-        (0, 512, 128, 0, 32, (1, 12)),
+        (0, 1024, 128, 0, (0, 28)),
+        (0, 1000, 128, 0, (0, 27)),
+        (0, 1024, 128, 8, (0, 27)),
+        (0, 256, 32, 0, (0, 7)),
+        (0, 256, 32, 64, (0, 5)),
+        (0, 256, 64, 0, (0, 6)),
+        (256, 352, 64, 0, (8, 9)),
+        (0, 256, 64, 32, (0, 5)),
+        (40, 200, 32, 0, (2, 5)),
     ],
 )
 def test_the_written_ranges_hold(
-    history: int, capacity: int, window: int, rewind: int, sink: int, expected: tuple[int, int]
+    history: int, capacity: int, window: int, rewind: int, expected: tuple[int, int]
 ) -> None:
-    assert scratch_range(history, capacity, window, 32, rewind=rewind, sink=sink) == expected
+    assert scratch_range(history, capacity, window, 32, rewind) == expected
 
 
 @pytest.mark.parametrize(
@@ -49,32 +49,64 @@ def test_a_rewind_of_two_to_thirty_three_tokens_costs_a_block_at_1024(rewind: in
     assert scratch_range(0, 1024, 128, 32, rewind=rewind).num_blocks == expected
 
 
-@pytest.mark.parametrize("sink", [0, 5])
 @pytest.mark.parametrize("rewind", [0, 3])
-def test_scratch_is_what_the_step_begins_and_no_later_query_sees(sink: int, rewind: int) -> None:
+def test_scratch_is_what_the_step_begins_and_no_later_query_sees(rewind: int) -> None:
     block_size = 4
     for window in range(1, 20):
         for history in range(40):
             for capacity in range(history, history + 30):
-                blocks = range(*scratch_range(history, capacity, window, block_size, rewind=rewind, sink=sink))
+                blocks = range(*scratch_range(history, capacity, window, block_size, rewind))
                 oldest_next_query = max(0, capacity - rewind)
                 expected = [
                     ordinal
                     for ordinal in range(capacity // block_size)
-                    if ordinal * block_size >= max(history, sink)
+                    if ordinal * block_size >= history
                     and oldest_next_query - (ordinal * block_size + block_size - 1) >= window
                 ]
                 assert list(blocks) == expected, (window, history, capacity)
 
 
 @pytest.mark.parametrize(
-    ("num_blocks", "scale", "buffers_per_layer", "expected"),
-    [(0, 64, 2, 0), (1, 64, 2, 1), (27, 64, 2, 1), (32, 64, 2, 1), (33, 64, 2, 2), (10, 5, 2, 5), (6, 1, 1, 6)],
+    ("history", "capacity", "window", "num_layers", "rewind", "expected"),
+    [
+        (0, 1024, 128, 32, 0, 5),
+        (0, 1000, 128, 32, 0, 6),
+        (0, 1024, 128, 32, 8, 6),
+        (0, 256, 32, 8, 0, 2),
+        (0, 256, 32, 8, 64, 4),
+        (0, 256, 64, 8, 0, 3),
+        (256, 352, 64, 8, 0, 5),
+        (256, 352, 64, 8, 32, 5),
+        (0, 256, 256, 8, 0, 8),
+        (256, 352, 256, 8, 0, 11),
+    ],
 )
-def test_scratch_blocks_take_the_written_number_of_slots(
-    num_blocks: int, scale: int, buffers_per_layer: int, expected: int
+def test_one_prompt_takes_the_written_number_of_slots(
+    history: int, capacity: int, window: int, num_layers: int, rewind: int, expected: int
 ) -> None:
-    assert num_scratch_slots(num_blocks, scale, buffers_per_layer) == expected
+    assert num_slots(history, capacity, window, 32, num_layers, ScratchPolicy(rewind)) == expected
+
+
+def num_slots(
+    history: int, capacity: int, window: int, block_size: int, num_layers: int, scratch: ScratchPolicy | None
+) -> int:
+    need = need_of_step(history, capacity, window, block_size, num_layers, scratch)
+    return need.num_blocks - need.num_stale - need.scratch.num_blocks + need.num_scratch_slots
+
+
+def test_scratch_never_costs_a_slot() -> None:
+    for window in (1, 5, 16):
+        for history in range(30):
+            for capacity in range(history + 1, history + 30):
+                for num_layers in (1, 2, 5):
+                    step = (history, capacity, window, 4, num_layers)
+                    assert num_slots(*step, ScratchPolicy()) <= num_slots(*step, None)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_layers", "expected"), [(0, 32, 0), (1, 32, 1), (32, 32, 1), (33, 32, 2)])
+def test_scratch_blocks_take_the_written_number_of_slots(num_blocks: int, num_layers: int, expected: int) -> None:
+    need = need_of_step(0, (num_blocks + 1) * 4, 4, 4, num_layers, ScratchPolicy())
+    assert (need.scratch.num_blocks, need.num_scratch_slots) == (num_blocks, expected)
 
 
 def test_a_negative_rewind_is_refused() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvist.events import FULL
-from kvist.kvcache import ABSENT, stale_range
+from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.agents import SharedMemoryAgent, Transfer, TransferAgent
 from kvist.transfer.bounce import BounceConfig, RegionBounce
 from kvist.transfer.bounce.copier import TorchCopier, host_region
@@ -214,7 +214,7 @@ class Prompt:
         rng = random.Random(seed * 1000 + self.seed)
         total = -(-self.num_tokens // B)
         windows = [FULL if shape.window is None else shape.window for shape in self.shapes]
-        stale = [stale_range(self.num_tokens, window, B).end for window in windows]
+        stale = [num_stale_blocks(self.num_tokens, window, B) for window in windows]
         return [[ABSENT] * first + rng.sample(range(NUM_SLOTS), total - first) for first in stale]
 
 

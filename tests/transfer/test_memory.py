@@ -8,7 +8,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
-from kvist.kvcache import ABSENT, stale_range
+from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.heads import WHOLE, Part, heads_of
 from kvist.transfer.memory import KvMemory, Share
 from kvist.transfer.messages import GroupShape, Hello, PoolPlace, ReceiveRequest
@@ -86,7 +86,7 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
     block_size, num_tokens = rng.choice((1, 2, 4)), rng.randint(1, 40)
     total = -(-num_tokens // block_size)
     num_cached = rng.randint(0, num_tokens // block_size)
-    firsts = [stale_range(num_tokens, FULL if s.window is None else s.window, block_size).end for s in shapes]
+    firsts = [num_stale_blocks(num_tokens, FULL if s.window is None else s.window, block_size) for s in shapes]
     tables = [[ABSENT] * first + rng.sample(range(total + 4), total - first) for first in firsts]
     lists = tuple(tuple(rng.sample(range(total + 2), total - max(first, num_cached))) for first in firsts)
     wholes = [

@@ -7,9 +7,7 @@ import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.windows import FULL
-from kvist.kvcache.dtypes import KvDtype
-from kvist.kvcache.groups import LayerKv
-from kvist.kvcache.plan import plan_windows
+from kvist.kvcache.plan import KvDtype, LayerKv, plan_windows
 from kvist.transfer.messages import (
     Cancel,
     ForeignHello,

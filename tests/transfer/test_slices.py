@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
 from kvist.events.windows import FULL, KnownWindow
-from kvist.kvcache.stale import num_blocks_for, stale_range
-from kvist.kvcache.tables import ABSENT
+from kvist.kvcache.sequences import ABSENT
+from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 from kvist.transfer.slices import (
     BlockCountMismatchError,
     KvSlice,
@@ -79,7 +79,7 @@ def test_what_is_stale_is_decided_by_the_prompt_and_not_by_the_slice() -> None:
     slices.append(slice_of_tables([whole, whole], TokenRange(48, 100), BLOCK_SIZE, (0, 0)))
     live = [suffix(WINDOWED, part.block_ids_per_group[1], part.token_range.end).block_ids for part in slices]
     assert [len(block_ids) for block_ids in live] == [0, 4]
-    assert stale_range(48, 40, BLOCK_SIZE).end == 0, "the end of the first slice would have kept block 0 and on"
+    assert num_stale_blocks(48, 40, BLOCK_SIZE) == 0, "the end of the first slice would have kept block 0 and on"
     assert [part.is_last for part in slices] == [False, True]
     assert [len(part.block_ids_per_group[0]) for part in slices] == [3, 4]
 
@@ -192,7 +192,7 @@ def test_the_suffix_form_agrees_with_the_positional_one_in_twenty_thousand_shape
         num_cached = rng.randint(0, prompt_len)
         total = num_blocks_for(prompt_len, block_size)
         group = SliceGroup(0, window, block_size, prompt_len)
-        num_stale = min(stale_range(prompt_len, window, block_size).end, total)
+        num_stale = min(num_stale_blocks(prompt_len, window, block_size), total)
         num_held_stale = rng.randint(0, num_stale)  # a sender may hold some that are stale by the end of the prompt
         num_spare = rng.randint(0, 3)
         table = [ABSENT] * (num_stale - num_held_stale) + list(range(100, 100 + total - num_stale + num_held_stale))
@@ -254,7 +254,7 @@ def test_slices_of_a_prompt_together_bring_what_the_whole_prompt_would() -> None
         window: KnownWindow = rng.choice((FULL, rng.randint(1, prompt_len + 20)))
         group = SliceGroup(0, window, block_size, prompt_len)
         total = num_blocks_for(prompt_len, block_size)
-        num_stale = min(stale_range(prompt_len, window, block_size).end, total)
+        num_stale = min(num_stale_blocks(prompt_len, window, block_size), total)
         source = list(range(1000, 1000 + total))
         destination = [ABSENT] * num_stale + list(range(2000 + num_stale, 2000 + total))
         num_cached = rng.randint(0, prompt_len)

@@ -8,8 +8,7 @@ from enum import Enum
 
 from kvist.errors import InvalidValueError
 from kvist.events.windows import KnownWindow
-from kvist.kvcache.dtypes import KvDtype
-from kvist.kvcache.groups import LayerKv, SharedKv
+from kvist.kvcache.plan import KvDtype, LayerKv, SharedKv
 
 MAX_HEAD_DIM = 512  # what the attention kernels take
 

@@ -16,7 +16,7 @@ from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import plan_windows
-from kvist.kvcache.dtypes import KvDtype
+from kvist.kvcache.plan import KvDtype
 
 Edit = Callable[..., Path]
 

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvist.engine.batch import HostBatch
+from kvist.engine.batch import GroupPages, HostBatch
 from kvist.engine.models import layers
 from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.sharding import Shard, rank_config, rank_slices
 from kvist.engine.models.weights import load_model
-from kvist.engine.paging import GroupPages
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvDtype, PageIndexMode, plan_windows

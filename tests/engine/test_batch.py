@@ -6,7 +6,7 @@ from array import array
 import numpy as np
 import pytest
 
-from kvist.engine.paging import GroupPages, group_pages
+from kvist.engine.batch import GroupPages, group_pages
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
 from kvist.kvcache import (
@@ -19,26 +19,25 @@ from kvist.kvcache import (
     PageIndexMode,
     ScratchPolicy,
     SequenceBlocks,
-    SlotLayout,
     plan_windows,
 )
 
-LAYOUT = SlotLayout(num_slots=300, scale=3)
+NUM_SLOTS, NUM_LAYERS = 300, 3
 
 
 def page_of(table: BlockTable, ordinal: int, layer: int, mode: PageIndexMode) -> int:
     """Return where a layer finds one block: a slot where all layers share their numbers, else a page."""
     slot_id, scratch = table.block_ids[ordinal], table.scratch
     if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
-        slot_idx, shift = divmod(ordinal - scratch.block_range.start, LAYOUT.scale)
-        return scratch.slot_ids[slot_idx] * LAYOUT.scale + (shift + layer) % LAYOUT.scale
-    return slot_id if slot_id == ABSENT or mode is PageIndexMode.SHARED else slot_id * LAYOUT.scale + layer
+        slot_idx, shift = divmod(ordinal - scratch.block_range.start, NUM_LAYERS)
+        return scratch.slot_ids[slot_idx] * NUM_LAYERS + (shift + layer) % NUM_LAYERS
+    return slot_id if slot_id == ABSENT or mode is PageIndexMode.SHARED else slot_id * NUM_LAYERS + layer
 
 
 def make_manager(window: int, block_size: int) -> KvCacheManager:
     layer = LayerKv(window, 1, 8, KvDtype.FLOAT32)
-    groups = plan_windows([layer] * LAYOUT.scale, 100_000).groups
-    return KvCacheManager(groups, [LAYOUT.num_slots], block_size, scratch=ScratchPolicy())
+    groups = plan_windows([layer] * NUM_LAYERS, 100_000).groups
+    return KvCacheManager(groups, [NUM_SLOTS], block_size, scratch=ScratchPolicy())
 
 
 def open_batch(
@@ -65,7 +64,7 @@ def pages_of(manager: KvCacheManager, sequences: list[SequenceBlocks], counts: l
         [np.arange(each.num_tokens - count, each.num_tokens) for each, count in zip(sequences, counts, strict=True)]
     )
     tables = [each.tables[0] for each in sequences]
-    return group_pages(tables, LAYOUT, manager.block_size, sequence, positions)
+    return group_pages(tables, NUM_SLOTS, NUM_LAYERS, manager.block_size, sequence, positions)
 
 
 @pytest.mark.parametrize(
@@ -142,4 +141,4 @@ def test_what_another_sequence_writes_is_not_written_twice() -> None:
 def test_a_block_that_the_pool_does_not_have_is_refused_before_anything_is_launched() -> None:
     table = BlockTable(array("i", [5, 300]), 0)
     with pytest.raises(InvalidValueError, match="block_tables: got 300, expected slots of the pool, below 300"):
-        group_pages([table], LAYOUT, 4, np.zeros(1, np.int64), np.array([7]))
+        group_pages([table], NUM_SLOTS, NUM_LAYERS, 4, np.zeros(1, np.int64), np.array([7]))
