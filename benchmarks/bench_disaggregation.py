@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 from _common import report, table
 
-from kvist.cli._processes import ProcessGroup
+from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 1024, 32

@@ -1,15 +1,22 @@
 """The demo of `kvist up`: the same conversations through two routers, and where each request went.
 
-Both routers stand in front of the same workers; one routes by prefix, the other round robin. Each run starts on flushed
-caches and the order alternates, so that neither policy profits from the other's blocks or from a warm machine.
+The conversations have several turns and share system prompts, as those of a fleet of assistants do. Both routers stand
+in front of the same workers; one routes by prefix, the other round robin. Each run starts on flushed caches and the
+order alternates, so that neither policy profits from the other's blocks or from a warm machine.
 """
 
 from __future__ import annotations
 
 import asyncio
 import http.client
+import inspect
 import json
+import os.path
+import queue
+import re
+import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,20 +24,38 @@ from random import Random
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
-from kvist.cli._conversations import CONVERSATIONS, Dialogue, Turn
-
 _NUM_ROUNDS = 2
 _NUM_CLIENTS = 4
 _MAX_TOKENS = 24
 _REQUEST_TIMEOUT_S = 120.0
 _SETTLE_TIMEOUT_S = 10.0
+_MAX_QUOTE_CHARS = 240
+
+_RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
+exception, name the exception and the condition. When an argument has a default value, state the default value. When the
+behaviour depends on the platform or on the version of Python, say which platform and which version. Never invent a
+module, a function or an argument. Prefer the simplest function of the standard library that does the job."""
+
+_FILES = f"You are an assistant for people who work with files and paths in Python. {_RULES}"
+_TEXT = f"You are an assistant for people who work with text and regular expressions in Python. {_RULES}"
+_CONCURRENCY = f"You are an assistant for people who write concurrent programs in Python. {_RULES}"
+
+# Six conversations over three system prompts: the user asks about one function after the other.
+_CONVERSATIONS: tuple[tuple[str, tuple[Callable[..., Any], ...]], ...] = (
+    (_FILES, (os.path.join, os.path.abspath, os.walk, os.makedirs, os.path.split)),
+    (_TEXT, (re.compile, re.findall, re.sub, str.split, str.replace)),
+    (_CONCURRENCY, (threading.Thread, queue.Queue.get, queue.Queue.put, asyncio.run, asyncio.sleep)),
+    (_FILES, (shutil.copyfile, shutil.copytree, shutil.rmtree, shutil.move, shutil.which)),
+    (_TEXT, (str.strip, str.join, str.format, re.escape, re.split)),
+    (_CONCURRENCY, (asyncio.gather, asyncio.wait_for, asyncio.wait, asyncio.shield, threading.Thread.join)),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request as its client saw it; `error` tells why it did not complete."""
+    """One request as its client saw it, by the function it asks about; `error` tells why it did not complete."""
 
-    turn: Turn
+    title: str
     worker: str = ""
     prefill_worker: str = ""
     prompt_tokens: int = 0
@@ -57,7 +82,7 @@ async def run_demo(
     """Send every conversation through both routers, `_NUM_ROUNDS` times each; `progress` hears of each request."""
     result = DemoResult([], [])
     warm_up = [{"role": "user", "content": "Hello"}]
-    await asyncio.gather(*(asyncio.to_thread(_ask, url, model, Turn("", ""), warm_up) for url in worker_urls))
+    await asyncio.gather(*(asyncio.to_thread(_ask, url, model, "", warm_up) for url in worker_urls))
     runs = [(router_url, result.routed), (baseline_url, result.baseline)]
     for round_idx in range(_NUM_ROUNDS):
         for url, served in runs if round_idx % 2 == 0 else reversed(runs):
@@ -106,25 +131,36 @@ def _median_ms(served: Iterable[Served]) -> float | None:
 
 async def _converse(url: str, model: str, random: Random, served: list[Served], progress: Progress) -> None:
     """Let four clients go on with whatever conversation waits, one turn at a time: users do not queue up in order."""
-    waiting = [Dialogue(conversation) for conversation in CONVERSATIONS]
+    waiting = [
+        ([{"role": "system", "content": system_prompt}], list(functions)) for system_prompt, functions in _CONVERSATIONS
+    ]
 
     async def client() -> None:
         while waiting:
-            dialogue = waiting.pop(random.randrange(len(waiting)))
-            turn = dialogue.ask()
-            one = await asyncio.to_thread(_ask, url, model, turn, dialogue.messages)
+            messages, functions = waiting.pop(random.randrange(len(waiting)))
+            title, question = _question(functions.pop(0))
+            messages.append({"role": "user", "content": question})
+            one = await asyncio.to_thread(_ask, url, model, title, messages)
             served.append(one)
             progress(one)
-            dialogue.hear(one.answer)
-            if dialogue.has_turns_left:
-                waiting.append(dialogue)
+            messages.append({"role": "assistant", "content": one.answer})
+            if functions:
+                waiting.append((messages, functions))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(_NUM_CLIENTS):
             group.create_task(client())
 
 
-def _ask(url: str, model: str, turn: Turn, messages: list[dict[str, str]]) -> Served:
+def _question(function: Callable[..., Any]) -> tuple[str, str]:
+    """Return a function's name, and a question about it that quotes its documentation."""
+    module = getattr(function, "__module__", None)  # methods of built-in types have none
+    name = f"{module}.{function.__qualname__}" if module else function.__qualname__
+    quote = (inspect.getdoc(function) or "")[:_MAX_QUOTE_CHARS]
+    return name, f"The documentation of {name} says:\n\n{quote}\n\nWhat does {name} do?"
+
+
+def _ask(url: str, model: str, title: str, messages: list[dict[str, str]]) -> Served:
     """Stream one answer, greedily, so that both policies see the same history."""
     body = {
         "model": model,
@@ -142,15 +178,15 @@ def _ask(url: str, model: str, turn: Turn, messages: list[dict[str, str]]) -> Se
         connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != http.client.OK:
-            return Served(turn, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")
-        return _read_stream(turn, response, start)
+            return Served(title, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")
+        return _read_stream(title, response, start)
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return Served(turn, error=f"{type(error).__name__}: {error}")
+        return Served(title, error=f"{type(error).__name__}: {error}")
     finally:
         connection.close()
 
 
-def _read_stream(turn: Turn, response: http.client.HTTPResponse, start: float) -> Served:
+def _read_stream(title: str, response: http.client.HTTPResponse, start: float) -> Served:
     ttft_s = 0.0
     usage: dict[str, Any] = {}
     answer: list[str] = []
@@ -164,9 +200,9 @@ def _read_stream(turn: Turn, response: http.client.HTTPResponse, start: float) -
             ttft_s = time.perf_counter() - start
         answer.append(text)
     if not usage:
-        return Served(turn, error="the stream ended early")
+        return Served(title, error="the stream ended early")
     return Served(
-        turn,
+        title,
         worker=response.headers.get("x-kvist-worker", ""),
         prefill_worker=response.headers.get("x-kvist-prefill-worker", ""),
         prompt_tokens=usage["prompt_tokens"],

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 
-from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
-from kvist.cli._signals import finish, on_signal
+from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
 from kvist.replay.jsonl import JsonlReader, to_line
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
@@ -126,7 +125,7 @@ def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Lin
     """Read the script to its end, with a line of progress; damage is raised once what came before it was used."""
     show_at_s = 0.0
     damage: RecordingError | None = None
-    with ProgressLine(is_wanted=args.to_jsonl != "-") as line:
+    with progress_line(is_wanted=args.to_jsonl != "-") as show:
         try:
             for lines in script.lines():
                 if lines is None:
@@ -135,7 +134,7 @@ def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Lin
                 take(lines)
                 if (now_s := time.monotonic()) >= show_at_s:
                     show_at_s = now_s + SHOW_INTERVAL_S
-                    line.show(f"{script.num_recorded} messages", *script.progress)
+                    show(f"{script.num_recorded} messages", *script.progress)
         except RecordingError as error:
             if script.num_recorded == 0:
                 raise
@@ -160,12 +159,12 @@ async def _play(args: argparse.Namespace, script: Script, player: Player) -> Non
     task = loop.create_task(_play_and_linger(args, player), name="kvist-replay")
     on_signal(task.cancel)
     started_s = loop.time()
-    with ProgressLine() as line:
+    with progress_line() as show:
         while not task.done():
             await asyncio.wait([task], timeout=SHOW_INTERVAL_S)
             rate = player.num_sent / max(loop.time() - started_s, SHOW_INTERVAL_S)
             late = f", {player.lag_s:.1f} s late" if player.lag_s > SHOW_INTERVAL_S else ""
-            line.show(f"{player.num_sent} messages, {rate:.0f}/s{late}", *script.progress)
+            show(f"{player.num_sent} messages, {rate:.0f}/s{late}", *script.progress)
     await finish(task)
 
 

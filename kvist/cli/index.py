@@ -8,7 +8,7 @@ import re
 import time
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
-from kvist.cli._signals import on_signal
+from kvist.cli._terminal import on_signal
 from kvist.indexer.service.config import IndexConfig
 
 HELP = "index a fleet's KV events and answer who holds a prefix"

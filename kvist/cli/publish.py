@@ -142,7 +142,7 @@ async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> No
     """Run the sidecar until it fails or a signal asks it to end."""
     import asyncio
 
-    from kvist.cli._signals import finish, on_signal
+    from kvist.cli._terminal import finish, on_signal
 
     task = asyncio.get_running_loop().create_task(sidecar.run(), name="kvist-publish")
     on_signal(task.cancel)

@@ -84,18 +84,17 @@ async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Na
     """Record until it fails, a signal asks it to end, or its time is up."""
     import asyncio
 
-    from kvist.cli._progress import SHOW_INTERVAL_S, ProgressLine
-    from kvist.cli._signals import finish, on_signal
+    from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
 
     loop = asyncio.get_running_loop()
     task = loop.create_task(recorder.run(), name="kvist-record")
     on_signal(task.cancel)
     print(f"kvist record: recording {len(args.sources)} sources to {args.to}", flush=True)
     ends_at_s = float("inf") if args.duration is None else loop.time() + args.duration
-    with ProgressLine() as line:
+    with progress_line() as show:
         while not task.done():
             await asyncio.wait([task], timeout=min(SHOW_INTERVAL_S, max(0.0, ends_at_s - loop.time())))
-            line.show(f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps")
+            show(f"{_totals(writer)}, {sum(report.num_gaps for report in recorder.reports())} gaps", 0, None)
             if loop.time() >= ends_at_s:
                 task.cancel()
     await finish(task)

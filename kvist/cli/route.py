@@ -7,7 +7,7 @@ import asyncio
 import time
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
-from kvist.cli._signals import on_signal
+from kvist.cli._terminal import on_signal
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
 from kvist.router.config import RouterConfig

@@ -187,8 +187,7 @@ async def _serve(
     rank_0: RankTransfers | None,
     tracing: Tracing | None,
 ) -> int:
-    from kvist.cli._publisher_metrics import PublisherCollector
-    from kvist.cli._transfer_metrics import TransferCollector
+    from kvist.cli._worker_metrics import PublisherCollector, TransferCollector
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
     from kvist.engine.server.spans import WorkerSpans

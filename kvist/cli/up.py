@@ -8,22 +8,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from kvist.cli.serve import add_tracing_argument
-from kvist.errors import InvalidValueError, MissingExtraError
+from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from kvist.cli._demo import DemoResult, Served
-    from kvist.cli._processes import ProcessGroup
 
 HELP = "start a router and bundled workers, send real conversations through them, and keep serving"
 
+_URL = re.compile(rb"http://[^\s,]+")
 _LOOK_S = 0.1
 _DEMO_LOCAL_TOKENS = "64"
 """Conversations of the demo grow by some hundred tokens a turn, so that most turns are handed over."""
@@ -75,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
 async def _up(args: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from kvist.cli._processes import ProcessGroup
-    from kvist.cli._signals import on_signal
+    from kvist.cli._terminal import on_signal
 
     task = asyncio.current_task()
     assert task is not None
@@ -153,7 +156,7 @@ async def _demo(
         def progress(served: Served) -> None:
             nonlocal num_served
             num_served += 1
-            status.update(f"{num_served} requests served; last: {served.turn.title}")
+            status.update(f"{num_served} requests served; last: {served.title}")
 
         result = await run_demo(router_url, baseline.url, worker_urls, model, progress)
     events_filtered = sum(int(metric(url, "kvist_publisher_events_filtered_total")) for url in worker_urls)
@@ -163,7 +166,7 @@ async def _demo(
     _show(console, result, facts, {url: f"worker {index}" for index, url in enumerate(worker_urls)})
     for served in [*result.routed, *result.baseline]:
         if served.error:
-            print(f"kvist up: {served.turn.title}: {served.error}", file=sys.stderr)
+            print(f"kvist up: {served.title}: {served.error}", file=sys.stderr)
     if args.json:
         print(json.dumps(facts), flush=True)
     completed = facts["completed"] + facts["baseline_completed"]
@@ -180,7 +183,7 @@ def _show(console: Console, result: DemoResult, facts: dict[str, float], names: 
     for one in result.routed:
         cells = (f"{one.prompt_tokens:,}", f"{one.cached_tokens:,}", f"{one.ttft_s * 1000:.1f}")
         workers = [names.get(url, url) for url in (one.prefill_worker, one.worker) if url]
-        table.add_row(one.turn.title, " → ".join(workers), *cells)
+        table.add_row(one.title, " → ".join(workers), *cells)
     console.print(table)
     comparison = Table("policy", title="The same requests, each policy on flushed caches")
     for column in ("completed", "prompt tokens", "cached tokens", "cached", "TTFT ms p50"):
@@ -200,3 +203,71 @@ def _show(console: Console, result: DemoResult, facts: dict[str, float], names: 
     if "transfers" in facts:
         moved = f"{facts['transfers']:,} prompts, {facts['bytes_transferred']:,} bytes"
         console.print(f"Moved from prefill to decode workers: {moved}; fallbacks: {facts['fallbacks']:,}")
+
+
+class ProcessStartError(KvistError):
+    """A child ended, or stayed silent, before it was ready; its own words are on stderr above."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name = name
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A command that is ready: the URL it serves, and the process behind it."""
+
+    name: str
+    url: str
+    process: asyncio.subprocess.Process
+
+
+class ProcessGroup:
+    """Owns child processes: leaving the context ends every one of them, by SIGTERM and then by SIGKILL."""
+
+    def __init__(self, *, start_timeout_s: float = 300.0, stop_timeout_s: float = 4.0) -> None:
+        """Set how long a child may take to be ready (compiling included) and to end when asked."""
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._drains: list[asyncio.Task[bytes]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            async with asyncio.timeout(self._stop_timeout_s):
+                await asyncio.gather(*(process.wait() for process in self._processes))
+        except TimeoutError:
+            for process in self._processes:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            await asyncio.gather(*(process.wait() for process in self._processes))
+        await asyncio.gather(*self._drains)
+
+    async def start(self, name: str, *arguments: str) -> Child:
+        """Start `kvist ARGUMENTS` and wait until it prints the line with its URL; raises ProcessStartError."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "kvist", "--log-level", "warning", *arguments),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which then ends its children in order
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(self._start_timeout_s):
+                while line := await process.stdout.readline():
+                    if match := _URL.search(line):
+                        self._drains.append(asyncio.create_task(process.stdout.read(), name=f"drain {name}"))
+                        return Child(name, match[0].decode(), process)
+        except TimeoutError:
+            raise ProcessStartError(name, f"not ready after {self._start_timeout_s:g} s") from None
+        raise ProcessStartError(name, f"ended with exit code {await process.wait()} before it was ready")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvist.cli._processes import ProcessGroup
+from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
 
 pytestmark = pytest.mark.xdist_group("whole system")

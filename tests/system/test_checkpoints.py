@@ -16,7 +16,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from kvist.cli._processes import ProcessGroup
+from kvist.cli.up import ProcessGroup
 
 pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]
 

@@ -13,7 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from kvist.cli._processes import Child, ProcessGroup
+from kvist.cli.up import Child, ProcessGroup
 from kvist.engine import bundled_model_path
 
 pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]

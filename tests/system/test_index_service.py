@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvist.cli._processes import Child, ProcessGroup
+from kvist.cli.up import Child, ProcessGroup
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 pytestmark = pytest.mark.xdist_group("whole system")

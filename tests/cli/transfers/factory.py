@@ -24,8 +24,7 @@ from kvist.transfer.bounce import BounceConfig
 from kvist.transfer.bounce.copier import TorchCopier
 
 IMPORTED = (  # what the command imports when it runs
-    "kvist.cli._publisher_metrics",
-    "kvist.cli._transfer_metrics",
+    "kvist.cli._worker_metrics",
     "kvist.cli.serve",
     "kvist.engine.loading",
     "kvist.engine.server.app",

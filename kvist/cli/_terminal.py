@@ -1,0 +1,49 @@
+"""How commands behave in a terminal: SIGINT and SIGTERM end them in order, and a line shows how far they are."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+SHOW_INTERVAL_S = 0.25
+"""How often who has something to show should."""
+
+ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
+"""Shows a text, and a bar with the time that is left: what is done, of how much if that is known."""
+
+
+def on_signal(do: Callable[[], object]) -> None:
+    """Have the running loop call `do` at SIGINT and SIGTERM, instead of what they do by themselves."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, do)
+
+
+async def finish(task: asyncio.Task[None]) -> None:
+    """Wait for a task's end and raise what it failed of; having been cancelled, by a signal, is no failure of it."""
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            raise
+
+
+@contextmanager
+def progress_line(*, is_wanted: bool = True) -> Iterator[ShowProgress]:
+    """Yield what shows progress on stderr until the context ends; silent if that is no terminal, or without rich."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    except ModuleNotFoundError:
+        is_wanted = False
+    if not is_wanted or not sys.stderr.isatty():
+        yield lambda *_: None
+        return
+    columns = (BarColumn(bar_width=30), TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        line = progress.add_task("", total=None, text="")
+        yield lambda text, done, total: progress.update(line, text=text, completed=done, total=total)

@@ -1,0 +1,88 @@
+"""The counters of a bundled worker's publisher and transfers for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvist.publisher import KvEventPublisher
+from kvist.transfer.ranked_service import RankedTransfers
+
+
+class PublisherCollector(Collector):
+    """What a `KvEventPublisher` did, under names that begin with `kvist_publisher_`."""
+
+    def __init__(self, publisher: KvEventPublisher) -> None:
+        self._publisher = publisher
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        statistics = self._publisher.statistics()
+        streams = statistics.ranks.values()
+        num_passed = sum(stream.filter.num_passed for stream in streams)
+        num_filtered = sum(stream.filter.num_filtered for stream in streams)
+        num_malformed = sum(stream.num_malformed for stream in streams)
+        yield _counter("publisher_events_passed", "Events of the published window group.", num_passed)
+        yield _counter("publisher_events_filtered", "Events of other window groups, left out.", num_filtered)
+        yield _counter(
+            "publisher_events_malformed", "Events of wrong types, for which the rank was cleared.", num_malformed
+        )
+        yield _counter("publisher_events_lost", "Events lost because the publisher lagged.", statistics.num_lost_events)
+        yield _counter("publisher_batches_dropped", "Batches left to replay.", statistics.num_dropped_batches)
+        yield _counter("publisher_messages_sent", "Messages handed to the transport.", statistics.num_sent_messages)
+        yield _counter("publisher_sent_bytes", "Their bytes.", statistics.num_sent_bytes)
+        yield _counter("publisher_snapshots", "Snapshots made for subscribers.", statistics.num_snapshots)
+        yield _gauge(
+            "publisher_batches_waiting", "Batches the transport has not taken.", statistics.num_waiting_batches
+        )
+
+
+class TransferCollector(Collector):
+    """What all ranks of a worker did, under names that begin with `kvist_transfer_`."""
+
+    def __init__(self, transfers: RankedTransfers) -> None:
+        self._transfers = transfers
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics as they are now."""
+        statistics = self._transfers.statistics()
+        sender, receiver, agent = statistics.sender, statistics.receiver, statistics.agent
+        bounce, num_refused = statistics.bounce, statistics.num_refused_greetings
+        num_used_bytes = bounce.receive_bytes + bounce.send_bytes
+        yield _counter("transfer_sent", "Prompts that another worker has fetched.", sender.num_fetched)
+        yield _counter("transfer_given_up", "Prompts that were held and not fetched.", sender.num_given_up)
+        yield _counter("transfer_received", "Prompts fetched.", receiver.num_completed)
+        yield _counter("transfer_failed", "Prompts that could not be fetched.", receiver.num_failed)
+        yield _counter("transfer_sent_bytes", "Bytes written into other workers' memory.", agent.bytes_written)
+        yield _counter("transfer_sent_descriptors", "Pieces they were written in.", agent.num_fragments_written)
+        yield _counter("transfer_bounced_bytes", "Those of them that went through a bounce region.", bounce.bytes_sent)
+        yield _counter("transfer_bounced_descriptors", "Pieces that were gathered for that.", bounce.num_fragments_sent)
+        yield _counter("transfer_received_bytes", "Bytes that other workers wrote here.", statistics.bytes_received)
+        yield _counter("transfer_write_seconds", "Seconds that writes took, summed.", statistics.write_seconds)
+        yield _counter(
+            "transfer_fetch_seconds", "Seconds from asking for a prompt to having it.", statistics.fetch_seconds
+        )
+        yield _counter("transfer_refused_greetings", "Workers whose blocks are not like ours.", num_refused)
+        yield _counter("transfer_malformed", "Messages that were ignored.", statistics.num_malformed)
+        yield _gauge("transfer_bounce_used_bytes", "Bytes in use of both regions.", num_used_bytes)
+        yield _gauge(
+            "transfer_bounce_quarantined_bytes", "Those that may be written to late.", bounce.quarantined_bytes
+        )
+        yield _gauge("transfer_held", "Prompts that wait to be fetched.", sender.num_held)
+        yield _gauge("transfer_writing", "Writes under way, each from one rank to one.", sender.num_writing)
+        yield _gauge("transfer_active", "Fetches under way.", receiver.num_active)
+        yield _gauge(
+            "transfer_quarantined_bytes",
+            "Bytes of failed fetches that may be written to.",
+            statistics.quarantined_bytes,
+        )
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"kvist_{name}", text, value)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"kvist_{name}", text, value)
