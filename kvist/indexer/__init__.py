@@ -13,12 +13,10 @@ if TYPE_CHECKING:
     from kvist.indexer.block_size import learn_block_size
     from kvist.indexer.indexer import Indexer
     from kvist.indexer.statistics import SourceStatistics
-    from kvist.indexer.target import Index
 
-__all__ = ["Index", "Indexer", "SourceStatistics", "learn_block_size"]
+__all__ = ["Indexer", "SourceStatistics", "learn_block_size"]
 
 _MODULE_OF = {
-    "Index": "target",
     "Indexer": "indexer",
     "SourceStatistics": "statistics",
     "learn_block_size": "block_size",

@@ -29,10 +29,10 @@ from kvist.events.types import SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.restoring import Answer, is_heartbeat, read_answer, restore
 from kvist.indexer.statistics import RankBound, SourceCounters
-from kvist.indexer.target import Index, state_of
 
 if TYPE_CHECKING:
-    from kvist.indexer.canonical_lane import CanonicalLane, Taken
+    from kvist.indexer.canonical_lane import Taken
+    from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
 
@@ -48,13 +48,15 @@ class CanonicalFollower:
         self,
         worker: str,
         block_size: int,
-        index: Index,
+        index: RadixIndex,
         resyncing: set[WorkerRank],
         counters: SourceCounters,
         limits: SessionLimits | None = None,
         bound: RankBound | None = None,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks."""
+        from kvist.indexer.canonical_lane import CanonicalLane  # compiled, as the index is: not for who imports this
+
         self._worker = worker
         self._block_size = block_size
         self._index = index
@@ -62,7 +64,7 @@ class CanonicalFollower:
         self._counters = counters
         self._limits = limits
         self._bound = bound or RankBound()
-        self._lane = _lane_for(worker, block_size, index)
+        self._lane = CanonicalLane(worker, block_size, index)
         self._sessions: dict[int, Session[Batch]] = {}
         self._topics: dict[int, bytes] = {}
         # Ranks whose publisher itself does not know of all that the engine holds.
@@ -124,7 +126,7 @@ class CanonicalFollower:
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
-        if self._lane is None or (len(messages) < _MIN_JOINED and not isinstance(messages, MessageBlock)):
+        if len(messages) < _MIN_JOINED and not isinstance(messages, MessageBlock):
             for message in messages:
                 self.received(message, now_s)
                 yield
@@ -254,9 +256,8 @@ class CanonicalFollower:
 
     def _state(self, rank: int) -> SourceState:
         followed = self._sessions[rank].state
-        if followed is SourceState.LIVE and rank in self._incomplete:
-            return SourceState.PARTIAL
-        return state_of(self._index, WorkerRank(self._worker, rank), followed)
+        is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
+        return SourceState.PARTIAL if followed is SourceState.LIVE and is_short else followed
 
     def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):
@@ -322,11 +323,3 @@ def _blocks(messages: Sequence[Message]) -> Iterator[MessageBlock]:
         return
     for start in range(0, len(messages), _MAX_JOINED):
         yield MessageBlock.of(messages[start : start + _MAX_JOINED])
-
-
-def _lane_for(worker: str, block_size: int, index: Index) -> CanonicalLane | None:
-    """Return the fast lane into an index, None if that is not the compiled one."""
-    from kvist.indexer.canonical_lane import CanonicalLane  # compiled, as the index is: not for who has none
-    from kvist.radix import RadixIndex
-
-    return CanonicalLane(worker, block_size, index) if isinstance(index, RadixIndex) else None

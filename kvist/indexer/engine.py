@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from kvist.events import EngineCleared, EngineEvent, EngineStored, Event, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
@@ -15,27 +15,15 @@ from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceSta
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
 from kvist.indexer.statistics import RankBound, SourceCounters
-from kvist.indexer.target import Index, state_of
 from kvist.publisher.engine_feed import EngineFeed
-from kvist.publisher.stream import RankStream
 
 if TYPE_CHECKING:
-    from kvist.indexer.engine_lane import EngineLane, Taken
+    from kvist.indexer.engine_lane import EngineRank, Taken
     from kvist.indexer.engine_map import Names
-
+    from kvist.radix import RadixIndex
 
 _JOINED_STEPS = 256
 """Messages of an answer that are copied side by side at a time."""
-
-
-class _Rank(Protocol):
-    """Where the events of one rank go."""
-
-    def admit(self, event: EngineEvent) -> None:
-        """Take one event; what it amounts to is in the index when this returns."""
-
-    def clear(self) -> None:
-        """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
 
 
 class EngineFollower:
@@ -46,7 +34,7 @@ class EngineFollower:
         worker: str,
         block_size: int,
         engine: str,
-        index: Index,
+        index: RadixIndex,
         resyncing: set[WorkerRank],
         counters: SourceCounters,
         limits: SessionLimits | None = None,
@@ -56,20 +44,22 @@ class EngineFollower:
 
         Batches that name no rank are of `bound.own_rank`.
         """
+        from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who only imports this
+
         self._worker = worker
         self._block_size = block_size
         self._index = index
         self._resyncing = resyncing
         self._counters = counters
         self._bound = bound or RankBound()
-        self._ranks: dict[int, _Rank] = {}
         # Ranks that said they hold nothing since anything of the stream, which they may share, was lost.
         self._whole: set[int] = set()
         self._now_s = 0.0
         self._has_our_block_size = False
         self._is_part = False
         self._feed = EngineFeed(engine, worker, self, limits)
-        self._lane = _lane_for(block_size, engine, index, self._bound.own_rank)
+        self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
+        self._ranks = self._lane.ranks
 
     @property
     def session(self) -> Session[bytes]:
@@ -83,21 +73,22 @@ class EngineFollower:
         return {source.rank: self._state(source, followed) for source in self._sources()}
 
     def _state(self, source: WorkerRank, followed: SourceState) -> SourceState:
-        is_whole = followed is SourceState.PARTIAL and source.rank in self._whole
-        return state_of(self._index, source, SourceState.LIVE if is_whole else followed)
+        if followed is SourceState.PARTIAL and source.rank in self._whole:
+            followed = SourceState.LIVE
+        is_short = followed is SourceState.LIVE and self._index.evicted_from(source)
+        return SourceState.PARTIAL if is_short else followed
 
     def progress(self, *, is_caught_up: bool = True) -> EngineProgress | None:
-        """Return how far the stream was followed, None before the first message or if compiled code has no part in it.
+        """Return how far the stream was followed, None before the first message.
 
         True whatever is in doubt just now: the index holds what the engine's process, as far as it was that one, held
         before the next message to apply. But not while an answer is taken. Who is not `is_caught_up` with what the
         connection brought, or might have brought, cannot tell whether the engine still is that process.
         """
         session, restarts = self._feed.session, self._feed.restarts
-        if self._lane is None or session.epoch is None:
+        if session.epoch is None:
             return None
-        ranks = self._lane.ranks
-        is_told = all(rank.residency.is_told_by_names for rank in ranks.values())
+        is_told = all(rank.residency.is_told_by_names for rank in self._ranks.values())
         is_short = any(self._index.evicted_from(source) for source in self._sources())
         return EngineProgress(
             session.expected_sequence,
@@ -108,7 +99,7 @@ class EngineFollower:
                 EngineRankProgress.of(
                     number, rank.filter.state, is_whole=number in self._whole and rank.residency.is_told_by_names
                 )
-                for number, rank in ranks.items()
+                for number, rank in self._ranks.items()
             ),
         )
 
@@ -117,24 +108,21 @@ class EngineFollower:
         self._feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         if progress.is_in_doubt:
             self._feed.reconnected(now_s)
-        assert self._lane is not None
         for each in progress.ranks:
-            self._rank(each.rank)
-            self._lane.ranks[each.rank].filter.resume(each.filter_state)
+            self._rank(each.rank).filter.resume(each.filter_state)
             if each.is_whole:
                 self._whole.add(each.rank)
         self._note_state()
 
     def names(self) -> Iterator[tuple[int, Names]]:
         """Yield, by rank, what the engine's hashes name in the index, some at a time."""
-        for number, rank in [*self._lane.ranks.items()] if self._lane is not None else ():
+        for number, rank in [*self._ranks.items()]:
             for names in rank.residency.names():
                 yield number, names
 
     def resume_names(self, rank: int, names: Names) -> None:
         """Account for blocks of a rank that the index has now."""
-        assert self._lane is not None
-        self._lane.ranks[rank].residency.resume(names)
+        self._ranks[rank].residency.resume(names)
 
     def received(self, message: Message, now_s: float) -> None:
         """Take one live message."""
@@ -144,11 +132,6 @@ class EngineFollower:
 
     def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
-        if self._lane is None:
-            for message in messages:
-                self.received(message, now_s)
-                yield
-            return
         block = MessageBlock.of(messages)
         self._lane.begin(block, self._feed.restarts)
         message_idx, num_messages = 0, len(block)
@@ -177,8 +160,7 @@ class EngineFollower:
 
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any; and tidy up, since this is asked all the time."""
-        if self._lane is not None:
-            self._lane.tidy()
+        self._lane.tidy()
         return self._feed.questions(now_s)
 
     def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
@@ -188,13 +170,13 @@ class EngineFollower:
             self._feed.judged(question, messages, now_s), lambda step: isinstance(step, Clear)
         ):
             steps = list(run)
-            if is_clear or self._lane is None:
+            if is_clear:
                 for step in steps:
                     self._feed.take(step)
                     yield
             else:
                 for start in range(0, len(steps), _JOINED_STEPS):
-                    yield from self._take_judged(self._lane, steps[start : start + _JOINED_STEPS], now_s)
+                    yield from self._take_judged(steps[start : start + _JOINED_STEPS], now_s)
         self._note_state()
 
     def apply(self, batch: DecodedEngineBatch) -> None:
@@ -219,21 +201,21 @@ class EngineFollower:
         for rank in self._ranks.values():
             rank.clear()
 
-    def _take_judged(self, lane: EngineLane, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
+    def _take_judged(self, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
         """Apply messages that were judged already, ordinary ones in bulk; yields between."""
         bodies = [step.body for step in steps if isinstance(step, Apply)]
         block = MessageBlock.of([Message(b"", idx, body) for idx, body in enumerate(bodies)])
-        lane.begin(block, None)
+        self._lane.begin(block, None)
         message_idx = 0
         while message_idx < len(block):
-            taken = lane.take(message_idx, self._has_our_block_size)
+            taken = self._lane.take(message_idx, self._has_our_block_size)
             message_idx = taken.message_idx
             if taken.num_batches:
                 self._feed.took_judged(taken.num_batches)
             self._note_taken(taken, now_s)
             if taken.is_stopped:
                 self._feed.take(steps[message_idx])
-                message_idx = lane.skip()
+                message_idx = self._lane.skip()
             yield
 
     def _note_taken(self, taken: Taken, now_s: float) -> None:
@@ -273,57 +255,13 @@ class EngineFollower:
         else:
             self._resyncing -= self._sources()
 
-    def _rank(self, number: int) -> _Rank:
+    def _rank(self, number: int) -> EngineRank:
         rank = self._ranks.get(number)
         if rank is None:
             source = WorkerRank(self._worker, number)
-            apply = partial(self._apply, source)
-            if self._lane is not None:
-                rank = self._lane.add_rank(source, apply)
-            else:
-                rank = _PlainRank(source, self._block_size, apply, partial(self._index.clear, *source))
-            self._ranks[number] = rank
+            rank = self._lane.add_rank(source, partial(self._apply, source))
         return rank
 
     def _apply(self, source: WorkerRank, events: Iterable[Event]) -> None:
         result = self._index.apply(source, events)
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
-
-
-class _PlainRank:
-    """Takes the events of one rank as a publisher would, and keeps account of them beside the index."""
-
-    def __init__(
-        self,
-        source: WorkerRank,
-        block_size: int,
-        apply: Callable[[Iterable[Event]], None],
-        clear_index: Callable[[], None],
-    ) -> None:
-        self._source = source
-        self._block_size = block_size
-        self._apply = apply
-        self._clear_index = clear_index
-        self._stream = self._new_stream()
-
-    def admit(self, event: EngineEvent) -> None:
-        """Take one event."""
-        self._stream.admit(event)
-        for batch in self._stream.close_batches(0.0):
-            self._apply(batch.events)
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._clear_index()
-        self._stream = self._new_stream()
-
-    def _new_stream(self) -> RankStream:
-        return RankStream(self._source, self._block_size, epoch=0)
-
-
-def _lane_for(block_size: int, engine: str, index: Index, default_rank: int) -> EngineLane | None:
-    """Return the fast lane into an index, None if that is not the compiled one."""
-    from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who has none
-    from kvist.radix import RadixIndex
-
-    return EngineLane(block_size, engine, index, default_rank) if isinstance(index, RadixIndex) else None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.events import WorkerRank
@@ -19,7 +19,9 @@ from kvist.events.types import MAX_RANKS
 from kvist.indexer.progress import Progress
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceStatistics
-from kvist.indexer.target import Index
+
+if TYPE_CHECKING:
+    from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +40,7 @@ class Indexer:
 
     def __init__(
         self,
-        index: Index,
+        index: RadixIndex,
         *,
         block_size: int,
         num_ranks: int = DEFAULT_NUM_RANKS,
@@ -217,7 +219,7 @@ class Indexer:
         self._resyncing.difference_update([source for source in self._resyncing if source.worker == worker])
 
     async def _follow(self, source: Source) -> None:
-        from kvist.indexer.frames import split  # compiled, as the index is: not for who only imports this
+        from kvist.indexer.compiled.frames import split  # compiled, as the index is: not for who only imports this
 
         try:
             async with open_subscription(source.endpoint, split) as subscription:

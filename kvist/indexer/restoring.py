@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,7 +15,9 @@ from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly
 from kvist.events.steps import Holding
 from kvist.events.transports import Message
 from kvist.events.types import SnapshotPart, Tier
-from kvist.indexer.target import Index
+
+if TYPE_CHECKING:
+    from kvist.radix import RadixIndex
 
 NUM_BLOCKS_A_SLICE = 512
 """Blocks put into the index at a time: some 0.15 ms."""
@@ -73,7 +76,7 @@ def is_heartbeat(batch: Batch) -> bool:
     return len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)
 
 
-def restore(index: Index, source: WorkerRank, snapshot: Snapshot) -> Generator[None, None, bool]:
+def restore(index: RadixIndex, source: WorkerRank, snapshot: Snapshot) -> Generator[None, None, bool]:
     """Have the index hold of a rank what the snapshot says, and nothing else; yields between slices.
 
     Return whether it does: it does not after a fault of ours, or if a block is twice in the snapshot.
@@ -93,7 +96,7 @@ def _slices(held: HeldBlocks) -> Iterator[HeldBlocks]:
         yield HeldBlocks(held.hashes[part], held.depths[part], held.tiers[part])
 
 
-def _put(index: Index, source: WorkerRank, held: HeldBlocks) -> None:
+def _put(index: RadixIndex, source: WorkerRank, held: HeldBlocks) -> None:
     from kvist.radix import SnapshotChunk  # compiled: not for who has no index
 
     chunk = SnapshotChunk(

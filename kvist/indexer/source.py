@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, RankBound, SourceCounters, SourceStatistics
-from kvist.indexer.target import Index
 from kvist.publisher.engine_feed import DECODERS
+
+if TYPE_CHECKING:
+    from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class Source:
         worker: str,
         url: str,
         block_size: int,
-        index: Index,
+        index: RadixIndex,
         resyncing: set[WorkerRank],
         rank: int = 0,
         num_ranks: int = DEFAULT_NUM_RANKS,

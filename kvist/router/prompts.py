@@ -145,7 +145,7 @@ def _read_tokens(fields: Fields) -> Ask:
 
 def _read_tokenized_completion(body: bytes) -> Ask | None:
     """Return what a completion of one prompt of token ids asks, in a tenth of the time; None for any other body."""
-    from kvist.indexer.json_tokens import split_integer_array
+    from kvist.indexer.compiled.json_tokens import split_integer_array
 
     split = split_integer_array(body, b"prompt", np.uint32, placeholder=b"[0]")
     if split is None or len(split[0]) == 0:

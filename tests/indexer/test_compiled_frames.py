@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvist.events.transports.block import PADDING_BYTES
 from kvist.events.transports.zmtp import SplitResult, StopReason
 from kvist.events.transports.zmtp.splitter import split as split_in_python
-from kvist.indexer.frames import split
+from kvist.indexer.compiled.frames import split
 
 _MAX_BYTES = 1000
 

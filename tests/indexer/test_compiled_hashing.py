@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
 from kvist.events import hashing as reference
-from kvist.indexer.hashing import block_hashes, token_array
+from kvist.indexer.compiled.hashing import block_hashes, token_array
 
 _names = st.none() | st.sampled_from(["", "adapter", "überlang \ud800", "x" * 300])
 

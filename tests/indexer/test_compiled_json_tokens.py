@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.indexer.json_tokens import split_integer_array
+from kvist.indexer.compiled.json_tokens import split_integer_array
 
 _KEY = b"token_ids"
 _LAYOUTS = ({"separators": (",", ":")}, {}, {"indent": 2}, {"indent": "\t"})

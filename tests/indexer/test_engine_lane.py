@@ -5,28 +5,61 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from functools import partial
 
 import msgspec
 import pytest
 
+from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.statistics import SourceCounters
+from kvist.publisher.stream import RankStream
 from kvist.radix import RadixIndex
 
 BLOCK_SIZE = 2
 encode = msgspec.msgpack.encode
 
 
-class PlainIndex:
-    """An index that is not known to be the compiled one, so that a follower takes the plain path."""
+class PlainRank:
+    """Takes the events of one rank as a publisher would, and keeps account of them beside the index."""
 
-    def __init__(self, index: RadixIndex) -> None:
-        self._index = index
+    def __init__(self, source: WorkerRank, index: RadixIndex, apply) -> None:
+        self._source, self._index, self._apply = source, index, apply
+        self._stream = RankStream(source, BLOCK_SIZE, epoch=0)
 
-    def __getattr__(self, name):
-        return getattr(self._index, name)
+    def admit(self, event) -> None:
+        self._stream.admit(event)
+        for batch in self._stream.close_batches(0.0):
+            self._apply(batch.events)
+
+    def clear(self) -> None:
+        self._index.clear(*self._source)
+        self._stream = RankStream(self._source, BLOCK_SIZE, epoch=0)
+
+    def tidy(self) -> None:
+        """Have nothing to give back."""
+
+
+class PlainFollower(EngineFollower):
+    """Has no fast lane: takes message by message."""
+
+    def received_all(self, messages, now_s: float):
+        for message in messages:
+            self.received(message, now_s)
+            yield
+
+    def answered(self, question, messages, now_s: float):
+        self._now_s = now_s
+        yield from self._feed.answered(question, messages, now_s)
+        self._note_state()
+
+    def _rank(self, number: int):
+        if number not in self._ranks:
+            source = WorkerRank(self._worker, number)
+            self._ranks[number] = PlainRank(source, self._index, partial(self._apply, source))
+        return self._ranks[number]
 
 
 class Side:
@@ -36,8 +69,8 @@ class Side:
         self.index = RadixIndex(seed=1, segment_bits=1)
         self.resyncing = set()
         self.counters = SourceCounters()
-        target = PlainIndex(self.index) if is_plain else self.index
-        self.follower = EngineFollower("w", BLOCK_SIZE, engine, target, self.resyncing, self.counters)
+        follower = PlainFollower if is_plain else EngineFollower
+        self.follower = follower("w", BLOCK_SIZE, engine, self.index, self.resyncing, self.counters)
 
     def take(self, messages: list[Message], now_s: float) -> None:
         """Take messages as they came live."""

@@ -31,10 +31,10 @@ from kvist.events.transports import MessageBlock
 from kvist.events.transports.block import PADDING_BYTES
 from kvist.events.transports.zmtp.splitter import split as split_in_python
 from kvist.indexer.canonical_lane import CanonicalLane
+from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain
 from kvist.indexer.compiled.json_tokens import find_u32s, find_u64s
 from kvist.indexer.engine_lane import EngineLane
-from kvist.indexer.frames import split
 from kvist.radix import RadixIndex
 
 ROUND = 4096

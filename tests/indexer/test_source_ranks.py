@@ -1,4 +1,4 @@
-"""The rank of batches that name none: what the source was added with, by the fast lane as by the plain path."""
+"""The rank of batches that name none: what the source was added with."""
 
 from __future__ import annotations
 
@@ -16,16 +16,6 @@ from kvist.radix import RadixIndex
 BLOCK_SIZE = 2
 
 
-class PlainIndex:
-    """An index that is not known to be the compiled one, so that a follower takes the plain path."""
-
-    def __init__(self, index: RadixIndex) -> None:
-        self._index = index
-
-    def __getattr__(self, name):
-        return getattr(self._index, name)
-
-
 def stored(number: int, **more):
     """Return the event of a prompt of one block."""
     event = {"type": "BlockStored", "block_hashes": [number], "token_ids": [number] * BLOCK_SIZE}
@@ -41,10 +31,9 @@ def batches(*rests) -> MessageBlock:
 class World:
     """A source of rank 7, and its index."""
 
-    def __init__(self, is_plain: bool) -> None:
+    def __init__(self) -> None:
         self.index = RadixIndex(seed=1)
-        target = PlainIndex(self.index) if is_plain else self.index
-        self.source = Source("w", "tcp://127.0.0.1:5557?replay_port=none", BLOCK_SIZE, target, set(), rank=7)
+        self.source = Source("w", "tcp://127.0.0.1:5557?replay_port=none", BLOCK_SIZE, self.index, set(), rank=7)
 
     def take(self, messages: MessageBlock) -> None:
         for _ in self.source.received_all(messages, 1.0):
@@ -58,9 +47,9 @@ class World:
         return {source.rank: self.index.digest(source).num_blocks for source in self.index.ranks()}
 
 
-@pytest.fixture(params=["lane", "plain"])
-def world(request):
-    return World(request.param == "plain")
+@pytest.fixture
+def world():
+    return World()
 
 
 def test_batches_without_a_rank_have_the_sources_and_others_their_own(world):

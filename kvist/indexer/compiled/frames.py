@@ -6,8 +6,8 @@ import numpy as np
 from numba import int64
 from numpy.typing import NDArray
 
-from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE, TOPIC_BYTES, TOPIC_START
-from kvist.events.transports.zmtp import StopReason
+from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE, TOPIC_BYTES, TOPIC_START, Buffer
+from kvist.events.transports.zmtp import SplitResult, StopReason
 from kvist.indexer.compiled.jit import BYTES, TABLE, helper, jit
 from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, signed
 
@@ -39,9 +39,7 @@ def _header_bytes(data: Bytes, at: int) -> int:
 
 
 @jit((BYTES, int64, int64, TABLE, int64))
-def split_frames(
-    data: Bytes, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int
-) -> tuple[int, int, int]:
+def _split(data: Bytes, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> tuple[int, int, int]:
     """Return what a `Splitter` returns: rows written, position, reason."""
     at = start
     for row in range(len(table)):
@@ -66,3 +64,9 @@ def split_frames(
         found[PAYLOAD_START], found[PAYLOAD_BYTES] = payload, payload_bytes
         at = payload + payload_bytes
     return len(table), at, _TABLE_FULL
+
+
+def split(buffer: Buffer, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> SplitResult:
+    """Find whole ordinary messages, as `Splitter` says."""
+    rows, position, reason = _split(np.frombuffer(buffer, np.uint8), start, end, table, max_message_bytes)
+    return rows, position, reason

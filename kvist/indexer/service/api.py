@@ -30,9 +30,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from kvist import __version__
 from kvist.events.hashing import sequence_hashes
 from kvist.http import Answer, QuickEndpoint, Request, Responder
+from kvist.indexer.compiled.hashing import block_hashes
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
-from kvist.indexer.service.bodies import QueryReader, read_hash_query, read_register, read_unregister
+from kvist.indexer.service.bodies import read_hash_query, read_query, read_register, read_unregister
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.metrics import RequestCounters
@@ -86,7 +87,6 @@ class Api:
         self._keeper = keeper
         self.cold_start_s = 0.0
         """Seconds until the index joined, known when it has."""
-        self._queries = QueryReader()
         self.quick_endpoints = {
             "/query": self._counted("/query", self._query),
             "/query_by_hash": self._counted("/query_by_hash", self._query_by_hash),
@@ -148,9 +148,10 @@ class Api:
         return self._routes[path]
 
     def _query(self, body: bytes) -> bytes:
-        query = self._queries.read(body)
+        query = read_query(body)
         member = self._registry.get(query.model_name, query.group)
-        hashes = self._queries.block_hashes(query, member.block_size)
+        lora_name, cache_salt = query.lora_name, query.cache_salt
+        hashes = block_hashes(query.token_ids, member.block_size, lora_name=lora_name, cache_salt=cache_salt)
         return member.writer.answer(hashes, member.indexer.resyncing)
 
     def _query_by_hash(self, body: bytes) -> bytes:

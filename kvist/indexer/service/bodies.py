@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
 
@@ -14,26 +15,15 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.hashing import scope_seed
 from kvist.events.types import MAX_RANKS
-from kvist.indexer.compiled.hashing import hash_chain
-from kvist.indexer.compiled.json_tokens import find_u32s
-from kvist.indexer.hashing import block_hashes, token_array
-from kvist.indexer.json_tokens import split_integer_array
+from kvist.indexer.compiled.hashing import token_array
+from kvist.indexer.compiled.json_tokens import Integer, split_integer_array
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.errors import ApiError
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
-_MAX_REMEMBERED, _MAX_REMEMBERED_BYTES = 1024, 512
-"""How much of queries, beside their prompts, is kept to be recognised: clients say the same again and again."""
 _MAX_SHOWN = 80
-
-_TOKEN_BYTES = 4
-_KEY = np.frombuffer(b"token_ids", np.uint8)
-_MIN_BODY_BYTES = 64 << 10
-_MAX_KEPT_BODY_BYTES = 4 << 20
-"""The largest body whose memory, at most twice as much, is kept for the next one."""
 
 _Name = Annotated[str, Meta(max_length=MAX_NAME_LENGTH)]
 _InstanceId = Annotated[int, Meta(ge=0)]  # msgspec knows no larger bound than 2**63 - 1
@@ -78,7 +68,7 @@ class UnregisterBody(_Scoped, kw_only=True):
     dp_rank: _Rank | None = None
 
 
-class QueryBody(_Scoped, kw_only=True):
+class _QueryBody(_Scoped, kw_only=True):
     """`POST /query`."""
 
     token_ids: list[int]
@@ -90,6 +80,16 @@ class _HashQueryBody(_Scoped, kw_only=True):
     """`POST /query_by_hash`."""
 
     block_hashes: list[int]
+
+
+class Query(NamedTuple):
+    """A prompt."""
+
+    model_name: str
+    group: str
+    token_ids: NDArray[np.uint32]
+    lora_name: str | None
+    cache_salt: str | None
 
 
 class HashQuery(NamedTuple):
@@ -114,107 +114,43 @@ def read_unregister(body: bytes) -> UnregisterBody:
     return _with_instance(_read(_unregister_decoder, body))
 
 
-class _TokenReader:
-    """Reads token ids in compiled code, into memory that is used again; what it returns is good until the next body."""
-
-    def __init__(self) -> None:
-        self._reserve_body(_MIN_BODY_BYTES)
-        self._reserve_hashes(_MIN_BODY_BYTES)
-
-    def read(self, body: bytes) -> bytes | None:
-        """Take the array of token ids out of a body; return the rest of it, with `[]` in its place.
-
-        See `kvist.indexer.json_tokens`: if the rest is valid JSON so is the body, None is for everything unusual.
-        """
-        if len(body) > self._body_bytes or self._body_bytes > max(len(body), _MAX_KEPT_BODY_BYTES):
-            self._reserve_body(max(len(body), _MIN_BODY_BYTES))
-        self._num_tokens, start, end = find_u32s(np.frombuffer(body, np.uint8), _KEY, self._tokens)
-        return body[:start] + b"[]" + body[end:] if end else None
-
-    def block_hashes(self, block_size: int, lora_name: str | None, cache_salt: str | None) -> NDArray[np.uint64]:
-        """Return the canonical hash of each full block of the prompt that was read last."""
-        num_blocks = self._num_tokens // block_size
-        if num_blocks > len(self._hashes):
-            self._reserve_hashes(num_blocks)
-        hashes, block_bytes = self._hashes[:num_blocks], block_size * _TOKEN_BYTES
-        hash_chain(self._token_bytes, block_bytes, block_bytes, np.uint64(scope_seed(lora_name, cache_salt)), hashes)
-        return hashes
-
-    def _reserve_body(self, body_bytes: int) -> None:
-        self._body_bytes = body_bytes
-        self._tokens = np.empty(body_bytes // 2, np.uint32)
-        self._token_bytes = self._tokens.view(np.uint8)
-        self._num_tokens = 0
-
-    def _reserve_hashes(self, num_blocks: int) -> None:
-        self._hashes: NDArray[np.uint64] = np.empty(num_blocks, np.uint64)
-
-
-class QueryReader:
-    """Reads the bodies of `POST /query`, and hashes their prompts."""
-
-    def __init__(self) -> None:
-        self._prompts = _TokenReader()
-        self._remembered: dict[bytes, QueryBody] = {}
-        self._unusual: NDArray[np.uint32] | None = None  # the last prompt, if it is not in `_prompts`
-
-    def read(self, body: bytes) -> QueryBody:
-        """Return a body, but for its prompt, which is kept for `block_hashes`; raises ApiError."""
-        rest = self._prompts.read(body)
-        if rest is not None:
-            query = self._remembered.get(rest) or self._decode(rest)
-            if query is not None:
-                self._unusual = None
-                return query
-        query = _read(_query_decoder, body)
+def read_query(body: bytes) -> Query:
+    """Return the body of `POST /query`; raises ApiError."""
+    query, token_ids = _read_prompt(_query_decoder, body, b"token_ids", np.uint32)
+    if token_ids is None:
         try:
-            self._unusual = token_array(query.token_ids)
+            token_ids = token_array(query.token_ids)
         except InvalidValueError as error:
             _refuse_item("token_ids", query.token_ids, error.value)
-        return query
-
-    def _decode(self, rest: bytes) -> QueryBody | None:
-        """Return a body without its prompt, and remember it; None if it is not right."""
-        try:
-            query = _query_decoder.decode(rest)
-        except DECODE_ERRORS:
-            return None
-        if len(rest) <= _MAX_REMEMBERED_BYTES:
-            if len(self._remembered) == _MAX_REMEMBERED:
-                self._remembered.clear()
-            self._remembered[rest] = query
-        return query
-
-    def block_hashes(self, query: QueryBody, block_size: int) -> NDArray[np.uint64]:
-        """Return the canonical hash of each full block of the query read last."""
-        if self._unusual is None:
-            return self._prompts.block_hashes(block_size, query.lora_name, query.cache_salt)
-        return block_hashes(self._unusual, block_size, lora_name=query.lora_name, cache_salt=query.cache_salt)
+    return Query(query.model_name, query.group, token_ids, query.lora_name, query.cache_salt)
 
 
 def read_hash_query(body: bytes) -> HashQuery:
     """Return the body of `POST /query_by_hash`; raises ApiError."""
-    split = split_integer_array(body, b"block_hashes", np.uint64)
-    if split is not None:
-        hashes, rest = split
-        try:
-            query = _hash_query_decoder.decode(rest)
-        except DECODE_ERRORS:
-            pass
-        else:
-            return HashQuery(query.model_name, query.group, hashes)
-    query = _read(_hash_query_decoder, body)
-    wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
-    if wrong is not None:
-        _refuse_item("block_hashes", query.block_hashes, wrong)
-    hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # the peer's clients send i64
+    query, hashes = _read_prompt(_hash_query_decoder, body, b"block_hashes", np.uint64)
+    if hashes is None:
+        wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
+        if wrong is not None:
+            _refuse_item("block_hashes", query.block_hashes, wrong)
+        hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # the peer's clients send i64
     return HashQuery(query.model_name, query.group, hashes)
 
 
 _register_decoder = msgspec.json.Decoder(RegisterBody)
 _unregister_decoder = msgspec.json.Decoder(UnregisterBody)
-_query_decoder = msgspec.json.Decoder(QueryBody)
+_query_decoder = msgspec.json.Decoder(_QueryBody)
 _hash_query_decoder = msgspec.json.Decoder(_HashQueryBody)
+
+
+def _read_prompt(
+    decoder: msgspec.json.Decoder[_Body], body: bytes, key: bytes, dtype: type[Integer]
+) -> tuple[_Body, NDArray[Integer] | None]:
+    """Return a body and its array of integers apart, None for one that is unusual, and stays in the body."""
+    split = split_integer_array(body, key, dtype)
+    if split is not None:
+        with suppress(*DECODE_ERRORS):
+            return decoder.decode(split[1]), split[0]
+    return _read(decoder, body), None
 
 
 def _read(decoder: msgspec.json.Decoder[_Body], body: bytes) -> _Body:

@@ -7,9 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-import kvist.indexer.canonical_lane
-import kvist.indexer.engine_lane
-import kvist.indexer.frames  # noqa: F401 - all three loaded here, rather than with the first stream
 from kvist.http import ServerStatistics
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
