@@ -5,36 +5,42 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
-from kvist.engine.models.checkpoint_fields import ConfigFields, GenerationFields, Raw, checked
-from kvist.engine.models.config import ModelConfig
-from kvist.engine.models.families.gemma3 import gemma3
-from kvist.engine.models.families.gemma3n import gemma3n
-from kvist.engine.models.families.gemma4 import gemma4
-from kvist.engine.models.families.gpt_oss import gpt_oss
-from kvist.engine.models.families.llama import llama
-from kvist.engine.models.families.mistral import mistral
-from kvist.engine.models.families.qwen3 import qwen3, qwen3_moe
+from kvist.engine.models.checkpoint_fields import (
+    PER_LAYER_INPUTS,
+    PRE_NORM,
+    SANDWICH_NORM,
+    SLIDING,
+    WHOLE,
+    ConfigFields,
+    GenerationFields,
+    LayerFields,
+    PositiveInt,
+    Raw,
+    checked,
+    common,
+    every_nth_full,
+    head_sizes,
+    layer_sizes,
+    rope,
+    shared_sources,
+    single_rope,
+    windows,
+)
+from kvist.engine.models.config import (
+    ClampedSwiglu,
+    Gemma3nConfig,
+    LayerConfig,
+    ModelConfig,
+    MoeConfig,
+    PerLayerInputConfig,
+    RopeConfig,
+)
 from kvist.errors import InvalidValueError
+from kvist.events.windows import FULL
 
-_FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
-    "Gemma3ForCausalLM": gemma3,
-    "Gemma3nForCausalLM": gemma3n,
-    "Gemma4ForCausalLM": gemma4,
-    "GptOssForCausalLM": gpt_oss,
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
-}
-
-# Models that take images or sound too: of these, what reads and writes text.
-_TEXT_PARTS = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
-    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
-}
+_Value = TypeVar("_Value", int, float)
 
 
 def load_model_config(model_dir: Path) -> ModelConfig:
@@ -59,17 +65,6 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         raise InvalidValueError(f"config.json: {missing.args[0]}", None, "a value") from None
 
 
-def _text_part(raw: Raw) -> Raw:
-    """Return the fields of the text part; what the whole model says of its vocabulary's ends holds for it."""
-    whole = {field: raw[field] for field in ("eos_token_id", "tie_word_embeddings") if field in raw}
-    return checked(raw.get("text_config", {}), ConfigFields) | whole
-
-
-def _eos(raw: Raw) -> frozenset[int]:
-    eos = raw.get("eos_token_id")
-    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
-
-
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a file of a model directory; raises InvalidValueError."""
     try:
@@ -81,3 +76,303 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidValueError(path.name, str(path), "a JSON object")
     return value
+
+
+def _text_part(raw: Raw) -> Raw:
+    """Return the fields of the text part; what the whole model says of its vocabulary's ends holds for it."""
+    whole = {field: raw[field] for field in ("eos_token_id", "tie_word_embeddings") if field in raw}
+    return checked(raw.get("text_config", {}), ConfigFields) | whole
+
+
+def _eos(raw: Raw) -> frozenset[int]:
+    eos = raw.get("eos_token_id")
+    return frozenset() if eos is None else frozenset([eos] if isinstance(eos, int) else eos)
+
+
+def _llama(raw: Raw) -> ModelConfig:
+    """Llama: full attention in every layer."""
+    layer = LayerConfig(window=FULL, rope=single_rope(raw), **layer_sizes(raw))
+    return ModelConfig(
+        **common(raw),
+        layers=(layer,) * raw["num_hidden_layers"],
+        has_mlp_bias=raw.get("mlp_bias", False),
+        renamed_weights=PRE_NORM,
+    )
+
+
+def _mistral(raw: Raw) -> ModelConfig:
+    """Mistral: Llama whose layers all slide, or, without a window, none."""
+    if "layer_types" in raw:
+        expected = "none: sliding_window holds for every layer"
+        raise InvalidValueError("layer_types", sorted(set(raw["layer_types"])), expected)
+    layer = LayerConfig(window=raw.get("sliding_window", FULL), rope=single_rope(raw), **layer_sizes(raw))
+    return ModelConfig(**common(raw), layers=(layer,) * raw["num_hidden_layers"], renamed_weights=PRE_NORM)
+
+
+def _qwen3(raw: Raw) -> ModelConfig:
+    """Qwen 3: queries and keys are normed; some layers may slide."""
+    first_sliding = raw.get("max_window_layers", 28)
+    is_sliding = raw.get("use_sliding_window", False)
+    default = [SLIDING if is_sliding and i >= first_sliding else WHOLE for i in range(raw["num_hidden_layers"])]
+    shared = {"rope": single_rope(raw), **layer_sizes(raw)}
+    layers = tuple(LayerConfig(window=window, **shared) for window in windows(raw, raw.get("layer_types", default)))
+    return ModelConfig(**common(raw), layers=layers, has_qk_norm=True, renamed_weights=PRE_NORM)
+
+
+def _qwen3_moe(raw: Raw) -> ModelConfig:
+    """Qwen 3 with experts: all layers slide or none, some may have a plain MLP."""
+    moe = MoeConfig(
+        num_experts=raw.get("num_experts") or raw["num_local_experts"],
+        top_k=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        is_normalised=raw.get("norm_topk_prob", False),
+    )
+    kind = SLIDING if raw.get("use_sliding_window", False) else WHOLE
+    [window] = set(windows(raw, [kind] * raw["num_hidden_layers"]))
+    dense, step = raw.get("mlp_only_layers", []), raw.get("decoder_sparse_step", 1)
+    shared = {"window": window, "rope": single_rope(raw), **layer_sizes(raw)}
+    layers = tuple(
+        LayerConfig(**shared, moe=None if i in dense or (i + 1) % step else moe)
+        for i in range(raw["num_hidden_layers"])
+    )
+    return ModelConfig(**common(raw), layers=layers, has_qk_norm=True, renamed_weights=PRE_NORM | {"router": "gate"})
+
+
+_GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def _gpt_oss(raw: Raw) -> ModelConfig:
+    """gpt-oss: every other layer slides, attention has learned sinks, every layer has experts. Unquantised only."""
+    moe = MoeConfig(
+        num_experts=raw.get("num_local_experts") or raw["num_experts"],
+        top_k=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+        is_normalised=True,
+        swiglu=ClampedSwiglu(raw.get("swiglu_alpha", 1.702), raw.get("swiglu_limit", 7.0)),
+    )
+    has_rope = "rope_parameters" in raw or "rope_scaling" in raw
+    own_rope = single_rope(raw if has_rope else raw | {"rope_parameters": _GPT_OSS_YARN}, 150_000.0)
+    shared = {"rope": own_rope, "moe": moe, **layer_sizes(raw)}
+    types = raw.get("layer_types", every_nth_full(raw, 2))
+    return ModelConfig(
+        **common({"rms_norm_eps": 1e-5, "attention_bias": True} | raw),
+        layers=tuple(LayerConfig(window=window, **shared) for window in windows(raw, types)),
+        has_sinks=True,
+        renamed_weights=PRE_NORM,
+    )
+
+
+# What the text part of a released model leaves out.
+_GEMMA3_DEFAULTS: Raw = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def _gemma3(raw: Raw) -> ModelConfig:
+    """Gemma 3: five layers that slide to one that does not, with rotary embeddings of their own; four norms a layer."""
+    if raw.get("use_bidirectional_attention"):
+        raise InvalidValueError("use_bidirectional_attention", True, "false: this is a decoder")
+    raw = _GEMMA3_DEFAULTS | raw
+    pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
+    types = raw.get("layer_types", every_nth_full(raw, pattern))
+    ropes, sizes = _gemma3_ropes(raw), layer_sizes(raw)
+    layers = tuple(
+        LayerConfig(window=window, rope=ropes[kind], **sizes)
+        for window, kind in zip(windows(raw, types), types, strict=True)
+    )
+    return ModelConfig(
+        **common({"tie_word_embeddings": True} | raw) | {"attention_scale": raw["query_pre_attn_scalar"] ** -0.5},
+        layers=layers,
+        embedding_scale=raw["hidden_size"] ** 0.5,
+        norm_offset=1.0,
+        has_qk_norm=True,
+        has_output_norms=True,
+        attention_soft_cap=raw.get("attn_logit_softcapping"),
+        logit_soft_cap=raw.get("final_logit_softcapping"),
+        renamed_weights=SANDWICH_NORM,
+    )
+
+
+def _gemma3_ropes(raw: Raw) -> dict[str, RopeConfig]:
+    """Return the rotary embeddings of Gemma 3 and 3n, by type of layer."""
+    by_type, length = raw.get("rope_parameters") or {}, raw["max_position_embeddings"]
+    whole = by_type.get(WHOLE) or raw.get("rope_scaling") or {}
+    return {
+        SLIDING: rope(by_type.get(SLIDING) or {}, raw.get("rope_local_base_freq", 10_000.0), length),
+        WHOLE: rope(whole, raw.get("rope_theta", 1_000_000.0), length),
+    }
+
+
+class _Gemma3nFields(TypedDict, total=False):
+    intermediate_size: PositiveInt | list[PositiveInt]
+    altup_num_inputs: PositiveInt
+    altup_active_idx: int
+    altup_correct_scale: bool
+    laurel_rank: PositiveInt
+    activation_sparsity_pattern: float | list[float]
+
+
+def _gemma3n(raw: Raw) -> ModelConfig:
+    """Gemma 3n: four layers that slide to one that does not, of which the last ones read the caches of earlier ones."""
+    raw = checked(raw, _Gemma3nFields)
+    return ModelConfig(
+        **_gemma_later(raw),
+        layers=_gemma3n_layers(raw),
+        per_layer_inputs=PerLayerInputConfig(raw["vocab_size_per_layer_input"], raw["hidden_size_per_layer_input"]),
+        gemma3n=Gemma3nConfig(
+            num_streams=raw.get("altup_num_inputs", 4),
+            active_stream=raw.get("altup_active_idx", 0),
+            has_output_scale=raw.get("altup_correct_scale", True),
+            laurel_rank=raw["laurel_rank"],
+        ),
+        renamed_weights=SANDWICH_NORM | PER_LAYER_INPUTS,
+    )
+
+
+def _gemma_later(raw: Raw) -> Raw:
+    """Return the arguments of `ModelConfig` that Gemma 3n and 4 spell alike."""
+    return common({"tie_word_embeddings": True} | raw) | {
+        "attention_scale": 1.0,
+        "embedding_scale": raw["hidden_size"] ** 0.5,
+        "has_qk_norm": True,
+        "has_v_norm": True,
+        "has_output_norms": True,
+        "logit_soft_cap": raw.get("final_logit_softcapping"),
+    }
+
+
+def _gemma3n_layers(raw: Raw) -> tuple[LayerConfig, ...]:
+    """Return the layers, of which ten are sparse in a model of more, if the file does not say."""
+    types, num_layers = raw.get("layer_types", every_nth_full(raw, 5)), raw["num_hidden_layers"]
+    ropes, sources = _gemma3_ropes(raw), shared_sources(types, raw.get("num_kv_shared_layers", 15))
+    intermediate_sizes = _by_layer(raw, "intermediate_size", raw["intermediate_size"])
+    default = [0.95] * 10 + [0.0] * (num_layers - 10) if num_layers > 10 else [0.0] * num_layers
+    sparsities = _by_layer(raw, "activation_sparsity_pattern", raw.get("activation_sparsity_pattern", default))
+    if not all(0.0 <= sparsity < 1.0 for sparsity in sparsities):
+        raise InvalidValueError("activation_sparsity_pattern", sparsities, "shares from 0 to below 1")
+    heads = head_sizes(raw)
+    return tuple(
+        LayerConfig(
+            window=window,
+            rope=ropes[kind],
+            **heads,
+            intermediate_size=intermediate_size,
+            kv_source=source,
+            activation_sparsity=sparsity,
+        )
+        for window, kind, intermediate_size, source, sparsity in zip(
+            windows(raw, types), types, intermediate_sizes, sources, sparsities, strict=True
+        )
+    )
+
+
+def _by_layer(raw: Raw, field: str, given: _Value | list[_Value]) -> list[_Value]:
+    num_layers = raw["num_hidden_layers"]
+    values = given if isinstance(given, list) else [given] * num_layers
+    if len(values) != num_layers:
+        raise InvalidValueError(field, values, f"one number, or one for each of {num_layers} layers")
+    return values
+
+
+_GEMMA4_EXPERTS = {
+    "parallel_experts": "",
+    "dense_out_norm": "post_feedforward_layernorm_1",
+    "expert_norm": "pre_feedforward_layernorm_2",
+    "expert_out_norm": "post_feedforward_layernorm_2",
+}
+
+
+def _gemma4(raw: Raw) -> ModelConfig:
+    """Gemma 4: layers that slide and layers that do not differ in heads and rotary embedding; some may share caches.
+
+    The last layer is always full, whatever its type says.
+    """
+    looks_ahead = raw.get("use_bidirectional_attention", "vision")
+    if looks_ahead != "vision":
+        raise InvalidValueError("use_bidirectional_attention", looks_ahead, "null, or vision: text only looks back")
+    return ModelConfig(
+        **_gemma_later(raw),
+        layers=_gemma4_layers(raw),
+        per_layer_inputs=_gemma4_inputs(raw),
+        renamed_weights=SANDWICH_NORM | _GEMMA4_EXPERTS | PER_LAYER_INPUTS,
+    )
+
+
+def _gemma4_layers(raw: Raw) -> tuple[LayerConfig, ...]:
+    types = [*(raw.get("layer_types", every_nth_full(raw, 6)))[:-1], WHOLE]
+    sources, sizes, moe = shared_sources(types, raw.get("num_kv_shared_layers", 0)), _gemma4_sizes(raw, types), None
+    by_type, length = raw.get("rope_parameters") or {}, raw["max_position_embeddings"]
+    whole = by_type.get(WHOLE) or {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    ropes = {SLIDING: rope(by_type.get(SLIDING) or {}, 10_000.0, length), WHOLE: rope(whole, 1_000_000.0, length)}
+    if raw.get("enable_moe_block", False):
+        moe = MoeConfig(raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"], is_normalised=True)
+    is_value_key, is_double_wide = raw.get("attention_k_eq_v", False), raw.get("use_double_wide_mlp", False)
+    layers = []
+    for window, kind, source, own in zip(windows(raw, types), types, sources, sizes, strict=True):
+        doubled = {"intermediate_size": 2 * own["intermediate_size"]} if is_double_wide and source is not None else {}
+        layer = LayerConfig(
+            window=window,
+            rope=ropes[kind],
+            **own | doubled,
+            kv_source=source,
+            is_value_key=is_value_key and kind == WHOLE,
+            moe=moe,
+        )
+        layers.append(layer)
+    return tuple(layers)
+
+
+def _gemma4_sizes(raw: Raw, types: list[str]) -> list[Raw]:
+    """Return each layer's sizes: full ones differ, by two fields of their own or by one that has every layer's."""
+    alike = layer_sizes(raw)
+    if "per_layer_config" not in raw:
+        whole = {"head_dim": raw.get("global_head_dim", 512)}
+        if raw.get("attention_k_eq_v", False) and "num_global_key_value_heads" in raw:
+            whole["num_kv_heads"] = raw["num_global_key_value_heads"]
+        return [alike | whole if kind == WHOLE else alike for kind in types]
+    renamed = {"head_dim": "head_dim", "num_key_value_heads": "num_kv_heads"}
+    sizes = [alike] * len(types)
+    for key, differing in raw["per_layer_config"].items():
+        if not key.isdecimal() or int(key) >= len(types):
+            raise InvalidValueError("per_layer_config", key, f"the number of one of {len(types)} layers")
+        unknown = set(differing) - set(renamed)
+        if unknown:
+            raise InvalidValueError(f"per_layer_config.{key}", sorted(unknown), f"only {sorted(renamed)}")
+        own = checked(differing, LayerFields)
+        sizes[int(key)] = alike | {renamed[field]: value for field, value in own.items()}
+    return sizes
+
+
+def _gemma4_inputs(raw: Raw) -> PerLayerInputConfig | None:
+    size = raw.get("hidden_size_per_layer_input", 0)
+    if not size:
+        return None
+    vocab_size = raw["vocab_size_per_layer_input"]
+    if vocab_size < raw["vocab_size"]:
+        raise InvalidValueError("vocab_size_per_layer_input", vocab_size, f"all {raw['vocab_size']} of vocab_size")
+    return PerLayerInputConfig(vocab_size, size)
+
+
+_FAMILIES: dict[str, Callable[[Raw], ModelConfig]] = {
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3nForCausalLM": _gemma3n,
+    "Gemma4ForCausalLM": _gemma4,
+    "GptOssForCausalLM": _gpt_oss,
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+}
+
+# Models that take images or sound too: of these, what reads and writes text.
+_TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
+}

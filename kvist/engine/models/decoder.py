@@ -7,9 +7,8 @@ from torch import nn
 
 from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import LayerConfig, ModelConfig
-from kvist.engine.models.layers import Attention, Embedding, GatedMlp, hidden_norm
+from kvist.engine.models.layers import Attention, Embedding, GatedMlp, RotaryTable, hidden_norm
 from kvist.engine.models.moe import SparseMlp
-from kvist.engine.models.rope import RotaryTable
 from kvist.events.windows import FULL
 from kvist.kvcache.stale import effective_window
 

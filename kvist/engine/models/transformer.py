@@ -9,8 +9,7 @@ from torch.nn import functional
 from kvist.engine.batch import ForwardBatch
 from kvist.engine.models.config import ModelConfig
 from kvist.engine.models.decoder import Decoder
-from kvist.engine.models.gemma3n import Gemma3nDecoder
-from kvist.engine.models.gemma4 import Gemma4Decoder
+from kvist.engine.models.gemma import Gemma3nDecoder, Gemma4Decoder
 from kvist.engine.models.layers import Linear
 
 # Of the families whose layers are more than `decoder`'s.

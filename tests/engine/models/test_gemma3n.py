@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.config import RopeConfig
-from kvist.engine.models.gemma3n import SparseGateMlp
+from kvist.engine.models.gemma import SparseGateMlp
 from kvist.engine.models.weights import load_model
 from kvist.errors import InvalidValueError
 from kvist.events import FULL

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kvist.engine.models.checkpoint_fields import rope
 from kvist.engine.models.config import RopeConfig
-from kvist.engine.models.rope import RotaryTable, apply_rotary, rope_frequencies
+from kvist.engine.models.layers import RotaryTable, apply_rotary, rope_frequencies
 
 HEAD_DIM, MAX_POSITION = 48, 2048
 KINDS: dict[str, dict[str, Any]] = {

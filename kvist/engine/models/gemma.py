@@ -1,11 +1,14 @@
-"""Gemma 3n: a layer computes on one of several residual streams, and each token has an embedding for every layer.
+"""Gemma 3n's and Gemma 4's layers, which are more than those of other families.
 
-Alternating updates: Baykal et al. 2023, arXiv:2301.13310. Streams are `[num_streams, num_tokens, hidden_size]`.
+Both give every layer a little about each token, from a table of its own. Gemma 4 has experts beside the MLP, and a
+learned scale of everything a layer gives. A layer of Gemma 3n computes on one of several residual streams, by
+alternating updates (Baykal et al. 2023, arXiv:2301.13310); streams are `[num_streams, num_tokens, hidden_size]`.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import torch
@@ -13,12 +16,149 @@ from torch import nn
 from torch.nn import functional
 
 from kvist.engine.batch import ForwardBatch, LayerPages
-from kvist.engine.models.config import Gemma3nConfig, LayerConfig, ModelConfig
+from kvist.engine.models.config import Gemma3nConfig, LayerConfig, ModelConfig, MoeConfig
 from kvist.engine.models.decoder import Decoder, DecoderLayer
-from kvist.engine.models.layers import GatedMlp, Linear, activate, hidden_norm
-from kvist.engine.models.per_layer_inputs import PerLayerGate, PerLayerInputs
+from kvist.engine.models.layers import BareNorm, Embedding, GatedMlp, Linear, RMSNorm, activate, hidden_norm
+from kvist.engine.models.moe import Experts, choose_experts
 
 _MIN_MEAN_SQUARE = 1e-5  # of a stream that is brought to another one's magnitude
+
+
+class PerLayerInputs(nn.Module):
+    """What each layer is given: the token's own numbers, and as many projected from its embedding."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inputs = config.per_layer_inputs
+        assert inputs is not None
+        self._vocab_size, self._size, total = inputs.vocab_size, inputs.size, inputs.size * len(config.layers)
+        self.embed_tokens_per_layer = Embedding(inputs.vocab_size, total)
+        self.per_layer_model_projection = Linear(config.hidden_size, total)
+        self.per_layer_projection_norm = RMSNorm(inputs.size, config.norm_eps, config.norm_offset)
+        self._projection_scale = config.hidden_size**-0.5
+        # Rounded to the weights' dtype first, as the checkpoints were trained.
+        dtype = self.embed_tokens_per_layer.weight.dtype
+        self._embedding_scale = torch.tensor(inputs.size**0.5, device="cpu").to(dtype).item()
+
+    def forward(self, input_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, num_layers, size]`; `embedded` is what the first layer sees, `[num_tokens, hidden]`.
+
+        A token that the table lacks has the numbers of token 0.
+        """
+        in_table = input_ids.masked_fill(input_ids >= self._vocab_size, 0)
+        own = self.embed_tokens_per_layer(in_table) * self._embedding_scale
+        projected = self.per_layer_model_projection(embedded) * self._projection_scale
+        by_layer = self.per_layer_projection_norm(projected.unflatten(-1, (-1, self._size)))
+        given: torch.Tensor = (by_layer + own.view_as(by_layer)) * math.sqrt(0.5)
+        return given
+
+
+class PerLayerGate(nn.Module):
+    """What a layer makes of its input: norm(project(activation(gate(x)) * input))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        inputs = config.per_layer_inputs
+        assert inputs is not None
+        self._activation = config.activation
+        self.per_layer_input_gate = Linear(config.hidden_size, inputs.size)
+        self.per_layer_projection = Linear(inputs.size, config.hidden_size)
+        self.post_per_layer_input_norm = hidden_norm(config)
+
+    def forward(self, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`, to be added to the residual; `given` is `[num_tokens, size]`."""
+        gated = activate(self._activation, self.per_layer_input_gate(hidden)) * given
+        mixed: torch.Tensor = self.post_per_layer_input_norm(self.per_layer_projection(gated))
+        return mixed
+
+
+class Gemma4Router(nn.Module):
+    """Scores of the normed and scaled residual; an expert's weight is scaled by a learned number of its own."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self._top_k, self._is_normalised = moe.top_k, moe.is_normalised
+        self._norm, self._root_scale = BareNorm(config.hidden_size, config.norm_eps), config.hidden_size**-0.5
+        self.scale = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.proj = Linear(config.hidden_size, moe.num_experts)
+        self.per_expert_scale = nn.Parameter(torch.empty(moe.num_experts), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ids and weights `[num_tokens, top_k]` of each token's experts."""
+        scores = self.proj(self._norm(hidden) * self.scale * self._root_scale)
+        expert_ids, weights = choose_experts(scores, self._top_k, self._is_normalised)
+        return expert_ids, weights * self.per_expert_scale[expert_ids]
+
+
+class ParallelExperts(nn.Module):
+    """Experts that see the residual under a norm of their own, and whose result is normed before it joins the MLP's."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig) -> None:
+        super().__init__()
+        self.router = Gemma4Router(config, moe)
+        self.expert_norm = hidden_norm(config)
+        self.experts = Experts(config, moe)
+        self.expert_out_norm = hidden_norm(config)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return `[num_tokens, hidden_size]`."""
+        mixed: torch.Tensor = self.expert_out_norm(self.experts(self.expert_norm(hidden), *self.router(hidden)))
+        return mixed
+
+
+class Gemma4Layer(DecoderLayer):
+    """A decoder layer, whose MLP may have experts beside it, then the layer's own input; all times a scale."""
+
+    def __init__(self, config: ModelConfig, layer: LayerConfig, window: int | None) -> None:
+        super().__init__(config, layer, window)
+        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+        self._has_experts, self._has_input = layer.moe is not None, config.per_layer_inputs is not None
+        if layer.moe is not None:
+            self.dense_out_norm = hidden_norm(config)
+            self.parallel_experts = ParallelExperts(config, layer.moe)
+        if config.per_layer_inputs is not None:
+            self.per_layer_gate = PerLayerGate(config)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        batch: ForwardBatch,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        pages: LayerPages,
+        given: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the residual stream after this layer; `given` is its input `[num_tokens, size]`, where it has one."""
+        hidden = super().forward(hidden, batch, rotary, pages)
+        if self._has_input:
+            hidden = hidden + self.per_layer_gate(hidden, given)
+        return hidden * self.layer_scalar
+
+    def _make_mlp(self, config: ModelConfig, layer: LayerConfig) -> nn.Module:
+        return GatedMlp(config, layer.intermediate_size)
+
+    def _feed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        dense = super()._feed_forward(hidden)
+        return self.dense_out_norm(dense) + self.parallel_experts(hidden) if self._has_experts else dense
+
+
+class Gemma4Decoder(Decoder):
+    """A decoder that hands each layer its input."""
+
+    layer_class = Gemma4Layer
+
+    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+        super().__init__(config, max_model_len)
+        self.per_layer_inputs = None if config.per_layer_inputs is None else PerLayerInputs(config)
+
+    def run_layers(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Return the residual stream after the last layer."""
+        given: Sequence[torch.Tensor | None] = [None] * len(self.layers)
+        if self.per_layer_inputs is not None:
+            given = self.per_layer_inputs(batch.input_ids, hidden).unbind(1)
+        rotaries = self.rotaries(batch)
+        for layer, rotary, pages, own in zip(self.layers, rotaries, batch.layers, given, strict=True):
+            hidden = layer(hidden, batch, rotary, pages, own)
+        return hidden
 
 
 class AltUp(nn.Module):
