@@ -17,7 +17,7 @@ import numpy as np
 from _holders import BLOCK_SIZE, Held, known_prompt
 from _indexers import Connection, query_of
 
-from kvist.events.digest import blocks_digest
+from kvist.events.snapshot import blocks_digest
 from kvist.indexer.dumps.format import Blocks, DumpReader, chunk_of
 
 WORKERS_REQUEST = b"GET /workers HTTP/1.1\r\nhost: bench\r\n\r\n"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from _common import report, table
 
-from kvist.events.windows import FULL, KnownWindow
+from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache import (
     BlockHashChain,
     BudgetPolicy,

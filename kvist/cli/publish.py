@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvist.cli._engine_process import EngineProcess
+    from kvist.events.engine_events import KnownWindow
     from kvist.events.transports import Endpoint
-    from kvist.events.windows import KnownWindow
     from kvist.publisher.sidecar import Sidecar
 
 _logger = logging.getLogger(__name__)
@@ -226,7 +226,7 @@ def _lora_names(texts: list[str]) -> dict[int, str]:
 
 def _window(text: str | None) -> KnownWindow | None:
     from kvist.errors import InvalidValueError
-    from kvist.events.windows import FULL
+    from kvist.events.engine_events import FULL
 
     if text is None:
         return None

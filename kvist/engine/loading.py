@@ -24,7 +24,7 @@ from kvist.engine.ranks import Followers, Leader, LeadingRunner
 from kvist.engine.runner import Runner
 from kvist.engine.scheduler import Scheduler
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EventSink
+from kvist.events.engine_events import EventSink
 from kvist.kvcache import (
     KvCacheManager,
     KvDtype,

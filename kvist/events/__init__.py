@@ -4,7 +4,9 @@ An engine speaks its own dialect (`dialects`), which becomes engine events (`eng
 group, hashes it (`hashing`) and sends canonical batches (`types`, `codec`) over a transport (`transports`).
 """
 
-from kvist.events.engine import (
+from kvist.events.engine_events import (
+    FULL,
+    UNKNOWN,
     EngineCleared,
     EngineCreated,
     EngineEvent,
@@ -12,9 +14,9 @@ from kvist.events.engine import (
     EngineRemoved,
     EngineStored,
     EventSink,
+    Window,
 )
 from kvist.events.types import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.events.windows import FULL, UNKNOWN, Window
 
 __all__ = [
     "FULL",

@@ -29,16 +29,66 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Generic
+from enum import StrEnum
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from kvist.events.patience import NO_REPLAY, Patience, SessionLimits
-from kvist.events.presence import Presence
-from kvist.events.steps import Apply, Clear, ClearReason, Holding, Restore, SourceState, Step, T
+from kvist.events.patience import NO_REPLAY, Patience, Presence, SessionLimits
+from kvist.events.snapshot import Holding
 
-__all__ = ["NO_REPLAY", "Apply", "Clear", "Holding", "Restore", "Session", "SessionLimits", "SourceState", "Step"]
+__all__ = [
+    "NO_REPLAY",
+    "Apply",
+    "Clear",
+    "ClearReason",
+    "Holding",
+    "Restore",
+    "Session",
+    "SessionLimits",
+    "SourceState",
+    "Step",
+]
 
 MAX_SEQUENCE = (1 << 63) - 1
 """What has a number beyond it is passed over: no peer gets there, and what follows must fit in 64 bits."""
+
+T = TypeVar("T")
+
+
+class SourceState(StrEnum):
+    """How far the copy can be trusted: LIVE is exact, PARTIAL lacks blocks but invents none, RESYNCING is neither."""
+
+    LIVE = "live"
+    PARTIAL = "partial"
+    RESYNCING = "resyncing"
+
+
+class ClearReason(StrEnum):
+    """Why a copy was dropped."""
+
+    NEW_EPOCH = "new epoch"
+    LOST = "lost beyond recovery"
+    GONE = "gone with its publisher"
+    DIVERGED = "digest differs"
+    INCOMPLETE = "incomplete, and learnt from the beginning"
+
+
+class Clear(NamedTuple):
+    """Step: drop everything the copy holds of this stream."""
+
+    reason: ClearReason
+
+
+class Restore(NamedTuple):
+    """Step: replace what the copy holds by the snapshot that the answer came with."""
+
+
+class Apply(NamedTuple, Generic[T]):
+    """Step: apply this message to the copy."""
+
+    body: T
+
+
+Step: TypeAlias = Clear | Restore | Apply[T]
 
 
 class Session(Generic[T]):

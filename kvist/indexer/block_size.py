@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from kvist.errors import MalformedMessageError
 from kvist.events import EngineStored
 from kvist.events.codec import decode_batch, is_canonical
+from kvist.events.dialects import decode_block_events
 from kvist.events.follow import REPLAY_TIMEOUT_S
 from kvist.events.transports import Endpoint, Message, Subscription, base
-from kvist.publisher.engine_feed import DECODERS
 
 
 async def learn_block_size(endpoint: Endpoint, subscription: Subscription) -> int:
@@ -35,7 +35,7 @@ def _block_size(payload: bytes, endpoint: Endpoint) -> int | None:
     try:
         if is_canonical(payload):
             return decode_batch(payload, endpoint.address).batch.block_size
-        events = DECODERS[endpoint.engine](payload, endpoint.address).events
+        events = decode_block_events(payload, endpoint.address, endpoint.engine).events
     except MalformedMessageError:
         return None
     return next((event.block_size for event in events if isinstance(event, EngineStored)), None)

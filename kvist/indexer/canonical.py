@@ -15,6 +15,7 @@ from kvist.events.session import (
     NO_REPLAY,
     Apply,
     Clear,
+    ClearReason,
     Holding,
     Restore,
     Session,
@@ -22,7 +23,6 @@ from kvist.events.session import (
     SourceState,
     Step,
 )
-from kvist.events.steps import ClearReason
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.types import SnapshotPart

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, WorkerRank
-from kvist.events.dialects import sglang, vllm
+from kvist.events.dialects.block_events import FIELD_ORDERS
+from kvist.events.engine_events import FULL, UNKNOWN
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import MessageBlock
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
-from kvist.events.windows import FULL, UNKNOWN
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages
 from kvist.indexer.compiled.names import FIELDS
@@ -28,7 +28,6 @@ _SCRATCH_BYTES = 1 << 15
 """Messages up to this size have room from the beginning; its memory is used as far as messages need it."""
 _MAX_SCRATCH_BYTES = 1 << 20
 """What a larger message needed is given back after the block it was in."""
-_FIELD_ORDERS = {"vllm": vllm.FIELD_ORDER, "sglang": sglang.FIELD_ORDER}
 _NO_MAP = np.zeros(1, HEAD), np.zeros(0, SEGMENT)
 
 
@@ -157,7 +156,7 @@ class EngineLane:
         self._stream = stream = self._streams[0]
         stream["block_size"], stream["default_rank"] = block_size, default_rank
         for row, tag in enumerate(("BlockStored", "BlockRemoved")):
-            order = [FIELDS.get(name, 0) for name in _FIELD_ORDERS[engine][tag]]
+            order = [FIELDS.get(name, 0) for name in FIELD_ORDERS[engine][tag]]
             stream["field_order"][row, : len(order)] = order
         # Whose messages a call may take; of one that is not known yet, it tells what they say.
         self._rank_number = default_rank

@@ -6,8 +6,8 @@ from typing import Self, TypeAlias
 
 import msgspec
 
+from kvist.events.engine_events import FULL, KnownWindow
 from kvist.events.types import NonNegative, Rank
-from kvist.events.windows import FULL, KnownWindow
 from kvist.publisher.filter import FilterState
 
 

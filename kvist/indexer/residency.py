@@ -15,7 +15,7 @@ import numpy as np
 
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.events.dialects.batch import fold_hash
-from kvist.events.engine import EngineHash
+from kvist.events.engine_events import EngineHash
 from kvist.indexer.engine_map import EngineMap, Names
 from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
 from kvist.publisher.residency import Residency

@@ -13,6 +13,7 @@ import numpy as np
 from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
+from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription, base, public_url
@@ -21,7 +22,6 @@ from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, RankBound, SourceCounters, SourceStatistics
-from kvist.publisher.engine_feed import DECODERS
 
 if TYPE_CHECKING:
     from kvist.radix import RadixIndex
@@ -372,7 +372,7 @@ class Source:
 
     def _is_engines(self, message: Message) -> bool:
         try:
-            DECODERS[self.endpoint.engine](message.payload, self.worker)
+            decode_block_events(message.payload, self.worker, self.endpoint.engine)
         except MalformedMessageError:
             return False
         return True

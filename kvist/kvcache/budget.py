@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 from kvist.kvcache.plan import KvGroup
 from kvist.kvcache.stale import num_blocks_for
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EventSink
+from kvist.events.engine_events import EventSink
 from kvist.kvcache.plan import KvGroup
 from kvist.kvcache.pool import BlockPool, PoolStatistics
 from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy, StepNeed, need_of_step

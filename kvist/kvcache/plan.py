@@ -9,7 +9,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL, KnownWindow, window_size
+from kvist.events.engine_events import FULL, KnownWindow, window_size
 from kvist.kvcache.stale import effective_window
 
 logger = logging.getLogger(__name__)

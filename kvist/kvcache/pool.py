@@ -7,8 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvist.events.engine import EventSink
-from kvist.events.windows import KnownWindow
+from kvist.events.engine_events import EventSink, KnownWindow
 from kvist.kvcache.plan import KvGroup
 from kvist.kvcache.sequences import ABSENT, BlockHashChain, event_hash
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import KnownWindow
+from kvist.events.engine_events import KnownWindow
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
 Index = TypeVar("Index", int, npt.NDArray[np.int64])

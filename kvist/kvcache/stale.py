@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvist.events.windows import FULL, KnownWindow
+from kvist.events.engine_events import FULL, KnownWindow
 
 
 def num_stale_blocks(history: int, window: KnownWindow, block_size: int) -> int:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from kvist.errors import MalformedMessageError
-from kvist.events.dialects import DecodedEngineBatch, sglang, vllm
+from kvist.events.dialects import DecodedEngineBatch, decode_block_events
 from kvist.events.follow import Question
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
-from kvist.events.steps import ClearReason
+from kvist.events.session import Apply, Clear, ClearReason, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)
@@ -20,8 +19,6 @@ IDLE_S = 5.0
 """After this much silence the engine is asked whether its last message is still the one we know."""
 MAX_IDLE_DOUBLINGS = 6
 """How often that wait doubles, while there is no answer or no news: each question costs a connection."""
-
-DECODERS: dict[str, Callable[[bytes, str], DecodedEngineBatch]] = {"vllm": vllm.decode, "sglang": sglang.decode}
 
 _ALL = Question(ReplayRequest(None, 0))
 
@@ -45,7 +42,7 @@ class EngineFeed:
 
     def __init__(self, engine: str, name: str, target: EngineFeedTarget, limits: SessionLimits | None = None) -> None:
         """Decode the dialect `engine`; `name` stands for the stream in logs."""
-        self._decode = DECODERS[engine]
+        self._engine = engine
         self._name = name
         self._target = target
         self._session: Session[bytes] = Session(limits)
@@ -202,7 +199,7 @@ class EngineFeed:
     def _apply(self, payload: bytes) -> int | None:
         """Decode a batch and apply it; return how many of its events are malformed, None if it is none at all."""
         try:
-            batch = self._decode(payload, self._name)
+            batch = decode_block_events(payload, self._name, self._engine)
         except MalformedMessageError as error:
             self._count_malformed(str(error))
             return None

@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
-from kvist.events.windows import UNKNOWN, KnownWindow, Window, window_size
+from kvist.events.engine_events import (
+    UNKNOWN,
+    EngineCleared,
+    EngineCreated,
+    EngineEvent,
+    EngineRemoved,
+    EngineStored,
+    KnownWindow,
+    Window,
+    window_size,
+)
 
 _logger = logging.getLogger(__name__)
 

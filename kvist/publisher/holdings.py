@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvist.events.engine import EngineHash
+from kvist.events.engine_events import EngineHash
 from kvist.events.types import Tier
 
 
@@ -42,7 +42,7 @@ class Holdings(Protocol):
 
     @property
     def digest(self) -> int:
-        """Return the digest (`kvist.events.digest`) of everything held."""
+        """Return the digest (`kvist.events.snapshot`) of everything held."""
 
     def find(self, engine_hash: EngineHash) -> int | None:
         """Return the canonical block that the engine calls this, in the fastest tier that holds it."""

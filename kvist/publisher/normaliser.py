@@ -15,7 +15,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineHash, EngineRemoved, EngineStored
+from kvist.events.engine_events import EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Heartbeat, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent

@@ -18,10 +18,19 @@ import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events.codec import encode_batch
-from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvist.events.engine_events import (
+    UNKNOWN,
+    EngineCleared,
+    EngineCreated,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    KnownWindow,
+    Window,
+)
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.events.types import MAX_RANKS, Batch, Tier, WorkerRank
-from kvist.events.windows import UNKNOWN, KnownWindow, Window
 from kvist.publisher.queues import Between, Inbox, Malformed, Outbox
 from kvist.publisher.replay_buffer import ReplayBuffer
 from kvist.publisher.snapshot import Answers, Streams

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineEvent
+from kvist.events.engine_events import EngineEvent
 from kvist.events.transports import Message, Publication
 from kvist.publisher.snapshot import Streams
 

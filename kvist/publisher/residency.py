@@ -18,9 +18,8 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events.digest import blocks_digest
-from kvist.events.engine import EngineHash
-from kvist.events.snapshot import HeldBlocks
+from kvist.events.engine_events import EngineHash
+from kvist.events.snapshot import HeldBlocks, blocks_digest
 from kvist.events.types import Tier
 from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
 
@@ -60,7 +59,7 @@ class Residency:
 
     @property
     def digest(self) -> int:
-        """Return the digest (`kvist.events.digest`) of everything held; changes since the last call are added now."""
+        """Return the digest (`kvist.events.snapshot`) of everything held; changes since the last call are added now."""
         for tier in Tier:
             self._digest_changes(tier)
         return self._digest

@@ -18,6 +18,7 @@ from typing import Self
 
 from kvist.events import EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
+from kvist.events.engine_events import KnownWindow
 from kvist.events.follow import Ticker, follow
 from kvist.events.transports import (
     Endpoint,
@@ -28,7 +29,6 @@ from kvist.events.transports import (
     open_subscription,
 )
 from kvist.events.transports.base import ReplaySource
-from kvist.events.windows import KnownWindow
 from kvist.files import in_thread
 from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
 from kvist.publisher.sidecar_feed import SidecarFeed

@@ -29,9 +29,8 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineHash
+from kvist.events.engine_events import EngineHash, UnsizedWindow
 from kvist.events.types import NonNegative, Positive, Rank, Tier
-from kvist.events.windows import UnsizedWindow
 from kvist.files import write_atomically
 from kvist.publisher.filter import FilterState
 from kvist.publisher.holdings import Scope

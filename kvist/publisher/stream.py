@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineCleared, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, KnownWindow
 from kvist.events.types import Batch, Event, Removed, Stored, Tier, WorkerRank
-from kvist.events.windows import KnownWindow
 from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
 from kvist.publisher.residency import Residency

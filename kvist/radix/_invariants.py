@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvist.events.digest import block_digest
+from kvist.events.snapshot import block_digest
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled.layout import FULLEST_128THS, INLINE, LIVE, RETIRED, Record, Records
 

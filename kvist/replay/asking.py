@@ -17,8 +17,7 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch, encode_snapshot_part, is_snapshot_part
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import Apply, Clear, Holding, Restore, Session, SessionLimits, SourceState, Step
-from kvist.events.steps import ClearReason
+from kvist.events.session import Apply, Clear, ClearReason, Holding, Restore, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.types import MAX_RANKS, SnapshotPart

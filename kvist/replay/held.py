@@ -13,9 +13,8 @@ import numpy as np
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank, snapshot
 from kvist.events.codec import decode_batch, decode_snapshot_part, encode_batch, encode_snapshot_part
-from kvist.events.digest import blocks_digest
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import Snapshot, SnapshotAssembly, cut
+from kvist.events.snapshot import Snapshot, SnapshotAssembly, blocks_digest, cut
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope

@@ -11,11 +11,11 @@ from typing import Any
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import EngineStored, WorkerRank
 from kvist.events.codec import is_snapshot_part
+from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, ReplayRequest
 from kvist.indexer.source import Source
-from kvist.publisher.engine_feed import DECODERS
 from kvist.radix import RadixIndex
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
 from kvist.replay.held import RecordedSnapshot, SnapshotCollector
@@ -213,7 +213,7 @@ def _block_size(record: Record) -> int | None:
     if isinstance(envelope, CanonicalEnvelope | SnapshotEnvelope):
         return envelope.block_size
     try:
-        events = DECODERS[source.engine](payload, source.name).events
+        events = decode_block_events(payload, source.name, source.engine).events
     except (MalformedMessageError, KeyError):
         return None
     return next((event.block_size for event in events if isinstance(event, EngineStored) and event.block_size), None)

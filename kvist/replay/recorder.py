@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.errors import InvalidValueError
-from kvist.events.follow import REPLAY_TIMEOUT_S
+from kvist.events.follow import REPLAY_TIMEOUT_S, Turns
 from kvist.events.transports import Endpoint, Subscription, open_subscription, public_url
-from kvist.events.turns import Turns
 from kvist.replay.asking import Answer, Asking, Question, Timed
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordedSource

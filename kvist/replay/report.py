@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvist.events.windows import UnsizedWindow, Window
+from kvist.events.engine_events import UnsizedWindow, Window
 from kvist.replay.statistics import RankStatistics, RecordingStatistics, SourceStatistics, Span
 
 _MAX_RANKS_SHOWN = 32

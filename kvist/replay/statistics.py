@@ -25,9 +25,8 @@ from kvist.events import (
     WorkerRank,
 )
 from kvist.events.codec import decode_batch, is_canonical, is_snapshot_part
-from kvist.events.dialects import DecodedEngineBatch
-from kvist.events.windows import Window
-from kvist.publisher.engine_feed import DECODERS
+from kvist.events.dialects import DecodedEngineBatch, decode_block_events
+from kvist.events.engine_events import Window
 from kvist.publisher.stream import RankStream
 from kvist.replay.envelope import SourceNumbering, read_envelope
 from kvist.replay.held import HeldBlocks, SnapshotCollector, hashes_of
@@ -273,7 +272,7 @@ class StatisticsCollector:
                 self._depths.setdefault(block, depth + 1)
 
     def _add_engine(self, source: _Source, record: Record) -> None:
-        decoded = DECODERS[source.recorded.engine](record.message.payload, source.recorded.name)
+        decoded = decode_block_events(record.message.payload, source.recorded.name, source.recorded.engine)
         source.statistics.num_malformed_events += decoded.num_malformed_events
         source.statistics.num_ignored_events += decoded.num_ignored_events
         if source.numbering.total("num_restarts") > source.num_restarts:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvist.events.session import SourceState
-from kvist.events.transports.answers import BUDGET
+from kvist.events.transports.received import BUDGET
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 from kvist.transfer.heads import Part, heads_of, num_copies, written_heads
 from kvist.transfer.messages import GroupShape, Hello, ReceiveRequest
 from kvist.transfer.slices import BlockCountMismatchError, SliceGroup, pair_blocks, positional_block_ids

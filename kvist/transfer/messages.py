@@ -15,7 +15,7 @@ from typing import Annotated, Final, TypeAlias
 import msgspec
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 from kvist.kvcache.plan import KvDtype, WindowPlan
 from kvist.transfer.handoff import MAX_NAME_LEN
 from kvist.transfer.heads import Part, heads_of

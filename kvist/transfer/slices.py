@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvist.errors import InvalidValueError, KvistError
-from kvist.events.windows import FULL, KnownWindow
+from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache.sequences import ABSENT
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 

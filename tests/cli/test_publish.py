@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvist.events import Tier, WorkerRank
-from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
+from kvist.events.snapshot import block_digest
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
 

@@ -20,7 +20,7 @@ from kvist.cli import main
 from kvist.cli._replay_actions import _play_and_linger
 from kvist.events import Batch, Heartbeat, Stored, WorkerRank
 from kvist.events.codec import encode_batch
-from kvist.events.digest import blocks_digest
+from kvist.events.snapshot import blocks_digest
 from kvist.events.transports import Message
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.digest import block_digest, blocks_digest
+from kvist.events.snapshot import block_digest, blocks_digest
 from kvist.events.types import Tier
 
 hash_lists = st.lists(st.integers(0, 2**64 - 1), max_size=80)

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from kvist.errors import MalformedMessageError
 from kvist.events import snapshot as snapshots
 from kvist.events.codec import decode_snapshot_part, encode_snapshot_part, is_canonical, is_snapshot_part
-from kvist.events.digest import block_digest
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, cut
-from kvist.events.steps import Holding
+from kvist.events.snapshot import HeldBlocks, Holding, Snapshot, SnapshotAssembly, block_digest, cut
 from kvist.events.types import Batch, Heartbeat, SnapshotPart, Tier
 
 PART = SnapshotPart("worker-0", 1, 2**63, 7, 16, 0, 1, 3, 2**64 - 1, bytes(range(16)), bytes(range(8)), b"\x01\x0f")

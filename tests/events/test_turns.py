@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvist.events.turns import Turns
+from kvist.events.follow import Turns
 
 
 @pytest.fixture
 def no_time(monkeypatch):
     """Let each turn be over after one piece."""
-    monkeypatch.setattr("kvist.events.turns.SLICE_S", 0.0)
+    monkeypatch.setattr("kvist.events.follow.SLICE_S", 0.0)
 
 
 @pytest.fixture
 def endless(monkeypatch):
     """Let no turn be over in time."""
-    monkeypatch.setattr("kvist.events.turns.SLICE_S", 1000.0)
+    monkeypatch.setattr("kvist.events.follow.SLICE_S", 1000.0)
 
 
 def work(log: list[str], name: str, num_pieces: int) -> Iterator[None]:

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from kvist.events.codec import decode_batch, decode_snapshot_part
-from kvist.events.digest import blocks_digest
 from kvist.events.hashing import block_hashes
-from kvist.events.snapshot import HeldBlocks, cut
+from kvist.events.snapshot import HeldBlocks, blocks_digest, cut
 from kvist.events.types import Batch, Heartbeat, Removed, Stored, Tier
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "wire-format.md").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from kvist.events import Tier, WorkerRank
-from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.indexer import Indexer
 from kvist.indexer.compilation import compile_all
 from kvist.radix import RadixIndex

@@ -16,9 +16,9 @@ import pytest
 
 from kvist.events import Batch, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, encode_batch
-from kvist.events.digest import block_digest
 from kvist.events.follow import Question
 from kvist.events.session import SourceState
+from kvist.events.snapshot import block_digest
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer import canonical

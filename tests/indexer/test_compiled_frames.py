@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from zmtp_splitter import split as split_in_python
 
 from kvist.events.transports.block import PADDING_BYTES
 from kvist.events.transports.zmtp import SplitResult, StopReason
-from kvist.events.transports.zmtp.splitter import split as split_in_python
 from kvist.indexer.compiled.frames import split
 
 _MAX_BYTES = 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvist.events import Tier
-from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
+from kvist.events.snapshot import block_digest
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 WORKER = "http://127.0.0.1:8100"

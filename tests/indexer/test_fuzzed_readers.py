@@ -15,6 +15,7 @@ import random
 import struct
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ import numpy as np
 import pytest
 import xxhash
 from numpy.typing import NDArray
+from zmtp_splitter import split as split_in_python
 
 from kvist.events import Batch, EngineEvent, Stored, WorkerRank
 from kvist.events.codec import decode_batch
-from kvist.events.dialects import sglang, vllm
+from kvist.events.dialects import decode_block_events
+from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.transports import MessageBlock
 from kvist.events.transports.block import PADDING_BYTES
-from kvist.events.transports.zmtp.splitter import split as split_in_python
 from kvist.indexer.canonical_lane import CanonicalLane
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain
@@ -110,11 +112,11 @@ class Canonical:
 class Engine:
     """Batches of an engine, and the lane that takes them; what that leaves is given to the rank, as a follower does."""
 
-    def __init__(self, rng: random.Random, name: str, dialect: Any) -> None:
+    def __init__(self, rng: random.Random, name: str) -> None:
         self.rng = rng
         self.input = Guarded()
-        self.decode = dialect.decode
-        self.order = dialect.FIELD_ORDER
+        self.decode = partial(decode_block_events, engine=name)
+        self.order = FIELD_ORDERS[name]
         self.groups = rng.choice([[], [0], [0, 1, 1 << 30]])
         index = RadixIndex(seed=rng.getrandbits(32), segment_bits=1)
         self.lane = EngineLane(4, name, index)
@@ -263,8 +265,8 @@ class Hashes:
 
 READERS = {
     "canonical": Canonical,
-    "vllm": lambda rng: Engine(rng, "vllm", vllm),
-    "sglang": lambda rng: Engine(rng, "sglang", sglang),
+    "vllm": lambda rng: Engine(rng, "vllm"),
+    "sglang": lambda rng: Engine(rng, "sglang"),
     "frames": Frames,
     "json": Json,
     "hashes": Hashes,
@@ -338,7 +340,9 @@ def run_child(folder: Path, *arguments: str | int, **environment: str) -> None:
     place = folder / "case"
     place.write_bytes(bytes(8))
     command = [sys.executable, __file__, *map(str, arguments), str(place)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    oracles = {"PYTHONPATH": str(Path(__file__).parents[1] / "oracles")}
+    environment = {**os.environ, **oracles, **environment}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     case = int.from_bytes(place.read_bytes(), "little")
     assert result.returncode == 0, f"{result.returncode} at case {case} of {result.stdout}: {result.stderr[-3000:]}"
 

@@ -16,9 +16,9 @@ import pytest
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, encode_batch
-from kvist.events.dialects import vllm
-from kvist.events.digest import block_digest
+from kvist.events.dialects import decode_block_events
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
@@ -139,7 +139,7 @@ async def test_what_is_no_batch_of_an_engines_costs_the_stream_only_itself(
     num_blocks, sequence, prompt = 1, 1, tokens(0)
     for broken in broken_engines():
         with pytest.raises(MalformedMessageError):
-            vllm.decode(broken, "w")
+            decode_block_events(broken, "w", "vllm")
         publication.send(Message(TOPIC, sequence, broken))
         publication.send(Message(TOPIC, sequence + 1, engines(num_blocks)))
         num_blocks, sequence, prompt = num_blocks + 1, sequence + 2, prompt + tokens(num_blocks)

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 
 import kvist.publisher.filter as filter_module
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
-from kvist.events.windows import FULL, UNKNOWN, Window
+from kvist.events.engine_events import (
+    FULL,
+    UNKNOWN,
+    EngineCleared,
+    EngineCreated,
+    EngineEvent,
+    EngineRemoved,
+    EngineStored,
+    Window,
+)
 from kvist.publisher.filter import WindowFilter
 
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
-from kvist.events.digest import block_digest
-from kvist.events.engine import EngineCleared, EngineCreated, EngineRemoved, EngineStored
+from kvist.events.engine_events import FULL, EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.events.types import Cleared, Heartbeat, Removed, Stored, Tier
-from kvist.events.windows import FULL
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser, Status
 

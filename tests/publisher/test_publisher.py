@@ -14,7 +14,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL, Cleared, Stored, Tier
-from kvist.events.engine import EngineCleared, EngineCreated, EngineRemoved, EngineStored
+from kvist.events.engine_events import EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.transports import Endpoint, ReplayRequest, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.digest import blocks_digest
+from kvist.events.snapshot import blocks_digest
 from kvist.events.types import Tier
 from kvist.publisher.holdings import NO_SCOPE, Scope
 from kvist.publisher.residency import Residency, held_blocks

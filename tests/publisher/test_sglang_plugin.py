@@ -11,8 +11,8 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier, WorkerRank
-from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.indexer import Indexer
 from kvist.publisher.sglang_plugin import SglangPublisher, register
 from kvist.radix import RadixIndex

@@ -13,8 +13,8 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events import Heartbeat, Tier
 from kvist.events.codec import decode_batch
-from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.events.transports import Endpoint, open_publication, open_subscription
 from kvist.events.transports.base import EVERYTHING, WHAT_FOLLOWS, WHO_IS_THERE
 from kvist.publisher import PublisherLimits

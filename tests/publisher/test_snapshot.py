@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvist.events import Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, encode_batch, is_snapshot_part
-from kvist.events.engine import EngineCleared, EngineRemoved, EngineStored
+from kvist.events.engine_events import EngineCleared, EngineRemoved, EngineStored
 from kvist.events.snapshot import Snapshot, SnapshotAssembly
 from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher import KvEventPublisher, PublisherLimits

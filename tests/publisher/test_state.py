@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 from kvist.publisher.filter import FilterState
 from kvist.publisher.holdings import Scope
 from kvist.publisher.residency import Residency

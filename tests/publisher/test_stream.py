@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, EngineCleared, EngineRemoved, EngineStored, Removed, Stored, Tier, WorkerRank
-from kvist.events.digest import block_digest
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.publisher.stream import MAX_BATCH_HASH_BYTES, Coalescer, RankStream, new_epoch, topic_of
 
 SOURCE = WorkerRank("w", 3)

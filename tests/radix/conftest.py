@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvist.events import Tier, WorkerRank
-from kvist.events.digest import block_digest
+from kvist.events.snapshot import block_digest
 from kvist.radix import RadixIndex, RankDigest, StoreStatus
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from kvist.events import Batch, Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import encode_batch, encode_snapshot_part, is_snapshot_part
-from kvist.events.digest import blocks_digest
 from kvist.events.session import SourceState
-from kvist.events.snapshot import HeldBlocks, cut
+from kvist.events.snapshot import HeldBlocks, blocks_digest, cut
 from kvist.events.transports import Message, ReplayRequest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader

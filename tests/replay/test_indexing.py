@@ -6,9 +6,9 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.events.digest import blocks_digest
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
+from kvist.events.snapshot import blocks_digest
 from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingReader
 from kvist.replay.indexing import IndexPlayer, find_block_size

@@ -11,10 +11,9 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events import Batch, Cleared, Heartbeat
 from kvist.events.codec import decode_batch, encode_snapshot_part
-from kvist.events.digest import blocks_digest
 from kvist.events.session import Apply, Clear, Session
 from kvist.events.snapshot import HeldBlocks as SnapshotBlocks
-from kvist.events.snapshot import cut
+from kvist.events.snapshot import blocks_digest, cut
 from kvist.events.transports import Message
 from kvist.replay.held import HeldBlocks
 from kvist.replay.rewriting import Rewriter

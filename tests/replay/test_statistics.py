@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvist.events import FULL, UNKNOWN, Cleared, WorkerRank
-from kvist.events.digest import blocks_digest
+from kvist.events.snapshot import blocks_digest
 from kvist.replay import RecordedSource
 from kvist.replay.report import statistics_json, statistics_text, svg_plot, terminal_plot
 from kvist.replay.statistics import MAX_SPANS, Span, StatisticsCollector, Timeline

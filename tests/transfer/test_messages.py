@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 from kvist.kvcache.plan import KvDtype, LayerKv, plan_windows
 from kvist.transfer.messages import (
     Cancel,

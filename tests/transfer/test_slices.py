@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL, KnownWindow
+from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache.sequences import ABSENT
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 from kvist.transfer.slices import (

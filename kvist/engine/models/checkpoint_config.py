@@ -38,7 +38,7 @@ from kvist.engine.models.config import (
     RopeConfig,
 )
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 
 _Value = TypeVar("_Value", int, float)
 

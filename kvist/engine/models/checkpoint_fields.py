@@ -11,7 +11,7 @@ import msgspec
 
 from kvist.engine.models.config import Activation, Llama3Scaling, RopeConfig, YarnScaling
 from kvist.errors import InvalidValueError
-from kvist.events.windows import FULL, KnownWindow
+from kvist.events.engine_events import FULL, KnownWindow
 
 SLIDING, WHOLE = "sliding_attention", "full_attention"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvist.errors import InvalidValueError
-from kvist.events.windows import KnownWindow
+from kvist.events.engine_events import KnownWindow
 from kvist.kvcache.plan import KvDtype, LayerKv, SharedKv
 
 MAX_HEAD_DIM = 512  # what the attention kernels take

@@ -9,7 +9,7 @@ from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import LayerConfig, ModelConfig
 from kvist.engine.models.layers import Attention, Embedding, GatedMlp, RotaryTable, hidden_norm
 from kvist.engine.models.moe import SparseMlp
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 from kvist.kvcache.stale import effective_window
 
 

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvist.engine.async_engine import AsyncEngine
-from kvist.events.windows import FULL
+from kvist.events.engine_events import FULL
 
 
 class EngineCollector(Collector):

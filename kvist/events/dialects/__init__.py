@@ -1,9 +1,10 @@
 """Dialects: what engines say, made into engine events by pure functions.
 
-vLLM and SGLang send msgpack batches over ZeroMQ and share a decoder (`block_events`) but for the field order of their
-older, positional form. TensorRT-LLM is polled and hands out dicts. One malformed event never costs the others.
+vLLM and SGLang send msgpack batches over ZeroMQ (`block_events`); TensorRT-LLM is polled and hands out dicts
+(`trtllm`). One malformed event never costs the others.
 """
 
 from kvist.events.dialects.batch import DecodedEngineBatch
+from kvist.events.dialects.block_events import decode_block_events
 
-__all__ = ["DecodedEngineBatch"]
+__all__ = ["DecodedEngineBatch", "decode_block_events"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any, NamedTuple, overload
 
-from kvist.events.engine import EngineEvent, EngineHash
+from kvist.events.engine_events import EngineEvent, EngineHash
 
 _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 _HEX_DIGITS = frozenset("0123456789abcdefABCDEF")

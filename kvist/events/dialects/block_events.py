@@ -1,7 +1,16 @@
-"""The batch that vLLM introduced and others adopted: `[timestamp, [event, ...], rank?]` in msgpack.
+"""The batch that vLLM introduced and SGLang adopted: `[timestamp, [event, ...], rank?]` in msgpack.
 
 Events are maps tagged "type", or in engines before mid-2026 arrays with the tag first, whose field order is the
 engine's own. Read from vLLM 0.33.0 `distributed/kv_events.py` and SGLang 0.5.23 `disaggregation/kv_events.py`.
+
+vLLM: hybrid models send each cache group under its index: the store says the kind and the window, the removal only the
+group. Where blocks were skipped the tokens cover the whole span, and the normaliser leaves the event out. The partial
+entries of a hybrid cache have a smaller `block_size`, and offloaded blocks may come without tokens: both are the
+normaliser's too. Tokens that speculative decoding hashes beyond a block (`lookahead_token_ids`) are left aside, so
+that a router need not know about the draft model: two blocks that differ only there count as one.
+
+SGLang: hashes are signed; the LoRA name and the salt stand in the event; with EAGLE, `token_ids` are overlapping pairs,
+and a block's canonical hash covers one token more than the block: requests must be hashed the same way.
 """
 
 from __future__ import annotations
@@ -9,20 +18,59 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from kvist.errors import MalformedMessageError
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash, fold_hashes
-from kvist.events.dialects.extra_keys import read_extra_keys
-from kvist.events.engine import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash, fold_hashes, mm_hash_of
+from kvist.events.engine_events import (
+    FULL,
+    UNKNOWN,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    Window,
+)
 from kvist.events.types import NonNegative, Rank, Tier
-from kvist.events.windows import FULL, UNKNOWN, Window
 
-# An engine's positional form: for each tag, what its fields are called.
-FieldOrder: TypeAlias = Mapping[str, Sequence[str]]
+FIELD_ORDERS: Final[Mapping[str, Mapping[str, Sequence[str]]]] = {
+    "vllm": {
+        "BlockStored": (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "lora_name",
+            "extra_keys",
+            "group_idx",
+            "kv_cache_spec_kind",
+            "kv_cache_spec_sliding_window",
+            "locality",
+        ),
+        "BlockRemoved": ("block_hashes", "medium", "group_idx", "locality"),
+    },
+    "sglang": {
+        "BlockStored": (
+            "block_hashes",
+            "parent_block_hash",
+            "token_ids",
+            "block_size",
+            "lora_id",
+            "medium",
+            "cache_salt",
+            "session_id",
+            "lora_name",
+        ),
+        "BlockRemoved": ("block_hashes", "medium"),
+    },
+}
+"""What the fields of each engine's positional form are called, by tag."""
 
 _TIER_OF_MEDIUM: dict[str | None, Tier] = {
     None: Tier.GPU,
@@ -94,8 +142,11 @@ _event_decoder: msgspec.msgpack.Decoder[_RawEvent] = msgspec.msgpack.Decoder(_Ra
 _any_decoder = msgspec.msgpack.Decoder()
 
 
-def decode_block_events(payload: bytes, source: str, field_order: FieldOrder) -> DecodedEngineBatch:
-    """Return the batch's events in order; raises MalformedMessageError when it is no batch at all."""
+def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngineBatch:
+    """Return the batch's events in order; raises MalformedMessageError when it is no batch at all.
+
+    `engine` is a key of `FIELD_ORDERS`.
+    """
     try:
         batch: _Batch | _UnreadBatch = _batch_decoder.decode(payload)
     except DECODE_ERRORS:
@@ -106,7 +157,7 @@ def decode_block_events(payload: bytes, source: str, field_order: FieldOrder) ->
     events: list[EngineEvent] = []
     num_ignored = num_malformed = num_unhashable = 0
     for raw in batch.events:
-        event = _engine_event(_read_event(raw, field_order) if isinstance(raw, msgspec.Raw) else raw, rank)
+        event = _engine_event(_read_event(raw, FIELD_ORDERS[engine]) if isinstance(raw, msgspec.Raw) else raw, rank)
         # The frequent first: that a struct is of a type takes 0.01 µs to tell, that it is not 0.07 µs.
         if isinstance(event, EngineRemoved):
             events.append(event)
@@ -129,7 +180,7 @@ def _read_envelope(payload: bytes, source: str) -> _UnreadBatch:
         raise MalformedMessageError(source, f"not a batch of block events: {error}") from error
 
 
-def _read_event(raw: msgspec.Raw, field_order: FieldOrder) -> _RawEvent | _Unusable:
+def _read_event(raw: msgspec.Raw, field_order: Mapping[str, Sequence[str]]) -> _RawEvent | _Unusable:
     """Read one event of a batch that has positional, unknown or broken ones."""
     try:
         return _event_decoder.decode(raw)
@@ -170,7 +221,7 @@ def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusabl
     if raw.extra_keys and any(raw.extra_keys):
         if len(raw.extra_keys) != len(block_hashes):
             return _Unusable.MALFORMED
-        num_hashable, cache_salt, mm_hashes = read_extra_keys(
+        num_hashable, cache_salt, mm_hashes = _read_extra_keys(
             raw.extra_keys,
             lora_name=raw.lora_name,
             cache_salt=raw.cache_salt,
@@ -220,3 +271,54 @@ def _tokens_of_pairs(pairs: Sequence[Any]) -> list[int] | None:
     except TypeError:
         return None
     return [*firsts, seconds[-1]] if firsts[1:] == seconds[:-1] else None
+
+
+class _ChainKeys(NamedTuple):
+    """What a chain's extra keys say; blocks from `num_hashable_blocks` on have no canonical hash."""
+
+    num_hashable_blocks: int
+    cache_salt: str | None
+    mm_hashes: list[list[int]] | None
+
+
+def _read_extra_keys(
+    extra_keys: Sequence[Sequence[Any] | None], *, lora_name: str | None, cache_salt: str | None, is_root: bool
+) -> _ChainKeys:
+    """Return the salt and the multimodal items of a chain's blocks; `is_root` says that the first starts a prompt.
+
+    vLLM's `extra_keys` are what besides tokens went into a block's hash, untagged and in a list per block. In order:
+    the LoRA name, `[mm_identifier, offset]` for each multimodal item, the cache salt (in the first block of a prompt
+    only), and the raw digest of prompt embeddings (`v1/core/kv_cache_utils.py`). Where in its block an item starts is
+    not part of the canonical hash.
+    """
+    mm_hashes: list[list[int]] = []
+    num_hashable_blocks = len(extra_keys)
+    for block_idx, keys in enumerate(extra_keys):
+        items: list[int] = []
+        rest = list(keys or ())
+        if lora_name is not None and lora_name in rest:
+            rest.remove(lora_name)
+        for key in rest:
+            meaning = _meaning_of_key(key, is_prompt_start=is_root and block_idx == 0)
+            if isinstance(meaning, int):
+                items.append(meaning)
+            elif meaning is None or cache_salt not in (None, meaning):
+                num_hashable_blocks = min(num_hashable_blocks, block_idx)
+            else:
+                cache_salt = meaning
+        mm_hashes.append(items)
+    return _ChainKeys(num_hashable_blocks, cache_salt, mm_hashes if any(mm_hashes) else None)
+
+
+def _meaning_of_key(key: Any, *, is_prompt_start: bool) -> int | str | None:
+    """Return the number of a multimodal item, or a cache salt, or None for what cannot be hashed.
+
+    A bare string at the start of a prompt is the salt, even one that looks like a digest. Further on it is an item if
+    it looks like one, because older engines sent items without their offset.
+    """
+    if isinstance(key, str):
+        mm_hash = None if is_prompt_start else mm_hash_of(key)
+        return key if mm_hash is None else mm_hash
+    if isinstance(key, list) and len(key) == 2 and isinstance(key[0], str):
+        return mm_hash_of(key[0])
+    return None

@@ -16,9 +16,16 @@ import msgspec
 
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
-from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.engine_events import (
+    UNKNOWN,
+    EngineCleared,
+    EngineCreated,
+    EngineEvent,
+    EngineRemoved,
+    EngineStored,
+    Window,
+)
 from kvist.events.types import MAX_RANKS, NonNegative, Rank, Tier
-from kvist.events.windows import UNKNOWN, Window
 
 _logger = logging.getLogger(__name__)
 

@@ -1,16 +1,20 @@
-"""Transports behind one Protocol; `base` holds the delivery contract, `schemes` what a URL opens."""
+"""Transports behind one Protocol; `base` holds the delivery contract.
+
+A URL chooses one (`endpoint`), which is imported when it is first opened: ZeroMQ for tcp:// and ipc://, of which plain
+TCP is read without libzmq (`zmtp`), the brokers of nats:// and mqtt://, and memory:// within a process.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from kvist.events.transports.base import Message, Publication, ReplayRequest, ReplaySource, Subscription
-from kvist.events.transports.broker import public_url, redacted
+from kvist.events.transports.broker import BrokerUrl, is_broker_url, public_url, redacted
 from kvist.events.transports.endpoint import Endpoint
-from kvist.events.transports.schemes import open_publication, open_subscription
 
 if TYPE_CHECKING:
     from kvist.events.transports.block import MessageBlock
+    from kvist.events.transports.zmtp import Splitter
 
 __all__ = [
     "Endpoint",
@@ -25,6 +29,63 @@ __all__ = [
     "public_url",
     "redacted",
 ]
+
+
+def open_publication(url: str, worker: str | None = None) -> Publication:
+    """Bind a publication at the URL; raises InvalidValueError when the URL is wrong or its address is taken.
+
+    A broker's URL names the worker, or leaves that to `worker`.
+    """
+    if is_broker_url(url):
+        broker = BrokerUrl.parse(url).with_worker(worker)
+        if broker.is_mqtt:
+            from kvist.events.transports.mqtt import MqttPublication
+
+            return MqttPublication(broker)
+        from kvist.events.transports.nats import NatsPublication
+
+        return NatsPublication(broker)
+    endpoint = Endpoint.parse(url)
+    if endpoint.scheme == "memory":
+        from kvist.events.transports.memory import MemoryPublication
+
+        return MemoryPublication(endpoint)
+    from kvist.events.transports.zmq import ZmqPublication
+
+    return ZmqPublication(endpoint)
+
+
+def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> Subscription:
+    """Return a subscription to all topics of the endpoint; entering it connects.
+
+    `splitter` finds ordinary messages in a stream over TCP that is read without ZeroMQ; without one each frame is
+    looked at in plain Python.
+    """
+    if endpoint.scheme == "memory":
+        from kvist.events.transports.memory import MemorySubscription
+
+        return MemorySubscription(endpoint)
+    if endpoint.broker is not None:
+        if endpoint.broker.is_mqtt:
+            from kvist.events.transports.mqtt import MqttSubscription
+
+            return MqttSubscription(endpoint.broker)
+        from kvist.events.transports.nats import NatsSubscription
+
+        return NatsSubscription(endpoint.broker)
+    if _is_plain_tcp(endpoint):
+        from kvist.events.transports.zmtp import ZmtpSubscription
+
+        return ZmtpSubscription(endpoint, splitter)
+    from kvist.events.transports.zmq import ZmqSubscription
+
+    return ZmqSubscription(endpoint)
+
+
+def _is_plain_tcp(endpoint: Endpoint) -> bool:
+    """Return whether to connect to a host and port, and nothing more: ZeroMQ knows more that an address can say."""
+    host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+    return endpoint.scheme == "tcp" and not endpoint.is_bound and port != "0" and host != "*" and ";" not in host
 
 
 def __getattr__(name: str) -> object:

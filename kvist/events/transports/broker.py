@@ -25,7 +25,7 @@ from urllib.parse import parse_qsl, quote, unquote, unquote_to_bytes
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message
-from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.received import MalformedCounter
 
 STREAM, ASK, ANSWER = "kvist", "kvist-ask", "kvist-answer"
 """What a name begins with: live events, questions for a replay, and the answers. Only the first are kept in streams."""

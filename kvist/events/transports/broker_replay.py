@@ -26,8 +26,8 @@ import msgspec
 from kvist.errors import MalformedMessageError
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.transports import base
-from kvist.events.transports.answers import Collected
 from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
+from kvist.events.transports.received import Collected
 
 _logger = logging.getLogger(__name__)
 

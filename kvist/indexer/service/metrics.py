@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from kvist.events.session import SourceState
-from kvist.events.transports.answers import BUDGET
+from kvist.events.transports.received import BUDGET
 from kvist.http import ServerStatistics
 from kvist.indexer import SourceStatistics
 from kvist.indexer.dumps.keeper import StateKeeper

@@ -51,7 +51,7 @@ _U0, _U1, _U27, _U30, _U31 = (np.uint64(n) for n in (0, 1, 27, 30, 31))
 
 @helper
 def block_digest(block_hash: np.uint64, tier: int) -> np.uint64:
-    """Return the same number as `kvist.events.digest.block_digest`."""
+    """Return the same number as `kvist.events.snapshot.block_digest`."""
     mixed = block_hash ^ (np.uint64(tier) * _TIER_STEP)
     mixed = (mixed ^ (mixed >> _U30)) * _MIX_1
     mixed = (mixed ^ (mixed >> _U27)) * _MIX_2

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.errors import MalformedMessageError
-from kvist.events.dialects import sglang, vllm
-from kvist.events.engine import EngineCleared, EngineRemoved, EngineStored
+from kvist.events.dialects import decode_block_events
+from kvist.events.engine_events import EngineCleared, EngineRemoved, EngineStored
 from kvist.events.hashing import local_block_hashes
 from kvist.events.types import Stored, Tier
 from kvist.publisher.normaliser import Normaliser
@@ -38,18 +38,18 @@ EVENTS = (
 
 
 def test_a_batch_of_maps_decodes_with_signed_hashes_as_u64():
-    decoded = sglang.decode(MAPS, "w")
+    decoded = decode_block_events(MAPS, "w", "sglang")
     assert decoded.events == EVENTS
     assert (decoded.timestamp_s, decoded.rank) == (2.0, 1)
 
 
 def test_vllms_decoder_reads_the_same_maps():
-    assert vllm.decode(MAPS, "w") == sglang.decode(MAPS, "w")
-    assert vllm.decode(EAGLE, "w") == sglang.decode(EAGLE, "w")
+    assert decode_block_events(MAPS, "w", "vllm") == decode_block_events(MAPS, "w", "sglang")
+    assert decode_block_events(EAGLE, "w", "vllm") == decode_block_events(EAGLE, "w", "sglang")
 
 
 def test_eagle_pairs_become_tokens_whose_blocks_overlap_by_one():
-    (event,) = sglang.decode(EAGLE, "w").events
+    (event,) = decode_block_events(EAGLE, "w", "sglang").events
     assert event == EngineStored([MINUS_FIVE, 6], [1, 2, 3, 4, 5, 6, 7, 8, 9], 4, is_eagle=True)
     (stored,) = Normaliser(4).normalise(event)
     assert isinstance(stored, Stored)
@@ -69,12 +69,12 @@ def test_positional_events_decode_like_maps():
             1,
         ]
     )
-    assert sglang.decode(payload, "w").events == EVENTS
+    assert decode_block_events(payload, "w", "sglang").events == EVENTS
 
 
 def test_the_oldest_positional_form_names_no_medium():
     payload = msgspec.msgpack.encode([2.0, [["BlockStored", [1], None, [1], 1, None], ["BlockRemoved", [1]]], 0])
-    assert sglang.decode(payload, "w").events == (EngineStored([1], [1], 1), EngineRemoved([1]))
+    assert decode_block_events(payload, "w", "sglang").events == (EngineStored([1], [1], 1), EngineRemoved([1]))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_oldest_positional_form_names_no_medium():
 )
 def test_the_medium_gives_the_tier(medium, tier):
     payload = msgspec.msgpack.encode([2.0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": medium}], 0])
-    assert sglang.decode(payload, "w").events == (EngineRemoved([1], tier=tier),)
+    assert decode_block_events(payload, "w", "sglang").events == (EngineRemoved([1], tier=tier),)
 
 
 @given(st.sampled_from([MAPS, EAGLE]), st.data())
@@ -92,7 +92,7 @@ def test_a_damaged_batch_raises_nothing_but_malformed(payload, data):
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        decoded = sglang.decode(bytes(damaged), "w")
+        decoded = decode_block_events(bytes(damaged), "w", "sglang")
     except MalformedMessageError:
         return
     normaliser = Normaliser(4)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from kvist.events.dialects import trtllm
 from kvist.events.dialects.trtllm import EventIdGap, EventIdTracker
-from kvist.events.engine import EngineCleared, EngineCreated, EngineRemoved, EngineStored
+from kvist.events.engine_events import UNKNOWN, EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.types import Removed, Stored, Tier
-from kvist.events.windows import UNKNOWN
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser
 

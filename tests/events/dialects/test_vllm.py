@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.errors import MalformedMessageError
-from kvist.events.dialects import vllm
-from kvist.events.engine import EngineCleared, EngineRemoved, EngineStored
+from kvist.events.dialects import decode_block_events
+from kvist.events.engine_events import FULL, UNKNOWN, EngineCleared, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.types import Stored, Tier
-from kvist.events.windows import FULL, UNKNOWN
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.normaliser import Normaliser
 
@@ -77,13 +76,13 @@ def stored_map(**fields: object) -> dict[str, object]:
 
 
 def decode_one(**fields: object) -> EngineStored:
-    (event,) = vllm.decode(encode(stored_map(**fields)), "w").events
+    (event,) = decode_block_events(encode(stored_map(**fields)), "w", "vllm").events
     assert isinstance(event, EngineStored)
     return event
 
 
 def test_a_hybrid_models_batch_decodes_to_one_event_per_group():
-    decoded = vllm.decode(HYBRID, "w")
+    decoded = decode_block_events(HYBRID, "w", "vllm")
     assert decoded.events == (
         EngineStored([HASH, 2], [1, 2, 3, 4, 5, 6, 7, 8], 4, window=FULL, group=0, rank=3),
         EngineStored([3], [1, 2, 3, 4, 5, 6, 7, 8], 4, window=512, group=1, rank=3),
@@ -95,13 +94,13 @@ def test_a_hybrid_models_batch_decodes_to_one_event_per_group():
 
 
 def test_byte_hashes_fold_to_the_integers_that_vllm_itself_would_send():
-    decoded = vllm.decode(BYTE_HASHES, "w")
+    decoded = decode_block_events(BYTE_HASHES, "w", "vllm")
     assert decoded.events == (EngineStored([HASH], [1, 2, 3, 4], 4), EngineRemoved([HASH]))
     assert decoded.rank is None
 
 
 def test_extra_keys_give_the_salt_and_the_images():
-    (event,) = vllm.decode(EXTRA_KEYS, "w").events
+    (event,) = decode_block_events(EXTRA_KEYS, "w", "vllm").events
     assert event.lora_name == "sql"
     assert event.cache_salt == "salt"
     assert event.mm_hashes == [[], [0x0123456789ABCDEF], []]
@@ -109,7 +108,7 @@ def test_extra_keys_give_the_salt_and_the_images():
 
 
 def test_a_chain_ends_before_prompt_embeddings():
-    decoded = vllm.decode(PROMPT_EMBEDS, "w")
+    decoded = decode_block_events(PROMPT_EMBEDS, "w", "vllm")
     assert decoded.events[0].block_hashes == [1, None]
     assert decoded.num_unhashable_blocks == 1
 
@@ -117,14 +116,14 @@ def test_a_chain_ends_before_prompt_embeddings():
 def test_an_offloaded_block_is_placed_by_its_hash_alone():
     normaliser = Normaliser(4)
     normaliser.normalise(EngineStored([1], [1, 2, 3, 4], 4))
-    (event,) = vllm.decode(OFFLOADED, "w").events
+    (event,) = decode_block_events(OFFLOADED, "w", "vllm").events
     block_hash = int(block_hashes([1, 2, 3, 4], 4)[0]).to_bytes(8, "little")
     assert normaliser.normalise(event) == (Stored(block_hash, tier=Tier.HOST),)
 
 
 def test_the_groups_of_a_hybrid_model_come_down_to_the_full_one():
     window_filter = WindowFilter(3)
-    events = vllm.decode(HYBRID, "w").events
+    events = decode_block_events(HYBRID, "w", "vllm").events
     assert [passed for event in events for passed in window_filter.admit(event)] == [events[0], events[2], events[3]]
 
 
@@ -149,7 +148,7 @@ def test_the_kind_of_a_group_gives_its_window(kind, sliding_window, window):
 
 @pytest.mark.parametrize("kind", ["mamba", "encoder_only_attention", "cross_attention"])
 def test_groups_that_hold_no_prefix_are_ignored_and_counted(kind):
-    decoded = vllm.decode(encode(stored_map(kv_cache_spec_kind=kind)), "w")
+    decoded = decode_block_events(encode(stored_map(kv_cache_spec_kind=kind)), "w", "vllm")
     assert (decoded.events, decoded.num_ignored_events) == ((), 1)
 
 
@@ -170,7 +169,7 @@ def test_the_medium_gives_the_tier(medium, locality, tier):
 
 def test_an_unknown_medium_or_type_is_ignored_and_counted():
     tape = stored_map(medium="TAPE")
-    decoded = vllm.decode(encode(tape, {"type": "BlockMoved"}, ["BlockMoved", 1], stored_map()), "w")
+    decoded = decode_block_events(encode(tape, {"type": "BlockMoved"}, ["BlockMoved", 1], stored_map()), "w", "vllm")
     assert len(decoded.events) == 1
     assert (decoded.num_ignored_events, decoded.num_malformed_events) == (3, 0)
 
@@ -179,7 +178,7 @@ def test_an_unknown_medium_or_type_is_ignored_and_counted():
 
 
 def test_positional_events_decode_like_maps():
-    decoded = vllm.decode(
+    decoded = decode_block_events(
         encode(
             ["BlockStored", [1, 2], None, [1, 2, 3, 4, 5, 6, 7, 8], 4, None],
             ["BlockStored", [3], 2, [9, 9, 9, 9], 4, 7, "CPU", "sql", [["sql", "salt"]], 1, "sliding_window", 512],
@@ -189,6 +188,7 @@ def test_positional_events_decode_like_maps():
             rank=None,
         ),
         "w",
+        "vllm",
     )
     assert decoded.events[0] == EngineStored([1, 2], [1, 2, 3, 4, 5, 6, 7, 8], 4)
     second = decoded.events[1]
@@ -199,7 +199,7 @@ def test_positional_events_decode_like_maps():
 
 
 def test_maps_and_positional_events_may_be_mixed():
-    decoded = vllm.decode(encode(stored_map(), ["BlockRemoved", [1], "GPU"]), "w")
+    decoded = decode_block_events(encode(stored_map(), ["BlockRemoved", [1], "GPU"]), "w", "vllm")
     assert decoded.events == (EngineStored([1], [1, 2, 3, 4], 4), EngineRemoved([1]))
 
 
@@ -249,7 +249,9 @@ def test_extra_keys_are_told_apart(extra_keys, salt, mm_hashes):
     ids=str,
 )
 def test_a_chain_ends_before_a_block_with_a_key_that_has_no_hash(key):
-    decoded = vllm.decode(encode(stored_map(block_hashes=[1, 2, 3], extra_keys=[None, [key], None])), "w")
+    decoded = decode_block_events(
+        encode(stored_map(block_hashes=[1, 2, 3], extra_keys=[None, [key], None])), "w", "vllm"
+    )
     assert decoded.events[0].block_hashes == [1, None, None]
     assert decoded.num_unhashable_blocks == 2
 
@@ -292,13 +294,13 @@ def test_a_salt_field_counts_for_more_than_extra_keys():
     ids=repr,
 )
 def test_a_malformed_event_is_counted_and_the_others_are_kept(broken):
-    decoded = vllm.decode(encode(stored_map(), broken, ["AllBlocksCleared"]), "w")
+    decoded = decode_block_events(encode(stored_map(), broken, ["AllBlocksCleared"]), "w", "vllm")
     assert decoded.events == (EngineStored([1], [1, 2, 3, 4], 4), EngineCleared())
     assert (decoded.num_malformed_events, decoded.num_ignored_events) == (1, 0)
 
 
 def test_fields_that_a_later_version_adds_are_ignored():
-    decoded = vllm.decode(msgspec.msgpack.encode([1.5, [stored_map(colour="red")], 0, "later"]), "w")
+    decoded = decode_block_events(msgspec.msgpack.encode([1.5, [stored_map(colour="red")], 0, "later"]), "w", "vllm")
     assert decoded.events == (EngineStored([1], [1, 2, 3, 4], 4),)
 
 
@@ -323,7 +325,7 @@ def test_fields_that_a_later_version_adds_are_ignored():
 )
 def test_what_is_no_batch_is_malformed(payload):
     with pytest.raises(MalformedMessageError) as caught:
-        vllm.decode(payload, "tcp://engine:5557")
+        decode_block_events(payload, "tcp://engine:5557", "vllm")
     assert caught.value.source == "tcp://engine:5557"
 
 
@@ -355,7 +357,7 @@ values = st.recursive(
 @given(st.lists(st.dictionaries(st.sampled_from([*MAP, "medium", "extra_keys", "group_idx", "cache_salt"]), values)))
 def test_events_with_any_values_never_raise_on_the_whole_way(changes):
     window_filter, normaliser = WindowFilter(), Normaliser(4)
-    decoded = vllm.decode(encode(*(stored_map(**change) for change in changes)), "w")
+    decoded = decode_block_events(encode(*(stored_map(**change) for change in changes)), "w", "vllm")
     assert len(decoded.events) + decoded.num_malformed_events + decoded.num_ignored_events == len(changes)
     for event in decoded.events:
         for passed in window_filter.admit(event):
@@ -365,7 +367,7 @@ def test_events_with_any_values_never_raise_on_the_whole_way(changes):
 def _decode_or_malformed(payload: bytes) -> None:
     window_filter, normaliser = WindowFilter(), Normaliser(4)
     try:
-        decoded = vllm.decode(payload, "w")
+        decoded = decode_block_events(payload, "w", "vllm")
     except MalformedMessageError:
         return
     for event in decoded.events:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvist.events.transports import Message
-from kvist.events.transports.answers import BUDGET, Collected
 from kvist.events.transports.base import MESSAGE_BYTES
+from kvist.events.transports.received import BUDGET, Collected
 
 MESSAGE = Message(b"t", 0, bytes(99))
 SIZE_BYTES = MESSAGE_BYTES + 100
@@ -14,7 +14,7 @@ SIZE_BYTES = MESSAGE_BYTES + 100
 
 def test_an_answer_that_does_not_fit_beside_the_others_is_refused_until_they_are_dropped(monkeypatch):
     before_bytes, num_before = BUDGET.taken_bytes, BUDGET.num_refused
-    monkeypatch.setattr("kvist.events.transports.answers.MAX_ANSWERS_BYTES", before_bytes + 3 * SIZE_BYTES)
+    monkeypatch.setattr("kvist.events.transports.received.MAX_ANSWERS_BYTES", before_bytes + 3 * SIZE_BYTES)
     first, second = Collected(), Collected()
     assert first.takes(MESSAGE)
     assert first.takes(MESSAGE)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, open_publication, public_url, redacted
 from kvist.events.transports.broker import STREAM, BrokerUrl, Host, escape, pack, unpack
-from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.received import MalformedCounter
 
 
 def test_a_url_names_brokers_model_and_worker() -> None:

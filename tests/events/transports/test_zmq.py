@@ -122,13 +122,13 @@ def with_stuck_client(open_socket, kept, monkeypatch):
 
 
 def test_closing_does_not_wait_for_a_client_that_takes_nothing(with_stuck_client, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 3600)
+    monkeypatch.setattr("kvist.events.transports.zmq_replay.REPLAY_SEND_TIMEOUT_S", 3600)
     with_stuck_client.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvist-replay"]
 
 
 def test_a_client_that_takes_nothing_does_not_keep_the_others_waiting_for_ever(with_stuck_client, dealer, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvist.events.transports.zmq_replay.REPLAY_SEND_TIMEOUT_S", 0.05)
     dealer.connect(Endpoint.parse(with_stuck_client.endpoint).replay_address)
     dealer.send_multipart([b"", be64(63)])
     assert dealer.recv_multipart()[1] == be64(63)
@@ -136,7 +136,7 @@ def test_a_client_that_takes_nothing_does_not_keep_the_others_waiting_for_ever(w
 
 def test_a_client_that_takes_a_little_at_a_time_does_not_keep_the_others_waiting_for_ever(open_socket, monkeypatch):
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
-    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 3600)
+    monkeypatch.setattr("kvist.events.transports.zmq_replay.REPLAY_SEND_TIMEOUT_S", 3600)
     publication = open_publication("tcp://127.0.0.1:0")
     publication.serve_replay(EndlessSource())
     slow, other = open_socket(zmq.DEALER), open_socket(zmq.DEALER)

@@ -9,11 +9,18 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvist.events.digest import block_digest
-from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored
+from kvist.events.engine_events import (
+    FULL,
+    UNKNOWN,
+    EngineCleared,
+    EngineCreated,
+    EngineEvent,
+    EngineRemoved,
+    EngineStored,
+)
 from kvist.events.hashing import block_hashes
+from kvist.events.snapshot import block_digest
 from kvist.events.types import Tier
-from kvist.events.windows import FULL, UNKNOWN
 
 BLOCK_SIZE = 4
 SLIDING_WINDOW = 8

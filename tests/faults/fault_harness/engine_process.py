@@ -19,7 +19,7 @@ from fault_harness.engine import BLOCK_SIZE, Engine, digest_of
 from fault_harness.lossy import LossyPublication
 from fault_harness.workers import as_vllm
 from kvist.errors import InvalidValueError
-from kvist.events.engine import EngineEvent
+from kvist.events.engine_events import EngineEvent
 from kvist.events.transports import Message, Publication, ReplayRequest, open_publication
 from kvist.publisher import KvEventPublisher, PublisherLimits
 

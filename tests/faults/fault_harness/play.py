@@ -60,7 +60,7 @@ def _patches(plan: Plan, world: World) -> dict[str, Any]:
     return {
         "os.fsync": lambda _: None,
         "kvist.events.session.random": world.random,
-        "kvist.events.turns.time": world.drifting_time,
+        "kvist.events.follow.time": world.drifting_time,
         "kvist.events.snapshot.MAX_PART_BLOCKS": settings["max_part_blocks"],
         "kvist.indexer.restoring.NUM_BLOCKS_A_SLICE": settings["slice_blocks"],
         "kvist.indexer.service.registry.RadixIndex": index,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from kvist.events.engine import EngineEvent
+from kvist.events.engine_events import EngineEvent
 from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.snapshot import Streams
 

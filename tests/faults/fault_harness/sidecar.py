@@ -13,7 +13,7 @@ from fault_harness.virtual import World
 from fault_harness.wire import Link, Network, WirePublication
 from fault_harness.workers import Account, StockProcess, Worker
 from kvist.events.dialects import DecodedEngineBatch
-from kvist.events.engine import EngineStored
+from kvist.events.engine_events import EngineStored
 from kvist.events.follow import Ticker, follow
 from kvist.events.transports import Endpoint
 from kvist.publisher.sidecar import AnsweringPublication

@@ -13,10 +13,9 @@ from fault_harness.engine import BLOCK_SIZE, Engine, Held, digest_of
 from fault_harness.publisher import SteppedPublisher
 from fault_harness.virtual import World
 from fault_harness.wire import Link, WirePublication
-from kvist.events.engine import EngineCleared, EngineCreated, EngineEvent, EngineStored
+from kvist.events.engine_events import FULL, EngineCleared, EngineCreated, EngineEvent, EngineStored
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import Tier
-from kvist.events.windows import FULL
 
 Digest = tuple[int, int]
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvist.events.hashing import local_block_hashes
-from kvist.events.transports.answers import BUDGET
+from kvist.events.transports.received import BUDGET
 
 TOKENS = list(range(1, 21))
 

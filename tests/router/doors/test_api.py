@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvist.events.transports.answers import BUDGET
+from kvist.events.transports.received import BUDGET
 
 
 async def test_clients_need_their_key_and_it_stays_with_the_router(worker, router) -> None:

@@ -1,6 +1,6 @@
 """Streams through an MQTT 3.1.1 broker, at least once (QoS 1).
 
-    kvist/MODEL/WORKER               who publishes there: a retained JSON object (`announcement`)
+    kvist/MODEL/WORKER               who publishes there: a retained JSON object
     kvist/MODEL/WORKER/RANK          the rank's batches
     kvist-ask/MODEL/WORKER           questions for a replay, and
     kvist-answer/MODEL/WORKER/ID     their answers (`kvist.events.transports.broker_replay`)

@@ -18,9 +18,9 @@ from kvist.errors import MalformedMessageError
 from kvist.events.transports.base import MAX_DRAIN, Message, ReplayRequest
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpack
 from kvist.events.transports.broker_replay import Asking
-from kvist.events.transports.frames import MalformedCounter
-from kvist.events.transports.mqtt.announcement import decode_announcement
 from kvist.events.transports.mqtt.connection import Connection, subscribe
+from kvist.events.transports.mqtt.publication import decode_announcement
+from kvist.events.transports.received import MalformedCounter
 
 _logger = logging.getLogger(__name__)
 

@@ -26,10 +26,9 @@ from nats.js.api import (
 )
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.answers import Collected
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.broker import STREAM, BrokerUrl, escape, unpack
-from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.received import Collected, MalformedCounter
 
 _logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from nats.aio.msg import Msg
 from kvist.events.transports.base import MAX_DRAIN, MAX_RECONNECT_S, WHO_IS_THERE, Message, ReplayRequest
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpack
 from kvist.events.transports.broker_replay import Asking
-from kvist.events.transports.frames import MalformedCounter
 from kvist.events.transports.nats.history import HistoryReader, read_kept
 from kvist.events.transports.nats.link import FAILURES, end, shared_link
+from kvist.events.transports.received import MalformedCounter
 from kvist.events.types import MAX_RANKS
 
 RECEIVE_CAPACITY = 10_000

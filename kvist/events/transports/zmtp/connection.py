@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvist.events.transports import base
-from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp import wire
 from kvist.events.transports.zmtp.inbox import Inbox
-from kvist.events.transports.zmtp.splitter import Splitter, StopReason
-from kvist.events.transports.zmtp.wire import COMMAND, MORE, FrameHeader, PeerError
+from kvist.events.transports.zmtp.wire import COMMAND, MORE, FrameHeader, PeerError, Splitter, StopReason
 
 MAX_FRAMES = 1000
 """Frames of one message that are skipped in patience; a peer that sends more never means to end it."""
@@ -19,7 +18,7 @@ _GREETING, _HANDSHAKE, _TRAFFIC = range(3)
 
 @dataclass(slots=True)
 class _FrameByFrame:
-    """A message that the splitter left: frames of a good one wait in the inbox, those of a bad one go at once."""
+    """A message that no splitter found: frames of a good one wait in the inbox, those of a bad one go at once."""
 
     frames: list[tuple[int, int]] = field(default_factory=list)
     """Where each body is, from the message's first byte on, and its size."""
@@ -35,7 +34,7 @@ class Connection:
     The owner puts bytes into the inbox, calls `advance`, and sends `take_outgoing`. After a PeerError it is over.
     """
 
-    def __init__(self, inbox: Inbox, splitter: Splitter, malformed: MalformedCounter) -> None:
+    def __init__(self, inbox: Inbox, splitter: Splitter | None, malformed: MalformedCounter) -> None:
         """Begin with the greeting; `inbox` has nothing of another connection."""
         self.has_pong = False
         """Whether the peer is known to answer a PING, so that its silence means something."""
@@ -119,14 +118,16 @@ class Connection:
             return False
         if self._message is not None:
             return self._take_frame(self._message)
-        num_messages, begin, reason = self._splitter(
-            half.buffer, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
-        )
-        half.add(num_messages, begin)
-        self.num_messages += num_messages
-        if reason == StopReason.UNUSUAL:
-            self._message = _FrameByFrame()
-        return reason == StopReason.UNUSUAL
+        if self._splitter is not None:
+            num_messages, begin, reason = self._splitter(
+                half.buffer, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
+            )
+            half.add(num_messages, begin)
+            self.num_messages += num_messages
+            if reason != StopReason.UNUSUAL:
+                return False
+        self._message = _FrameByFrame()
+        return True
 
     def _take_frame(self, message: _FrameByFrame) -> bool:
         """Take the next frame of a message that is not ordinary, or a command; return whether there was one."""

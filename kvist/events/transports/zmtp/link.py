@@ -9,7 +9,7 @@ from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 from kvist.events.transports import base
-from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError

@@ -15,12 +15,12 @@ from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint
-from kvist.events.transports.frames import MalformedCounter
+from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmq_replay import ReplayClient
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.link import Link, connect
-from kvist.events.transports.zmtp.splitter import Splitter, split
+from kvist.events.transports.zmtp.wire import Splitter
 
 OVERHEAD_BYTES = 64 << 10
 """Room for what may stand in one message beside topic and payload: frame headers, and commands between its frames."""
@@ -39,7 +39,7 @@ class ZmtpSubscription:
     is_peer_gone = False
     problem: str | None = None
 
-    def __init__(self, endpoint: Endpoint, splitter: Splitter = split) -> None:
+    def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None) -> None:
         self._malformed = MalformedCounter(endpoint.address)
         self._replay_client = ReplayClient(endpoint, self._malformed)
         self._source = endpoint.address

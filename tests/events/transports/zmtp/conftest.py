@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from zmtp_splitter import split
 
 from kvist.events.transports import Message
-from kvist.events.transports.frames import MalformedCounter
-from kvist.events.transports.zmtp import split
+from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
@@ -50,7 +52,7 @@ class Say:
 class Fed:
     """A connection that is fed with bytes, as much at once as there is room for, and emptied when it is full."""
 
-    def __init__(self, max_bytes: int = 1 << 20, splitter=split) -> None:
+    def __init__(self, max_bytes: int = 1 << 20, *, splitter) -> None:
         self.inbox = Inbox(max_bytes)
         self.malformed = MalformedCounter("a source")
         self.connection = Connection(self.inbox, splitter, self.malformed)
@@ -84,16 +86,16 @@ def say() -> Say:
     return Say()
 
 
-@pytest.fixture
-def fed() -> Fed:
-    """Return a connection that nobody has spoken to."""
-    return Fed()
+@pytest.fixture(params=[split, None], ids=["splitter", "frames"])
+def new_fed(request):
+    """Return what makes connections that nobody has spoken to, with a splitter and without."""
+    return partial(Fed, splitter=request.param)
 
 
 @pytest.fixture
-def new_fed():
-    """Return what makes more of them."""
-    return Fed
+def fed(new_fed) -> Fed:
+    """Return one of them."""
+    return new_fed()
 
 
 @pytest.fixture

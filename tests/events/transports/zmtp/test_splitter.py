@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from zmtp_splitter import split
 
 from kvist.events.transports import Message, MessageBlock
 from kvist.events.transports.block import PADDING_BYTES
-from kvist.events.transports.zmtp import StopReason, split
+from kvist.events.transports.zmtp import StopReason
 
 LIMIT = 1 << 20
 MESSAGES = [Message(b"kv/w/0", 5, b"x" * 300), Message(b"", 2**64 - 1, b""), Message(b"t" * 300, 2**63, b"short")]

@@ -11,12 +11,13 @@ import weakref
 from contextlib import suppress
 
 import pytest
+from zmtp_splitter import split
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, MessageBlock, open_subscription
 from kvist.events.transports.memory import MemorySubscription
 from kvist.events.transports.zmq import ZmqSubscription
-from kvist.events.transports.zmtp import ZmtpSubscription, split
+from kvist.events.transports.zmtp import ZmtpSubscription
 from kvist.events.transports.zmtp.inbox import HALF_BYTES
 from kvist.events.transports.zmtp.link import MAX_BURST, WAKES_PER_S, Pace
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from kvist.events import Tier
+from kvist.events.engine_events import FULL as FULL_WINDOW
+from kvist.events.engine_events import UNKNOWN
 from kvist.events.transports import Endpoint, Message
 from kvist.events.transports.zmq import ZmqPublication
-from kvist.events.windows import FULL as FULL_WINDOW
-from kvist.events.windows import UNKNOWN
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
 FULL = 1 << 62

@@ -1,52 +1,14 @@
-"""Splitting a stream of ZMTP frames into messages: the contract of a splitter, and one in plain Python."""
+"""A splitter of ZMTP frames in plain Python: what compiled ones are compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import IntEnum
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.transports.block import Buffer
-
-
-class StopReason(IntEnum):
-    """Why a splitter stopped where it did."""
-
-    NEED_MORE = 0
-    """The bytes end here, or within a message that is ordinary so far."""
-    TABLE_FULL = 1
-    """Every row of the table is taken."""
-    UNUSUAL = 2
-    """What begins here is no ordinary message, as far as its bytes are there: somebody else must look at it."""
-
-
-SplitResult: TypeAlias = tuple[int, int, int]
-"""How many rows were written, the position after the last of these messages, and a `StopReason`."""
-
-Splitter: TypeAlias = Callable[[Buffer, int, int, NDArray[np.int64], int], SplitResult]
-"""Finds whole ordinary messages: `split(buffer, start, end, table, max_message_bytes)`.
-
-The bytes are `buffer[start:end]`, a message beginning at `start`. `table` is C-contiguous int64 [num_rows, 5], num_rows
-may be 0; from row 0 on each message found becomes a row topic_start, topic_bytes, sequence, payload_start,
-payload_bytes, with starts that count from the buffer's first byte and the eight bytes of the sequence read as a
-big-endian two's complement.
-
-An ordinary message is three frames, each a byte of flags, a length, and a body (ZMTP 3.1, RFC 37 of rfc.zeromq.org):
-
-    topic     01 and one byte of length, or 03 and eight bytes of length, big-endian and unsigned
-    sequence  01 08, then the eight bytes
-    payload   00 and one byte of length, or 02 and eight bytes of length, big-endian and unsigned
-
-where topic and payload together have at most `max_message_bytes`. Anything else is unusual, and known to be so early:
-flags are judged as soon as they are there, and a length as soon as it is whole, before any of its body is. What is cut
-but ordinary up to there needs more, and so does nothing at all. A full table is reported before looking further.
-
-The returned position is `start` when nothing was found. A splitter never raises, keeps nothing, and does no more work
-than is proportional to what it found: it is called again with the same start when more bytes have come.
-"""
+from kvist.events.transports.zmtp import SplitResult, StopReason
 
 _SEQUENCE_HEADER = b"\x01\x08"
 
@@ -54,7 +16,7 @@ _Row: TypeAlias = tuple[int, int, int, int, int]
 
 
 def split(buffer: Buffer, start: int, end: int, table: NDArray[np.int64], max_message_bytes: int) -> SplitResult:
-    """Find whole ordinary messages, as `Splitter` says, at about a microsecond each."""
+    """Find whole ordinary messages, as `Splitter` says."""
     rows: list[_Row] = []
     max_rows = len(table)
     reason = StopReason.TABLE_FULL

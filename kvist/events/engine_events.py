@@ -1,20 +1,45 @@
 """Engine events: what an engine says happened in its cache, before filtering and hashing.
 
 Dialects make these from an engine's bytes; the bundled engine calls an `EventSink` directly. Hashes are the engine's
-own: opaque, and unique only within a rank and group.
+own: opaque, and unique only within a rank and group. A group's attention window is the number of tokens a query may
+look back on, itself included.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from enum import Enum
+from typing import Final, Literal, Protocol, TypeAlias
 
 import msgspec
 
 from kvist.events.types import Tier
-from kvist.events.windows import UNKNOWN, Window
 
 EngineHash: TypeAlias = int | bytes
+
+
+class UnsizedWindow(Enum):
+    """The two windows that are not a number of tokens.
+
+    FULL is full attention, and larger than any number. UNKNOWN is that of an engine that never says: such a group
+    passes only while its rank has shown one group.
+    """
+
+    FULL = "full"
+    UNKNOWN = "unknown"
+
+
+FULL: Final = UnsizedWindow.FULL
+UNKNOWN: Final = UnsizedWindow.UNKNOWN
+
+KnownWindow: TypeAlias = int | Literal[UnsizedWindow.FULL]
+Window: TypeAlias = KnownWindow | Literal[UnsizedWindow.UNKNOWN]
+
+
+def window_size(window: KnownWindow) -> float:
+    """Return a number that orders known windows: tokens, or infinity for FULL."""
+    return math.inf if window is FULL else window
 
 
 class EngineCreated(msgspec.Struct, frozen=True, gc=False):
