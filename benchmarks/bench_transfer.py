@@ -35,8 +35,8 @@ from _common import report, table
 
 from kvist.errors import MissingExtraError
 from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
-from kvist.transfer.bounce import BounceConfig, RegionBounce
-from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
+from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.results import BounceTail, check_tail, plan_scatter
 
 POOL_BYTES = 64 << 20
@@ -137,7 +137,7 @@ class End:
         self.base = int(self.pool.ctypes.data)
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
         self.memory: list[TensorRegion] = []
-        self.bounce = RegionBounce(
+        self.bounce = Bounce(
             agent, self.copier, self._region, BounceConfig(min_fragments=1, max_fragment_bytes=1 << 40)
         )
 
@@ -275,8 +275,7 @@ class Receiver:
         if way == "bounced":
             self.told_s.append(timed(self._check))
             scattering = self.end.bounce.scatter(self.lease, plan_scatter(self._tails))
-            if not scattering.wait(_TIMEOUT_S) or scattering.error is not None:
-                raise SystemExit(f"a scatter has failed: {scattering.error}")
+            scattering.result(_TIMEOUT_S)
         return perf_counter() - began
 
     def _check(self) -> None:

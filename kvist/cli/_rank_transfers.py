@@ -15,8 +15,8 @@ import torch
 from kvist.engine.handoff import HandoffLimits
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
-from kvist.transfer.bounce import Bounce, BounceConfig, RegionBounce
-from kvist.transfer.bounce.copier import TensorRegion, TorchCopier, host_region
+from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.handoff import TransferReports
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
@@ -97,9 +97,9 @@ class RankTransfers:
             raise RuntimeError(f"the host has {there_is >> 20} MiB of memory")
         return torch.from_numpy(self._agent.allocate(size_bytes))
 
-    def _open_bounce(self, tensors: KvTensors, size_bytes: int) -> Bounce:
+    def _open_bounce(self, tensors: KvTensors, size_bytes: int) -> Bounce | None:
         if not size_bytes:
-            return Bounce()
+            return None
 
         def allocate() -> TensorRegion:
             if tensors.device.type == "cuda":
@@ -107,7 +107,7 @@ class RankTransfers:
             return host_region(self._agent, size_bytes)
 
         config = BounceConfig(self._settings.bounce_mib)
-        return RegionBounce(self._agent, TorchCopier(tensors.pools), allocate, config)
+        return Bounce(self._agent, TorchCopier(tensors.pools), allocate, config)
 
     def _open_service(
         self,
@@ -125,7 +125,7 @@ class RankTransfers:
             self._agent.register(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
             pools.append(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)))
         groups, size = group_shapes(whole_plan), settings.block_size
-        hello = make_hello(settings.model_name, size, groups, tuple(pools), self._agent, settings.agent, self._part)
+        hello = make_hello(settings.model_name, size, groups, tuple(pools), self._agent, self._part)
         limits = TransferLimits(transfer_timeout_s=settings.timeout_s, hold_timeout_s=2 * settings.timeout_s)
         host, _, port = settings.endpoint.rpartition(":")
         endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else settings.endpoint

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.bounce import Bounce, Lease, Scattering
+from kvist.transfer.bounce import Bounce, Lease
 from kvist.transfer.handoff import FetchTimes, TransferObserver, TransferReports, WantedBlocks, check_endpoints
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
@@ -88,7 +89,7 @@ class Incoming:
         memory: KvMemory,
         limits: TransferLimits,
         reports: TransferReports,
-        bounce: Bounce,
+        bounce: Bounce | None,
     ) -> None:
         self._bounce = bounce
         self._memory = memory
@@ -98,7 +99,7 @@ class Incoming:
         self._sources = Sources(context, poller, self._hello.worker.encode())
         self._fetching: dict[int, _Fetching] = {}
         self._transfer_ids: dict[str, int] = {}
-        self._scatterings: dict[int, Scattering] = {}
+        self._scatterings: dict[int, Future[None]] = {}
         self._ids = itertools.count()
         self._num_refused = 0
         self.num_malformed = 0
@@ -170,9 +171,11 @@ class Incoming:
     def poll_scatters(self, now_s: float) -> None:
         """Go on with the transfers whose bytes have come out of the bounce region."""
         for transfer_id, scattering in list(self._scatterings.items()):
-            if scattering.is_done:
+            if scattering.done():
                 del self._scatterings[transfer_id]
-                self._do(self._receiver.scattered(transfer_id, scattering.error, now_s), now_s)
+                error = scattering.exception()
+                reason = None if error is None else str(error)
+                self._do(self._receiver.scattered(transfer_id, reason, now_s), now_s)
 
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
@@ -198,7 +201,7 @@ class Incoming:
     def _reserve(self, shares: Sequence[Share]) -> tuple[Lease | None, tuple[Extent | None, ...]]:
         """Return room to bounce through, and which part of it is whose; none for who writes nothing."""
         lease = None
-        if self._memory.has_equal_shares(shares):
+        if self._bounce is not None and self._memory.has_equal_shares(shares):
             num_writers = sum(share.num_bytes > 0 for share in shares)
             num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
             lease = self._bounce.reserve(num_bytes, num_pieces, num_writers)
@@ -284,22 +287,22 @@ class Incoming:
     def _do(self, actions: list[ReceiverAction], now_s: float) -> None:
         for action in actions:
             transfer_id, fetching = action.transfer_id, self._fetching[action.transfer_id]
-            request_id, lease = fetching.wanted.request_id, fetching.lease
+            request_id, lease, bounce = fetching.wanted.request_id, fetching.lease, self._bounce
             match action:
                 case SendRequest(rank=rank) | SendCancel(rank=rank):
                     self._send(transfer_id, fetching, rank, isinstance(action, SendCancel))
-                case StartScatter() if lease is not None:
+                case StartScatter() if bounce is not None and lease is not None:
                     fetching.arrived_s = now_s
-                    self._scatterings[transfer_id] = self._bounce.scatter(lease, action.copies)
+                    self._scatterings[transfer_id] = bounce.scatter(lease, action.copies)
                 case Fail(reason=reason):
                     fetching.has_failed = True
-                    if lease is not None:
-                        self._bounce.quarantine(lease)
+                    if bounce is not None and lease is not None:
+                        bounce.quarantine(lease)
                     self.observer.fetched(fetching.times(now_s, reason))
                     self._reports.fetch_failed(request_id, reason)
                 case Release():
-                    if lease is not None:
-                        self._bounce.release(lease)
+                    if bounce is not None and lease is not None:
+                        bounce.release(lease)
                     if fetching.has_failed:
                         self._forget(transfer_id)
                         self._reports.fetch_released(request_id)

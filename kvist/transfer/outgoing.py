@@ -11,9 +11,8 @@ from typing import NamedTuple
 import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import PeerId, PeerUnreachableError, Transfer, TransferAgent, WriteState
-from kvist.transfer.bounce import Bounce
-from kvist.transfer.bounce import Outgoing as Bounced
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
+from kvist.transfer.bounce import Bounce, BouncedWrite
 from kvist.transfer.handoff import HoldTimes, OfferedBlocks, TransferObserver, WriteTimes
 from kvist.transfer.memory import Int64s, KvMemory
 from kvist.transfer.messages import (
@@ -63,22 +62,21 @@ class _Write:
     receiver: str
     transfer_id: int
     request_id: str
-    transfer: Transfer | Bounced
-    num_bytes: int
-    num_pieces: int
+    write: Write
     began_s: float
 
     def times(self, ended_s: float) -> WriteTimes:
         """Return what is told of the write, which has just ended."""
-        is_bounced, error = isinstance(self.transfer, Bounced), None
-        if self.transfer.state is not WriteState.DONE:
-            error = self.transfer.reason or self.transfer.state.value
-        return WriteTimes(self.request_id, self.began_s, ended_s, self.num_bytes, self.num_pieces, is_bounced, error)
+        write, is_bounced, error = self.write, isinstance(self.write, BouncedWrite), None
+        if write.state is not WriteState.DONE:
+            error = write.reason or write.state.value
+        counts = (write.size_bytes, write.num_fragments)
+        return WriteTimes(self.request_id, self.began_s, ended_s, *counts, is_bounced, error)
 
     @property
     def tail(self) -> BounceTail | None:
         """Return what a bounced write has left in the receiver's region."""
-        return self.transfer.tail if isinstance(self.transfer, Bounced) else None
+        return self.write.tail if isinstance(self.write, BouncedWrite) else None
 
 
 class Outgoing:
@@ -94,7 +92,7 @@ class Outgoing:
         memory: KvMemory,
         limits: TransferLimits,
         free: Callable[[str, bool], None],
-        bounce: Bounce,
+        bounce: Bounce | None,
     ) -> None:
         self._router = router
         self._bounce = bounce
@@ -155,14 +153,14 @@ class Outgoing:
     def poll_writes(self, now_s: float) -> None:
         """Report the writes that have ended."""
         for write in list(self._writes):
-            state = write.transfer.state
+            state = write.write.state
             if state is WriteState.PENDING:
                 continue
             self._writes.remove(write)
             self.write_seconds += now_s - write.began_s
             self.observer.written(write.times(now_s))
             if state is not WriteState.DONE:
-                reason = write.transfer.reason
+                reason = write.write.reason
                 logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
                 self._forget(write.receiver)
             if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
@@ -247,23 +245,22 @@ class Outgoing:
         receiver, offered = self._receivers[name], self._offered[request.request_id].blocks
         try:
             fragments = self._memory.fragments(offered.block_ids_per_group, offered.num_tokens, request, receiver.hello)
-            transfer = self._begin(receiver.peer, fragments, request) if len(fragments) else None
+            write = self._begin(receiver.peer, fragments, request) if len(fragments) else None
         except (BlockCountMismatchError, InvalidValueError) as error:
             logger.warning("kv write refused receiver=%s reason=%s", name, error)
             is_miscounted = isinstance(error, BlockCountMismatchError)
             reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
             self._do(self.sender.rejected(name, request.transfer_id, reason), now_s)
             return
-        if transfer is None:
+        if write is None:
             self._do(self.sender.written(name, request.transfer_id, is_ok=True), now_s)
         else:
-            num_bytes = int(fragments[:, 2].sum())
-            ids = (request.transfer_id, request.request_id)
-            self._writes.append(_Write(name, *ids, transfer, num_bytes, len(fragments), now_s))
+            self._writes.append(_Write(name, request.transfer_id, request.request_id, write, now_s))
 
-    def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Transfer | Bounced:
+    def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Write:
         """Write in one piece where the receiver has room for that and so have we, else as it is."""
-        if request.bounce_base is not None and fragments[:, 2].sum() <= (request.bounce_size_bytes or 0):
+        has_room = request.bounce_base is not None and fragments[:, 2].sum() <= (request.bounce_size_bytes or 0)
+        if self._bounce is not None and request.bounce_base is not None and has_room:
             bounced = self._bounce.send(peer, fragments, request.bounce_base)
             if bounced is not None:
                 return bounced

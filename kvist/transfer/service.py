@@ -85,7 +85,6 @@ def make_hello(
     groups: tuple[GroupShape, ...],
     pools: tuple[PoolPlace, ...],
     agent: TransferAgent,
-    agent_kind: str,
     part: Part = WHOLE,
 ) -> Hello:
     """Return how a rank introduces itself, under a name that no other process has or had.
@@ -101,7 +100,7 @@ def make_hello(
         groups=groups,
         tensor_parallel_size=part.num_ranks,
         tensor_parallel_rank=part.rank,
-        agent=agent_kind,
+        agent=agent.kind,
         agent_metadata=agent.metadata(),
         pools=pools,
     )
@@ -129,7 +128,6 @@ class KvTransferService:
         bounce: Bounce | None = None,
         inlet: Inlet | None = None,
     ) -> None:
-        bounce = Bounce() if bounce is None else bounce
         limits = TransferLimits() if limits is None else limits
         self._agent = agent
         self._bounce = bounce
@@ -185,7 +183,8 @@ class KvTransferService:
             self._context.destroy(linger=0)
         else:
             self._thread.join(timeout_s)
-        self._bounce.close()
+        if self._bounce is not None:
+            self._bounce.close()
         self._agent.close(timeout_s)
 
     def offer(self, offered: OfferedBlocks) -> None:
@@ -217,7 +216,7 @@ class KvTransferService:
             self._outgoing.sender.statistics(),
             self._incoming.statistics(),
             self._agent.statistics(),
-            self._bounce.statistics(),
+            BounceStatistics() if self._bounce is None else self._bounce.statistics(),
             self._incoming.bytes_received,
             self._incoming.quarantined_bytes,
             self._outgoing.write_seconds,

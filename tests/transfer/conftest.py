@@ -16,9 +16,9 @@ import torch
 
 from kvist.events import FULL
 from kvist.kvcache import ABSENT, num_stale_blocks
-from kvist.transfer.agents import SharedMemoryAgent, Transfer, TransferAgent
-from kvist.transfer.bounce import BounceConfig, RegionBounce
-from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, Write
+from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.copier import TorchCopier, host_region
 from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
 from kvist.transfer.heads import Part, heads_of
 from kvist.transfer.messages import GroupShape, PoolPlace
@@ -93,10 +93,8 @@ class Rank:
         bounce = None
         if options.pop("has_bounce"):
             copier = TorchCopier([torch.from_numpy(pool) for pool in self.pools])
-            bounce = RegionBounce(
-                self.agent, copier, lambda: host_region(self.agent, 1 << 20), BounceConfig(1, 1 << 40, 1)
-            )
-        hello = make_hello("tiny", B, self.shapes, tuple(places), self.agent, options.pop("kind"), part)
+            bounce = Bounce(self.agent, copier, lambda: host_region(self.agent, 1 << 20), BounceConfig(1, 1 << 40, 1))
+        hello = make_hello("tiny", B, self.shapes, tuple(places), self.agent, part)
         self.reports = Reports()
         endpoint = options.pop("endpoint", "tcp://127.0.0.1:*")
         self.service = KvTransferService(
@@ -123,11 +121,11 @@ class Rank:
         """Begin writes, and do them only when the returned function is called."""
         write, held, lock = self.agent.write, [], threading.Lock()
 
-        def begin(peer: Any, fragments: Any) -> Transfer:
+        def begin(peer: Any, fragments: Any) -> Write:
             with lock:
                 if self.agent.write != begin:
                     return write(peer, fragments)
-                transfer = Transfer(len(fragments), 1)
+                transfer = Write(len(fragments), 1)
                 held.append((transfer, peer, fragments))
                 return transfer
 
@@ -259,7 +257,7 @@ def open_worker(shapes: tuple[GroupShape, ...]) -> Iterator[Callable[..., Worker
             for rank in range(num_ranks):
                 options: dict[str, Any] = {"endpoint": endpoints[rank]} if endpoints else {}
                 part = Part(rank, num_ranks)
-                options |= {"kind": kind, "has_bounce": has_bounce, "limits": limits, "inlet": inlet}
+                options |= {"has_bounce": has_bounce, "limits": limits, "inlet": inlet}
                 ranks.append(Rank(of_shapes, part, make_agent, **options))
                 exits.callback(ranks[-1].service.close)
                 if is_started:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvist.transfer.agents import WriteState
-from kvist.transfer.bounce.copier import TorchCopier
+from kvist.transfer.copier import TorchCopier
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

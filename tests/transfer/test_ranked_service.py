@@ -118,7 +118,7 @@ def test_counts_are_added_up_and_prompts_counted_once(until_true) -> None:
         both.inlet.poll(both.second)
         until_true(lambda: both.transfers.statistics().agent.bytes_written == 11)
         total = both.transfers.statistics()
-        assert (total.bytes_received, total.bounce.num_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
+        assert (total.bytes_received, total.bounce.bytes_sent, total.bounce.quarantined_bytes) == (11, 11, 0)
         assert (total.sender.num_writing, total.sender.num_held, total.receiver.num_completed) == (11, 1, 0)
         assert total.fetch_seconds == 1
 

@@ -215,7 +215,7 @@ def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_e
 def test_pools_that_are_not_what_the_groups_come_to_are_refused(shapes: Any, open_worker: Any) -> None:
     agent = open_worker(1).ranks[0].agent
     pools = tuple(PoolPlace(0x1000 * i, shape.slot_bytes(4, Part(0, 2)), 2) for i, shape in enumerate(shapes, 1))
-    assert make_hello("tiny", 4, shapes, pools, agent, "shared_memory", Part(1, 2)).part == Part(1, 2)
+    assert make_hello("tiny", 4, shapes, pools, agent, Part(1, 2)).part == Part(1, 2)
     for part in (Part(0, 1), Part(0, 3)):
         with pytest.raises(InvalidValueError, match="pools"):
-            make_hello("tiny", 4, shapes, pools, agent, "shared_memory", part)
+            make_hello("tiny", 4, shapes, pools, agent, part)

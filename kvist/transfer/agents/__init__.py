@@ -4,18 +4,9 @@
 `kvist.transfer.agents.nixl.NixlAgent` reaches other hosts and GPUs, and needs the extra `nixl`. Neither imports torch.
 """
 
-from kvist.transfer.agents.base import (
-    AgentStatistics,
-    Fragment,
-    Fragments,
-    PeerId,
-    PeerUnreachableError,
-    RegionId,
-    Transfer,
-    TransferAgent,
-    WriteState,
-)
+from kvist.transfer.agents.base import Fragment, Fragments, PeerUnreachableError, RegionId, TransferAgent
 from kvist.transfer.agents.shared_memory import SharedMemoryAgent
+from kvist.transfer.agents.writes import AgentStatistics, PeerId, Write, WriteState
 
 __all__ = [
     "AgentStatistics",
@@ -25,7 +16,7 @@ __all__ = [
     "PeerUnreachableError",
     "RegionId",
     "SharedMemoryAgent",
-    "Transfer",
     "TransferAgent",
+    "Write",
     "WriteState",
 ]

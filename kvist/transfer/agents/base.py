@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Annotated, NamedTuple, NewType, Protocol, TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, NewType, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
+from kvist.transfer.agents.writes import AgentStatistics, PeerId, Steps, Write, WriteThread
 
 RegionId = NewType("RegionId", int)
-PeerId = NewType("PeerId", str)
 Int64s: TypeAlias = npt.NDArray[np.int64]
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 # What a peer may say: the end of any piece is still an int64.
@@ -35,15 +34,6 @@ class Fragment(NamedTuple):
 Fragments: TypeAlias = Sequence[Fragment] | Int64s  # or an array [num_fragments, 3] with the columns of a Fragment
 
 
-class WriteState(Enum):
-    """How far a write is. Only an abandoned one may still reach the peer's memory after it has ended."""
-
-    PENDING = "pending"
-    DONE = "done"
-    FAILED = "failed"
-    ABANDONED = "abandoned"
-
-
 class PeerUnreachableError(KvistError):
     """A peer's memory cannot be reached from here: it has died, or lives on a host that the agent does not reach."""
 
@@ -51,108 +41,6 @@ class PeerUnreachableError(KvistError):
         super().__init__(f"peer {peer!r} cannot be reached: {reason}")
         self.peer = peer
         self.reason = reason
-
-
-class Transfer:
-    """A write under way: `state` is polled and never goes back; DONE means that the peer can read every byte."""
-
-    __slots__ = ("_callbacks", "_ended", "_lock", "num_fragments", "reason", "size_bytes", "state")
-
-    def __init__(self, num_fragments: int, size_bytes: int) -> None:
-        self.num_fragments = num_fragments
-        self.size_bytes = size_bytes
-        self.state = WriteState.PENDING
-        self.reason: str | None = None
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
-
-    def end(self, state: WriteState, reason: str | None = None) -> None:
-        """Leave PENDING, once: for the agent alone."""
-        with self._lock:
-            assert self.state is WriteState.PENDING
-            self.reason = reason
-            self.state = state
-        self._ended.set()
-        for callback in self._callbacks:
-            callback()
-
-    def when_ended(self, callback: Callable[[], None]) -> None:
-        """Call once it has ended, from the agent's thread, or now if it has: it must neither wait nor raise."""
-        with self._lock:
-            if self.state is WriteState.PENDING:
-                self._callbacks.append(callback)
-                return
-        callback()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Return whether it has ended, at the latest after `timeout_s`: off the loop."""
-        return self._ended.wait(timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class AgentStatistics:
-    """What an agent has written since it began, and what it would not or could not."""
-
-    num_written: int = 0
-    num_fragments_written: int = 0
-    bytes_written: int = 0
-    num_failed: int = 0
-    num_abandoned: int = 0
-    num_rejected: int = 0
-    num_pending: int = 0
-
-
-class TransferAgent(Protocol):
-    """Writes registered memory into a peer's registered memory.
-
-    Writes to one peer may overtake each other. A peer knows what was registered when `metadata` was called: connect
-    again to tell it of more. Safe to call from several threads; only `close` waits.
-    """
-
-    name: str
-
-    def allocate(self, size_bytes: int) -> Bytes:
-        """Return zeroed, page-aligned memory that can be registered; it lives as long as a view of it."""
-        ...
-
-    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
-        """Let peers write there, and write from there; `device_idx` is a GPU's. Raises InvalidValueError."""
-        ...
-
-    def deregister(self, region: RegionId) -> None:
-        """Take a region back, once; nothing may be writing to it. Raises InvalidValueError for one it does not have."""
-        ...
-
-    def metadata(self) -> bytes:
-        """Return what a peer needs to connect."""
-        ...
-
-    def connect(self, metadata: bytes) -> PeerId:
-        """Reach a peer, or learn of its new regions; raises MalformedMessageError or PeerUnreachableError."""
-        ...
-
-    def write(self, peer: PeerId, fragments: Fragments) -> Transfer:
-        """Begin a write. Raises InvalidValueError, before a byte moves, for a fragment outside registered memory.
-
-        Local memory must stay as it is until the transfer has ended. A full queue rejects: the transfer has FAILED.
-        """
-        ...
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer; writes to it that are under way fail, and the same id can connect again.
-
-        What one of these has under way in a network may still land: where that matters, let them end first.
-        """
-        ...
-
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """End every write, then let go of all memory; once. Return whether nothing was left behind at the timeout."""
-        ...
-
-    def statistics(self) -> AgentStatistics:
-        """Return the counters."""
-        ...
 
 
 class Region(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -247,3 +135,129 @@ def allocate_pages(size_bytes: int, fd: int = -1) -> Bytes:
     if size_bytes < 1:
         raise InvalidValueError("size_bytes", size_bytes, "at least 1")
     return np.frombuffer(mmap.mmap(fd, size_bytes), np.uint8)
+
+
+class TransferAgent(ABC):
+    """Writes registered memory into a peer's registered memory.
+
+    Writes to one peer may overtake each other. A peer knows what was registered when `metadata` was called: connect
+    again to tell it of more. Safe to call from several threads; only `close` waits. What differs between agents is
+    below: how memory is registered, how a peer is reached, and the steps of a write.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, name: str, *, max_pending_writes: int = 1024, write_timeout_s: float = 30.0) -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._regions: dict[RegionId, Region] = {}
+        self._num_registered = 0
+        self._table = RegionTable(f"agent {name!r}", ())
+        self._peers: dict[PeerId, Any] = {}
+        self._is_closed = False
+        self._thread = WriteThread(name, max_pending_writes, write_timeout_s)
+
+    @abstractmethod
+    def allocate(self, size_bytes: int) -> Bytes:
+        """Return zeroed, page-aligned memory that can be registered; it lives as long as a view of it."""
+
+    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
+        """Let peers write there, and write from there; `device_idx` is a GPU's. Raises InvalidValueError."""
+        with self._lock:
+            check_region(address, size_bytes, self._regions.values())
+            region_id = RegionId(self._num_registered)
+            self._register(region_id, address, size_bytes, device_idx)
+            self._num_registered += 1
+            self._regions[region_id] = Region(address, size_bytes, device_idx)
+            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+            return region_id
+
+    def deregister(self, region: RegionId) -> None:
+        """Take a region back, once; nothing may be writing to it. Raises InvalidValueError for one it does not have.
+
+        Who has mapped it keeps it.
+        """
+        with self._lock:
+            if self._regions.pop(region, None) is None:
+                raise InvalidValueError("region", region, "one that is registered")
+            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+            self._deregister(region)
+
+    def metadata(self) -> bytes:
+        """Return what a peer needs to connect."""
+        with self._lock:
+            metadata = AgentMetadata(self.kind, self.name, tuple(self._regions.values()), self._details())
+            return msgspec.msgpack.encode(metadata)
+
+    def connect(self, metadata: bytes) -> PeerId:
+        """Reach a peer, or learn of its new regions; raises MalformedMessageError or PeerUnreachableError."""
+        decoded = decode_metadata(metadata, self.kind)
+        peer_id = PeerId(decoded.name)
+        with self._lock:
+            self._peers[peer_id] = self._connect(decoded)
+        return peer_id
+
+    def write(self, peer: PeerId, fragments: Fragments) -> Write:
+        """Begin a write. Raises InvalidValueError, before a byte moves, for a fragment outside registered memory.
+
+        Local memory must stay as it is until the write has ended. A full queue rejects: the write has FAILED.
+        """
+        array = as_array(fragments)
+        with self._lock:
+            known, table = self._peers.get(peer), self._table
+        if known is None:
+            raise InvalidValueError("peer", peer, "one that is connected")
+        steps = self._begin(peer, known, table, array)
+        return self._thread.submit(peer, Write(len(array), int(array[:, 2].sum())), steps)
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Forget a peer; writes to it that are under way fail, and the same id can connect again.
+
+        What one of these has under way in a network may still land: where that matters, let them end first.
+        """
+        with self._lock:
+            if self._peers.pop(peer, None) is None:
+                raise InvalidValueError("peer", peer, "one that is connected")
+            self._thread.fail_peer(peer, "disconnected")
+            self._disconnect(peer)
+
+    def close(self, timeout_s: float = 2.0) -> bool:
+        """End every write, then let go of all memory; once. Return whether nothing was left behind at the timeout."""
+        has_ended = self._thread.close(timeout_s)
+        with self._lock:
+            if self._is_closed:
+                return has_ended
+            self._is_closed = True
+            return self._close(has_ended)
+
+    def statistics(self) -> AgentStatistics:
+        """Return the counters."""
+        return self._thread.statistics()
+
+    @abstractmethod
+    def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
+        """Make memory ready to be written to and from; raises InvalidValueError."""
+
+    @abstractmethod
+    def _deregister(self, region: RegionId) -> None:
+        """Undo `_register`."""
+
+    @abstractmethod
+    def _details(self) -> bytes:
+        """Return what only this kind of agent understands of its metadata."""
+
+    @abstractmethod
+    def _connect(self, metadata: AgentMetadata) -> Any:
+        """Return what `_begin` wants to know of the peer, instead of what it knew; raises as `connect`."""
+
+    @abstractmethod
+    def _disconnect(self, peer: PeerId) -> None:
+        """Undo `_connect`."""
+
+    @abstractmethod
+    def _begin(self, peer: PeerId, known: Any, table: RegionTable, array: Int64s) -> Steps:
+        """Return the steps of a write; raises InvalidValueError unless all of it is registered, here and there."""
+
+    @abstractmethod
+    def _close(self, has_ended: bool) -> bool:
+        """Let go of all memory that no write can touch any more; `has_ended`: none is under way."""

@@ -9,32 +9,23 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Generator
 from time import monotonic
 
-import msgspec
 import numpy as np
 
 from kvist.errors import InvalidValueError, MissingExtraError
 from kvist.transfer.agents.base import (
     AgentMetadata,
-    AgentStatistics,
     Bytes,
-    Fragments,
     Int64s,
-    PeerId,
     PeerUnreachableError,
-    Region,
     RegionId,
     RegionTable,
-    Transfer,
+    TransferAgent,
     allocate_pages,
-    as_array,
-    check_region,
-    decode_metadata,
 )
-from kvist.transfer.agents.write_thread import Steps, WriteFailedError, WriteThread
+from kvist.transfer.agents.writes import PeerId, Steps, WriteFailedError
 
 try:
     from nixl import _bindings
@@ -42,15 +33,16 @@ try:
 except ModuleNotFoundError as error:
     raise MissingExtraError("nixl", str(error.name)) from error
 
-KIND = "nixl"
 _DRAIN_S = 1.0  # for a write that is under way while the agent closes
 _logger = logging.getLogger(__name__)
 # The bindings' errors have no root of their own but Exception.
 _NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
 
 
-class NixlAgent:
+class NixlAgent(TransferAgent):
     """A `TransferAgent` over NIXL; `num_threads` is UCX's, None leaves its default."""
+
+    kind = "nixl"
 
     def __init__(
         self,
@@ -62,7 +54,6 @@ class NixlAgent:
     ) -> None:
         """Raise InvalidValueError for a `UCX_TLS` that cannot work."""
         check_ucx_transports(os.environ.get("UCX_TLS"))
-        self.name = name
         config = nixl_agent_config(
             enable_prog_thread=True,
             num_threads=num_threads or 0,
@@ -70,119 +61,63 @@ class NixlAgent:
             sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self._agent = nixl_agent(name, config)
-        self._lock = threading.Lock()
-        self._regions: dict[RegionId, Region] = {}
         self._handles: dict[RegionId, object] = {}
-        self._num_registered = 0
-        self._table = RegionTable(f"agent {name!r}", ())
-        self._peers: dict[PeerId, RegionTable] = {}
-        self._is_closed = False
-        self._thread = WriteThread(name, max_pending_writes, write_timeout_s)
+        super().__init__(name, max_pending_writes=max_pending_writes, write_timeout_s=write_timeout_s)
 
     def allocate(self, size_bytes: int) -> Bytes:
         """Return host memory; any other can be registered as well."""
         return allocate_pages(size_bytes)
 
-    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
-        """Register memory of the host's or of a GPU; raises InvalidValueError."""
-        with self._lock:
-            check_region(address, size_bytes, self._regions.values())
-            kind = "DRAM" if device_idx is None else "VRAM"
-            try:
-                handle = self._agent.register_memory([(address, size_bytes, device_idx or 0, "")], kind)
-            except _NIXL_ERRORS as error:
-                got = f"{size_bytes} bytes at {address:#x}"
-                raise InvalidValueError("address", got, f"{kind} that NIXL can register ({error})") from error
-            region = RegionId(self._num_registered)
-            self._num_registered += 1
-            self._handles[region] = handle
-            self._regions[region] = Region(address, size_bytes, device_idx)
-            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
-            return region
+    def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
+        kind = "DRAM" if device_idx is None else "VRAM"
+        try:
+            self._handles[region] = self._agent.register_memory([(address, size_bytes, device_idx or 0, "")], kind)
+        except _NIXL_ERRORS as error:
+            got = f"{size_bytes} bytes at {address:#x}"
+            raise InvalidValueError("address", got, f"{kind} that NIXL can register ({error})") from error
 
-    def deregister(self, region: RegionId) -> None:
-        """Take a region back; raises InvalidValueError for one that is not registered."""
-        with self._lock:
-            if self._regions.pop(region, None) is None:
-                raise InvalidValueError("region", region, "one that is registered")
-            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
-            self._release(self._handles.pop(region))
+    def _deregister(self, region: RegionId) -> None:
+        try:
+            self._agent.deregister_memory(self._handles.pop(region))
+        except _NIXL_ERRORS as error:
+            _logger.warning("memory could not be deregistered: agent=%s error=%s", self.name, error)
 
-    def metadata(self) -> bytes:
-        """Return the regions, and what NIXL wants a peer to know."""
-        with self._lock:
-            details = self._agent.get_agent_metadata()
-            return msgspec.msgpack.encode(AgentMetadata(KIND, self.name, tuple(self._regions.values()), details))
+    def _details(self) -> bytes:
+        details: bytes = self._agent.get_agent_metadata()
+        return details
 
-    def connect(self, metadata: bytes) -> PeerId:
-        """Load a peer's metadata; raises MalformedMessageError or PeerUnreachableError."""
-        decoded = decode_metadata(metadata, KIND)
-        with self._lock:
-            if decoded.name in self._peers:
-                self._forget(PeerId(decoded.name))
-            try:
-                self._agent.add_remote_agent(decoded.details)
-            except _NIXL_ERRORS as error:
-                self._peers.pop(PeerId(decoded.name), None)
-                raise PeerUnreachableError(decoded.name, f"NIXL does not take its metadata ({error})") from error
-            self._peers[PeerId(decoded.name)] = RegionTable(f"peer {decoded.name!r}", decoded.regions)
-        return PeerId(decoded.name)
+    def _connect(self, metadata: AgentMetadata) -> RegionTable:
+        if self._peers.pop(PeerId(metadata.name), None) is not None:
+            self._disconnect(PeerId(metadata.name))
+        try:
+            self._agent.add_remote_agent(metadata.details)
+        except _NIXL_ERRORS as error:
+            raise PeerUnreachableError(metadata.name, f"NIXL does not take its metadata ({error})") from error
+        return RegionTable(f"peer {metadata.name!r}", metadata.regions)
 
-    def write(self, peer: PeerId, fragments: Fragments) -> Transfer:
-        """Begin to write; raises InvalidValueError."""
-        array = as_array(fragments)
-        with self._lock:
-            known, table = self._peers.get(peer), self._table
-        if known is None:
-            raise InvalidValueError("peer", peer, "one that is connected")
-        local = _descriptors("local_address", table, array[:, 0], array[:, 2])
-        remote = _descriptors("remote_address", known, array[:, 1], array[:, 2])
-        transfer = Transfer(len(array), int(array[:, 2].sum()))
-        return self._thread.submit(peer, transfer, self._steps(peer, local, remote))
-
-    def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer and its connection."""
-        with self._lock:
-            if self._peers.pop(peer, None) is None:
-                raise InvalidValueError("peer", peer, "one that is connected")
-            self._thread.fail_peer(peer, "disconnected")
-            self._forget(peer)
-
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """End every write, then deregister; memory that a write may still touch stays registered, and is logged."""
-        has_ended = self._thread.close(timeout_s)
-        with self._lock:
-            if self._is_closed:
-                return has_ended
-            self._is_closed = True
-            if not has_ended or self._thread.statistics().num_abandoned:
-                _logger.warning("memory stays registered: a write has not ended: agent=%s", self.name)
-                return False
-            for peer in self._peers:
-                self._forget(peer)
-            self._peers.clear()
-            for handle in self._handles.values():
-                self._release(handle)
-            self._handles.clear()
-            self._regions.clear()
-            self._table = RegionTable(f"agent {self.name!r}", ())
-        return has_ended
-
-    def statistics(self) -> AgentStatistics:
-        """Return the counters."""
-        return self._thread.statistics()
-
-    def _forget(self, peer: PeerId) -> None:
+    def _disconnect(self, peer: PeerId) -> None:
         try:
             self._agent.remove_remote_agent(peer)
         except _NIXL_ERRORS as error:
             _logger.warning("a peer could not be forgotten: peer=%s error=%s", peer, error)
 
-    def _release(self, handle: object) -> None:
-        try:
-            self._agent.deregister_memory(handle)
-        except _NIXL_ERRORS as error:
-            _logger.warning("memory could not be deregistered: agent=%s error=%s", self.name, error)
+    def _close(self, has_ended: bool) -> bool:
+        """Deregister all; memory that a write may still touch stays registered, and is logged."""
+        if not has_ended or self._thread.statistics().num_abandoned:
+            _logger.warning("memory stays registered: a write has not ended: agent=%s", self.name)
+            return False
+        for peer in self._peers:
+            self._disconnect(peer)
+        self._peers.clear()
+        for region in list(self._handles):
+            self._deregister(region)
+        self._regions.clear()
+        self._table = RegionTable(f"agent {self.name!r}", ())
+        return True
+
+    def _begin(self, peer: PeerId, known: RegionTable, table: RegionTable, array: Int64s) -> Steps:
+        local = _descriptors("local_address", table, array[:, 0], array[:, 2])
+        return self._steps(peer, local, _descriptors("remote_address", known, array[:, 1], array[:, 2]))
 
     def _steps(self, peer: PeerId, local: tuple[str, Int64s], remote: tuple[str, Int64s]) -> Steps:
         """Post one write of all descriptors and poll it; whatever ends it early, NIXL is asked to cancel it."""

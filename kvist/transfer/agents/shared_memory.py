@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import os
 import select
-import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated
@@ -22,25 +21,17 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents.base import (
     Address,
     AgentMetadata,
-    AgentStatistics,
     Bytes,
-    Fragments,
     Int64s,
-    PeerId,
     PeerUnreachableError,
     Region,
     RegionId,
     RegionTable,
     Size,
-    Transfer,
+    TransferAgent,
     allocate_pages,
-    as_array,
-    check_region,
-    decode_metadata,
 )
-from kvist.transfer.agents.write_thread import Steps, WriteFailedError, WriteThread
-
-KIND = "shared_memory"
+from kvist.transfer.agents.writes import PeerId, Steps, WriteFailedError
 
 # What a peer writes to is memory of an agent's, and never any other file of its user's.
 _FILE_PREFIX = "kvist-"
@@ -122,19 +113,14 @@ class _Peer:
             os.close(fd)
 
 
-class SharedMemoryAgent:
+class SharedMemoryAgent(TransferAgent):
     """A `TransferAgent` for processes of one host and one user; needs no extra install, moves host memory only."""
 
+    kind = "shared_memory"
+
     def __init__(self, name: str, *, max_pending_writes: int = 1024, write_timeout_s: float = 30.0) -> None:
-        self.name = name
-        self._lock = threading.Lock()
+        super().__init__(name, max_pending_writes=max_pending_writes, write_timeout_s=write_timeout_s)
         self._allocations: dict[int, tuple[_File, Bytes]] = {}
-        self._regions: dict[RegionId, Region] = {}
-        self._num_registered = 0
-        self._table = RegionTable(f"agent {name!r}", ())
-        self._peers: dict[PeerId, _Peer] = {}
-        self._is_closed = False
-        self._thread = WriteThread(name, max_pending_writes, write_timeout_s)
 
     def allocate(self, size_bytes: int) -> Bytes:
         """Return memory that a peer can map; the agent keeps it until it is closed."""
@@ -151,89 +137,45 @@ class SharedMemoryAgent:
             self._allocations[address] = (_File(address, size_bytes, fd, os.fstat(fd).st_ino), memory)
         return memory
 
-    def register(self, address: int, size_bytes: int, device_idx: int | None = None) -> RegionId:
-        """Let peers write there. Raises InvalidValueError for memory that `allocate` has not given."""
+    def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:  # noqa: ARG002
         if device_idx is not None:
             raise InvalidValueError("device_idx", device_idx, "None: shared memory is the host's")
-        with self._lock:
-            check_region(address, size_bytes, self._regions.values())
-            if not any(f.address <= address <= f.address + f.size_bytes - size_bytes for f, _ in self._files()):
-                raise InvalidValueError(
-                    "address", f"{size_bytes} bytes at {address:#x}", f"memory that {self.name!r} allocated"
-                )
-            region = RegionId(self._num_registered)
-            self._num_registered += 1
-            self._regions[region] = Region(address, size_bytes)
-            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
-            return region
+        files = (file for file, _ in self._allocations.values())
+        if not any(file.address <= address <= file.address + file.size_bytes - size_bytes for file in files):
+            got = f"{size_bytes} bytes at {address:#x}"
+            raise InvalidValueError("address", got, f"memory that {self.name!r} allocated")
 
-    def deregister(self, region: RegionId) -> None:
-        """Tell no further peer of a region; who has mapped it keeps it."""
-        with self._lock:
-            if self._regions.pop(region, None) is None:
-                raise InvalidValueError("region", region, "one that is registered")
-            self._table = RegionTable(f"agent {self.name!r}", self._regions.values())
+    def _deregister(self, region: RegionId) -> None:
+        """Do nothing: who has mapped the memory keeps it."""
 
-    def metadata(self) -> bytes:
-        """Return the regions, and how to open the files they are in."""
-        with self._lock:
-            details = _Details(os.getpid(), tuple(file for file, _ in self._files()))
-            metadata = AgentMetadata(KIND, self.name, tuple(self._regions.values()), msgspec.msgpack.encode(details))
-            return msgspec.msgpack.encode(metadata)
+    def _details(self) -> bytes:
+        return msgspec.msgpack.encode(_Details(os.getpid(), tuple(file for file, _ in self._allocations.values())))
 
-    def connect(self, metadata: bytes) -> PeerId:
-        """Map a peer's memory; raises MalformedMessageError or PeerUnreachableError."""
-        decoded = decode_metadata(metadata, KIND)
+    def _connect(self, metadata: AgentMetadata) -> _Peer:
         try:
-            details = _details_decoder.decode(decoded.details)
+            details = _details_decoder.decode(metadata.details)
         except (ValueError, RecursionError) as error:
-            raise MalformedMessageError(f"agent {decoded.name!r}", f"its files: {error}") from error
-        peer = _Peer(decoded, details)
-        with self._lock:
-            self._peers[PeerId(decoded.name)] = peer
-        return PeerId(decoded.name)
+            raise MalformedMessageError(f"agent {metadata.name!r}", f"its files: {error}") from error
+        return _Peer(metadata, details)
 
-    def write(self, peer: PeerId, fragments: Fragments) -> Transfer:
-        """Begin to copy; raises InvalidValueError."""
-        array = as_array(fragments)
-        with self._lock:
-            known, table = self._peers.get(peer), self._table
-        if known is None:
-            raise InvalidValueError("peer", peer, "one that is connected")
+    def _disconnect(self, peer: PeerId) -> None:
+        """Do nothing: the peer's memory is unmapped when the last write into it has ended."""
+
+    def _begin(self, peer: PeerId, known: _Peer, table: RegionTable, array: Int64s) -> Steps:  # noqa: ARG002
         table.find("local_address", array[:, 0], array[:, 2])
         known.table.find("remote_address", array[:, 1], array[:, 2])
-        targets = known.local_addresses(array[:, 1], array[:, 2])
-        transfer = Transfer(len(array), int(array[:, 2].sum()))
-        return self._thread.submit(peer, transfer, _copy(known, targets, array))
+        return _copy(known, known.local_addresses(array[:, 1], array[:, 2]), array)
 
-    def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer; its memory is unmapped when the last write into it has ended."""
-        with self._lock:
-            if self._peers.pop(peer, None) is None:
-                raise InvalidValueError("peer", peer, "one that is connected")
-        self._thread.fail_peer(peer, "disconnected")
-
-    def close(self, timeout_s: float = 2.0) -> bool:
-        """End every write and let go of all memory; what peers have mapped stays theirs, so late writes do no harm."""
-        has_ended = self._thread.close(timeout_s)
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                self._peers.clear()
-                self._regions.clear()
-                self._table = RegionTable(f"agent {self.name!r}", ())
-                for file, _ in self._allocations.values():
-                    os.close(file.fd)
-                if has_ended:
-                    self._allocations.clear()
+    def _close(self, has_ended: bool) -> bool:
+        """Close all files; what peers have mapped stays theirs, so late writes do no harm."""
+        self._peers.clear()
+        self._regions.clear()
+        self._table = RegionTable(f"agent {self.name!r}", ())
+        for file, _ in self._allocations.values():
+            os.close(file.fd)
+        if has_ended:
+            self._allocations.clear()
         return has_ended
-
-    def statistics(self) -> AgentStatistics:
-        """Return the counters."""
-        return self._thread.statistics()
-
-    def _files(self) -> Sequence[tuple[_File, Bytes]]:
-        return list(self._allocations.values())
 
 
 def _files_table(metadata: AgentMetadata, files: Sequence[_File]) -> RegionTable:

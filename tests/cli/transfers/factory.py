@@ -21,7 +21,7 @@ from typing import Any
 from kvist.cli import main
 from kvist.transfer import service
 from kvist.transfer.bounce import BounceConfig
-from kvist.transfer.bounce.copier import TorchCopier
+from kvist.transfer.copier import TorchCopier
 
 IMPORTED = (  # what the command imports when it runs
     "kvist.cli._worker_metrics",

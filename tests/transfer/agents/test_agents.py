@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import Fragment, PeerId, PeerUnreachableError, Transfer, TransferAgent, WriteState
+from kvist.transfer.agents import Fragment, PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -27,7 +27,7 @@ def random_memory(agent: TransferAgent, size_bytes: int, seed: int = 0) -> npt.N
     return memory
 
 
-def ended(transfer: Transfer) -> Transfer:
+def ended(transfer: Write) -> Write:
     assert transfer.wait(DEADLINE_S)
     return transfer
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from kvist.transfer.agents import PeerId, SharedMemoryAgent
-from kvist.transfer.bounce import BounceConfig, RegionBounce
-from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.copier import TorchCopier, host_region
 
 torch.set_num_threads(1)
 
@@ -28,7 +28,7 @@ class End:
 
     agent: SharedMemoryAgent
     pool: npt.NDArray[np.uint8]
-    bounce: RegionBounce[torch.Tensor]
+    bounce: Bounce
 
     @property
     def base(self) -> int:
@@ -57,7 +57,7 @@ def new_end() -> Iterator[Callable[..., End]]:
         agent = SharedMemoryAgent(name)
         pool = agent.allocate(pool_bytes)
         agent.register(pool.ctypes.data, pool_bytes)
-        bounce = RegionBounce(
+        bounce = Bounce(
             agent,
             wrap(TorchCopier([torch.from_numpy(pool)])),
             lambda: host_region(agent, region_bytes),

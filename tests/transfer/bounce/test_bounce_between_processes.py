@@ -23,8 +23,8 @@ import base64, json, sys
 import numpy as np, torch
 torch.set_num_threads(1)
 from kvist.transfer.agents import SharedMemoryAgent
-from kvist.transfer.bounce import BounceConfig, RegionBounce
-from kvist.transfer.bounce.copier import TorchCopier, host_region
+from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.copier import TorchCopier, host_region
 from kvist.transfer.results import Result, ResultStatus, encode_report
 asked = json.loads(sys.stdin.readline())
 rank, size, count = asked["rank"], asked["size"], asked["count"]
@@ -32,7 +32,7 @@ agent = SharedMemoryAgent(f"sender {rank}")
 pool = agent.allocate(size * count)
 agent.register(pool.ctypes.data, size * count)
 pool[:] = np.random.default_rng(rank).integers(0, 256, size * count, dtype=np.uint8)
-bounce = RegionBounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: host_region(agent, size * count),
+bounce = Bounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: host_region(agent, size * count),
                       BounceConfig(min_fragments=1, max_fragment_bytes=1 << 40))
 peer = agent.connect(base64.b64decode(asked["metadata"]))
 print("ready", flush=True)
@@ -111,8 +111,7 @@ def test_two_processes_fill_one_part_and_the_next_transfer_works_after_one_was_k
         assert report.defect is None
         tails.append(report.tail)
     scattering = target.bounce.scatter(lease, plan_scatter([tail for tail in tails if tail is not None]))
-    assert scattering.wait(60.0)
-    assert scattering.error is None
+    scattering.result(60.0)
     for rank in range(2):
         sent = np.random.default_rng(rank).integers(0, 256, SIZE * COUNT, dtype=np.uint8).reshape(COUNT, SIZE)
         for row, address in zip(sent, targets[rank], strict=True):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.bounce.copier import TorchCopier, fragment_offsets, uses_vectors
+from kvist.transfer.copier import TorchCopier, fragment_offsets, uses_vectors
 
 torch.set_num_threads(1)
 

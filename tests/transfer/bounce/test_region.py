@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.bounce import BounceConfig
-from kvist.transfer.bounce.region import ALIGNMENT_BYTES, MIB, RegionAllocator, split_extent
+from kvist.transfer.bounce import ALIGNMENT_BYTES, MIB, BounceConfig, RegionAllocator
 
 
 @pytest.mark.parametrize(("size_mib", "expected_mib"), [(1, 32), (50, 64), (384, 384), (32, 32), (33, 64)])
@@ -43,27 +42,6 @@ def test_a_size_that_is_no_whole_number_of_mib_is_refused(size_mib: object) -> N
 def test_a_negative_time_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="close_timeout_s"):
         BounceConfig(close_timeout_s=-0.1)
-
-
-def test_a_payload_divides_among_writers_or_not_at_all() -> None:
-    size_bytes = 12 * 4096 + 5 * 2048
-    extents = split_extent(0, size_bytes, 4)
-    assert extents is not None
-    assert [extent.base for extent in extents] == [0, 14848, 29696, 44544]
-    assert {extent.size_bytes for extent in extents} == {14848}
-    assert size_bytes % 3 == 1
-    assert split_extent(0, size_bytes, 3) is None
-
-
-def test_each_writer_writes_behind_the_one_before_it() -> None:
-    extents = split_extent(0x100000, 200, 2)
-    assert extents is not None
-    assert [extent.base for extent in extents] == [1048576, 1048676]
-
-
-@pytest.mark.parametrize(("size_bytes", "num_writers"), [(0, 1), (-4, 2), (4, 0), (4, -1)])
-def test_nothing_cannot_be_divided(size_bytes: int, num_writers: int) -> None:
-    assert split_extent(0, size_bytes, num_writers) is None
 
 
 def test_few_blocks_of_many_bytes_are_bounced_whatever_their_number() -> None:

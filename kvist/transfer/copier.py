@@ -10,7 +10,8 @@ import torch
 
 from kvist.errors import InvalidValueError
 from kvist.kernels.copy_pages import gather_pages, scatter_pages
-from kvist.transfer.agents.base import Int64s, TransferAgent
+from kvist.transfer.agents import TransferAgent
+from kvist.transfer.agents.base import Int64s
 
 _VECTOR_BYTES = 16
 
