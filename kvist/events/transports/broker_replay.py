@@ -102,10 +102,16 @@ class _Answer:
 class Answers:
     """The publisher's side: the questions that are open, and how far each was answered."""
 
-    def __init__(self, source: ReplaySource, clock: Callable[[], float] = time.monotonic) -> None:
-        self.page_bytes = PAGE_BYTES
+    def __init__(
+        self,
+        source: ReplaySource | None = None,
+        page_bytes: int = PAGE_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Answer from `source`; while that is None, which it may be at first, no question is heard."""
+        self.source = source
+        self.page_bytes = page_bytes
         self.num_malformed = 0
-        self._source = source
         self._clock = clock
         self._open: dict[bytes, _Answer] = {}
         self._questions: asyncio.Queue[_Question] = asyncio.Queue(MAX_OPEN_QUESTIONS)
@@ -119,7 +125,7 @@ class Answers:
             if self.num_malformed == 1:
                 _logger.warning("malformed question skipped, further ones are only counted: %s", error)
             return
-        if not self._questions.full():
+        if self.source is not None and not self._questions.full():
             self._questions.put_nowait(question)
 
     async def serve(self, send: Callable[[str, bytes], Awaitable[None]]) -> None:
@@ -136,7 +142,7 @@ class Answers:
                 except TimeoutError:
                     self._forget_the_silent()
                     continue
-                answer = self._take(question)
+                answer = self._claim(question)
                 if answer is None:
                     continue
                 page = await asyncio.to_thread(answer.next_page, self.page_bytes)
@@ -148,12 +154,13 @@ class Answers:
             for _ in range(NUM_THREADS):
                 tasks.create_task(serve(), name="kvist-answers")
 
-    def _take(self, question: _Question) -> _Answer | None:
+    def _claim(self, question: _Question) -> _Answer | None:
         """Return the answer whose next page is asked for; nobody else has it until it is open again."""
         now_s = self._clock()
         if question.page_idx == 0:
             self._forget_the_silent()
-            return _Answer(question, self._source, now_s) if len(self._open) < MAX_OPEN_QUESTIONS else None
+            assert self.source is not None
+            return _Answer(question, self.source, now_s) if len(self._open) < MAX_OPEN_QUESTIONS else None
         answer = self._open.get(question.id)
         if answer is None or answer.page_idx != question.page_idx:
             return None

@@ -1,12 +1,14 @@
-"""What comes in over any transport: the malformed is counted, and answers are bounded.
+"""What comes in over any transport: the malformed is counted, and what waits to be read is bounded.
 
 Answers are bounded one by one, and all of a process together, since many publishers may lie at once.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+from collections import deque
 from collections.abc import Sequence
 
 from kvist.events.transports import base
@@ -14,6 +16,9 @@ from kvist.events.transports.base import Message
 
 _logger = logging.getLogger(__name__)
 
+QUEUE_CAPACITY = 10_000
+QUEUE_BYTES = 256 << 20
+"""What a subscriber to a broker may lag before it loses the newest."""
 MAX_ANSWERS_BYTES = 4 << 30
 """What the answers of a process may take at a time; one that does not fit beside the others is asked for again."""
 
@@ -55,6 +60,53 @@ def message_of(frames: list[bytes], malformed: MalformedCounter) -> Message | No
         malformed.skip_message([len(frame) for frame in frames])
         return None
     return Message(frames[0], int.from_bytes(frames[1], "big"), frames[2])
+
+
+class MessageQueue:
+    """Messages that wait in one event loop to be received; beyond its bounds the newest are lost."""
+
+    def __init__(self, source: str) -> None:
+        self.num_lost = 0
+        self._source = source
+        self._messages: deque[Message] = deque()
+        self._num_bytes = 0
+        self._must_return = False
+        self._arrived = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    def put(self, message: Message) -> None:
+        """Add a message, or count it as lost."""
+        num_bytes = self._num_bytes + len(message.payload)
+        if self._messages and (len(self._messages) >= QUEUE_CAPACITY or num_bytes > QUEUE_BYTES):
+            self.num_lost += 1
+            if self.num_lost == 1:
+                _logger.warning("messages lost, for they are not read fast enough source=%s", self._source)
+            return
+        self._messages.append(message)
+        self._num_bytes = num_bytes
+        self._arrived.set()
+
+    def return_now(self) -> None:
+        """Have `receive` return, though there may be no message."""
+        self._must_return = True
+        self._arrived.set()
+
+    async def receive(self) -> list[Message]:
+        """Wait for at least one message; return at most `MAX_DRAIN`."""
+        while not (self._messages or self._must_return):
+            self._arrived.clear()
+            await self._arrived.wait()
+        self._must_return = False
+        messages = [self._messages.popleft() for _ in range(min(len(self._messages), base.MAX_DRAIN))]
+        self._num_bytes -= sum(len(message.payload) for message in messages)
+        self._taken.set()
+        return messages
+
+    async def wait_for_room(self) -> None:
+        """Wait until fewer than `MAX_DRAIN` messages are here."""
+        while len(self._messages) >= base.MAX_DRAIN:
+            self._taken.clear()
+            await self._taken.wait()
 
 
 class AnswerBudget:

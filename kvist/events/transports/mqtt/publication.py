@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from contextlib import suppress
 from itertools import count
 from typing import Literal
@@ -21,11 +20,10 @@ import aiomqtt
 import msgspec
 
 from kvist.errors import MalformedMessageError
-from kvist.events.transports.base import Message, ReplaySource
-from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, pack
-from kvist.events.transports.broker_loop import BrokerLoop
-from kvist.events.transports.broker_replay import Answers
-from kvist.events.transports.mqtt.connection import QOS, Connection, subscribe
+from kvist.events.transports.base import Message
+from kvist.events.transports.broker import ASK, STREAM, BrokerUrl, pack
+from kvist.events.transports.broker_publication import BrokerPublication
+from kvist.events.transports.mqtt.link import QOS, MqttLink, subscribe
 
 _logger = logging.getLogger(__name__)
 
@@ -89,74 +87,37 @@ def decode_announcement(data: bytes, source: str) -> Announcement:
         raise MalformedMessageError(source, f"not an announcement: {error}") from None
 
 
-class MqttPublication:
-    """Sends to a broker from a thread of its own. What the broker did not acknowledge is sent again after a reconnect.
+class MqttPublication(BrokerPublication[aiomqtt.Client]):
+    """Announces its worker, and sends again after a reconnect what the broker did not acknowledge.
 
-    While the broker is away or slower than the publisher, `send` raises BlockingIOError once the hand-over is full.
+    Opening raises InvalidValueError for TLS files that cannot be used.
     """
 
     def __init__(self, url: BrokerUrl) -> None:
-        """Begin to connect; `url` names a worker. Raises InvalidValueError for TLS files that cannot be used."""
-        self._url = url.with_worker(None)
-        self._id = random.SystemRandom().getrandbits(64)
-        self._announcement = Announcement(url.worker or "", url.model, "alive", f"{self._id:016x}")
-        self._place = url.name(STREAM)
-        will = aiomqtt.Will(self._place, self._announcement.gone().encode(), QOS, retain=True)
-        self._connection = Connection(self._url, self._id, will)
         self._numbers = count()
         # By the order they were taken over in, which is the order they are sent in.
         self._unacknowledged: dict[int, Message] = {}
-        self._places: dict[bytes, str] = {}
-        self._answers: Answers | None = None
-        self._is_served = asyncio.Event()
+        self._is_displaced = asyncio.Event()
         self._has_warned = False
-        self._loop = BrokerLoop(f"kvist-mqtt {url.public}", self._serve)
-        self._loop.start()
+        super().__init__(url, PAGE_BYTES)
 
-    @property
-    def endpoint(self) -> str:
-        """The URL a subscriber connects to, without secrets."""
-        return self._url.public
+    def _new_link(self) -> MqttLink:
+        self._announcement = Announcement(self._url.worker or "", self._url.model, "alive", f"{self._id:016x}")
+        self._place = self._url.name(STREAM)
+        will = aiomqtt.Will(self._place, self._announcement.gone().encode(), QOS, retain=True)
+        return MqttLink(self._url, self._id, self._prepare, self._receive, will)
 
-    @property
-    def problem(self) -> str | None:
-        """Why nothing can be sent just now, None while all is well."""
-        return self._connection.problem
-
-    def serve_replay(self, source: ReplaySource) -> None:
-        """Answer replay requests from `source`, in the publication's own threads."""
-        answers = Answers(source)
-        answers.page_bytes = PAGE_BYTES
-        self._answers = answers
-        self._loop.call(self._is_served.set)
-
-    def send(self, message: Message) -> None:
-        """Hand the message over; never waits."""
-        self._loop.put(message)
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Wait up to `timeout_s` for the broker to acknowledge what was sent, say goodbye and disconnect."""
-        self._loop.close(timeout_s)
-
-    async def _serve(self) -> None:
-        await self._connection.stay(self._use, closing=self._loop.closing, on_failure=self._loop.opened)
-
-    async def _use(self, client: aiomqtt.Client) -> None:
-        """Publish until closed; raises MqttError when the connection is lost."""
+    async def _prepare(self, client: aiomqtt.Client) -> None:
         client.pending_calls_threshold = 2 * WINDOW
         await subscribe(client, self._url.name(ASK), self._place)
         await self._announce(client)
-        self._connection.is_up()
-        self._loop.opened()
+
+    async def _send_all(self, client: aiomqtt.Client) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                beside = [
-                    tasks.create_task(self._listen(client), name="kvist-mqtt-listen"),
-                    tasks.create_task(self._answer(client), name="kvist-mqtt-answer"),
-                ]
+                announcing = tasks.create_task(self._stay_announced(client), name="kvist-mqtt-announce")
                 await self._publish_all(client, tasks)
-                for task in beside:
-                    task.cancel()
+                announcing.cancel()
         except* aiomqtt.MqttError as failed:
             raise failed.exceptions[0] from None
         finally:
@@ -172,9 +133,9 @@ class MqttPublication:
         while True:
             for number in due:
                 await window.acquire()
-                await self._note(client, self._unacknowledged[number])
+                await self._announce_news(client, self._unacknowledged[number])
                 tasks.create_task(self._publish(client, number, window), name="kvist-mqtt-publish")
-            messages = await self._loop.take()
+            messages = await self._loop.receive()
             if not messages:
                 break
             due = [next(self._numbers) for _ in messages]
@@ -185,14 +146,12 @@ class MqttPublication:
     async def _publish(self, client: aiomqtt.Client, number: int, window: asyncio.Semaphore) -> None:
         """Send one message, at once, and wait until it is acknowledged: a dead broker is found by its keepalive."""
         message = self._unacknowledged[number]
-        place = self._places.get(message.topic)
-        if place is None:
-            place = self._places[message.topic] = self._url.name(STREAM, self._url.token_of(message.topic))
+        place = self._url.name(STREAM, self._url.token_of(message.topic))
         await client.publish(place, pack(self._id, message), QOS, timeout=math.inf)
         del self._unacknowledged[number]
         window.release()
 
-    async def _note(self, client: aiomqtt.Client, message: Message) -> None:
+    async def _announce_news(self, client: aiomqtt.Client, message: Message) -> None:
         """Announce what a message has news of, before it is sent."""
         announcement = self._announcement.after(message.payload)
         if announcement is not self._announcement:
@@ -202,15 +161,20 @@ class MqttPublication:
     async def _announce(self, client: aiomqtt.Client) -> None:
         await client.publish(self._place, self._announcement.encode(), QOS, retain=True)
 
-    async def _listen(self, client: aiomqtt.Client) -> None:
-        """Take questions, and see that nobody's farewell stays in the place of our announcement."""
-        async for message in client.messages:
-            data = message.payload if isinstance(message.payload, bytes) else b""
-            if message.topic.value != self._place:
-                if self._answers is not None:
-                    self._answers.receive(data)
-            elif self._is_displaced_by(data):
-                await self._announce(client)
+    async def _stay_announced(self, client: aiomqtt.Client) -> None:
+        """See that nobody's farewell stays in the place of our announcement."""
+        while True:
+            await self._is_displaced.wait()
+            self._is_displaced.clear()
+            await self._announce(client)
+
+    def _receive(self, message: aiomqtt.Message) -> None:
+        """Take a question, or what stands in the place of our announcement."""
+        data = message.payload if isinstance(message.payload, bytes) else b""
+        if message.topic.value != self._place:
+            self._answers.receive(data)
+        elif self._is_displaced_by(data):
+            self._is_displaced.set()
 
     def _is_displaced_by(self, data: bytes) -> bool:
         """Return whether the announcement is gone while we are here; warn if another publisher is this worker, too.
@@ -229,11 +193,5 @@ class MqttPublication:
             _logger.warning("another publisher is, or was, the same worker url=%s", self._url.public)
         return False
 
-    async def _answer(self, client: aiomqtt.Client) -> None:
-        await self._is_served.wait()
-        assert self._answers is not None
-
-        async def send(name: str, page: bytes) -> None:
-            await client.publish(self._url.name(ANSWER, name), page, QOS)
-
-        await self._answers.serve(send)
+    async def _send_page(self, client: aiomqtt.Client, name: str, page: bytes) -> None:
+        await client.publish(name, page, QOS)

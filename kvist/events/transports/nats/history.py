@@ -6,8 +6,6 @@ older servers ignore settings they do not know.
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -15,6 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
+from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
     ConsumerConfig,
@@ -36,7 +35,7 @@ DEFAULT_MAX_AGE_S, DEFAULT_MAX_BYTES = 86_400, 1 << 30
 """What a stream keeps at most if the URL does not say: a day, and a GiB."""
 PAGE_MESSAGES = 256
 """Messages on their way to a reader."""
-PULL_TIMEOUT_S = 10
+PULL_TIMEOUT_S = 10.0
 """How long one request for a page waits for messages."""
 CONSUMER_TIMEOUT_S = 60.0
 """When the server forgets a reader that asks for nothing any more."""
@@ -103,79 +102,50 @@ def _number(url: BrokerUrl, option: str) -> int:
     return int(url.options[option])
 
 
-class HistoryReader:
+class StreamReader:
     """Reads messages of one stream, in the stream's order."""
 
-    def __init__(self, client: Client, stream: str, consumer: str, inbox: str, num_pending: int) -> None:
+    def __init__(self, subscription: JetStreamContext.PullSubscription, num_pending: int) -> None:
+        self._subscription = subscription
         self._num_pending = num_pending  # beyond the last one read, as of when that was sent
-        self._client = client
-        self._next = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        self._inbox = inbox
-        self._arrived: asyncio.Queue[Msg] = asyncio.Queue()
-        self._num_due = 0
 
-    @classmethod
-    @asynccontextmanager
-    async def open(
-        cls, client: Client, stream: str, subject: str, start_sequence: int = 1
-    ) -> AsyncIterator[HistoryReader]:
-        """Read the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on."""
-        inbox = client.new_inbox()
-        config = ConsumerConfig(
-            name=f"kvist-{inbox.rpartition('.')[2]}",
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=start_sequence,
-            ack_policy=AckPolicy.NONE,
-            filter_subject=subject,
-            inactive_threshold=CONSUMER_TIMEOUT_S,
-            mem_storage=True,
-        )
-        info = await client.jsm().add_consumer(stream, config)
-        reader = cls(client, stream, info.name, inbox, info.num_pending or 0)
-        subscription = await client.subscribe(inbox, cb=reader._received)
-        try:
-            yield reader
-        finally:
-            with suppress(OSError, nats.errors.Error, TimeoutError):
-                await subscription.unsubscribe()
-                await client.jsm().delete_consumer(stream, info.name)
-
-    async def wait(self) -> Msg:
-        """Return the next message, once there is one; raises nats.errors.Error, or TimeoutError, as `read` does."""
-        while True:
-            message = await self._read({"expires": PULL_TIMEOUT_S * 10**9})
-            if message is not None:
-                return message
-
-    async def read(self) -> Msg | None:
-        """Return the next message, None at the end.
+    async def page(self, *, waits: bool = False) -> list[Msg]:
+        """Return the next messages, none at the end unless it `waits` for more.
 
         Raises nats.errors.Error, or TimeoutError, when the server stops to answer.
         """
-        return await self._read({"no_wait": True}) if self._num_pending else None
-
-    async def _read(self, patience: dict[str, object]) -> Msg | None:
+        if not (self._num_pending or waits):
+            return []
         while True:
-            if self._num_due == 0:
-                request = {"batch": PAGE_MESSAGES, **patience}
-                await self._client.publish(self._next, json.dumps(request).encode(), self._inbox)
-                self._num_due = PAGE_MESSAGES
-            async with asyncio.timeout(2 * PULL_TIMEOUT_S):
-                message = await self._arrived.get()
-            status = (message.headers or {}).get("Status")
-            if status is None:
-                self._num_due -= 1
-                self._num_pending = message.metadata.num_pending
-                return message
-            if status not in ("404", "408"):  # nothing there, or nothing more in time
-                raise nats.errors.Error(f"reading the stream ended: {message.headers}")
-            has_read = self._num_due < PAGE_MESSAGES
-            self._num_due = 0
-            if not has_read:
-                return None
+            try:
+                messages = await self._subscription.fetch(PAGE_MESSAGES, PULL_TIMEOUT_S)
+            except TimeoutError:
+                if not waits:
+                    raise
+                await self._subscription.consumer_info()  # raises if the server has forgotten this reader
+            else:
+                self._num_pending = messages[-1].metadata.num_pending
+                return messages
 
-    async def _received(self, message: Msg) -> None:
-        self._arrived.put_nowait(message)
+
+@asynccontextmanager
+async def read_stream(client: Client, stream: str, subject: str, start_sequence: int) -> AsyncIterator[StreamReader]:
+    """Read the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on."""
+    config = ConsumerConfig(
+        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=start_sequence,
+        ack_policy=AckPolicy.NONE,
+        inactive_threshold=CONSUMER_TIMEOUT_S,
+        mem_storage=True,
+    )
+    subscription = await client.jetstream().pull_subscribe(subject, stream=stream, config=config)
+    try:
+        consumer = await subscription.consumer_info()
+        yield StreamReader(subscription, consumer.num_pending or 0)
+    finally:
+        with suppress(OSError, nats.errors.Error, TimeoutError):
+            await subscription.unsubscribe()
+            await client.jsm().delete_consumer(stream, str(config.name))
 
 
 async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> list[Message] | None:
@@ -217,11 +187,12 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
         is_far_enough = is_wanted(unpack(topic, found.data or b"", malformed))
         low, high = (low, middle) if is_far_enough else ((found.seq or middle) + 1, high)
     answer = Collected()
-    async with HistoryReader.open(client, stream, subject, low) as reader:
-        while (message := await reader.read()) is not None:
-            unpacked = unpack(topic, message.data, malformed)
-            if unpacked is not None and is_wanted(unpacked) and not answer.takes(unpacked[1]):
-                return None
+    async with read_stream(client, stream, subject, low) as reader:
+        while page := await reader.page():
+            for message in page:
+                unpacked = unpack(topic, message.data, malformed)
+                if unpacked is not None and is_wanted(unpacked) and not answer.takes(unpacked[1]):
+                    return None
     return answer
 
 

@@ -1,36 +1,29 @@
 """One connection to a NATS server, kept, and shared by all who want the same in one event loop.
 
-A client connects once, and every reconnect is another client's: nats-py's own loop tries at a fixed pace whatever the
-reason, dials servers that the server names, and ends for good when a login is revoked. Here a broker that is away is
-tried again with back-off, one that refuses the login every half minute and slower, and only the URL's hosts are
-dialled.
+nats-py's own reconnecting is not used: it tries at a fixed pace whatever the reason, dials servers that the server
+names, and ends for good when a login is revoked.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import random
 import re
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import nats.errors
 import nkeys
 from nats.aio.client import Client, RawCredentials
-from nats.aio.msg import Msg
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import base
-from kvist.events.transports.broker import PRIVATE_OPTIONS, BrokerUrl
+from kvist.events.transports.broker import PRIVATE_OPTIONS, BrokerUrl, Host
+from kvist.events.transports.broker_link import BrokerLink
 
 _logger = logging.getLogger(__name__)
 
@@ -38,18 +31,14 @@ CONNECT_TIMEOUT_S = 5
 """How long a server may take for each step of a connection's start."""
 CLOSE_TIMEOUT_S = 1.0
 """How long closing may take: after a failed TLS handshake a client waits for what never comes."""
-REFUSED_RETRY_S, MAX_REFUSED_RETRY_S = 30.0, 300.0
-"""The wait before a broker that refused the login is asked again: doubled each time."""
 FLUSH_TIMEOUT_S = 5.0
 """How long whoever sends waits for a server that takes nothing, each time."""
+FAILURES = (OSError, nats.errors.Error, TimeoutError)
+"""What a client raises when a connection or a server fails."""
 
-_MAX_DOUBLINGS = 16
 _CREDENTIALS = re.compile(
     r"-----BEGIN NATS USER JWT-----\s+(\S+)\s+.*-----BEGIN USER NKEY SEED-----\s+(\S+)\s+---", re.DOTALL
 )
-
-FAILURES = (OSError, nats.errors.Error, TimeoutError)
-"""What a client raises when a connection or a server fails."""
 
 
 class _Client(Client):
@@ -58,8 +47,13 @@ class _Client(Client):
     And goes on behind a message whose subject or headers are no text, which anyone may send: nats-py stops reading.
     """
 
-    must_encrypt = False
     num_unreadable = 0
+
+    def __init__(self, *, must_encrypt: bool) -> None:
+        super().__init__()
+        self.is_over = asyncio.Event()
+        """Set once the connection is lost, or the server wants it to end."""
+        self._must_encrypt = must_encrypt
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes) -> None:
         try:
@@ -70,140 +64,44 @@ class _Client(Client):
             self.num_unreadable += 1
 
     def _connect_command(self) -> bytes:
-        if self.must_encrypt and not self._server_info.get("tls_required"):
+        if self._must_encrypt and not self._server_info.get("tls_required"):
             raise nats.errors.SecureConnWantedError
         return super()._connect_command()
 
 
-@dataclass(eq=False, slots=True)
-class _Interest:
-    """A subject somebody wants, through whatever connection there is."""
+class NatsLink(BrokerLink[Client]):
+    """A link to a NATS server. Several may use its client: for each subject, and for JetStream."""
 
-    subject: str
-    received: Callable[[Msg], Awaitable[None]]
-    connected: Callable[[], None]
-    unsubscribe: Callable[[], Awaitable[None]] | None = field(default=None)
+    failures = (*FAILURES, ValueError)  # of a file that is none, or from the first line of a stranger
 
+    async def _watch(self, client: Client) -> None:
+        assert isinstance(client, _Client)
+        await client.is_over.wait()
+        raise ConnectionError("the connection was lost")
 
-@dataclass(eq=False, slots=True)
-class _Shared:
-    link: NatsLink
-    num_users: int = 0
+    def _reason(self, error: Exception) -> tuple[str, bool]:
+        reason = str(error) or type(error).__name__
+        is_refused = any(word in reason.lower() for word in ("authorization", "authentication"))
+        return f"it refused the login: {reason}" if is_refused else reason, is_refused
 
-
-class NatsLink:
-    """Keeps one connection while entered. `client` is None while there is none."""
-
-    def __init__(self, url: BrokerUrl, prepare: Callable[[Client], Awaitable[None]] | None = None) -> None:
-        """Check the URL's files; `prepare` is called with each new connection before anyone else uses it.
-
-        Raises InvalidValueError for a file that is not what the URL says.
-        """
-        self._broker = ",".join(map(str, url.hosts))
-        self.client: Client | None = None
-        self.problem: str | None = f"broker {self._broker}: not connected yet"
-        self.num_dropped = 0
-        self.tried = asyncio.Event()
-        """Set once the first attempt to connect has ended, well or not."""
-        self._url = url
-        self._prepare = prepare
-        self._connected = asyncio.Event()
-        self._lost = asyncio.Event()
-        self._changed = asyncio.Event()
-        self._interests: list[_Interest] = []
-        self._left: list[_Interest] = []
-        self._num_failures = 0
-        self._is_refused = False
-        login_options(url)
-
-    async def __aenter__(self) -> Self:
-        """Start connecting; returns at once."""
-        self._task = asyncio.create_task(self._run(), name=f"kvist-nats {self._broker}")
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the connection."""
-        await end(self._task)
-
-    def subscribe(
-        self, subject: str, received: Callable[[Msg], Awaitable[None]], connected: Callable[[], None]
-    ) -> Callable[[], None]:
-        """Subscribe, again after each reconnect; `connected` is called each time, once the server has the subscription.
-
-        Returns the function that ends it.
-        """
-        interest = _Interest(subject, received, connected)
-        self._interests.append(interest)
-        self._changed.set()
-
-        def unsubscribe() -> None:
-            self._interests.remove(interest)
-            self._left.append(interest)
-            self._changed.set()
-
-        return unsubscribe
-
-    async def connected(self) -> Client:
-        """Wait for a connection and return its client."""
-        while self.client is None:
-            self._connected.clear()
-            await self._connected.wait()
-        return self.client
-
-    async def lost(self) -> None:
-        """Wait for the end of the connection there is."""
-        await self._lost.wait()
-
-    async def publish(self, subject: str, data: bytes, reply: str = "") -> bool:
-        """Send, and return whether there was a connection to send it on; waits while the server takes nothing.
-
-        Raises nats.errors.MaxPayloadError for more than the server takes in one message.
-        """
-        client = self.client
-        if client is None:
-            return False
+    @asynccontextmanager
+    async def _open(self, host: Host) -> AsyncIterator[Client]:
+        client = _Client(must_encrypt=self._url.has_tls)
         try:
-            await client.publish(subject, data, reply)
-        except nats.errors.MaxPayloadError:
-            raise
-        except FAILURES:
-            return False
-        return True
+            await self._connect(client, host)
+            yield client
+        finally:
+            await _close(client)
 
-    async def flush(self) -> None:
-        """Wait until the server has what was sent, or is away."""
-        if self.client is not None:
-            with suppress(*FAILURES):
-                await self.client.flush()
-
-    async def _run(self) -> None:
-        for host in itertools.cycle(self._url.hosts):
-            self._lost.clear()
-            client = _Client()
-            client.must_encrypt = self._url.has_tls
-            try:
-                await self._connect(client, str(host))
-                await self._stay(client)
-            except (*FAILURES, ValueError) as error:  # of a file that is none, or from the first line of a stranger
-                self._note_failure(error, str(host))
-            finally:
-                self.client = None
-                self.tried.set()
-                await _close(client)
-            await asyncio.sleep(self._retry_s())
-            self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
-
-    async def _connect(self, client: Client, host: str) -> None:
+    async def _connect(self, client: _Client, host: Host) -> None:
         reasons: deque[Exception] = deque(maxlen=1)
 
         async def failed(error: Exception) -> None:
             reasons.append(error)
-            self._note_error(error)
+            self._note_error(error, host)
 
         async def lost() -> None:
-            self._lost.set()
+            client.is_over.set()
 
         try:
             await client.connect(
@@ -226,84 +124,14 @@ class NatsLink:
         # Python 3.12 before 3.12.9, and 3.13 before 3.13.2, never have who calls `writelines` wait (its issue 127655).
         writer = client._transport._io_writer  # type: ignore[union-attr]
         writer.writelines = lambda pieces: writer.write(b"".join(pieces))
-        if self._prepare is not None:
-            await self._prepare(client)
 
-    async def _stay(self, client: Client) -> None:
-        """Serve the connection until it is lost."""
-        if self.tried.is_set():
-            _logger.info("broker is back broker=%s", self._broker)
-        self.problem = None
-        self.client = client
-        self._connected.set()
-        self.tried.set()
-        self._left.clear()
-        for interest in self._interests:
-            interest.unsubscribe = None
-        began_s = time.monotonic()
-        lost = asyncio.create_task(self._lost.wait(), name="kvist-nats-lost")
-        try:
-            while not self._lost.is_set():
-                self._changed.clear()
-                await self._renew(client)
-                changed = asyncio.create_task(self._changed.wait(), name="kvist-nats-changed")
-                await asyncio.wait([lost, changed], return_when=asyncio.FIRST_COMPLETED)
-                changed.cancel()
-        finally:
-            lost.cancel()
-            if time.monotonic() - began_s > base.MAX_RECONNECT_S:
-                self._num_failures = 0
-        raise ConnectionError("the connection was lost")
-
-    async def _renew(self, client: Client) -> None:
-        """Bring the server's subscriptions in line with what is wanted."""
-        while self._left:
-            interest = self._left.pop()
-            if interest.unsubscribe is not None:
-                await interest.unsubscribe()
-        new = [interest for interest in self._interests if interest.unsubscribe is None]
-        for interest in new:
-            subscription = await client.subscribe(interest.subject, cb=interest.received)
-            interest.unsubscribe = subscription.unsubscribe
-        if new:
-            await client.flush()
-            for interest in new:
-                interest.connected()
-
-    def _retry_s(self) -> float:
-        """Return how long to wait now; never the same, so that a fleet does not come back at once."""
-        if self._is_refused:
-            return min(REFUSED_RETRY_S * 2.0**self._num_failures, MAX_REFUSED_RETRY_S) * random.uniform(1, 1.5)
-        back_off_s = min(base.MIN_RECONNECT_S * 2.0**self._num_failures, base.MAX_RECONNECT_S)
-        return back_off_s * random.uniform(0.5, 1.5)
-
-    def _note_failure(self, error: Exception, host: str) -> None:
-        reason = str(error) or type(error).__name__
-        self._is_refused = any(word in reason.lower() for word in ("authorization", "authentication"))
-        problem = f"broker {host}{' refused the login' if self._is_refused else ''}: {reason}"
-        if problem != self.problem:
-            _logger.warning("no connection, it is tried again: %s", problem)
-        self.problem = problem
-
-    def _note_error(self, error: Exception) -> None:
+    def _note_error(self, error: Exception, host: Host) -> None:
         """Take note of what a client reports by the way."""
-        if isinstance(error, nats.errors.SlowConsumerError):
-            self.num_dropped += 1
-        elif "permissions violation" in str(error).lower():
-            _logger.warning("broker does not permit it: %s broker=%s", error, self._broker)
-            self.problem = f"broker does not permit it: {error}"
+        if "permissions violation" in str(error).lower():
+            _logger.warning("broker does not permit it: %s broker=%s", error, host)
+            self.problem = f"broker {host} does not permit it: {error}"
         elif not isinstance(error, FAILURES):
-            _logger.error("unexpected error broker=%s", self._broker, exc_info=error)
-
-
-async def end(task: asyncio.Task[None]) -> None:
-    """Cancel the task and wait for its end.
-
-    Again if need be: nats-py waits with `asyncio.wait_for`, which up to Python 3.11 may swallow a cancellation.
-    """
-    while not task.done():
-        task.cancel()
-        await asyncio.wait([task], timeout=2 * CLOSE_TIMEOUT_S)
+            _logger.error("unexpected error broker=%s", host, exc_info=error)
 
 
 async def _close(client: Client) -> None:
@@ -322,25 +150,29 @@ async def _close(client: Client) -> None:
         raise
 
 
-_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, _Shared]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, tuple[NatsLink, set[object]]]] = WeakKeyDictionary()
 
 
 @asynccontextmanager
-async def shared_link(url: BrokerUrl) -> AsyncIterator[NatsLink]:
-    """Give the running loop's link with this URL's hosts and login; the last who leaves closes it."""
+async def shared_link(url: BrokerUrl, user: object) -> AsyncIterator[NatsLink]:
+    """Give the running loop's link with this URL's hosts and login; the last user who leaves closes it.
+
+    Raises InvalidValueError for a file of the URL's that cannot be used.
+    """
+    login_options(url)
     links = _shared.setdefault(asyncio.get_running_loop(), {})
     key = (url.scheme, url.hosts, url.user, url.password, *(url.options.get(name) for name in PRIVATE_OPTIONS))
-    shared = links.get(key)
-    if shared is None:
-        shared = links[key] = _Shared(await NatsLink(url).__aenter__())
-    shared.num_users += 1
+    if key not in links:
+        links[key] = (await NatsLink(url).__aenter__(), set())
+    link, users = links[key]
+    users.add(user)
     try:
-        yield shared.link
+        yield link
     finally:
-        shared.num_users -= 1
-        if shared.num_users == 0:
+        users.remove(user)
+        if not users:
             del links[key]
-            await shared.link.__aexit__(None, None, None)
+            await link.__aexit__(None, None, None)
 
 
 def login_options(url: BrokerUrl) -> dict[str, Any]:

@@ -11,17 +11,15 @@ from typing import Self
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from kvist.events.transports.base import MAX_DRAIN, MAX_RECONNECT_S, WHO_IS_THERE, Message, ReplayRequest
+from kvist.events.transports.base import WHO_IS_THERE, Message, ReplayRequest
 from kvist.events.transports.broker import ANSWER, ASK, STREAM, BrokerUrl, unpack
+from kvist.events.transports.broker_link import end
 from kvist.events.transports.broker_replay import Asking
-from kvist.events.transports.nats.history import HistoryReader, read_kept
-from kvist.events.transports.nats.link import FAILURES, end, shared_link
-from kvist.events.transports.received import MalformedCounter
+from kvist.events.transports.nats.history import read_kept, read_stream
+from kvist.events.transports.nats.link import FAILURES, shared_link
+from kvist.events.transports.received import MalformedCounter, MessageQueue
 from kvist.events.types import MAX_RANKS
 
-RECEIVE_CAPACITY = 10_000
-"""Messages kept unread before the newest are lost."""
-RECEIVE_CAPACITY_BYTES = 256 << 20
 HISTORY_TIMEOUT_S = 60.0
 """How long reading a replay from JetStream may take."""
 
@@ -39,14 +37,9 @@ class NatsSubscription:
 
     def __init__(self, url: BrokerUrl) -> None:
         self.num_connects = 0
-        self.num_lost = 0
-        """Messages lost because they were not received in time."""
         self._url = url
         self._malformed = MalformedCounter(url.public)
-        self._messages: deque[Message] = deque()
-        self._num_bytes = 0
-        self._arrived = asyncio.Event()
-        self._has_room = asyncio.Event()
+        self._queue = MessageQueue(url.public)
         self._publications: deque[int] = deque(maxlen=_MAX_KNOWN_PUBLICATIONS)
         self._topics: dict[str, bytes] = {}
         self._problem: str | None = None
@@ -66,13 +59,10 @@ class NatsSubscription:
     async def __aenter__(self) -> Self:
         """Connect in the background; raises InvalidValueError for a file of the URL's that cannot be used."""
         self._stack = AsyncExitStack()
-        self._link = await self._stack.enter_async_context(shared_link(self._url))
-        if "deliver" in self._url.options:
-            reading = asyncio.create_task(self._follow_history(), name="kvist-nats-history")
-            self._stack.push_async_callback(end, reading)
-        else:
-            leave = self._link.subscribe(self._url.name(STREAM, "*"), self._received, self._connected)
-            self._stack.callback(leave)
+        self._link = await self._stack.enter_async_context(shared_link(self._url, self))
+        follow = self._read_history if "deliver" in self._url.options else self._listen
+        following = asyncio.create_task(self._link.stay(follow), name=f"kvist-nats-{self._url.public}")
+        self._stack.push_async_callback(end, following)
         return self
 
     async def __aexit__(
@@ -83,13 +73,7 @@ class NatsSubscription:
 
     async def receive(self) -> list[Message]:
         """Wait for at least one message; return at most `MAX_DRAIN`."""
-        while not self._messages:
-            self._arrived.clear()
-            await self._arrived.wait()
-        messages = [self._messages.popleft() for _ in range(min(len(self._messages), MAX_DRAIN))]
-        self._num_bytes -= sum(len(message.payload) for message in messages)
-        self._has_room.set()
-        return messages
+        return await self._queue.receive()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
         """Ask the publisher, and where none answers, the stream that the URL names, if any."""
@@ -123,16 +107,21 @@ class NatsSubscription:
             with suppress(*FAILURES):
                 await subscription.unsubscribe()
 
-    def _connected(self) -> None:
-        # Publications stay known: this may be told behind the first message of one, whose next would be taken for it.
-        self.num_connects += 1
+    async def _listen(self, client: Client) -> None:
+        """Take live events over one connection."""
 
-    async def _received(self, message: Msg) -> None:
-        """Queue a live message, and lose what does not fit."""
-        if len(self._messages) >= RECEIVE_CAPACITY or self._num_bytes > RECEIVE_CAPACITY_BYTES:
-            self.num_lost += 1
-        else:
+        async def received(message: Msg) -> None:
             self._take(message)
+
+        subscription = await client.subscribe(self._url.name(STREAM, "*"), cb=received)
+        try:
+            await client.flush()
+            # Publications stay known: the first message of one may have come before this.
+            self.num_connects += 1
+            await asyncio.Event().wait()
+        finally:
+            with suppress(*FAILURES):
+                await subscription.unsubscribe()
 
     def _take(self, received: Msg) -> None:
         token = received.subject.rpartition(".")[2]
@@ -148,36 +137,20 @@ class NatsSubscription:
         if publication_id not in self._publications:
             self.num_connects += bool(self._publications)
             self._publications.append(publication_id)
-        self._messages.append(message)
-        self._num_bytes += len(message.payload)
-        self._arrived.set()
-
-    async def _follow_history(self) -> None:
-        """Deliver everything the stream has, and what is added to it, over one connection after another."""
-        while True:
-            client = await self._link.connected()
-            reading = asyncio.create_task(self._read_history(client), name="kvist-nats-reading")
-            lost = asyncio.create_task(self._link.lost(), name="kvist-nats-lost")
-            try:
-                await asyncio.wait([reading, lost], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                lost.cancel()
-                await end(reading)
-            await asyncio.sleep(MAX_RECONNECT_S)
+        self._queue.put(message)
 
     async def _read_history(self, client: Client) -> None:
-        """Read on from where an earlier connection was; waits where nobody receives."""
+        """Deliver what the stream has from where an earlier connection was, then what comes; waits if nobody reads."""
         stream = self._url.options["jetstream"]
         try:
-            async with HistoryReader.open(client, stream, self._url.name(STREAM, "*"), self._next_sequence) as reader:
-                self._connected()
+            async with read_stream(client, stream, self._url.name(STREAM, "*"), self._next_sequence) as reader:
+                self.num_connects += 1
                 self._problem = None
                 while True:
-                    message = await reader.wait()
-                    while len(self._messages) >= MAX_DRAIN:
-                        self._has_room.clear()
-                        await self._has_room.wait()
-                    self._take(message)
-                    self._next_sequence = message.metadata.sequence.stream + 1
+                    for message in await reader.page(waits=True):
+                        await self._queue.wait_for_room()
+                        self._take(message)
+                        self._next_sequence = message.metadata.sequence.stream + 1
         except FAILURES as error:
             self._problem = f"stream {stream} cannot be read: {error}"
+            raise

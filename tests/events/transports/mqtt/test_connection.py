@@ -65,7 +65,7 @@ async def test_a_session_that_is_taken_over_is_won_back_and_the_intruder_not_fou
         pytest.skip("amqtt lets two clients have one id")
     async with wire.subscribe() as subscription:
         publication = await wire.publish_to(subscription)
-        client_id = publication._connection.client_id
+        client_id = publication._link.client_id
         async with aiomqtt.Client("127.0.0.1", wire.broker.port, identifier=client_id) as intruder:
             await until(lambda: publication.problem)
             await until(lambda: publication.problem is None)
@@ -97,14 +97,14 @@ async def test_wrong_credentials_are_said_and_not_tried_again_soon(
     monkeypatch.setattr(base, "MAX_RECONNECT_S", 0.001)
     wire = wires(start_mqtt_broker(password=SECRET))
     num_tries = 0
-    plain = MqttSubscription._use
+    plain = MqttSubscription._prepare
 
-    async def use(*args):
+    async def prepare(*args):
         nonlocal num_tries
         num_tries += 1
         await plain(*args)
 
-    monkeypatch.setattr(MqttSubscription, "_use", use)
+    monkeypatch.setattr(MqttSubscription, "_prepare", prepare)
     async with wire.subscribe(wire.url(userinfo)) as subscription:
         await until(lambda: "it refuses us: " in subscription.problem)
         publication = wire.publish(wire.url(userinfo))
@@ -136,7 +136,7 @@ async def test_a_stream_over_tls_needs_the_right_authority(start_mqtt_broker, wi
 
 
 async def test_a_broker_that_does_not_answer_is_given_up(free_port, until, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.mqtt.connection.CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvist.events.transports.mqtt.link.CONNECT_TIMEOUT_S", 0.05)
     connections = []
     server = await asyncio.start_server(lambda *streams: connections.append(streams), "127.0.0.1", free_port())
     port = server.sockets[0].getsockname()[1]

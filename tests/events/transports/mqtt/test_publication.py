@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 
 from kvist.events.transports import Message
-from kvist.events.transports.mqtt.connection import subscribe
+from kvist.events.transports.mqtt.link import subscribe
 from kvist.publisher import KvEventPublisher
 
 PUBLISH_UNTIL_KILLED = """

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from kvist.events.transports import Message, ReplayRequest
 
@@ -76,7 +75,7 @@ async def test_what_is_not_the_transports_is_counted_and_skipped(wire, until, se
 
 
 async def test_what_is_not_read_in_time_is_lost_newest_first(wire, until, send, take_until, monkeypatch, caplog):
-    monkeypatch.setattr("kvist.events.transports.mqtt.subscription.QUEUE_CAPACITY", 10)
+    monkeypatch.setattr("kvist.events.transports.received.QUEUE_CAPACITY", 10)
     async with wire.subscribe() as subscription:
         publication = await wire.publish_to(subscription)
         for sequence in range(50):
@@ -91,25 +90,3 @@ async def test_topics_that_are_no_ranks_come_back_as_they_were(wire):
         for topic in (b"", b"kv-events", b"kv/other/0", b"kv/pod-1/01", b"\xff/#+"):
             publication.send(Message(topic, 1, b""))
             assert [message.topic for message in await subscription.receive()] == [topic]
-
-
-async def test_messages_are_taken_where_they_arrive_while_somebody_waits(wire, until, send, take_until):
-    taken = []
-
-    def take(messages: Sequence[Message]) -> bool:
-        taken.extend(message.sequence for message in messages)
-        return taken[-1] != 2
-
-    async with wire.subscribe() as subscription:
-        publication = await wire.publish_to(subscription)
-        subscription.take_with(take)
-        waiting = asyncio.create_task(subscription.receive())
-        for sequence in range(3):
-            await until(lambda: subscription._is_awaited)
-            send(publication, sequence)
-            await until(lambda: sequence in taken)  # noqa: B023 - awaited in the same round
-        assert await waiting == []  # for the taker goes on by itself
-        subscription.take_with(None)
-        send(publication, 3)
-        assert await take_until(subscription, 3) == [3]
-        assert taken == [0, 1, 2]

@@ -187,7 +187,7 @@ async def test_everything_from_the_streams_beginning_can_be_received_then_what_c
 
 
 async def test_a_stream_that_is_not_there_yet_is_a_problem_until_it_is(wire, until, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.nats.subscription.MAX_RECONNECT_S", 0.02)
+    monkeypatch.setattr("kvist.events.transports.base.MAX_RECONNECT_S", 0.02)
     server = wire.start_server(has_jetstream=True)
     url = wire.url(server, query=QUERY)
     async with wire.subscribe(f"{url}&deliver=all") as subscription:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from contextlib import suppress
 
+import nats.errors
 import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, ReplayRequest
+from kvist.events.transports.broker_link import REFUSED_RETRY_S
 from kvist.events.transports.nats import link as nats_link
-from kvist.events.transports.nats.link import REFUSED_RETRY_S, NatsLink
+from kvist.events.transports.nats.link import NatsLink
 
 TOPIC = b"kv/pod-1/0"
 
@@ -238,7 +240,8 @@ async def test_a_server_that_reads_nothing_makes_who_sends_wait_and_takes_no_mem
         server.signal(signal.SIGSTOP)
         transport = link.client._transport._io_writer.transport
         for _ in range((kernel_bytes >> 19) + 32):
-            assert await link.publish("anything", bytes(1 << 19))
+            with suppress(nats.errors.Error):  # for it waits in vain
+                await link.client.publish("anything", bytes(1 << 19))
             assert transport.get_write_buffer_size() < 8 << 20
         server.signal(signal.SIGCONT)
 

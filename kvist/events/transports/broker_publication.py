@@ -1,17 +1,25 @@
-"""A thread with an event loop for one publication: brokers' clients are asyncio, publishers are not."""
+"""The publisher's end of a stream on a broker, but for what its client does.
+
+Brokers' clients are asyncio, and publishers are not: a publication has a thread with an event loop of its own.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Generic
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.base import Message
+from kvist.events.transports.base import Message, ReplaySource
+from kvist.events.transports.broker import ANSWER, BrokerUrl
+from kvist.events.transports.broker_link import BrokerLink, ClientT, end, first_of
+from kvist.events.transports.broker_replay import PAGE_BYTES, Answers
 
 CAPACITY = 1024
 """Messages on their way to the client; beyond them the publisher keeps its own, and drops the oldest if it must."""
@@ -26,8 +34,8 @@ _STOP_TIMEOUT_S = 3.0
 class BrokerLoop:
     """Runs `serve` in a thread of its own and brings it messages, in order, without making their sender wait.
 
-    `serve` takes them with `take` until that returns none, which means that the publication was closed; it then drains
-    what its client still holds, and returns. What it raises ends the publication: `put` raises it from then on.
+    `serve` gets them from `receive` until that returns none: the publication was closed. It then drains what its client
+    still holds, and returns. What it raises ends the publication: `put` raises it from then on.
     """
 
     def __init__(self, name: str, serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -86,7 +94,15 @@ class BrokerLoop:
             if not self._loop.is_closed():
                 raise
 
-    async def take(self) -> list[Message]:
+    def fail(self, error: Exception) -> None:
+        """End the publication with this error; called in the loop."""
+        self._failure = error
+        if not self._opened.done():
+            self._opened.set_exception(error)
+        assert self._task is not None
+        self._task.cancel()
+
+    async def receive(self) -> list[Message]:
         """Wait for messages and return all that are here, oldest first; none when closed and all were taken."""
         while True:
             with self._lock:
@@ -126,3 +142,75 @@ class BrokerLoop:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         await self._serve()
+
+
+class BrokerPublication(ABC, Generic[ClientT]):
+    """Sends from a thread of its own. While the broker is away what is sent waits, up to the hand-over's capacity."""
+
+    def __init__(self, url: BrokerUrl, page_bytes: int = PAGE_BYTES) -> None:
+        """`url` names a worker; pages of answers have at most so many bytes."""
+        self._url = url.with_worker(None)
+        self._id = secrets.randbits(64)
+        self._answers = Answers(page_bytes=page_bytes)
+        self._loop = BrokerLoop(f"{url.scheme} stream {url.public}", self._serve)
+        self._link = self._new_link()
+        self._loop.start()
+
+    @abstractmethod
+    def _new_link(self) -> BrokerLink[ClientT]:
+        """Return the link, which hears questions once it is up; raises InvalidValueError for files of no use."""
+
+    @abstractmethod
+    async def _send_all(self, client: ClientT) -> None:
+        """Send what the loop has until the publication is closed and the broker has it all, or this is cancelled."""
+
+    @abstractmethod
+    async def _send_page(self, client: ClientT, name: str, page: bytes) -> None:
+        """Send part of an answer."""
+
+    @property
+    def endpoint(self) -> str:
+        """The URL a subscriber uses, without secrets."""
+        return self._url.public
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be sent just now, None while all is well."""
+        return self._link.problem
+
+    def serve_replay(self, source: ReplaySource) -> None:
+        """Answer replay requests from `source`, in the publication's own threads."""
+        self._answers.source = source
+
+    def send(self, message: Message) -> None:
+        """Hand the message to the publication's thread; never waits."""
+        self._loop.put(message)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Wait up to `timeout_s` for the broker to have what was sent, then disconnect."""
+        self._loop.close(timeout_s)
+
+    async def _serve(self) -> None:
+        async with self._link as link:
+            await first_of(self._loop.closing.wait(), link.tried.wait())
+            self._loop.opened()
+            sending = asyncio.create_task(link.stay(self._send_all), name="kvist-broker-sending")
+            answering = asyncio.create_task(self._answer_all(link), name="kvist-broker-answering")
+            try:
+                await first_of(self._loop.closing.wait(), sending, answering)
+                if self._loop.closing.is_set() and link.client is not None:  # else there is nobody to drain to
+                    await first_of(link.lost(), sending, answering)
+            finally:
+                for task in (sending, answering):
+                    await end(task)
+            for task in (sending, answering):
+                if not task.cancelled():
+                    task.result()
+
+    async def _answer_all(self, link: BrokerLink[ClientT]) -> None:
+        async def send(question: str, page: bytes) -> None:
+            if link.client is not None:  # else the asker hears nothing, and asks again
+                with suppress(*link.failures):
+                    await self._send_page(link.client, self._url.name(ANSWER, question), page)
+
+        await self._answers.serve(send)

@@ -10,7 +10,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message
-from kvist.events.transports.broker_loop import CAPACITY, CAPACITY_BYTES, BrokerLoop
+from kvist.events.transports.broker_publication import CAPACITY, CAPACITY_BYTES, BrokerLoop
 
 
 class Served:
@@ -27,7 +27,7 @@ class Served:
             raise self.error
         self.loop.opened()
         await asyncio.to_thread(self.may_take.wait)
-        while messages := await self.loop.take():
+        while messages := await self.loop.receive():
             self.taken += messages
 
 
@@ -112,7 +112,7 @@ def test_an_error_that_the_caller_can_mend_is_raised_by_start(served) -> None:
 def test_a_later_error_is_raised_by_whoever_sends() -> None:
     async def serve() -> None:
         loop.opened()
-        await loop.take()
+        await loop.receive()
         raise ConnectionError("the broker is no more")
 
     loop = BrokerLoop("a stream", serve)

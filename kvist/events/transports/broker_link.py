@@ -1,0 +1,172 @@
+"""One connection to a broker that is kept: what the links to both kinds of broker have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, suppress
+from itertools import cycle
+from types import TracebackType
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from kvist.events.transports import base
+from kvist.events.transports.broker import BrokerUrl, Host
+
+_logger = logging.getLogger(__name__)
+
+REFUSED_RETRY_S, MAX_REFUSED_RETRY_S = 30.0, 300.0
+"""The wait before a broker that refused us is asked again: doubled each time, for somebody must change something."""
+
+_MAX_DOUBLINGS = 16
+_END_AGAIN_S = 2.0
+
+ClientT = TypeVar("ClientT")
+
+
+class BrokerLink(ABC, Generic[ClientT]):
+    """Keeps one connection while entered; `client` is None while there is none.
+
+    A client connects once, and every reconnect is another client's, to the next of the URL's hosts and no other. A
+    broker that is away is tried again with back-off, one that refuses us after half a minute and more.
+    """
+
+    failures: ClassVar[tuple[type[Exception], ...]]
+    """What a client raises when a connection or a broker fails."""
+
+    def __init__(self, url: BrokerUrl, prepare: Callable[[ClientT], Awaitable[None]] | None = None) -> None:
+        """`prepare` is called with each new connection before it counts as one."""
+        self.client: ClientT | None = None
+        self.problem: str | None = "not connected yet"
+        self.tried = asyncio.Event()
+        """Set once the first attempt to connect has ended, well or not."""
+        self._url = url
+        self._prepare = prepare
+        self._is_up = asyncio.Event()
+        self._lost = asyncio.Event()
+        self._num_failures = 0
+        self._is_refused = False
+        self._since: str | None = None
+        self._logged_reason: str | None = None
+
+    @abstractmethod
+    def _open(self, host: Host) -> AbstractAsyncContextManager[ClientT]:
+        """Connect a client, and disconnect it at the end."""
+
+    @abstractmethod
+    async def _watch(self, client: ClientT) -> None:
+        """Wait for the end of a connection, and raise what it ended with."""
+
+    @abstractmethod
+    def _reason(self, error: Exception) -> tuple[str, bool]:
+        """Return why there is no connection, in words, and whether the broker refused us."""
+
+    async def __aenter__(self) -> Self:
+        """Start connecting; returns at once."""
+        self._running = asyncio.create_task(self._run(), name=f"kvist-link {self._url.public}")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the connection."""
+        await end(self._running)
+
+    async def connected(self) -> ClientT:
+        """Wait for a connection and return its client."""
+        while self.client is None:
+            await self._is_up.wait()
+        return self.client
+
+    async def lost(self) -> None:
+        """Wait for the end of the connection there is."""
+        await self._lost.wait()
+
+    async def stay(self, use: Callable[[ClientT], Coroutine[Any, Any, None]]) -> None:
+        """Call `use` with each connection there is, and end it when that is lost, until it returns.
+
+        Where it fails though the connection stands it is called again after a while.
+        """
+        while True:
+            client, lost = await self.connected(), self._lost
+            using = asyncio.create_task(use(client), name="kvist-link-use")
+            try:
+                await first_of(using, lost.wait())
+            finally:
+                await end(using)
+            if not using.cancelled() and not isinstance(using.exception(), self.failures):
+                return using.result()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(base.MAX_RECONNECT_S):
+                    await lost.wait()
+
+    async def _run(self) -> None:
+        for host in cycle(self._url.hosts):
+            try:
+                async with self._open(host) as client:
+                    if self._prepare is not None:
+                        await self._prepare(client)
+                    await self._serve(client)
+            except self.failures as error:
+                self._note_failure(host, error)
+            finally:
+                self.tried.set()
+            await asyncio.sleep(self._retry_s())
+            self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
+
+    async def _serve(self, client: ClientT) -> None:
+        """Let others use the connection until it is lost."""
+        if self._since is not None:
+            _logger.info("connected again url=%s", self._url.public)
+        self.problem = self._since = self._logged_reason = None
+        self.client, self._lost = client, asyncio.Event()
+        self._is_up.set()
+        self.tried.set()
+        began_s = time.monotonic()
+        try:
+            await self._watch(client)
+        finally:
+            self.client = None
+            self._is_up.clear()
+            self._lost.set()
+            if time.monotonic() - began_s > base.MAX_RECONNECT_S:
+                self._num_failures = 0
+
+    def _retry_s(self) -> float:
+        """Return how long to wait now; never the same, so that a fleet does not come back at once."""
+        if self._is_refused:
+            return min(REFUSED_RETRY_S * 2.0**self._num_failures, MAX_REFUSED_RETRY_S) * random.uniform(1, 1.5)
+        back_off_s = min(base.MIN_RECONNECT_S * 2.0**self._num_failures, base.MAX_RECONNECT_S)
+        return back_off_s * random.uniform(0.5, 1.5)
+
+    def _note_failure(self, host: Host, error: Exception) -> None:
+        reason, self._is_refused = self._reason(error)
+        self._since = self._since or time.strftime("%H:%M:%S UTC", time.gmtime())
+        self.problem = f"broker {host}: {reason} (since {self._since})"
+        if reason != self._logged_reason:
+            _logger.warning("not connected, and tried again: %s url=%s", reason, self._url.public)
+        self._logged_reason = reason
+
+
+async def end(task: asyncio.Task[None]) -> None:
+    """Cancel the task and wait for its end.
+
+    Again if need be: clients wait with `asyncio.wait_for`, which up to Python 3.11 may swallow a cancellation.
+    """
+    while not task.done():
+        task.cancel()
+        await asyncio.wait([task], timeout=_END_AGAIN_S)
+
+
+async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[None]) -> None:
+    """Wait until one of these is done; tasks are left to go on."""
+    own = [asyncio.create_task(wait, name="kvist-wait") for wait in waits if not isinstance(wait, asyncio.Task)]
+    tasks = [wait for wait in waits if isinstance(wait, asyncio.Task)]
+    try:
+        await asyncio.wait([*own, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            task.cancel()
