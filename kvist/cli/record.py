@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with RecordingWriter(args.to, sources, appends=args.append, rotate_bytes=rotate_bytes) as writer:
         recorder = Recorder(specs, writer)
         if writer.earlier is not None:
-            _recall(recorder, writer.earlier)
+            _skip(recorder, writer.earlier)
         asyncio.run(_record(recorder, writer, args))
     for report in recorder.reports():
         print(
@@ -69,13 +69,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _recall(recorder: Recorder, earlier: Path) -> None:
+def _skip(recorder: Recorder, earlier: Path) -> None:
     """Let the recorder go on behind what is there, as far as that can be read."""
     from kvist.replay import RecordingError, RecordingReader
 
     with RecordingReader(earlier) as reader:
         try:
-            recorder.recall(reader)
+            recorder.skip(reader)
         except RecordingError as error:
             print(f"kvist record: what follows is recorded anew: {error}", flush=True)
 

@@ -41,6 +41,11 @@ class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=Tr
         return len(self.events) == 1 and bytes(self.events[0])[1:11] == _HEARTBEAT_START
 
     @property
+    def next_sequence(self) -> int:
+        """Return the number of the rank's next batch."""
+        return self.sequence if self.is_heartbeat else self.sequence + 1
+
+    @property
     def tells_of_nothing(self) -> bool:
         """Return whether it is a heartbeat of a rank that holds no block."""
         return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.events import EngineStored, WorkerRank
-from kvist.events.codec import is_snapshot_part
+from kvist.events import Batch, EngineStored, Heartbeat, WorkerRank
+from kvist.events.codec import encode_batch
 from kvist.events.dialects import decode_block_events
-from kvist.events.follow import Question
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, ReplayRequest
+from kvist.events.transports import Message
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
+from kvist.replay.blocks import SentBuffer
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
-from kvist.replay.held import RecordedSnapshot, SnapshotCollector
+from kvist.replay.player import REPLAY_BYTES
 from kvist.replay.recording import Record, RecordedSource
 from kvist.replay.script import Line, Pace, RecordReader, worker_of
 
-_MAX_BEHIND = 10_000  # batches that are taken with a snapshot: as many as a publisher keeps
-_SETTLE_S = 1.0  # after which every question that is left is given up: there is nobody to ask
+_RETRY_S, _NUM_RETRIES = 0.6, 6  # after which each question was answered, or given up
+_ASKS_AGAIN_S = 60.0  # after which a rank that is partial is asked about again
+_UNLIKE_ANY = Heartbeat((1 << 63) - 1, 0)  # more blocks than any rank holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,9 @@ class IndexReport:
 
     ranks: tuple[RankReport, ...]
     num_blocks: int
-    num_gaps: int
-    """Gaps behind which no snapshot stands."""
     num_snapshots: int
     num_cleared: int
+    """How often a rank's blocks were dropped, since something of it was missing."""
     num_malformed: int
     num_refused_events: int
     failures: tuple[str, ...]
@@ -66,40 +65,53 @@ class IndexReport:
     def to_text(self) -> str:
         """Return everything as lines of text."""
         lines = [
-            f"{rank.source.worker} rank {rank.source.rank}: {rank.num_blocks} blocks, digest {rank.digest:016x}, "
-            f"{rank.state}"
+            f"{worker} rank {number}: {rank.num_blocks} blocks, digest {rank.digest:016x}, {rank.state}"
             for rank in self.ranks
+            for worker, number in [rank.source]
         ]
         totals = (
-            f"{self.num_blocks} distinct blocks in the index; {self.num_gaps} gaps, "
-            f"{self.num_snapshots} snapshots, {self.num_cleared} times cleared, "
-            f"{self.num_malformed} malformed, {self.num_refused_events} events refused"
+            f"{self.num_blocks} distinct blocks in the index; {self.num_snapshots} snapshots, {self.num_cleared} times "
+            f"cleared, {self.num_malformed} malformed, {self.num_refused_events} events refused"
         )
         return "\n".join([*lines, totals, *(f"not indexed: {failure}" for failure in self.failures)])
 
 
-class _Answer:
-    """A snapshot, and the batches that follow it: later ones may have been recorded before."""
+class _Stream:
+    """What one worker said in one source, and what an index made of it: whatever that asks is answered at once."""
 
-    def __init__(self, recorded: RecordedSnapshot) -> None:
-        self.recorded = recorded
-        self.behind: list[Message] = []
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.sent = SentBuffer(REPLAY_BYTES)
 
-    def takes(self, message: Message) -> bool:
-        """Take the message if it is the next batch of the rank; return whether it is."""
-        envelope, snapshot = read_envelope(message.payload), self.recorded.snapshot
-        if not isinstance(envelope, CanonicalEnvelope) or envelope.is_heartbeat:
-            return False
-        place = envelope.epoch, envelope.sequence
-        is_ours = envelope.source == self.recorded.rank and len(self.behind) < _MAX_BEHIND
-        if is_ours and place == (snapshot.epoch, snapshot.sequence + len(self.behind)):
-            self.behind.append(message)
-            return True
-        return False
+    def receive(self, messages: Sequence[Message], now_s: float) -> None:
+        for _ in self.source.received_all(messages, now_s):
+            pass
+        for question in self.source.questions(now_s):
+            for _ in self.source.answered(question, list(self.sent.replay(question.request)), now_s):
+                pass
+
+    def settle(self, now_s: float) -> None:
+        """Answer all that is left, and let the index ask anew where it misses something that was told meanwhile."""
+        now_s = self._answer_all([], now_s)
+        states, repeated = self.source.states(), []
+        for message in self.sent.last_messages():
+            last = read_envelope(message.payload)
+            assert isinstance(last, CanonicalEnvelope)
+            if states.get(last.rank) is SourceState.PARTIAL and self.sent.has_all_of(message.topic):
+                state = Batch(*last.source, last.epoch, last.next_sequence, last.block_size, 0.0, (_UNLIKE_ANY,))
+                message = Message(message.topic, state.sequence, encode_batch(state))
+            repeated.append(message)
+        self._answer_all(repeated, now_s + _ASKS_AGAIN_S)
+
+    def _answer_all(self, messages: Sequence[Message], now_s: float) -> float:
+        for _ in range(_NUM_RETRIES):
+            self.receive(messages, now_s)
+            now_s, messages = now_s + _RETRY_S, []
+        return now_s
 
 
 class IndexPlayer:
-    """Feeds an index, as an `Indexer` would that heard the streams and had nobody to ask for what is missing.
+    """Feeds an index, as an `Indexer` is fed that follows a `Player`.
 
     A rank that was recorded from its publisher's start without a gap, or with a snapshot behind the last one, is exact
     in the end.
@@ -113,51 +125,36 @@ class IndexPlayer:
         self._resyncing: set[WorkerRank] = set()
         self._pace = Pace()
         self._now_s = 0.0
-        self._sources: dict[tuple[RecordedSource, str], Source] = {}
-        self._snapshots: defaultdict[tuple[RecordedSource, str], SnapshotCollector] = defaultdict(SnapshotCollector)
-        self._answers: dict[tuple[RecordedSource, str], _Answer] = {}
-        self._num_bridged_gaps = 0
+        self._streams: dict[tuple[RecordedSource, str], _Stream] = {}
 
     def apply(self, lines: Iterable[Line]) -> None:
         """Apply some lines."""
-        by_source: dict[tuple[RecordedSource, str], list[Message]] = {}
-        for run, grouped in groupby(lines, lambda line: (line.round_idx, line.record.session)):
-            for line in grouped:
-                self._now_s = max(self._now_s, self._pace.due_s(run[0], line.record))
-                key, message = (line.record.source, worker_of(line.record)), line.record.message
-                if (answer := self._answers.get(key)) is not None:
-                    if answer.takes(message):
-                        continue
-                    self._restore(key, self._answers.pop(key))
-                if not is_snapshot_part(message.payload):
-                    by_source.setdefault(key, []).append(message)
-                elif (recorded := self._snapshots[key].add(message, key[1])) is not None:
-                    self._receive(key, by_source.pop(key, []))
-                    self._answers[key] = _Answer(recorded)
-        for key, messages in by_source.items():
-            self._receive(key, messages)
+        messages: defaultdict[_Stream, list[Message]] = defaultdict(list)
+        for line in lines:
+            self._now_s = max(self._now_s, self._pace.due_s(line.round_idx, line.record))
+            stream = self._stream_of(line.record)
+            if stream.sent.append(line.record.message):
+                messages[stream].append(line.record.message)
+        for stream, received in messages.items():
+            stream.receive(received, self._now_s)
 
     def report(self) -> IndexReport:
         """Return what the index holds, once nothing more will come."""
-        self._now_s += _SETTLE_S
-        for key, answer in self._answers.items():
-            self._restore(key, answer)
-        self._answers.clear()
-        for source in self._sources.values():
-            self._answer(source)
+        sources = [stream.source for stream in self._streams.values()]
+        for stream in self._streams.values():
+            stream.settle(self._now_s)
         while self._index.sweep():
             pass
-        statistics = [source.statistics(self._now_s) for source in self._sources.values()]
+        statistics = [source.statistics(self._now_s) for source in sources]
         ranks = [
             RankReport(rank, held.num_blocks, held.digest, state)
-            for source in self._sources.values()
+            for source in sources
             for rank, state in sorted((WorkerRank(source.worker, n), state) for n, state in source.states().items())
             for held in [self._index.digest(rank)]
         ]
         return IndexReport(
             ranks=tuple(ranks),
             num_blocks=self._index.statistics().num_blocks,
-            num_gaps=sum(each.num_gaps for each in statistics) - self._num_bridged_gaps,
             num_snapshots=sum(each.num_snapshots for each in statistics),
             num_cleared=sum(each.num_cleared + each.num_diverged for each in statistics),
             num_malformed=sum(each.num_malformed for each in statistics),
@@ -165,37 +162,15 @@ class IndexPlayer:
             failures=tuple(f"{each.worker}: {each.failure}" for each in statistics if each.failure is not None),
         )
 
-    def _receive(self, key: tuple[RecordedSource, str], messages: Sequence[Message]) -> None:
-        source = self._sources.get(key) or self._add(*key)
-        for _ in source.received_all(messages, self._now_s):
-            pass
-        self._answer(source)
-
-    def _restore(self, key: tuple[RecordedSource, str], answer: _Answer) -> None:
-        """Take a snapshot as the answer to what the publisher's heartbeat at that moment makes a subscriber ask."""
-        recorded = answer.recorded
-        source, beat = self._sources.get(key) or self._add(*key), recorded.heartbeat()
-        num_gaps = source.statistics(self._now_s).num_gaps
-        for _ in source.received_all([beat], self._now_s):
-            pass
-        self._num_bridged_gaps += source.statistics(self._now_s).num_gaps - num_gaps
-        request = ReplayRequest(beat.topic, 0, recorded.snapshot.epoch)
-        messages = [*recorded.messages, *answer.behind]
-        for _ in source.answered(Question(request, recorded.rank.rank), messages, self._now_s):
-            pass
-
-    def _add(self, recorded: RecordedSource, worker: str) -> Source:
-        url = f"tcp://recording:1?replay_port=none&engine={recorded.engine}"
-        name = self._names.get(worker, worker)
-        source = Source(name, url, self._block_size, self._index, self._resyncing)
-        self._sources[recorded, worker] = source
-        return source
-
-    def _answer(self, source: Source) -> None:
-        """Answer the questions that are due: with silence."""
-        for question in source.questions(self._now_s):
-            for _ in source.answered(question, None, self._now_s):
-                pass
+    def _stream_of(self, record: Record) -> _Stream:
+        worker, recorded = worker_of(record), record.source
+        stream = self._streams.get((recorded, worker))
+        if stream is None:
+            url = f"tcp://recording:1?engine={recorded.engine}"
+            name = self._names.get(worker, worker)
+            source = Source(name, url, self._block_size, self._index, self._resyncing)
+            stream = self._streams[recorded, worker] = _Stream(source)
+        return stream
 
 
 def find_block_size(reader: RecordReader) -> int:

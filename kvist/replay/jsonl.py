@@ -135,9 +135,9 @@ class JsonlReader:
         return list(found)
 
     @property
-    def size_bytes(self) -> int:
-        """Return the file's size."""
-        return self._path.stat().st_size
+    def num_bytes_left(self) -> int:
+        """Return how much of the file was not read."""
+        return self._path.stat().st_size - self.num_bytes_read
 
     def _record(self, text: bytes) -> Record:
         """Return what a line says; raises ValueError."""

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, Publication, open_publication
 from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
-from kvist.replay.held import SentBuffer
+from kvist.replay.blocks import SentBuffer
 from kvist.replay.recording import RecordedSource
 from kvist.replay.script import Line, Pace, Script
 

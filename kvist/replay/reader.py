@@ -23,8 +23,9 @@ import zstandard
 from mcap.data_stream import ReadDataStream
 from mcap.exceptions import McapError
 from mcap.opcode import Opcode
-from mcap.records import Channel, Chunk, DataEnd, Header, Metadata
-from mcap.stream_reader import get_chunk_data_stream
+from mcap.records import Channel, Chunk, DataEnd, Footer, Header, Metadata
+from mcap.records import Message as McapMessage
+from mcap.stream_reader import StreamReader, get_chunk_data_stream
 from mcap.writer import MCAP0_MAGIC
 
 from kvist.events.codec import DECODE_ERRORS
@@ -63,14 +64,6 @@ class Torn(NamedTuple):
     num_bytes: int
 
 
-class _DamageError(Exception):
-    """What was found, and what was expected."""
-
-    def __init__(self, found: str, expected: str) -> None:
-        super().__init__(found)
-        self.expected = expected
-
-
 class _Channel(NamedTuple):
     source: RecordedSource
     topic: bytes
@@ -78,7 +71,7 @@ class _Channel(NamedTuple):
 
 
 class _Part:
-    """One file of a recording, read forward; `offset` is behind the last whole record that was taken."""
+    """One file of a recording, read forward; `offset` is behind the last whole record that was read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,9 +98,9 @@ class _Part:
         return self._closed_bytes if self._file.closed else os.fstat(self._file.fileno()).st_size
 
     @property
-    def torn(self) -> Torn | None:
+    def torn(self) -> list[Torn]:
         num_bytes = self.size_bytes - self.offset
-        return Torn(self.path, self.offset, num_bytes) if num_bytes > 0 else None
+        return [Torn(self.path, self.offset, num_bytes)] if num_bytes > 0 else []
 
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         return os.pread(self._file.fileno(), num_bytes, offset)
@@ -118,95 +111,86 @@ class _Part:
             if records := list(islice(self._messages, MAX_RECORDS_AT_ONCE)):
                 return records
             self._record_offset = self.offset
-            return [] if self._step() else None
-        except _DamageError as error:
-            raise RecordingError(self.path, self._record_offset, str(error), error.expected) from None
+            is_read = self._read_magic() if self.offset == 0 else self._read_record()
+            return [] if is_read else None
         except _MALFORMED as error:
             found = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
-            raise RecordingError(self.path, self._record_offset, found, "a record as MCAP has it") from error
+            raise self._damage(found, "a record as MCAP has it") from error
 
-    def _step(self) -> bool:
-        """Take the next record; return False while it is not all there."""
-        if self.offset == 0:
-            return self._take_magic()
-        if self.is_closed:
-            return False
-        start = self.read_at(self.offset, _RECORD_START.size)
-        if len(start) < _RECORD_START.size:
-            return self._is_missing()
-        kind, length = _RECORD_START.unpack(start)
-        if kind not in _KINDS or length > _MAX_RECORD_BYTES:
-            raise _DamageError(
-                f"a record of kind {kind:#x} and {length} bytes", f"one that MCAP knows, of {_MAX_RECORD_BYTES} at most"
-            )
-        body_offset = self.offset + len(start)
-        end = body_offset + length + (len(MCAP0_MAGIC) if kind == Opcode.FOOTER else 0)
-        if self.size_bytes < end:
-            return self._is_missing()
-        body = self.read_at(body_offset, length)
-        self._take(kind, body)
-        self._crc = zlib.crc32(body, zlib.crc32(start, self._crc))
-        self.offset = end
-        if kind == Opcode.FOOTER:
-            self.is_closed = True
-            if self.read_at(body_offset + length, len(MCAP0_MAGIC) + 1) != MCAP0_MAGIC:
-                raise _DamageError("other bytes behind the footer", f"{MCAP0_MAGIC!r} and the end of the file")
-        return True
+    def _damage(self, found: str, expected: str) -> RecordingError:
+        return RecordingError(self.path, self._record_offset, found, expected)
 
-    def _take_magic(self) -> bool:
+    def _read_magic(self) -> bool:
         data = self.read_at(0, len(MCAP0_MAGIC))
         if data.startswith(_OLD_MAGIC):
             found = "a recording of the form before MCAP"
-            raise _DamageError(found, "an MCAP file: this version reads no other, record anew")
+            raise self._damage(found, "an MCAP file: this version reads no other, record anew")
         if not MCAP0_MAGIC.startswith(data):
-            raise _DamageError(repr(data), f"a recording, which is an MCAP file and begins with {MCAP0_MAGIC!r}")
-        if len(data) < len(MCAP0_MAGIC):
+            raise self._damage(repr(data), f"a recording, which is an MCAP file and begins with {MCAP0_MAGIC!r}")
+        if data == MCAP0_MAGIC:
+            self.offset, self._crc = len(data), zlib.crc32(data)
+        return data == MCAP0_MAGIC
+
+    def _read_record(self) -> bool:
+        """Read the next record; return False while it is not all there."""
+        if self.is_closed:
             return False
-        self.offset, self._crc = len(data), zlib.crc32(data)
+        start = self.read_at(self.offset, _RECORD_START.size)
+        kind, length = _RECORD_START.unpack(start) if len(start) == _RECORD_START.size else (Opcode.HEADER, 0)
+        if kind not in _KINDS or length > _MAX_RECORD_BYTES:
+            found = f"a record of kind {kind:#x} and {length} bytes"
+            raise self._damage(found, f"one that MCAP knows, of {_MAX_RECORD_BYTES} at most")
+        end = self.offset + _RECORD_START.size + length
+        is_footer = kind == Opcode.FOOTER
+        if self.size_bytes < end + (len(MCAP0_MAGIC) if is_footer else 0):
+            last = self.read_at(max(0, self.size_bytes - len(MCAP0_MAGIC)), len(MCAP0_MAGIC))
+            if last == MCAP0_MAGIC and self.size_bytes > len(MCAP0_MAGIC):
+                raise self._damage("a record that goes on behind the end of the file", "all of it: the file was closed")
+            return False
+        data = start + self.read_at(self.offset + len(start), length)
+        self._apply(kind, data)
+        self._crc = zlib.crc32(data, self._crc)
+        self.offset = end
+        if is_footer:
+            self.is_closed = True
+            self.offset += len(MCAP0_MAGIC)
+            if self.read_at(end, len(MCAP0_MAGIC) + 1) != MCAP0_MAGIC:
+                raise self._damage("other bytes behind the footer", f"{MCAP0_MAGIC!r} and the end of the file")
         return True
 
-    def _is_missing(self) -> bool:
-        """Return False; raises _DamageError when a recorder closed the file, so that nothing more will be written."""
-        is_whole = self.read_at(max(0, self.size_bytes - len(MCAP0_MAGIC)), len(MCAP0_MAGIC)) == MCAP0_MAGIC
-        if is_whole and self.size_bytes > len(MCAP0_MAGIC):
-            raise _DamageError("a record that goes on behind the end of the file", "all of it: the file was closed")
-        return False
-
-    def _take(self, kind: int, body: bytes) -> None:
-        """Take a record of the file."""
-        stream = ReadDataStream(BytesIO(body))
-        if kind == Opcode.HEADER:
-            profile = Header.read(stream).profile
-            if profile != PROFILE:
-                raise _DamageError(f"an MCAP file of profile {profile!r}", f"a recording, of profile {PROFILE!r}")
+    def _apply(self, kind: int, data: bytes) -> None:
+        """Take note of what a record says; its messages come with the next `read`."""
+        record = next(StreamReader(BytesIO(data), skip_magic=True, emit_chunks=True).records)
+        if isinstance(record, Header):
+            if record.profile != PROFILE:
+                found = f"an MCAP file of profile {record.profile!r}"
+                raise self._damage(found, f"a recording, of profile {PROFILE!r}")
             self._is_ours = True
-        elif not self._is_ours or (self.about is None and kind in (Opcode.CHUNK, Opcode.CHANNEL, Opcode.MESSAGE)):
-            raise _DamageError(f"a record of kind {kind:#x}", f"a header and what {ABOUT} tells before it")
-        elif kind == Opcode.METADATA:
-            self._note(Metadata.read(stream))
-        elif kind == Opcode.CHUNK:
-            self._messages = self._records(_chunk_data(Chunk.read(stream)))
-        elif kind in (Opcode.CHANNEL, Opcode.MESSAGE):
-            self._messages = self._records(_RECORD_START.pack(kind, len(body)) + body)
-        elif kind == Opcode.DATA_END:
+        elif not self._is_ours or (self.about is None and isinstance(record, Chunk | Channel | McapMessage)):
+            raise self._damage(f"a record of kind {kind:#x}", f"a header and what {ABOUT} tells before it")
+        elif isinstance(record, Metadata):
+            self.is_end |= record.name == END
+            if record.name == ABOUT:
+                self.about = self._read_about(record.metadata["about"])
+        elif isinstance(record, Chunk):
+            self._messages = self._records(_chunk_data(record))
+        elif isinstance(record, Channel | McapMessage):
+            self._messages = self._records(data)
+        elif isinstance(record, DataEnd):
             self._has_data_end = True
-            if DataEnd.read(stream).data_section_crc not in (0, self._crc):
-                raise _DamageError("a wrong checksum of the file", "the one that its bytes have: some were altered")
-        elif kind == Opcode.FOOTER and not self._has_data_end:
-            raise _DamageError("the end of the file", "the end of its data before it: some bytes were altered")
+            if record.data_section_crc not in (0, self._crc):
+                raise self._damage("a wrong checksum of the file", "the one that its bytes have: some were altered")
+        elif isinstance(record, Footer) and not self._has_data_end:
+            raise self._damage("the end of the file", "the end of its data before it: some bytes were altered")
 
-    def _note(self, metadata: Metadata) -> None:
-        if metadata.name == END:
-            self.is_end = True
-        elif metadata.name == ABOUT:
-            text = metadata.metadata["about"]
-            version = msgspec.json.decode(text, type=dict)["version"]
-            if version != VERSION:
-                raise _DamageError(f"version {version!r}", f"version {VERSION} of recordings")
-            self.about = msgspec.json.decode(text, type=About)
+    def _read_about(self, text: str) -> About:
+        version = msgspec.json.decode(text, type=dict)["version"]
+        if version != VERSION:
+            raise self._damage(f"version {version!r}", f"version {VERSION} of recordings")
+        return msgspec.json.decode(text, type=About)
 
     def _records(self, data: bytes) -> Iterator[Record]:
-        """Yield the messages of a chunk, and take note of its channels."""
+        """Yield the messages of a chunk, one by one however many there are, and take note of its channels."""
         assert self.about is not None
         offset, session = 0, self.about.session
         while offset < len(data):
@@ -225,7 +209,7 @@ class _Part:
             elif kind == Opcode.CHANNEL:
                 self._num_channel_bytes += length
                 if self._num_channel_bytes > MAX_CHUNK_BYTES:
-                    raise _DamageError(f"{self._num_channel_bytes} bytes of channels", f"at most {MAX_CHUNK_BYTES}")
+                    raise ValueError(f"{self._num_channel_bytes} bytes of channels, more than {MAX_CHUNK_BYTES}")
                 self._add_channel(Channel.read(ReadDataStream(BytesIO(body))))
             elif kind != Opcode.SCHEMA:
                 raise ValueError(f"a record of kind {kind:#x} in a chunk")
@@ -246,9 +230,10 @@ def _chunk_data(chunk: Chunk) -> bytes:
         told = zstandard.frame_content_size(chunk.data)
         size_bytes = chunk.uncompressed_size if told < 0 else told
     elif chunk.compression:
-        raise _DamageError(f"a chunk compressed by {chunk.compression!r}", "zstd, or none")
+        raise ValueError(f"a chunk compressed by {chunk.compression!r}, neither by zstd nor not at all")
     if size_bytes != chunk.uncompressed_size or size_bytes > MAX_CHUNK_BYTES:
-        raise _DamageError(f"a chunk of {size_bytes} bytes", f"{chunk.uncompressed_size}, {MAX_CHUNK_BYTES} at most")
+        expected = f"{chunk.uncompressed_size}, {MAX_CHUNK_BYTES} at most"
+        raise ValueError(f"a chunk of {size_bytes} bytes in place of {expected}")
     stream, _ = get_chunk_data_stream(chunk, validate_crc=True)
     return stream.read(size_bytes)
 
@@ -268,9 +253,10 @@ class RecordingReader:
         self._first_path = self._path = path
         self._number = 0
         self._part = _Part(path)
+        self.num_bytes_read = 0
+        """How much of all parts was read."""
         self._about: About | None = None
         self._was_closed = False
-        self._num_bytes_of_parts_before = 0
         self._torn: list[Torn] = []
 
     def __enter__(self) -> Self:
@@ -295,7 +281,9 @@ class RecordingReader:
             next_path = part_path(self._first_path, self._number + 1)
             is_last = not next_path.exists()
             is_begun = self._part.about is not None
+            offset = self._part.offset
             records = self._part.read()
+            self.num_bytes_read += self._part.offset - offset
             if not is_begun and self._part.about is not None:
                 self._begin(self._part.about)
             if records:
@@ -304,6 +292,14 @@ class RecordingReader:
                 if is_last:
                     return None
                 self._enter(next_path)
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Return how much of all parts that there are now was not read."""
+        num_bytes, number = self._part.size_bytes - self._part.offset, self._number + 1
+        while (path := part_path(self._first_path, number)).exists():
+            num_bytes, number = num_bytes + path.stat().st_size, number + 1
+        return num_bytes
 
     def sources(self) -> list[RecordedSource]:
         """Return whoever is recorded from here on, in order of appearance, as the parts say at their beginnings."""
@@ -323,31 +319,16 @@ class RecordingReader:
     @property
     def torn(self) -> list[Torn]:
         """Return what lies behind the last whole record of each part."""
-        return [*self._torn, *([self._part.torn] if self._part.torn is not None else [])]
+        return [*self._torn, *self._part.torn]
 
     @property
     def is_ended(self) -> bool:
         """Return whether the recorder ended on purpose where the reader is: nothing more will come of its session."""
         return self._part.is_closed and self._part.is_end
 
-    @property
-    def num_bytes_read(self) -> int:
-        """Return how much of all parts was read."""
-        return self._num_bytes_of_parts_before + self._part.offset
-
-    @property
-    def size_bytes(self) -> int:
-        """Return the size of all parts that there are now."""
-        size_bytes, number = self._num_bytes_of_parts_before + self._part.size_bytes, self._number + 1
-        while (path := part_path(self._first_path, number)).exists():
-            size_bytes, number = size_bytes + path.stat().st_size, number + 1
-        return size_bytes
-
     def _enter(self, path: Path) -> None:
         part = _Part(path)
-        if self._part.torn is not None:
-            self._torn.append(self._part.torn)
-        self._num_bytes_of_parts_before += self._part.size_bytes
+        self._torn += self._part.torn
         self._part.close()
         self._was_closed, self._part = self._part.is_closed, part
         self._number += 1

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, only_cause
 from kvist.events.follow import REPLAY_TIMEOUT_S, Turns
-from kvist.events.transports import Endpoint, Subscription, open_subscription, public_url
-from kvist.replay.asking import Answer, Asking, Question, Timed
+from kvist.events.transports import Endpoint, Message, Subscription, open_subscription, public_url
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordedSource
+from kvist.replay.recovery import Question, SourceRecovery, Timed
 from kvist.replay.writer import RecordingWriter
 
-_TICK_S = 0.25  # how often it is seen whether a chunk is due: well within the writer's second
 MAX_QUESTIONS_AT_ONCE = 8
 """Answers in memory at any moment."""
+MAX_WAIT_S = 10.0
+"""How long messages are held back for one answer."""
+_TICK_S = 0.25  # how often it is seen whether a chunk is due, or a question: well within the writer's second
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +85,11 @@ class SourceReport:
     """Why nothing could be received just now."""
 
 
-class _Heard(NamedTuple):
-    """What a subscription tells of itself; it can be asked only while it is entered."""
-
-    num_connects: int = 0
-    num_malformed: int = 0
-    problem: str | None = None
-
-    @classmethod
-    def of(cls, subscription: Subscription) -> _Heard:
-        return cls(subscription.num_connects, subscription.num_malformed, subscription.problem)
-
-
 class Recorder:
     """Writes down what the sources say until cancelled: every message, duplicates and malformed ones too.
 
     What a rank held before it was heard, and what a gap took, is asked for and stands in front of what came next
-    (`kvist.replay.asking`). The order in the file is that of arrival here, but that a rank's messages wait for an
+    (`kvist.replay.recovery`). The order in the file is that of arrival here, but that a rank's messages wait for an
     answer, up to `MAX_WAIT_S`, while others' do not.
     """
 
@@ -120,92 +110,85 @@ class Recorder:
         self._gate = asyncio.Semaphore(MAX_QUESTIONS_AT_ONCE)
         self._turns = Turns()
 
-    def recall(self, earlier: RecordingReader) -> None:
+    def skip(self, earlier: RecordingReader) -> None:
         """Go on behind an earlier part: what it has of these sources is neither written nor asked for again.
 
-        Raises RecordingError where it is damaged; what stands before that is recalled.
+        Raises RecordingError where it is damaged; what stands before that is known.
         """
         streams = {(stream.spec.name, stream.spec.endpoint.engine): stream for stream in self._streams}
         try:
             for record in earlier:
                 if (stream := streams.get((record.source.name, record.source.engine))) is not None:
-                    stream.asking.recall(record.message)
+                    stream.recovery.skip(record.message)
         finally:
             for stream in self._streams:
-                stream.asking.resume()
+                stream.recovery.resume()
 
     async def run(self) -> None:
         """Record until cancelled; raises OSError when the file cannot be written, InvalidValueError for an endpoint."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 for stream in self._streams:
-                    tasks.create_task(self._record(stream, tasks), name=f"kvist-record-{stream.spec.name}")
+                    tasks.create_task(self._record(stream), name=f"kvist-record-{stream.spec.name}")
                 while True:
                     await asyncio.sleep(_TICK_S)
-                    self._tick(tasks)
+                    self._writer.flush_if_due(self._mono_ns() + self._clock_offset_ns)
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+            raise only_cause(failed) from failed
 
     def reports(self) -> list[SourceReport]:
         """Return what came of each source so far."""
         return [stream.report() for stream in self._streams]
 
-    def _tick(self, tasks: asyncio.TaskGroup) -> None:
-        mono_ns = self._mono_ns()
-        for stream in self._streams:
-            if stream.subscription is not None:
-                stream.heard = _Heard.of(stream.subscription)
-                self._look_after(stream, tasks)
-        self._writer.flush_if_due(mono_ns + self._clock_offset_ns)
-
-    async def _record(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
+    async def _record(self, stream: _Stream) -> None:
         async with open_subscription(stream.spec.endpoint) as subscription:
-            stream.subscription = subscription
             try:
-                while True:
-                    messages = await subscription.receive()
-                    mono_ns = self._mono_ns()
-                    if (num_connects := subscription.num_connects) > stream.num_connects:
-                        stream.num_connects = num_connects
-                        self._write(stream, stream.asking.reconnected(mono_ns * 1e-9))
-                    self._write(stream, stream.asking.heard(messages, mono_ns))
-                    self._look_after(stream, tasks)
-                    await asyncio.sleep(0)  # a busy source is never waited for
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._receive(stream, subscription))
+                    tasks.create_task(self._ask(stream, subscription))
             finally:
-                stream.heard, stream.subscription = _Heard.of(subscription), None
-                self._write(stream, stream.asking.give_up(self._mono_ns() * 1e-9))
+                stream.note(subscription)
+                self._write(stream, stream.recovery.give_up(self._mono_ns() * 1e-9))
+
+    async def _receive(self, stream: _Stream, subscription: Subscription) -> None:
+        num_connects = 0
+        while True:
+            messages = await subscription.receive()
+            mono_ns = self._mono_ns()
+            if subscription.num_connects > num_connects:
+                num_connects = subscription.num_connects
+                self._write(stream, stream.recovery.reconnected(mono_ns * 1e-9))
+            self._write(stream, stream.recovery.receive(messages, mono_ns))
+            if stream.recovery.is_waiting:
+                stream.has_questions.set()
+            await asyncio.sleep(0)  # a busy source is never waited for
+
+    async def _ask(self, stream: _Stream, subscription: Subscription) -> None:
+        """Ask what is due, one question at a time; messages are received meanwhile."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await stream.has_questions.wait()
+            stream.has_questions.clear()
+            stream.note(subscription)
+            question = stream.recovery.question(self._mono_ns() * 1e-9)
+            if question is None:
+                continue
+            try:
+                async with asyncio.timeout(MAX_WAIT_S), self._gate:
+                    messages = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
+                    await self._turns.work_off(self._answer(stream, question, messages))
+            except TimeoutError:
+                self._write(stream, stream.recovery.give_up(self._mono_ns() * 1e-9))
+
+    def _answer(self, stream: _Stream, question: Question, messages: Sequence[Message] | None) -> Iterator[None]:
+        """Write an answer, in one piece with what waited for it; yields before that."""
+        ready = yield from stream.recovery.answer(question, messages, self._mono_ns() * 1e-9)
+        self._write(stream, ready)
 
     def _write(self, stream: _Stream, ready: Sequence[Timed]) -> None:
         for timed in ready:
             self._writer.add(stream.recorded, timed.message, timed.mono_ns + self._clock_offset_ns)
-
-    def _look_after(self, stream: _Stream, tasks: asyncio.TaskGroup) -> None:
-        """Ask what is due, and wait for no answer that takes too long."""
-        now_s = self._mono_ns() * 1e-9
-        if stream.asking.is_overdue(now_s):
-            self._write(stream, stream.asking.give_up(now_s))
-        question = stream.asking.question(now_s)
-        if stream.question is None and question is not None:
-            stream.question = tasks.create_task(self._ask(stream, question), name=f"kvist-ask-{stream.spec.name}")
-        elif stream.question is not None and not stream.asking.is_waiting:
-            stream.question.cancel()
-
-    async def _ask(self, stream: _Stream, question: Question) -> None:
-        """Ask one question and take the answer; messages are received meanwhile."""
-        try:
-            async with self._gate:
-                assert stream.subscription is not None
-                messages = await stream.subscription.replay(question.request, REPLAY_TIMEOUT_S)
-                answers: list[Answer | None] = []
-
-                def read() -> Iterator[None]:
-                    answers.append((yield from stream.asking.read(question, messages or ())))
-
-                await self._turns.work_off(read())
-                answer = None if messages is None else answers[0]
-                self._write(stream, stream.asking.answered(question, answer, self._mono_ns() * 1e-9))
-        finally:
-            stream.question = None
 
 
 class _Stream:
@@ -214,26 +197,30 @@ class _Stream:
     def __init__(self, spec: SourceSpec) -> None:
         self.spec = spec
         self.recorded = spec.recorded
-        self.asking = Asking(spec.name)
-        self.num_connects = 0
-        self.heard = _Heard()
-        self.subscription: Subscription | None = None
-        self.question: asyncio.Task[None] | None = None
+        self.recovery = SourceRecovery(spec.name)
+        self.has_questions = asyncio.Event()
+        self._num_connects = self._num_malformed = 0
+        self._problem: str | None = None
+
+    def note(self, subscription: Subscription) -> None:
+        """Take note of what a subscription tells of itself: it can be asked only while it is entered."""
+        self._num_connects, self._num_malformed = subscription.num_connects, subscription.num_malformed
+        self._problem = subscription.problem
 
     def report(self) -> SourceReport:
-        asking, judged, heard = self.asking, self.asking.numbering, self.heard
+        recovery, live = self.recovery, self.recovery.numbering
         return SourceReport(
-            self.spec.name,
-            judged.total("num_messages") + judged.num_heartbeats,
-            heard.num_connects,
-            judged.total("num_gaps"),
-            judged.total("num_missing"),
-            judged.total("num_duplicates"),
-            judged.total("num_restarts"),
-            judged.num_malformed + heard.num_malformed,
-            asking.num_snapshots,
-            asking.num_recovered,
-            asking.num_unanswered,
-            tuple(asking.partial),
-            heard.problem,
+            name=self.spec.name,
+            num_messages=live.total("num_messages") + live.num_heartbeats,
+            num_connects=self._num_connects,
+            num_gaps=live.total("num_gaps"),
+            num_missing=live.total("num_missing"),
+            num_duplicates=live.total("num_duplicates"),
+            num_restarts=live.total("num_restarts"),
+            num_malformed=live.num_malformed + self._num_malformed,
+            num_snapshots=recovery.num_snapshots,
+            num_recovered=recovery.num_recovered,
+            num_unanswered=recovery.num_unanswered,
+            partial=tuple(recovery.partial),
+            problem=self._problem,
         )

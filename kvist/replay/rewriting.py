@@ -24,8 +24,8 @@ from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, decode_batch
 from kvist.events.transports import Message
 from kvist.publisher.stream import topic_of
+from kvist.replay.blocks import RankBlocks, SnapshotCollector
 from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
-from kvist.replay.held import HeldBlocks, SnapshotCollector
 from kvist.replay.recording import Record, RecordedSource
 
 EVENT_KINDS = ("stored", "removed", "cleared", "heartbeat")
@@ -79,7 +79,7 @@ class Rewriter:
         self._is_looped = num_rounds > 1
         self._must_count = kinds is not None and "heartbeat" in kinds and not kinds >= set(EVENT_KINDS)
         self._engines: dict[RecordedSource, _EngineStream] = {}
-        self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, HeldBlocks]] = {}
+        self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, RankBlocks]] = {}
         self._snapshots: defaultdict[RecordedSource, SnapshotCollector] = defaultdict(SnapshotCollector)
         self._numberings: defaultdict[tuple[RecordedSource, int], SourceNumbering] = defaultdict(SourceNumbering)
 
@@ -125,7 +125,7 @@ class Rewriter:
                 return []
             changed |= _EMPTY_SNAPSHOT
         elif self._must_count and (whole := self._snapshots[source].add(message, source.name)) is not None:
-            held = HeldBlocks()
+            held = RankBlocks()
             held.restore(whole.snapshot.slices)
             self._held[source, whole.rank] = changed.get(_EPOCH, envelope.epoch), held
         return [Message(topic, message.sequence, _with_fields(message.payload, changed))]
@@ -156,9 +156,9 @@ class Rewriter:
         is_new: bool,
     ) -> Message:
         """Return the message; a heartbeat with what the rank holds by what was played of it."""
-        held_epoch, held = self._held.get(key, (epoch, HeldBlocks()))
+        held_epoch, held = self._held.get(key, (epoch, RankBlocks()))
         if epoch > held_epoch:
-            held_epoch, held = epoch, HeldBlocks()
+            held_epoch, held = epoch, RankBlocks()
         self._held[key] = held_epoch, held
         try:
             events = decode_batch(message.payload, key[0].name).batch.events

@@ -11,8 +11,8 @@ from typing import NamedTuple, TypeAlias
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import ReplayRequest
+from kvist.replay.blocks import SentBuffer
 from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, read_envelope
-from kvist.replay.held import SentBuffer
 from kvist.replay.jsonl import JsonlReader
 from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record, RecordedSource
@@ -153,7 +153,7 @@ class Script:
         """Return how many bytes were read, and how many there are, all rounds together."""
         if self._reader is None:
             return 0, 1
-        size_bytes = self._reader.size_bytes
+        size_bytes = self._reader.num_bytes_read + self._reader.num_bytes_left
         return self._round_idx * size_bytes + self._reader.num_bytes_read, self._num_rounds * size_bytes
 
     def lines(self) -> Iterator[list[Line] | None]:

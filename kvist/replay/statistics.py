@@ -6,30 +6,19 @@ distinct blocks take some 2 to 3 GB. The recording itself is read chunk by chunk
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from kvist.errors import MalformedMessageError
-from kvist.events import (
-    Batch,
-    Cleared,
-    EngineRemoved,
-    EngineStored,
-    Event,
-    Heartbeat,
-    Removed,
-    Stored,
-    Tier,
-    WorkerRank,
-)
-from kvist.events.codec import decode_batch, is_canonical, is_snapshot_part
-from kvist.events.dialects import DecodedEngineBatch, decode_block_events
-from kvist.events.engine_events import Window
+from kvist.events import Cleared, EngineRemoved, EngineStored, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events.codec import decode_batch
+from kvist.events.dialects import decode_block_events
+from kvist.events.engine_events import EngineEvent, Window
 from kvist.publisher.stream import RankStream
-from kvist.replay.envelope import SourceNumbering, read_envelope
-from kvist.replay.held import HeldBlocks, SnapshotCollector, hashes_of
+from kvist.replay.blocks import Change, RankBlocks, SnapshotCollector, hashes_of
+from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
 from kvist.replay.recording import Record, RecordedSource
 
 MAX_SPANS = 512
@@ -152,10 +141,10 @@ class _Rank:
     """What is known of one rank while reading."""
 
     def __init__(self) -> None:
-        self.held = HeldBlocks()
+        self.blocks = RankBlocks()
         self.removed: tuple[set[int], ...] = tuple(set() for _ in Tier)
         self.statistics = RankStatistics()
-        self.epoch: int | None = None
+        self.epoch = -1
         self.stream: RankStream | None = None
 
 
@@ -163,17 +152,25 @@ class _Source:
     """What is known of one source while reading."""
 
     def __init__(self, source: RecordedSource) -> None:
-        self.recorded = source
         self.statistics = SourceStatistics(source.name, source.url)
         self.numbering = SourceNumbering()
         self.num_restarts = 0
         self.snapshots = SnapshotCollector()
-        self.ranks: dict[WorkerRank, _Rank] = {}
+        self.ranks: defaultdict[WorkerRank, _Rank] = defaultdict(_Rank)
         self.block_sizes: set[int] = set()
+
+    def result(self) -> SourceStatistics:
+        statistics, numbering = self.statistics, self.numbering
+        for name in ("num_gaps", "num_missing", "num_duplicates", "num_restarts", "num_snapshots"):
+            setattr(statistics, name, numbering.total(name))
+        statistics.num_malformed = numbering.num_malformed + self.snapshots.num_malformed
+        statistics.is_from_start = all(each.is_from_start for each in numbering.numberings)
+        statistics.block_sizes = tuple(sorted(self.block_sizes))
+        return statistics
 
 
 class StatisticsCollector:
-    """Takes a recording's messages, in order, and tells at any time what was in them.
+    """Counts a recording's messages, in order, and tells at any time what was in them.
 
     What is missing is not made up for: a block whose removal was lost counts as live until its rank is cleared.
     """
@@ -183,7 +180,7 @@ class StatisticsCollector:
         self._sessions: set[int] = set()
         self._depths: dict[int, int] = {}
         self._lifetimes: Counter[int] = Counter()
-        self._windows: dict[tuple[str, int | None, Window], WindowStatistics] = {}
+        self._windows: defaultdict[tuple[str, int | None, Window], WindowStatistics] = defaultdict(WindowStatistics)
         self._timeline = Timeline()
         self._num_live = 0
         self._num_events = 0
@@ -192,7 +189,7 @@ class StatisticsCollector:
         self._time_ms = 0
 
     def add(self, record: Record) -> None:
-        """Take the next message."""
+        """Count the next message."""
         source = self._sources.get(record.source)
         if source is None:
             source = self._sources[record.source] = _Source(record.source)
@@ -202,11 +199,12 @@ class StatisticsCollector:
         self._time_ms = max(self._time_ms, (record.time_ns - self._first_ns) // 1_000_000)
         source.statistics.num_messages += 1
         source.statistics.num_bytes += len(record.message.payload)
-        is_new = source.numbering.seen(read_envelope(record.message.payload), record.message)
+        envelope = read_envelope(record.message.payload)
+        is_new = source.numbering.seen(envelope, record.message)
         try:
-            if is_canonical(record.message.payload):
-                self._add_canonical(source, record, is_new)
-            elif is_snapshot_part(record.message.payload):
+            if isinstance(envelope, CanonicalEnvelope):
+                self._add_canonical(source, record, envelope, is_new)
+            elif isinstance(envelope, SnapshotEnvelope):
                 self._add_snapshot(source, record)
             elif is_new:
                 self._add_engine(source, record)
@@ -216,156 +214,137 @@ class StatisticsCollector:
     def result(self) -> RecordingStatistics:
         """Return the figures so far."""
         ranks = {key: rank for source in self._sources.values() for key, rank in source.ranks.items()}
-        held = Counter(block for rank in ranks.values() for block in {b for tier in rank.held.tiers for b in tier})
-        holders = Counter(held.values())
+        held = Counter(block for rank in ranks.values() for block in set().union(*rank.blocks.tiers))
         return RecordingStatistics(
             num_messages=sum(source.statistics.num_messages for source in self._sources.values()),
             num_events=self._num_events,
             num_sessions=len(self._sessions),
             first_ns=self._first_ns or 0,
             duration_s=self._time_ms / 1000,
-            sources=[_finished(source) for source in self._sources.values()],
+            sources=[source.result() for source in self._sources.values()],
             ranks={key: rank.statistics for key, rank in sorted(ranks.items())},
-            windows=self._windows,
+            windows=dict(self._windows),
             num_distinct=len(self._depths),
             num_live_distinct=len(held),
-            holders=dict(sorted(holders.items())),
-            depths=_powers(Counter(self._depths.values())),
+            holders=dict(sorted(Counter(held.values()).items())),
+            depths=_by_power(Counter(self._depths.values())),
             num_parents_unknown=self._num_parents_unknown,
             lifetimes_s={2.0**power / 1000: count for power, count in sorted(self._lifetimes.items())},
             spans=self._timeline.spans(),
         )
 
-    def _add_canonical(self, source: _Source, record: Record, is_new: bool) -> None:
-        batch = decode_batch(record.message.payload, source.recorded.name).batch
+    def _add_canonical(self, source: _Source, record: Record, envelope: CanonicalEnvelope, is_new: bool) -> None:
+        batch = decode_batch(record.message.payload, record.source.name).batch
         source.statistics.is_canonical = True
         source.block_sizes.add(batch.block_size)
-        rank = source.ranks.setdefault(batch.source, _Rank())
-        is_heartbeat = len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)
+        rank = source.ranks[batch.source]
         is_behind = source.numbering.ranks[batch.source].is_behind(batch.epoch, batch.sequence)
-        if not is_new and (is_behind or not is_heartbeat):
+        if not is_new and (is_behind or not envelope.is_heartbeat):
             return
-        if rank.epoch is not None and batch.epoch > rank.epoch:
-            self._gone(rank, rank.held.clear().gone)
-        rank.epoch = batch.epoch if rank.epoch is None else max(rank.epoch, batch.epoch)
-        self._take(rank, batch)
+        if batch.epoch > rank.epoch:
+            self._changed(rank, rank.blocks.apply(Cleared()))
+            rank.epoch = batch.epoch
+        for event in batch.events:
+            self._apply(rank, event)
+        self._count_events(len(batch.events))
 
     def _add_snapshot(self, source: _Source, record: Record) -> None:
-        recorded = source.snapshots.add(record.message, source.recorded.name)
+        recorded = source.snapshots.add(record.message, record.source.name)
         if recorded is None:
             return
         source.statistics.is_canonical = True
-        source.block_sizes.add(recorded.block_size)
-        rank, snapshot = source.ranks.setdefault(recorded.rank, _Rank()), recorded.snapshot
-        if rank.epoch is not None and snapshot.epoch < rank.epoch:
+        source.block_sizes.add(recorded.heartbeat.block_size)
+        rank, snapshot = source.ranks[recorded.rank], recorded.snapshot
+        if snapshot.epoch < rank.epoch:
             return
         rank.epoch = snapshot.epoch
-        change = rank.held.restore(snapshot.slices, note=_HELD_BEFORE)
-        for removed, held in zip(rank.removed, rank.held.tiers, strict=True):
+        change = rank.blocks.restore(snapshot.slices, _HELD_BEFORE)
+        for removed, held in zip(rank.removed, rank.blocks.tiers, strict=True):
             removed.difference_update(held)
         rank.statistics.num_restored += len(change.new)
-        self._num_live += len(change.new) - len(change.gone)
-        rank.statistics.num_live = rank.held.num_blocks
-        rank.statistics.num_live_peak = max(rank.statistics.num_live_peak, rank.held.num_blocks)
+        self._changed(rank, change, is_counted=False)
         for told in snapshot.slices:
             for block, depth in zip(told.hashes.tolist(), told.depths.tolist(), strict=True):
                 self._depths.setdefault(block, depth + 1)
 
     def _add_engine(self, source: _Source, record: Record) -> None:
-        decoded = decode_block_events(record.message.payload, source.recorded.name, source.recorded.engine)
+        name = record.source.name
+        decoded = decode_block_events(record.message.payload, name, record.source.engine)
         source.statistics.num_malformed_events += decoded.num_malformed_events
         source.statistics.num_ignored_events += decoded.num_ignored_events
-        if source.numbering.total("num_restarts") > source.num_restarts:
-            source.num_restarts = source.numbering.total("num_restarts")
+        if (num_restarts := source.numbering.total("num_restarts")) > source.num_restarts:
+            source.num_restarts = num_restarts
             for rank in source.ranks.values():
-                self._gone(rank, rank.held.clear().gone)
+                self._changed(rank, rank.blocks.apply(Cleared()))
                 rank.stream = None
-        self._note_windows(source, decoded)
-        key = WorkerRank(source.recorded.name, decoded.rank or 0)
-        rank = source.ranks.setdefault(key, _Rank())
+        for event in decoded.events:
+            self._note_window(source, name, event)
+        key = WorkerRank(name, decoded.rank or 0)
+        rank = source.ranks[key]
         if rank.stream is None:
             block_size = next((e.block_size for e in decoded.events if isinstance(e, EngineStored) and e.block_size), 0)
-            if block_size > 0:
-                rank.stream = RankStream(key, block_size, epoch=0)
+            rank.stream = RankStream(key, block_size, epoch=0) if block_size > 0 else None
         if rank.stream is not None:
             for event in decoded.events:
                 rank.stream.admit(event)
             for batch in rank.stream.close_batches(0.0):
-                self._take_events(rank, batch.events)
-        self._num_events += len(decoded.events)
-        self._timeline.add(self._time_ms / 1000, len(decoded.events), self._num_live)
+                for canonical in batch.events:
+                    self._apply(rank, canonical)
+        self._count_events(len(decoded.events))
 
-    def _note_windows(self, source: _Source, decoded: DecodedEngineBatch) -> None:
-        for event in decoded.events:
-            if isinstance(event, EngineStored):
-                source.block_sizes.add(event.block_size)
-            if isinstance(event, EngineStored | EngineRemoved):
-                key = (source.recorded.name, event.group, event.window)
-                window = self._windows.setdefault(key, WindowStatistics())
-                if isinstance(event, EngineStored):
-                    window.num_stored_events += 1
-                    window.num_stored_blocks += len(event.block_hashes)
-                else:
-                    window.num_removed_blocks += len(event.block_hashes)
+    def _note_window(self, source: _Source, name: str, event: EngineEvent) -> None:
+        if isinstance(event, EngineStored):
+            source.block_sizes.add(event.block_size)
+            window = self._windows[name, event.group, event.window]
+            window.num_stored_events += 1
+            window.num_stored_blocks += len(event.block_hashes)
+        elif isinstance(event, EngineRemoved):
+            self._windows[name, event.group, event.window].num_removed_blocks += len(event.block_hashes)
 
-    def _take(self, rank: _Rank, batch: Batch) -> None:
-        self._take_events(rank, batch.events)
-        self._num_events += len(batch.events)
-        self._timeline.add(self._time_ms / 1000, len(batch.events), self._num_live)
+    def _count_events(self, num_events: int) -> None:
+        self._num_events += num_events
+        self._timeline.add(self._time_ms / 1000, num_events, self._num_live)
 
-    def _take_events(self, rank: _Rank, events: Iterable[Event]) -> None:
-        for event in events:
-            if isinstance(event, Stored):
-                self._store(rank, event)
-            elif isinstance(event, Removed):
-                change = rank.held.apply(event)
-                rank.removed[event.tier].update(change.gone)
-                lifetimes_ms = (self._time_ms - note for note in change.notes if note != _HELD_BEFORE)
-                self._lifetimes.update(max(0, lifetime_ms.bit_length() - 1) for lifetime_ms in lifetimes_ms)
-                rank.statistics.num_removed_in_vain += change.num_in_vain
-                self._gone(rank, change.gone)
-            elif isinstance(event, Cleared):
-                rank.statistics.num_cleared += 1
-                self._gone(rank, rank.held.apply(event).gone)
-            else:
-                agrees = (event.num_blocks, event.digest) == (rank.held.num_blocks, rank.held.digest)
-                rank.statistics.num_heartbeats_agreeing += agrees
-                rank.statistics.num_heartbeats_differing += not agrees
+    def _apply(self, rank: _Rank, event: Event) -> None:
+        if isinstance(event, Heartbeat):
+            agrees = (event.num_blocks, event.digest) == (rank.blocks.num_blocks, rank.blocks.digest)
+            rank.statistics.num_heartbeats_agreeing += agrees
+            rank.statistics.num_heartbeats_differing += not agrees
+            return
+        change, statistics = rank.blocks.apply(event, repeat(self._time_ms)), rank.statistics
+        if isinstance(event, Stored):
+            removed = rank.removed[event.tier]
+            again = removed.intersection(change.new)
+            removed -= again
+            statistics.num_stored += len(change.new)
+            statistics.num_stored_again += len(again)
+            statistics.num_stored_in_vain += change.num_in_vain
+            self._note_depths(event)
+        elif isinstance(event, Removed):
+            rank.removed[event.tier].update(change.gone)
+            lifetimes_ms = (self._time_ms - note for note in change.notes if note != _HELD_BEFORE)
+            self._lifetimes.update(max(0, lifetime_ms.bit_length() - 1) for lifetime_ms in lifetimes_ms)
+            statistics.num_removed_in_vain += change.num_in_vain
+        else:
+            statistics.num_cleared += 1
+        self._changed(rank, change)
 
-    def _store(self, rank: _Rank, event: Stored) -> None:
-        statistics = rank.statistics
-        change = rank.held.apply(event, note=self._time_ms)
-        removed = rank.removed[event.tier]
-        again = removed.intersection(change.new)
-        removed -= again
-        statistics.num_stored += len(change.new)
-        statistics.num_stored_again += len(again)
-        statistics.num_stored_in_vain += change.num_in_vain
-        self._num_live += len(change.new)
-        statistics.num_live = rank.held.num_blocks
-        statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
+    def _note_depths(self, event: Stored) -> None:
         depth = 0 if event.parent is None else self._depths.get(event.parent, 0)
         self._num_parents_unknown += event.parent is not None and depth == 0
         for block in hashes_of(event):
             depth = self._depths.setdefault(block, depth + 1)
 
-    def _gone(self, rank: _Rank, gone: list[int]) -> None:
-        rank.statistics.num_removed += len(gone)
-        rank.statistics.num_live = rank.held.num_blocks
-        self._num_live -= len(gone)
+    def _changed(self, rank: _Rank, change: Change, *, is_counted: bool = True) -> None:
+        """Take note of what is live now; blocks that a snapshot does not tell of any more do not count as removed."""
+        statistics = rank.statistics
+        self._num_live += len(change.new) - len(change.gone)
+        statistics.num_removed += len(change.gone) if is_counted else 0
+        statistics.num_live = rank.blocks.num_blocks
+        statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
 
 
-def _finished(source: _Source) -> SourceStatistics:
-    statistics, numbering = source.statistics, source.numbering
-    for name in ("num_gaps", "num_missing", "num_duplicates", "num_restarts", "num_snapshots"):
-        setattr(statistics, name, numbering.total(name))
-    statistics.num_malformed = numbering.num_malformed + source.snapshots.num_malformed
-    statistics.is_from_start = all(each.is_from_start for each in numbering.numberings)
-    statistics.block_sizes = tuple(sorted(source.block_sizes))
-    return statistics
-
-
-def _powers(counts: Counter[int]) -> dict[int, int]:
+def _by_power(counts: Counter[int]) -> dict[int, int]:
     """Return counts of numbers put together by powers of two."""
     powers: Counter[int] = Counter()
     for number, count in counts.items():

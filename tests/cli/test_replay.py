@@ -129,7 +129,7 @@ def test_into_an_index_prints_what_it_holds(recorded, capsys):
     assert code == 0
     assert f"gpu-0 rank 0: 100 blocks, digest {blocks_digest(BLOCKS, 0):016x}, live" in output
     assert "w2 rank 0: 1 blocks" in output
-    assert "101 distinct blocks in the index; 0 gaps" in output
+    assert "101 distinct blocks in the index; 0 snapshots" in output
     code, output, _ = run(capsys, recorded, "--into-index", "--json", "--worker", "theirs", "--block-size", "4")
     assert [(rank["worker"], rank["num_blocks"]) for rank in json.loads(output)["ranks"]] == [("theirs", 1)]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvist.events.transports import Message, ReplayRequest
 from kvist.radix import RadixIndex
 from kvist.replay import Record, RecordedSource
-from kvist.replay.held import SentBuffer
+from kvist.replay.blocks import SentBuffer
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.report import statistics_json, statistics_text, svg_plot
 from kvist.replay.rewriting import Rewriter

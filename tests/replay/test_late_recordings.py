@@ -16,7 +16,7 @@ from kvist.publisher import KvEventPublisher
 from kvist.publisher.publisher import PublisherLimits
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader, RecordingWriter
-from kvist.replay import asking as asking_module
+from kvist.replay import recorder as recorder_module
 from kvist.replay.indexing import IndexPlayer
 from kvist.replay.jsonl import JsonlReader, to_line
 from kvist.replay.player import Player, close_publications, open_publications
@@ -165,7 +165,7 @@ async def test_a_recording_begun_late_is_exact(tmp_path, until, make_url, transp
     report = played(path)
     (rank,) = report.ranks
     assert ((rank.num_blocks, rank.digest), rank.state) == (held, "live")
-    assert (report.num_gaps, report.num_snapshots, report.num_cleared) == (0, 1, 0)
+    assert (report.num_snapshots, report.num_cleared) == (1, 0)
     statistics = StatisticsCollector()
     for record in read(path):
         statistics.add(record)
@@ -252,7 +252,7 @@ async def test_an_engines_own_stream_is_asked_from_its_beginning(tmp_path, until
         await until(lambda: writer.flush() or read(path)[-1].message.sequence == engine.next_sequence - 1)
     assert [record.message.payload for record in read(path)] == [payload for _, payload in engine.kept]
     report = played(path)
-    assert (report.ranks[0].state, report.num_gaps) == ("live", 0)
+    assert (report.ranks[0].state, report.num_cleared) == ("live", 0)
 
 
 async def test_an_engine_that_keeps_nothing_is_recorded_and_told_to_be_partial(tmp_path, until, start_vllm, free_port):
@@ -283,7 +283,7 @@ class EndlessAnswers:
 
 
 async def test_an_answer_without_an_end_holds_live_messages_up_for_a_while_only(make, tmp_path, until, monkeypatch):
-    monkeypatch.setattr(asking_module, "MAX_WAIT_S", 0.1)
+    monkeypatch.setattr(recorder_module, "MAX_WAIT_S", 0.1)
     path, publication = tmp_path / "r", open_publication("tcp://127.0.0.1:0")
     answers = EndlessAnswers(make.heartbeat(7, 3, 5))
     publication.serve_replay(answers)
@@ -337,7 +337,7 @@ async def test_who_goes_on_recording_writes_what_was_missed_and_nothing_twice(tm
                 recorder = Recorder([SourceSpec.parse(url) for url in urls], writer)
                 if writer.earlier is not None:
                     with RecordingReader(writer.earlier) as earlier:
-                        recorder.recall(earlier)
+                        recorder.skip(earlier)
                 task = asyncio.create_task(recorder.run())
 
                 def is_heard(session=session, writer=writer, recorder=recorder):

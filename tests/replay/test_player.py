@@ -147,9 +147,9 @@ async def test_a_ranks_last_message_is_repeated_until_all_is_over(make, recordin
 def fleet(make, num_ranks, num_batches):
     """Return a stream of several ranks that all store, remove and repeat, with heartbeats that are right."""
     from kvist.events import Heartbeat
-    from kvist.replay.held import HeldBlocks
+    from kvist.replay.blocks import RankBlocks
 
-    held = [HeldBlocks() for _ in range(num_ranks)]
+    held = [RankBlocks() for _ in range(num_ranks)]
     messages = []
     for number in range(num_batches):
         for rank in range(num_ranks):

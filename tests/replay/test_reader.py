@@ -68,7 +68,7 @@ def test_what_was_written_is_read_byte_for_byte_and_with_its_times(whole, tmp_pa
         assert list(reader) == records
         assert reader.torn == []
         assert reader.is_ended
-        assert reader.num_bytes_read == reader.size_bytes == len(data)
+        assert (reader.num_bytes_read, reader.num_bytes_left) == (len(data), 0)
     assert sum(kind == Opcode.CHUNK for kind, _, _ in records_of(data)) == 4
 
 
@@ -378,7 +378,6 @@ def test_what_is_left_of_a_recording_is_read_from_any_of_its_parts_on(make, tmp_
     with RecordingReader(tmp_path / "r.1.mcap") as reader:
         assert reader.sources() == [make.source]
         read = list(reader)
-        assert reader.size_bytes == reader.num_bytes_read == sum(part.stat().st_size for part in tmp_path.iterdir())
     assert 0 < len(read) < len(records)
     assert read == records[-len(read) :]
 

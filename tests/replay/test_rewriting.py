@@ -15,7 +15,7 @@ from kvist.events.session import Apply, Clear, Session
 from kvist.events.snapshot import HeldBlocks as SnapshotBlocks
 from kvist.events.snapshot import blocks_digest, cut
 from kvist.events.transports import Message
-from kvist.replay.held import HeldBlocks
+from kvist.replay.blocks import RankBlocks
 from kvist.replay.rewriting import Rewriter
 
 
@@ -76,7 +76,7 @@ def test_heartbeats_that_stay_say_what_was_played(make):
 
 def test_a_batch_that_a_snapshot_tells_of_is_not_counted_when_it_comes_behind_it(make):
     """As recorders write them: what was on its way when the publisher was asked."""
-    held = HeldBlocks()
+    held = RankBlocks()
     held.apply(make.stored(1, 2))
     state = Batch("w", 0, 7, 3, 4, 0.0, (Heartbeat(held.num_blocks, held.digest),))
     blocks = SnapshotBlocks(np.array([1, 2], np.uint64), np.array([0, 1], np.uint32), np.array([1, 1], np.uint8))

@@ -21,6 +21,7 @@ from kvist.events.session import Apply, Clear, ClearReason, Holding, Restore, Se
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.types import MAX_RANKS, SnapshotPart
+from kvist.replay.blocks import RecordedSnapshot, SnapshotCollector
 from kvist.replay.envelope import (
     CanonicalEnvelope,
     EngineEnvelope,
@@ -29,12 +30,9 @@ from kvist.replay.envelope import (
     SourceNumbering,
     read_envelope,
 )
-from kvist.replay.held import RecordedSnapshot, SnapshotCollector
 
 MAX_HELD_BYTES = 64 << 20
 """What is held back of one source; if more comes before the answer, that is given up."""
-MAX_WAIT_S = 10.0
-"""How long messages are held back."""
 
 # Messages wait meanwhile: a publisher is asked once more at once, if the answer has a hole, and then at a heartbeat.
 _LIMITS = SessionLimits(max_asks=2, jitter_s=0.0, retry_s=0.1, max_held_messages=1 << 20)
@@ -58,14 +56,7 @@ class Question(NamedTuple):
     request: ReplayRequest
 
 
-class Answer(NamedTuple):
-    """What is believed of an answer: a snapshot or none, and the messages behind it with the epoch of each."""
-
-    snapshot: RecordedSnapshot | None
-    messages: list[tuple[int, Message]]
-
-
-class _Followed:
+class _RankRecovery:
     """One numbering that is followed: a publisher's rank, or an engine's stream with all its ranks if that is None."""
 
     def __init__(self, rank: WorkerRank | None, topic: bytes, restarts: RestartDetector | None = None) -> None:
@@ -77,17 +68,15 @@ class _Followed:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether messages wait for an answer."""
         return self.session.state is SourceState.RESYNCING
 
-    def received(self, envelope: CanonicalEnvelope | EngineEnvelope, timed: Timed, now_s: float) -> list[Timed]:
-        """Take a live message; return what is to be written now."""
+    def receive(self, envelope: CanonicalEnvelope | EngineEnvelope, timed: Timed, now_s: float) -> list[Timed]:
         session, (_, sequence, payload) = self.session, timed.message
         if isinstance(envelope, EngineEnvelope):
             epoch = self._restarts.received(sequence, payload)
         else:
             epoch, sequence = envelope.epoch, envelope.sequence
-        ready = self._leave(epoch, now_s)
+        ready = self._leave_epoch(epoch, now_s)
         if isinstance(envelope, CanonicalEnvelope) and envelope.is_heartbeat:
             # Blocks are not followed here: a rank that is whole is what its publisher says it is, another one is not.
             published = _NOTHING if session.is_complete else _published(timed.message)
@@ -109,12 +98,14 @@ class _Followed:
             return ReplayRequest(None, max(0, start_sequence - 1))
         return ReplayRequest(self._topic, start_sequence, self.session.epoch)
 
-    def read(self, messages: Sequence[Message]) -> Generator[None, None, Answer | None]:
-        """Return what is believed of an answer, None for nothing; yields between messages."""
+    def answer(
+        self, request: ReplayRequest, messages: Sequence[Message] | None, now_s: float
+    ) -> Generator[None, None, list[Timed] | None]:
+        """Take the answer, None for none; return what is to be written now, None if it is not to be believed."""
         snapshot: RecordedSnapshot | None = None
         answered: list[tuple[int, Message]] = []
         collector, has_parts = SnapshotCollector(), False
-        for message in messages:
+        for message in messages or ():
             if self._rank is not None and is_snapshot_part(message.payload):
                 has_parts = True
                 whole = collector.add(message, self._rank.worker)
@@ -124,30 +115,38 @@ class _Followed:
                 # Replies have no topic: the stream's is put.
                 answered.append((0, message if message.topic else message._replace(topic=self._topic)))
             elif (
-                isinstance(envelope, CanonicalEnvelope) and not envelope.is_heartbeat and envelope.source == self._rank
+                isinstance(envelope, CanonicalEnvelope) and envelope.source == self._rank and not envelope.is_heartbeat
             ):
                 answered.append((envelope.epoch, message))
             yield
-        return None if has_parts and snapshot is None else Answer(snapshot, answered)
+        if messages is None or (has_parts and snapshot is None):
+            return None
+        if not self.is_waiting:  # that was given up meanwhile
+            return []
+        return self._believe(request, snapshot, answered, now_s)
 
-    def answered(self, request: ReplayRequest, answer: Answer | None, now_s: float) -> list[Timed]:
-        """Take an answer, None for none; return what is to be written now."""
+    def _believe(
+        self,
+        request: ReplayRequest,
+        snapshot: RecordedSnapshot | None,
+        answered: list[tuple[int, Message]],
+        now_s: float,
+    ) -> list[Timed]:
+        """Take a snapshot, or none, and the messages behind it with the epoch of each; return what is to be written."""
         session = self.session
-        if answer is None:
-            return _applied(session.replayed(None, None, now_s))
         came_ns = session.held[0][1].mono_ns if session.held else round(now_s * 1e9)
-        snapshot = answer.snapshot
+        told_epoch = None if snapshot is None else snapshot.snapshot.epoch
         if self._rank is None:
-            payloads = [(message.sequence, message.payload) for _, message in answer.messages]
+            payloads = [(message.sequence, message.payload) for _, message in answered]
             last_sequence = request.start_sequence if session.expected_sequence else None
             epoch: int | None = self._restarts.replayed(payloads, last_sequence)
-            messages = [message for _, message in answer.messages]
+            messages = [message for _, message in answered]
         else:
-            epochs = [epoch for epoch, _ in answer.messages]
-            epoch = snapshot.snapshot.epoch if snapshot is not None else epochs[0] if epochs else session.epoch
-            messages = [message for each, message in answer.messages if each == epoch]
+            first_epoch = answered[0][0] if answered else session.epoch
+            epoch = first_epoch if told_epoch is None else told_epoch
+            messages = [message for each, message in answered if each == epoch]
         # What an engine's stream said before the answer of another process is that one's, and in the answer, too.
-        ready = [] if self._rank is None else self._leave(epoch, now_s)
+        ready = [] if self._rank is None else self._leave_epoch(epoch, now_s)
         numbered = [(message.sequence, Timed(message, came_ns)) for message in messages]
         told_sequence = None if snapshot is None else snapshot.snapshot.sequence
         steps = session.replayed(epoch, numbered, now_s, snapshot_sequence=told_sequence)
@@ -159,20 +158,23 @@ class _Followed:
             ready.append(Timed(_nothing_before(applied[0].message), came_ns))
         return ready + applied
 
+    def unanswered(self, now_s: float) -> list[Timed]:
+        return _applied(self.session.replayed(None, None, now_s))
+
     def give_up(self, now_s: float) -> list[Timed]:
         """Wait for no answer; return what was held back."""
         ready: list[Timed] = []
         while self.is_waiting and self.session.question(float("inf")) is not None:
-            ready += _applied(self.session.replayed(None, None, now_s))
+            ready += self.unanswered(now_s)
         return ready
 
-    def _leave(self, epoch: int | None, now_s: float) -> list[Timed]:
+    def _leave_epoch(self, epoch: int | None, now_s: float) -> list[Timed]:
         """Return what was held back of an epoch that ends with this one: behind it, it would look like a step back."""
         last = self.session.epoch
         return self.give_up(now_s) if epoch is not None and last is not None and epoch > last else []
 
 
-class Asking:
+class SourceRecovery:
     """Decides about one source: what to ask it, and what to write in which order."""
 
     def __init__(self, name: str, *, max_held_bytes: int = MAX_HELD_BYTES) -> None:
@@ -180,113 +182,109 @@ class Asking:
         """What came live."""
         self._name = name
         self._max_held_bytes = max_held_bytes
-        self._followed: dict[WorkerRank | None, _Followed] = {}
-        self._waiting_since_s: dict[WorkerRank | None, float] = {}
+        self._ranks: dict[WorkerRank | None, _RankRecovery] = {}
+        self._waiting: dict[WorkerRank | None, None] = {}  # in the order in which they began
         self._held_bytes = 0
-        self._recalled = SourceNumbering()
-        self._recalled_topics: dict[WorkerRank | None, bytes] = {}
+        self._recorded = SourceNumbering()
+        self._recorded_topics: dict[WorkerRank | None, bytes] = {}
         self.num_unanswered = 0
         """Questions without an answer that could be believed."""
 
     @property
     def num_snapshots(self) -> int:
         """Return how many snapshots answers brought."""
-        return sum(followed.session.num_snapshots for followed in self._followed.values())
+        return sum(rank.session.num_snapshots for rank in self._ranks.values())
 
     @property
     def num_recovered(self) -> int:
         """Return how many messages answers brought."""
-        return sum(followed.session.num_recovered for followed in self._followed.values())
+        return sum(rank.session.num_recovered for rank in self._ranks.values())
 
     @property
     def partial(self) -> list[str]:
         """Return of which ranks something is missing in the recording, as things are; an engine's by its source."""
         return [
-            self._name if rank is None else f"{rank.worker}/{rank.rank}"
-            for rank, followed in self._followed.items()
-            if followed.session.state is not SourceState.LIVE
+            self._name if key is None else f"{key.worker}/{key.rank}"
+            for key, rank in self._ranks.items()
+            if rank.session.state is not SourceState.LIVE
         ]
 
     @property
     def is_waiting(self) -> bool:
         """Return whether messages are held back for an answer."""
-        return bool(self._waiting_since_s)
+        return bool(self._waiting)
 
-    def is_overdue(self, now_s: float) -> bool:
-        """Return whether messages were held back for too long."""
-        return any(now_s - since_s > MAX_WAIT_S for since_s in self._waiting_since_s.values())
-
-    def recall(self, message: Message) -> None:
+    def skip(self, message: Message) -> None:
         """Take what an earlier part of the recording has: it is not written again, and asked for no more."""
         envelope = read_envelope(message.payload)
-        self._recalled.seen(envelope, message)
+        self._recorded.seen(envelope, message)
         if envelope is not None:
-            self._recalled_topics[_rank_of(envelope)] = message.topic
+            self._recorded_topics[_rank_of(envelope)] = message.topic
 
     def resume(self) -> None:
-        """Go on behind all that was recalled; to be called before anything is heard."""
-        for rank, topic in self._recalled_topics.items():
-            numbering = self._recalled.engine if rank is None else self._recalled.ranks[rank]
+        """Go on behind all that was skipped; to be called before anything is received."""
+        for key, topic in self._recorded_topics.items():
+            numbering = self._recorded.engine if key is None else self._recorded.ranks[key]
             if numbering is not None and numbering.epoch is not None:
-                followed = self._followed[rank] = _Followed(rank, topic, self._recalled.restarts)
-                followed.session.resume(numbering.epoch, numbering.next_sequence, is_complete=numbering.is_complete)
+                rank = self._ranks[key] = _RankRecovery(key, topic, self._recorded.restarts)
+                rank.session.resume(numbering.epoch, numbering.next_sequence, is_complete=numbering.is_complete)
 
     def reconnected(self, now_s: float) -> list[Timed]:
         """Take note that a peer connected: an engine may be another process, which only its answer tells."""
-        if (engine := self._followed.get(None)) is None:
+        if (engine := self._ranks.get(None)) is None:
             return []
         ready = engine.give_up(now_s)
         engine.session.doubt(now_s)
-        self._note(None, now_s)
+        self._note_waiting(None)
         return ready
 
-    def heard(self, messages: Sequence[Message], mono_ns: int) -> list[Timed]:
+    def receive(self, messages: Sequence[Message], mono_ns: int) -> list[Timed]:
         """Take live messages; return what is to be written now."""
         ready: list[Timed] = []
         now_s = mono_ns * 1e-9
         for message in messages:
             envelope, timed = read_envelope(message.payload), Timed(message, mono_ns)
             self.numbering.seen(envelope, message)
-            followed = self._follow(envelope, message)
-            if followed is None or envelope is None or isinstance(envelope, SnapshotEnvelope):
+            rank = self._rank(envelope, message)
+            if rank is None or envelope is None or isinstance(envelope, SnapshotEnvelope):
                 ready.append(timed)
                 continue
-            ready += followed.received(envelope, timed, now_s)
-            if followed.is_waiting or self._waiting_since_s:
-                self._note(_rank_of(envelope), now_s)
+            ready += rank.receive(envelope, timed, now_s)
+            if rank.is_waiting or self._waiting:
+                self._note_waiting(_rank_of(envelope))
                 self._held_bytes += MESSAGE_BYTES + len(message.topic) + len(message.payload)
                 if self._held_bytes > self._max_held_bytes:
                     ready += self.give_up(now_s)
         return ready
 
     def question(self, now_s: float) -> Question | None:
-        """Return what to ask now, the same until it is `answered` or given up."""
-        for rank in self._waiting_since_s:
-            if (request := self._followed[rank].question(now_s)) is not None:
-                return Question(rank, request)
+        """Return what to ask now, the same until it is answered or given up."""
+        for key in self._waiting:
+            if (request := self._ranks[key].question(now_s)) is not None:
+                return Question(key, request)
         return None
 
-    def read(self, question: Question, messages: Sequence[Message]) -> Generator[None, None, Answer | None]:
-        """Return what is believed of an answer, None for nothing; yields between messages."""
-        return self._followed[question.rank].read(messages)
-
-    def answered(self, question: Question, answer: Answer | None, now_s: float) -> list[Timed]:
-        """Take the answer, None for none; return what is to be written now."""
-        if question.rank not in self._waiting_since_s:
+    def answer(
+        self, question: Question, messages: Sequence[Message] | None, now_s: float
+    ) -> Generator[None, None, list[Timed]]:
+        """Take the answer, None for none; return what is to be written before all else. Yields between messages."""
+        rank = self._ranks[question.rank]
+        ready = yield from rank.answer(question.request, messages, now_s)
+        if question.rank not in self._waiting:
             return []
-        if answer is None:
+        if ready is None:
             self._count_unanswered(question.rank)
-        ready = self._followed[question.rank].answered(question.request, answer, now_s)
-        self._note(question.rank, now_s)
+            ready = rank.unanswered(now_s)
+        self._note_waiting(question.rank)
         return ready
 
     def give_up(self, now_s: float) -> list[Timed]:
         """Wait for no answer; return what was held back."""
         ready: list[Timed] = []
-        for rank in tuple(self._waiting_since_s):
-            self._count_unanswered(rank)
-            ready += self._followed[rank].give_up(now_s)
-            self._note(rank, now_s)
+        for key in tuple(self._waiting):
+            self._count_unanswered(key)
+            ready += self._ranks[key].give_up(now_s)
+            self._note_waiting(key)
         return ready
 
     def _count_unanswered(self, rank: WorkerRank | None) -> None:
@@ -294,23 +292,22 @@ class Asking:
         if self.num_unanswered == 1:
             _logger.warning("what came before is not answered: recorded without source=%s rank=%s", self._name, rank)
 
-    def _note(self, rank: WorkerRank | None, now_s: float) -> None:
-        """Take note of whether messages of a rank wait."""
-        if self._followed[rank].is_waiting:
-            self._waiting_since_s.setdefault(rank, now_s)
+    def _note_waiting(self, rank: WorkerRank | None) -> None:
+        if self._ranks[rank].is_waiting:
+            self._waiting[rank] = None
         else:
-            self._waiting_since_s.pop(rank, None)
-        if not self._waiting_since_s:
+            self._waiting.pop(rank, None)
+        if not self._waiting:
             self._held_bytes = 0
 
-    def _follow(self, envelope: Envelope | None, message: Message) -> _Followed | None:
+    def _rank(self, envelope: Envelope | None, message: Message) -> _RankRecovery | None:
         if envelope is None or isinstance(envelope, SnapshotEnvelope):
             return None
-        rank = _rank_of(envelope)
+        key = _rank_of(envelope)
         # Of names that a stranger makes up so many are recorded, and not asked about.
-        if rank not in self._followed and len(self._followed) <= MAX_RANKS:
-            self._followed[rank] = _Followed(rank, message.topic)
-        return self._followed.get(rank)
+        if key not in self._ranks and len(self._ranks) <= MAX_RANKS:
+            self._ranks[key] = _RankRecovery(key, message.topic)
+        return self._ranks.get(key)
 
 
 def _rank_of(envelope: Envelope) -> WorkerRank | None:

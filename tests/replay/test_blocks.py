@@ -6,7 +6,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import ReplayRequest
-from kvist.replay.held import SentBuffer
+from kvist.replay.blocks import SentBuffer
 
 
 def sequences(buffer, topic, start, epoch=None):
