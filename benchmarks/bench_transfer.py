@@ -37,7 +37,7 @@ from kvist.errors import MissingExtraError
 from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
 from kvist.transfer.bounce import Bounce, BounceConfig
 from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
-from kvist.transfer.results import BounceTail, check_tail, plan_scatter
+from kvist.transfer.tails import BounceTail, decode_tail, plan_scatter
 
 POOL_BYTES = 64 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))
@@ -280,7 +280,7 @@ class Receiver:
 
     def _check(self) -> None:
         for tail, region in zip(self._tails, self.lease.extents, strict=True):
-            check_tail(tail, region.size_bytes, region, self._blocks, "bench")
+            decode_tail(tail.encode(), region, self._blocks, "bench")
 
 
 def measure(kind: str, receiver: Receiver, shape: Shape, num_turns: int) -> Case:

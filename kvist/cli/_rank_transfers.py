@@ -16,13 +16,12 @@ from kvist.engine.handoff import HandoffLimits
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.commands import Report, TransferLimits
 from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
-from kvist.transfer.handoff import TransferReports
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
-from kvist.transfer.ranked_service import FollowerInlet, RankedTransfers
+from kvist.transfer.ranks import FollowerInlet, RankedTransfers
 from kvist.transfer.service import KvTransferService, make_hello
-from kvist.transfer.states import TransferLimits
 
 if TYPE_CHECKING:
     from kvist.cli._kv_transfer import TransferSettings
@@ -55,12 +54,12 @@ class RankTransfers:
     def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
         """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
         bounce_bytes = self._bounce_bytes(loaded.tensors.device)
-        open_service = partial(self._open_service, loaded.whole_plan, loaded.tensors, bounce_bytes, engine.submit)
+        open_service = partial(self._open_service, loaded.whole_plan, loaded.tensors, bounce_bytes)
         channels = [] if loaded.followers is None else loaded.followers.side_channels
         try:
             for channel in channels:
                 channel.send(bounce_bytes)
-            transfers = RankedTransfers(open_service, channels, loaded.core, engine.submit)
+            transfers = RankedTransfers(open_service, channels, loaded.core.on_report, engine.submit)
         except (EOFError, ConnectionError) as error:
             assert loaded.followers is not None
             raise loaded.followers.lose("could not open the transfers of all ranks") from error
@@ -70,7 +69,7 @@ class RankTransfers:
             self._settings.agent,
             bounce_bytes >> 20,
         )
-        loaded.core.attach(transfers, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
+        loaded.core.attach(transfers.command, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
         return transfers
 
     def close(self) -> None:
@@ -82,7 +81,7 @@ class RankTransfers:
         """Be reached as a follower, told the size of its bounce regions and then commands by rank 0."""
         bounce_bytes: int = channel.recv()
         inlet = FollowerInlet(channel)
-        service = self._open_service(whole_plan, tensors, bounce_bytes, lambda call: call(), inlet.reports, inlet)
+        service = self._open_service(whole_plan, tensors, bounce_bytes, inlet.report, inlet)
         channel.send(service.endpoint)
         service.start()
         try:
@@ -114,8 +113,7 @@ class RankTransfers:
         whole_plan: WindowPlan,
         tensors: KvTensors,
         bounce_bytes: int,
-        submit: Callable[[Callable[[], None]], None],
-        reports: TransferReports,
+        report: Callable[[Report], None],
         inlet: FollowerInlet | None = None,
     ) -> KvTransferService:
         """Register the tensors, and return the service, bound but not started; rank 0 has the port asked for."""
@@ -129,7 +127,7 @@ class RankTransfers:
         limits = TransferLimits(transfer_timeout_s=settings.timeout_s, hold_timeout_s=2 * settings.timeout_s)
         host, _, port = settings.endpoint.rpartition(":")
         endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else settings.endpoint
-        return KvTransferService(endpoint, self._agent, hello, reports, submit, limits, bounce, inlet)
+        return KvTransferService(endpoint, self._agent, hello, report, limits, bounce, inlet)
 
     def _bounce_bytes(self, device: torch.device) -> int:
         """Return the size of each rank's two regions, 0 for none: what is asked for, or what memory here allows."""

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvist.publisher import KvEventPublisher
-from kvist.transfer.ranked_service import RankedTransfers
+from kvist.transfer.ranks import RankedTransfers
 
 
 class PublisherCollector(Collector):

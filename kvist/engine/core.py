@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, check_handoff
@@ -27,7 +27,7 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
 from kvist.openai.requests import SamplingParams
 from kvist.openai.responses import FinishReason
-from kvist.transfer.handoff import KvTransfers
+from kvist.transfer.commands import Command, FetchCompleted, FetchFailed, FetchReleased, OfferReleased, Report
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class EngineCore:
 
     A step that fails ends the requests it was for, with an error each, and gives back their blocks; the others go on.
 
-    With `attach`, a prompt's blocks can be held for another worker, or come from one: whoever moves them reports by
-    `release` and the `fetch_*` methods, between steps.
+    With `attach`, a prompt's blocks can be held for another worker, or come from one: whoever moves them calls
+    `on_report`, between steps.
     """
 
     def __init__(self, limits: ModelLimits, kv_cache: KvCacheManager, scheduler: Scheduler, runner: Runner) -> None:
@@ -82,9 +82,9 @@ class EngineCore:
         self._num_output_tokens = 0
         self._num_failed_steps = 0
 
-    def attach(self, transfers: KvTransfers, limits: HandoffLimits) -> None:
-        """Take part in transfers; before the first request."""
-        self._handoffs = Handoffs(self.kv_cache, transfers, limits)
+    def attach(self, command: Callable[[Command], None], limits: HandoffLimits) -> None:
+        """Take part in transfers, by `command`; before the first request."""
+        self._handoffs = Handoffs(self.kv_cache, command, limits)
 
     @property
     def has_work(self) -> bool:
@@ -181,38 +181,20 @@ class EngineCore:
         """Hold a prompt for nobody any more; its blocks are free once nobody reads them. False if it is not held."""
         return self._handoffs is not None and self._handoffs.withdraw(remote_request_id)
 
-    def release(self, remote_request_id: str, is_fetched: bool) -> None:
-        """Give back blocks that were held for another worker: it has them, or will not get them."""
-        self._reported().release(remote_request_id, is_fetched)
-
-    def fetch_completed(self, request_id: str) -> None:
-        """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""
-        request = self._reported().completed(request_id)
-        if request is not None:
-            request.times.fetched_s = time.monotonic()
-            assert isinstance(request.handoff, RemotePrefill)
-            self._scheduler.run(request)
-            if request.params.temperature > 0:
-                request.random.random()  # the first token has taken one number, wherever it was sampled
-            self._outputs.append(self._advance(request, request.handoff.first_token_ids[0], None))
-
-    def fetch_failed(self, request_id: str, reason: str) -> None:
-        """Compute a request's prompt here, or end it with the reason; its blocks stay out of use until released."""
-        handoffs = self._reported()
-        request = handoffs.failed(request_id, reason)
-        if request is None:
-            return
-        request.times.fetched_s, request.times.fetch_error = time.monotonic(), reason
-        self._scheduler.leave(request)
-        if handoffs.limits.is_fallback_allowed:
-            self._scheduler.add(request)
-            return
-        del self._requests[request_id]
-        self._outputs.append(RequestOutput(request_id, error=f"kv transfer failed: {reason}"))
-
-    def fetch_released(self, request_id: str) -> None:
-        """Give back the blocks of a fetch that failed: nobody writes to them any more."""
-        self._reported().released(request_id)
+    def on_report(self, report: Report) -> None:
+        """Take note of how an offer or a fetch went on: that may be what `step` was stuck for."""
+        handoffs = self._handoffs
+        assert handoffs is not None, "a report on a transfer in an engine without any"
+        self._is_stuck = False
+        match report:
+            case OfferReleased(remote_request_id, is_fetched):
+                handoffs.release(remote_request_id, is_fetched)
+            case FetchReleased(request_id):
+                handoffs.released(request_id)
+            case FetchCompleted(request_id):
+                self._run_fetched(handoffs.completed(request_id))
+            case FetchFailed(request_id, reason):
+                self._do_without(handoffs.failed(request_id, reason), reason, handoffs.limits.is_fallback_allowed)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return what it added to each request that got a token, or an error."""
@@ -257,11 +239,28 @@ class EngineCore:
         assert len(self._requests) == num_known
         self._scheduler.check_invariants([] if self._handoffs is None else self._handoffs.sequences())
 
-    def _reported(self) -> Handoffs:
-        """Return the handoffs, one of which has got further: that may be what `step` was stuck for."""
-        assert self._handoffs is not None, "a report on a transfer in an engine without any"
-        self._is_stuck = False
-        return self._handoffs
+    def _run_fetched(self, request: Request | None) -> None:
+        """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""
+        if request is None:
+            return
+        request.times.fetched_s = time.monotonic()
+        assert isinstance(request.handoff, RemotePrefill)
+        self._scheduler.run(request)
+        if request.params.temperature > 0:
+            request.random.random()  # the first token has taken one number, wherever it was sampled
+        self._outputs.append(self._advance(request, request.handoff.first_token_ids[0], None))
+
+    def _do_without(self, request: Request | None, reason: str, is_fallback_allowed: bool) -> None:
+        """Compute a request's prompt here, or end it with the reason; its blocks stay out of use until released."""
+        if request is None:
+            return
+        request.times.fetched_s, request.times.fetch_error = time.monotonic(), reason
+        self._scheduler.leave(request)
+        if is_fallback_allowed:
+            self._scheduler.add(request)
+            return
+        del self._requests[request.request_id]
+        self._outputs.append(RequestOutput(request.request_id, error=f"kv transfer failed: {reason}"))
 
     def _reserve(self) -> bool:
         """Reserve blocks for prompts that other workers have computed, in order; return whether any got theirs."""

@@ -1,18 +1,28 @@
 """A prompt computed by one worker and decoded by another, as the engine sees it: what is offered, and what is fetched.
 
-The engine moves no bytes: `kvist.transfer.handoff` is what it says to those who do, and what it hears from them.
+The engine moves no bytes: `kvist.transfer.commands` is what it says to those who do, and what it hears from them.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvist.engine.request import RemoteDecode, RemotePrefill, Request
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvCacheManager, SequenceBlocks
-from kvist.transfer.handoff import MAX_NAME_LEN, BlockLists, KvTransfers, OfferedBlocks, WantedBlocks, check_endpoints
+from kvist.transfer.commands import (
+    MAX_NAME_LEN,
+    BlockLists,
+    CancelFetch,
+    Command,
+    Fetch,
+    Offer,
+    WithdrawOffer,
+    check_endpoints,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +60,10 @@ class HandoffStatistics:
 class Handoffs:
     """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
 
-    def __init__(self, kv_cache: KvCacheManager, transfers: KvTransfers, limits: HandoffLimits) -> None:
+    def __init__(self, kv_cache: KvCacheManager, command: Callable[[Command], None], limits: HandoffLimits) -> None:
         self.limits = limits
         self._kv_cache = kv_cache
-        self._transfers = transfers
+        self._command = command
         self._held: dict[str, SequenceBlocks] = {}
         self._receiving: dict[str, Request] = {}
         self._abandoned: dict[str, SequenceBlocks] = {}
@@ -69,7 +79,7 @@ class Handoffs:
         remote_request_id = uuid.uuid4().hex
         self._held[remote_request_id] = blocks
         self._num_offered += 1
-        self._transfers.offer(OfferedBlocks(remote_request_id, num_tokens, _lists(blocks)))
+        self._command(Offer(remote_request_id, num_tokens, _lists(blocks)))
         return remote_request_id
 
     def release(self, remote_request_id: str, is_fetched: bool) -> None:
@@ -82,7 +92,7 @@ class Handoffs:
         """Have what is held under this name fetched no more, and released; False if nothing is."""
         if remote_request_id not in self._held:
             return False
-        self._transfers.withdraw(remote_request_id)
+        self._command(WithdrawOffer(remote_request_id))
         return True
 
     def fetch(self, request: Request) -> None:
@@ -91,15 +101,9 @@ class Handoffs:
         assert blocks is not None
         assert isinstance(source, RemotePrefill)
         self._receiving[request.request_id] = request
-        wanted = WantedBlocks(
-            request.request_id,
-            source.remote_endpoints,
-            source.remote_request_id,
-            blocks.num_tokens,
-            blocks.num_final_tokens,
-            _lists(blocks),
-        )
-        self._transfers.fetch(wanted)
+        remote = (source.remote_endpoints, source.remote_request_id)
+        counts = (blocks.num_tokens, blocks.num_final_tokens)
+        self._command(Fetch(request.request_id, *remote, *counts, _lists(blocks)))
 
     def completed(self, request_id: str) -> Request | None:
         """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""
@@ -132,7 +136,7 @@ class Handoffs:
         if request.request_id not in self._receiving:
             return False
         self._leave(request)
-        self._transfers.cancel(request.request_id)
+        self._command(CancelFetch(request.request_id))
         return True
 
     def statistics(self) -> HandoffStatistics:

@@ -22,7 +22,7 @@ import numpy as np
 from kvist.errors import InvalidValueError, KvistError
 from kvist.transfer.agents.base import Fragments, Int64s, TransferAgent, as_array
 from kvist.transfer.agents.writes import PeerId, Write, WriteState
-from kvist.transfer.results import BounceTail, Extent
+from kvist.transfer.tails import BounceTail, Extent
 
 if TYPE_CHECKING:
     from kvist.transfer.copier import TensorRegion, TorchCopier

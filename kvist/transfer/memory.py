@@ -1,4 +1,13 @@
-"""Where blocks lie: from pairs of blocks, here and at a peer, to the pieces of memory that a write moves.
+"""Where blocks lie: from a prompt's blocks, here and at a peer, to the pieces of memory that a write moves.
+
+Here a prompt's blocks are a table by ordinal, with holes where a window has slid on. A peer is told of a list that ends
+at the prompt's end, so that both sides can tell where it starts from how long it is: what the receiver has cached, and
+what is stale, shortens it. With B = 16, a prompt of 100 tokens and W = 40, blocks 0 to 2 are stale:
+
+    ordinal            0   1   2   3   4   5   6
+    sender's table     -   -   -  13  14  15  16     list [13, 14, 15, 16]
+    receiver's table   -   -   -   -  24  25  26     list [24, 25, 26]: block 3 is cached
+    pairs                             14→24  15→25  16→26
 
 A slot is `[layers, keys and values, heads of the rank, block_size, head_dim]`. Two ranks with the same heads exchange
 slots whole; others, of each layer's keys and values, the heads that both have.
@@ -11,15 +20,70 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from kvist.events.engine_events import FULL
+from kvist.errors import KvistError
+from kvist.events.engine_events import FULL, KnownWindow
+from kvist.kvcache import ABSENT, num_blocks_for, num_stale_blocks
 from kvist.transfer.heads import Part, heads_of, num_copies, written_heads
 from kvist.transfer.messages import GroupShape, Hello, ReceiveRequest
-from kvist.transfer.slices import BlockCountMismatchError, SliceGroup, pair_blocks, positional_block_ids
+from kvist.transfer.tails import Int64s
 
-Int64s = npt.NDArray[np.int64]
 BlockIds = Sequence[Sequence[int]]
+
+
+class BlockCountMismatchError(KvistError):
+    """The blocks of sender and receiver do not match: the two have counted a prompt differently, nothing is sent."""
+
+    def __init__(self, group_id: int, reason: str) -> None:
+        super().__init__(f"block count mismatch in group {group_id}: {reason}")
+        self.group_id = group_id
+        self.reason = reason
+
+
+class BlockPairs(NamedTuple):
+    """Equally many blocks of either side, first to first."""
+
+    source_ids: tuple[int, ...]
+    destination_ids: tuple[int, ...]
+
+
+def prompt_blocks(
+    table: Sequence[int], num_tokens: int, block_size: int, num_cached_tokens: int = 0
+) -> tuple[int, ...]:
+    """Return the blocks of a table that hold a prompt from its cached tokens on: a list that ends at its end.
+
+    Stale blocks are holes already, and left out; speculative and spare ones lie behind the end. A block that is cached
+    in part is not cached.
+    """
+    wanted = table[num_cached_tokens // block_size : num_blocks_for(num_tokens, block_size)]
+    return tuple(block_id for block_id in wanted if block_id != ABSENT)
+
+
+def pair_blocks(
+    group_id: int,
+    window: KnownWindow,
+    block_size: int,
+    num_tokens: int,
+    source_ids: Sequence[int],
+    destination_ids: Sequence[int],
+) -> BlockPairs:
+    """Return what to copy where, for every block that the receiver will read; both lists end at the prompt's end.
+
+    The receiver may ask for stale blocks, which are trimmed, and for less than the sender has, down to nothing. Raises
+    BlockCountMismatchError for more blocks than the prompt has, and if the receiver needs a block that the sender does
+    not have: it would decode from whatever is there.
+    """
+    total, num_stale = num_blocks_for(num_tokens, block_size), num_stale_blocks(num_tokens, window, block_size)
+    for block_ids in (source_ids, destination_ids):
+        if len(block_ids) > total:
+            reason = f"{len(block_ids)} blocks, but {num_tokens} tokens fill {total}"
+            raise BlockCountMismatchError(group_id, reason)
+    num_wanted = min(len(destination_ids), total - num_stale)
+    if num_wanted > len(source_ids):
+        reason = f"the destination needs {num_wanted} blocks, the source has {len(source_ids)}"
+        raise BlockCountMismatchError(group_id, reason)
+    wanted = (ids[len(ids) - num_wanted :] for ids in (source_ids, destination_ids))
+    return BlockPairs(*map(tuple, wanted))
 
 
 class Share(NamedTuple):
@@ -42,6 +106,11 @@ class KvMemory:
     """A rank's pools, and whose layers' heads are in their slots, as its greeting says."""
 
     hello: Hello
+
+    def missing(self, tables: BlockIds, num_tokens: int, num_cached_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Return the blocks to fill of a prompt whose first tokens are cached, a list a group."""
+        size = self.hello.block_size
+        return tuple(prompt_blocks(table, num_tokens, size, num_cached_tokens) for table in tables)
 
     def num_bytes(self, block_ids_per_group: BlockIds) -> int:
         """Return the bytes of these blocks, a list a group."""
@@ -78,22 +147,16 @@ class KvMemory:
         InvalidValueError for a block that it does not have.
         """
         groups, block_size = self.hello.groups, self.hello.block_size
-        if (request.token_end, request.prompt_len) != (num_tokens, num_tokens):
-            raise BlockCountMismatchError(
-                0, f"asked for {request.token_end} of {request.prompt_len} tokens, have {num_tokens}"
-            )
+        if request.num_tokens != num_tokens:
+            raise BlockCountMismatchError(0, f"asked for {request.num_tokens} tokens, have {num_tokens}")
         if len(request.block_ids_per_group) != len(groups):
             raise BlockCountMismatchError(len(request.block_ids_per_group), f"expected {len(groups)} groups")
-        starts = request.dst_start_tokens or (None,) * len(groups)
         fragments = []
         for group_id, (group, ours, theirs) in enumerate(zip(groups, self.hello.pools, peer.pools, strict=True)):
-            pairs = pair_blocks(
-                SliceGroup(group_id, FULL if group.window is None else group.window, block_size, num_tokens),
-                positional_block_ids(tables[group_id], num_tokens, block_size),
-                request.block_ids_per_group[group_id],
-                num_tokens,
-                starts[group_id],
-            )
+            window: KnownWindow = FULL if group.window is None else group.window
+            held = prompt_blocks(tables[group_id], num_tokens, block_size)
+            wanted = request.block_ids_per_group[group_id]
+            pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted)
             if pairs.destination_ids:
                 theirs.block(max(pairs.destination_ids))
             pieces = _pieces(group, block_size, self.hello.part, peer.part)

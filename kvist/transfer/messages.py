@@ -1,4 +1,4 @@
-"""What two workers say to each other before and around a transfer, as msgpack arrays.
+"""What two workers say to each other before and around a transfer: a msgpack array in one frame each.
 
 The handshake comes first: both send a `Hello` and refuse the other's, with a reason and both values, unless their
 blocks mean the same. Each rank of a worker speaks for itself; their numbers may differ, and then heads are split
@@ -8,7 +8,7 @@ of a `Hello` for ever, so that any version can be refused by name.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import Enum, IntEnum
 from itertools import zip_longest
 from typing import Annotated, Final, TypeAlias
 
@@ -17,23 +17,17 @@ import msgspec
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.engine_events import FULL
 from kvist.kvcache.plan import KvDtype, WindowPlan
-from kvist.transfer.handoff import MAX_NAME_LEN
+from kvist.transfer.commands import MAX_NAME_LEN
 from kvist.transfer.heads import Part, heads_of
-from kvist.transfer.results import Extent
+from kvist.transfer.tails import Count, EncodedTail, Extent
 
 PROTOCOL_VERSION: Final = 1
-
-# The first frame of all that two workers send each other, behind a ROUTER's name of the peer: what the others are.
-MESSAGE: Final = b"m"  # one frame: a message of this module
-REPORT: Final = b"r"  # the frames of a report, as in `kvist.transfer.results`
-PING: Final = b"p"  # nothing: whether it can be sent is what the sender wants to know
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a million blocks, and room
 
 # Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
 _DECODE_ERRORS: Final = (ValueError, RecursionError)
 
-Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LEN)]
 
@@ -133,21 +127,17 @@ class ForeignHello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc
 class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
     """The receiver asks one rank of the sender for a held request's blocks, into blocks that it has reserved.
 
-    A receiver never uses a `transfer_id` twice, not even after a restart under the same name: late reports name it.
-    The lists are suffixes that end at `token_end`; a group's starts at the token in `dst_start_tokens` if that is later
-    than its length says. `bounce_base` is where this sender may put everything in one piece, of `bounce_size_bytes`.
+    A receiver never uses a `transfer_id` twice, not even after a restart under the same name: late results name it.
+    The lists end at the prompt's end, so that their lengths say where they start. `room` is where this sender may put
+    everything in one piece.
     """
 
     transfer_id: Count
     request_id: Name
-    token_start: Count
-    token_end: Count
-    prompt_len: Count
+    num_tokens: Count
     block_ids_per_group: tuple[tuple[Count, ...], ...]
     num_receivers: Positive = 1
-    dst_start_tokens: tuple[Count, ...] | None = None
-    bounce_base: Count | None = None
-    bounce_size_bytes: Count | None = None
+    room: Extent | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True, gc=False):
@@ -155,6 +145,27 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True, gc=Fals
 
     transfer_id: Count
     request_id: Name
+
+
+class ResultStatus(IntEnum):
+    """How a transfer ended at its sender. Whatever it is, none of the sender's writes is under way any more."""
+
+    SUCCESS = 0
+    FAILED = 1
+    CANCELLED = 2
+
+
+class Result(msgspec.Struct, tag="result", array_like=True, frozen=True, gc=False):
+    """What one rank of the sender has to say at the end; `tail` is that of a write through the receiver's room."""
+
+    rank: Count
+    transfer_id: Count
+    status: ResultStatus
+    tail: EncodedTail | None = None
+
+
+class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
+    """Nothing: whether it can be sent is what the sender wants to know."""
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=False):
@@ -173,10 +184,12 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=Fa
         return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
 
 
-Message: TypeAlias = Hello | ReceiveRequest | Cancel | Refusal
+Message: TypeAlias = Hello | ReceiveRequest | Cancel | Result | Refusal | Ping
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Hello | ReceiveRequest | Cancel | Refusal)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Hello | ReceiveRequest | Cancel | Result | Refusal | Ping
+)
 _foreign_decoder = msgspec.msgpack.Decoder(ForeignHello)
 
 
@@ -191,9 +204,10 @@ def decode_message(payload: bytes, source: str) -> Message | ForeignHello:
         message = _decoder.decode(payload)
     except _DECODE_ERRORS as error:
         return _decode_foreign(payload, source, error)
-    if isinstance(message, Hello) and message.protocol_version != PROTOCOL_VERSION:
-        return ForeignHello(message.protocol_version)
-    _check(message, source)
+    if isinstance(message, Hello):
+        if message.protocol_version != PROTOCOL_VERSION:
+            return ForeignHello(message.protocol_version)
+        _check_hello(message, source)
     return message
 
 
@@ -276,26 +290,10 @@ def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignHel
     return foreign
 
 
-def _check(message: Message, source: str) -> None:
+def _check_hello(hello: Hello, source: str) -> None:
     """Raise MalformedMessageError for fields that contradict each other."""
-    if isinstance(message, ReceiveRequest):
-        _check_request(message, source)
-    elif isinstance(message, Hello):
-        rank, size = message.tensor_parallel_rank, message.tensor_parallel_size
-        if rank >= size:
-            raise MalformedMessageError(source, f"tensor_parallel_rank is {rank}, expected less than {size}")
-        if len(message.pools) != len(message.groups):
-            raise MalformedMessageError(source, f"{len(message.pools)} pools, expected {len(message.groups)}")
-
-
-def _check_request(request: ReceiveRequest, source: str) -> None:
-    start, end = request.token_start, request.token_end
-    if not start <= end <= request.prompt_len:
-        raise MalformedMessageError(
-            source, f"tokens {start} to {end}, expected a range of the {request.prompt_len} prompt tokens"
-        )
-    starts, num_groups = request.dst_start_tokens, len(request.block_ids_per_group)
-    if starts is not None and len(starts) != num_groups:
-        raise MalformedMessageError(source, f"{len(starts)} dst_start_tokens, expected {num_groups}")
-    if (request.bounce_base is None) != (request.bounce_size_bytes is None):
-        raise MalformedMessageError(source, "bounce_base and bounce_size_bytes, expected both or neither")
+    rank, size = hello.tensor_parallel_rank, hello.tensor_parallel_size
+    if rank >= size:
+        raise MalformedMessageError(source, f"tensor_parallel_rank is {rank}, expected less than {size}")
+    if len(hello.pools) != len(hello.groups):
+        raise MalformedMessageError(source, f"{len(hello.pools)} pools, expected {len(hello.groups)}")

@@ -1,46 +1,46 @@
 """A worker of several ranks, to its engine: what it says goes to all of them, what they report comes back as one.
 
-Every rank moves its own heads, by a service of its own. Rank 0's engine sends `Command`s, and each rank answers with
-`Report`s: its own service by calls, the others' over a pipe (`kvist.transfer.ranked_service`). `Ranks` says what their
-reports come to, without I/O. Blocks have the same ids on all ranks, so they are free only when no rank needs them.
+Every rank moves its own heads, by a service of its own. Rank 0 has the engine and speaks for all; the others follow its
+commands over a pipe each, and send their reports back. The engine's thread writes an offer into every rank's pipe
+before anybody hears of the prompt, and a follower's service reads its pipe after it has read what others ask, and
+before it looks at that: so no rank is asked for a prompt that it does not know. Blocks have the same ids on all ranks,
+so they are free only when no rank needs them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from kvist.transfer.handoff import Cancelled, Command, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
+from kvist.transfer.commands import (
+    CancelFetch,
+    Command,
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
+    FetchReleased,
+    Offer,
+    OfferReleased,
+    Report,
+    TransferObserver,
+    WithdrawOffer,
+)
+from kvist.transfer.service import KvTransferService, TransferStatistics
 
+logger = logging.getLogger(__name__)
 
-class Released(NamedTuple):
-    """Nobody reads an offer's blocks any more."""
+_STATISTICS_S = 1.0
 
-    remote_request_id: str
-    is_fetched: bool
-
-
-class Completed(NamedTuple):
-    """Every byte of a fetch is in its block."""
-
-    request_id: str
-
-
-class Failed(NamedTuple):
-    """Some bytes of a fetch will not come."""
-
-    request_id: str
-    reason: str
-
-
-class FetchReleased(NamedTuple):
-    """Nobody writes to a failed fetch's blocks any more."""
-
-    request_id: str
-
-
-Report: TypeAlias = Released | Completed | Failed | FetchReleased
+T = TypeVar("T")
+Channel: TypeAlias = "Connection[Any, Any]"
 
 
 class Tell(NamedTuple):
@@ -54,7 +54,7 @@ RanksAction: TypeAlias = Tell | Report  # a report is for the engine
 
 
 @dataclass(slots=True)
-class _Offer:
+class _Offered:
     """`unreleased` ranks may be read; `is_fetched` until the first rank has given it up."""
 
     unreleased: set[int]
@@ -62,57 +62,59 @@ class _Offer:
 
 
 @dataclass(slots=True)
-class _Fetch:
+class _Fetched:
     """`unended` ranks may be written to."""
 
     unended: set[int]
     has_failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RanksStatistics:
-    """Prompts, each counted once however many ranks have a part of it."""
-
-    num_held: int
-    num_active: int
-    num_quarantined: int
-    num_fetched: int
-    num_given_up: int
-    num_completed: int
-    num_failed: int
-
-
 class Ranks:
-    """What is offered and fetched by all ranks; each ends once, for all of them.
+    """What is offered and fetched by all ranks; each ends once, for all of them. No I/O.
 
     The first rank that gives an offer up has it withdrawn from the others, and the first that fails a fetch has it
-    cancelled on them. What a lost rank had not ended never ends: its blocks stay out of use.
+    cancelled on them. What a lost rank had not ended never ends: its blocks stay out of use. Prompts are counted once,
+    however many ranks have a part of them.
     """
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._lost: list[int] = []
-        self._offers: dict[str, _Offer] = {}
-        self._fetches: dict[str, _Fetch] = {}
-        self._num_fetched = self._num_given_up = self._num_completed = self._num_failed = self._num_quarantined = 0
+        self._offers: dict[str, _Offered] = {}
+        self._fetches: dict[str, _Fetched] = {}
+        self._num_quarantined = self.num_fetched = self.num_given_up = self.num_completed = self.num_failed = 0
+
+    def count(self, total: TransferStatistics) -> TransferStatistics:
+        """Return sums over the ranks with the prompts among them counted once."""
+        sender = replace(
+            total.sender, num_held=len(self._offers), num_fetched=self.num_fetched, num_given_up=self.num_given_up
+        )
+        receiver = replace(
+            total.receiver,
+            num_active=len(self._fetches) - self._num_quarantined,
+            num_quarantined=self._num_quarantined,
+            num_completed=self.num_completed,
+            num_failed=self.num_failed,
+        )
+        return replace(total, sender=sender, receiver=receiver)
 
     def command(self, command: Command) -> list[RanksAction]:
         """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
         match command:
-            case OfferedBlocks(remote_request_id=remote_request_id):
+            case Offer(remote_request_id):
                 if self._lost:
-                    return [Released(remote_request_id, False)]
+                    return [OfferReleased(remote_request_id, False)]
                 ranks = set(range(self._num_ranks))
-                self._offers[remote_request_id] = _Offer(ranks)
-            case WantedBlocks(request_id=request_id):
+                self._offers[remote_request_id] = _Offered(ranks)
+            case Fetch(request_id):
                 if self._lost:
-                    return [Failed(request_id, self._loss()), FetchReleased(request_id)]
+                    return [FetchFailed(request_id, self._loss()), FetchReleased(request_id)]
                 ranks = set(range(self._num_ranks))
-                self._fetches[request_id] = _Fetch(ranks)
-            case Withdrawn(remote_request_id=remote_request_id):
+                self._fetches[request_id] = _Fetched(ranks)
+            case WithdrawOffer(remote_request_id):
                 offer = self._offers.get(remote_request_id)
                 ranks = set() if offer is None else offer.unreleased
-            case Cancelled(request_id=request_id):
+            case CancelFetch(request_id):
                 fetch = self._fetches.get(request_id)
                 ranks = set() if fetch is None else fetch.unended
         return self._tell(ranks, command)
@@ -120,12 +122,12 @@ class Ranks:
     def reported(self, rank: int, report: Report) -> list[RanksAction]:
         """Take a rank's report."""
         match report:
-            case Released(remote_request_id=remote_request_id, is_fetched=is_fetched):
+            case OfferReleased(remote_request_id, is_fetched):
                 return self._released(rank, remote_request_id, is_fetched)
-            case Failed(request_id=request_id, reason=reason):
+            case FetchFailed(request_id, reason):
                 told = reason if self._num_ranks == 1 else f"at rank {rank}: {reason}"
                 return self._failed(rank, request_id, told)
-            case Completed(request_id=request_id) | FetchReleased(request_id=request_id):
+            case FetchCompleted(request_id) | FetchReleased(request_id):
                 return self._ended(rank, request_id)
 
     def lost(self, rank: int) -> list[RanksAction]:
@@ -133,18 +135,6 @@ class Ranks:
         self._lost.append(rank)
         offers = [action for each in list(self._offers) for action in self._given_up(rank, each)]
         return offers + [action for each in list(self._fetches) for action in self._failed(rank, each, self._loss())]
-
-    def statistics(self) -> RanksStatistics:
-        """Return the counts; the held, active and quarantined are those of now."""
-        return RanksStatistics(
-            num_held=len(self._offers),
-            num_active=len(self._fetches) - self._num_quarantined,
-            num_quarantined=self._num_quarantined,
-            num_fetched=self._num_fetched,
-            num_given_up=self._num_given_up,
-            num_completed=self._num_completed,
-            num_failed=self._num_failed,
-        )
 
     def _released(self, rank: int, remote_request_id: str, is_fetched: bool) -> list[RanksAction]:
         actions = [] if is_fetched else self._given_up(rank, remote_request_id)
@@ -155,9 +145,9 @@ class Ranks:
         if offer.unreleased:
             return actions
         del self._offers[remote_request_id]
-        self._num_fetched += offer.is_fetched
-        self._num_given_up += not offer.is_fetched
-        return [*actions, Released(remote_request_id, offer.is_fetched)]
+        self.num_fetched += offer.is_fetched
+        self.num_given_up += not offer.is_fetched
+        return [*actions, OfferReleased(remote_request_id, offer.is_fetched)]
 
     def _given_up(self, rank: int, remote_request_id: str) -> list[RanksAction]:
         """Withdraw an offer from the others, once, if this rank has not released it."""
@@ -165,7 +155,7 @@ class Ranks:
         if offer is None or rank not in offer.unreleased or not offer.is_fetched:
             return []
         offer.is_fetched = False
-        return self._tell(offer.unreleased - {rank}, Withdrawn(remote_request_id))
+        return self._tell(offer.unreleased - {rank}, WithdrawOffer(remote_request_id))
 
     def _failed(self, rank: int, request_id: str, reason: str) -> list[RanksAction]:
         """Fail a fetch and cancel it on the others, once, if this rank has not ended it."""
@@ -173,9 +163,9 @@ class Ranks:
         if fetch is None or rank not in fetch.unended or fetch.has_failed:
             return []
         fetch.has_failed = True
-        self._num_failed += 1
+        self.num_failed += 1
         self._num_quarantined += 1
-        return [Failed(request_id, reason), *self._tell(fetch.unended - {rank}, Cancelled(request_id))]
+        return [FetchFailed(request_id, reason), *self._tell(fetch.unended - {rank}, CancelFetch(request_id))]
 
     def _ended(self, rank: int, request_id: str) -> list[RanksAction]:
         fetch = self._fetches.get(request_id)
@@ -185,9 +175,9 @@ class Ranks:
         if fetch.unended:
             return []
         del self._fetches[request_id]
-        self._num_completed += not fetch.has_failed
+        self.num_completed += not fetch.has_failed
         self._num_quarantined -= fetch.has_failed
-        return [FetchReleased(request_id) if fetch.has_failed else Completed(request_id)]
+        return [FetchReleased(request_id) if fetch.has_failed else FetchCompleted(request_id)]
 
     def _tell(self, ranks: set[int], command: Command) -> list[RanksAction]:
         return [Tell(rank, command) for rank in sorted(ranks.difference(self._lost))]
@@ -196,37 +186,159 @@ class Ranks:
         return f"rank {self._lost[0]}'s transfers have stopped"
 
 
-class Reporter:
-    """A `TransferReports` that makes values of the calls."""
+class RankedTransfers:
+    """All ranks' transfers as one; `report` is called on the engine's thread, by way of `submit`.
 
-    def __init__(self, put: Callable[[Report], object]) -> None:
-        self._put = put
+    `open_service` makes rank 0's own service, which reports to what it is given. Every follower sends its endpoint
+    first (`FollowerInlet`); a constructor that waits for one that has ended raises EOFError.
+    """
 
-    def release(self, remote_request_id: str, is_fetched: bool) -> None:
-        """Say that nobody reads an offer's blocks any more."""
-        self._put(Released(remote_request_id, is_fetched))
+    def __init__(
+        self,
+        open_service: Callable[[Callable[[Report], None]], KvTransferService],
+        channels: Sequence[Channel],
+        report: Callable[[Report], None],
+        submit: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._ranks = Ranks(1 + len(channels))
+        self._channels = tuple(channels)
+        self._report = report
+        self._submit = submit
+        self._followers: dict[int, TransferStatistics] = {}
+        self._has_lost = False
+        self._service = open_service(partial(self._on_report, 0))
+        try:
+            self.endpoints: tuple[str, ...] = (self._service.endpoint, *(each.recv() for each in self._channels))
+        except (EOFError, OSError):
+            self._service.close()
+            raise EOFError("a follower has ended") from None
+        self._stopped, self._stop = Pipe(duplex=False)
+        self._thread = threading.Thread(target=self._read, name="kvist-transfer-ranks", daemon=True)
 
-    def fetch_completed(self, request_id: str) -> None:
-        """Say that every byte is in its block."""
-        self._put(Completed(request_id))
+    @property
+    def is_alive(self) -> bool:
+        """Return whether all ranks serve transfers."""
+        return self._service.is_alive and not self._has_lost
 
-    def fetch_failed(self, request_id: str, reason: str) -> None:
-        """Say that some bytes will not come."""
-        self._put(Failed(request_id, reason))
+    def observe(self, observer: TransferObserver) -> None:
+        """Tell of what ends at rank 0 from now on."""
+        self._service.observe(observer)
 
-    def fetch_released(self, request_id: str) -> None:
-        """Say that nobody writes to a failed fetch's blocks any more."""
-        self._put(FetchReleased(request_id))
+    def start(self) -> None:
+        """Begin to serve; the followers have begun."""
+        self._service.start()
+        self._thread.start()
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Serve no more, here and at the followers, and let go of this rank's memory."""
+        self._stop.close()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        for channel in self._channels:
+            channel.close()
+        self._service.close(timeout_s)
+
+    def command(self, command: Command) -> None:
+        """Have all ranks do what is asked, on the engine's thread; what comes of it is reported once.
+
+        Rank 0 has sampled a token of an offered prompt's last step, so every rank has its part of the KV: the logits
+        came behind a sum over all ranks, to which each adds behind its own writes (on a GPU, in its stream's order).
+        """
+        self._do(self._ranks.command(command))
+
+    def statistics(self) -> TransferStatistics:
+        """Return the sums over all ranks, the followers' as of a second ago; prompts are counted once.
+
+        The seconds of fetches are those of rank 0: the ranks fetch side by side.
+        """
+        own = self._service.statistics()
+        total = _sum([own, *self._followers.values()])
+        return replace(self._ranks.count(total), fetch_seconds=own.fetch_seconds)
+
+    def _on_report(self, rank: int, report: Report) -> None:
+        """Take a rank's report, on any thread."""
+        self._submit(lambda: self._do(self._ranks.reported(rank, report)))
+
+    def _do(self, actions: Sequence[RanksAction]) -> None:
+        """Do what is to be done, on the engine's thread; the engine hears of it after what it is doing."""
+        for action in actions:
+            if not isinstance(action, Tell):
+                self._submit(partial(self._report, action))
+            elif action.rank == 0:
+                self._service.command(action.command)
+            else:
+                with suppress(OSError):  # it has ended, which `_read` sees as well
+                    self._channels[action.rank - 1].send(action.command)
+
+    def _read(self) -> None:
+        """Take what the followers send, until told to stop."""
+        ranks = {channel: rank for rank, channel in enumerate(self._channels, 1)}
+        while True:
+            ready = wait([self._stopped, *ranks])
+            if self._stopped in ready:
+                return
+            for channel in cast(list[Channel], ready):
+                try:
+                    message: Report | TransferStatistics = channel.recv()
+                except (EOFError, OSError):
+                    self._lose(ranks.pop(channel))
+                    continue
+                if isinstance(message, TransferStatistics):
+                    self._followers[ranks[channel]] = message
+                else:
+                    self._on_report(ranks[channel], message)
+
+    def _lose(self, rank: int) -> None:
+        logger.critical("transfers of a rank have stopped rank=%d", rank)
+        self._has_lost = True
+        self._submit(lambda: self._do(self._ranks.lost(rank)))
 
 
-def deliver(reports: TransferReports, report: Report) -> None:
-    """Make the call that a report stands for."""
-    match report:
-        case Released():
-            reports.release(*report)
-        case Completed():
-            reports.fetch_completed(*report)
-        case Failed():
-            reports.fetch_failed(*report)
-        case FetchReleased():
-            reports.fetch_released(*report)
+class FollowerInlet:
+    """A follower's end of the pipe: its service reads rank 0's commands from it, and rank 0 the service's reports.
+
+    But for the constructor's, all calls are the service's thread's. Once rank 0 has ended, nobody hears a report.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._told: TransferStatistics | None = None
+        self._next_s = 0.0
+
+    def fileno(self) -> int:
+        """Return what to poll for commands."""
+        return self._channel.fileno()
+
+    def poll(self, service: KvTransferService) -> bool:
+        """Give the service what has come, and each second say what it has counted; False: rank 0 has ended."""
+        try:
+            while self._channel.poll():
+                service.command(self._channel.recv())
+        except (EOFError, OSError):
+            return False
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _STATISTICS_S
+            statistics = service.statistics()
+            if statistics != self._told:
+                self._told = statistics
+                self.report(statistics)
+        return True
+
+    def report(self, message: Report | TransferStatistics) -> None:
+        """Let rank 0 know."""
+        with suppress(OSError):
+            self._channel.send(message)
+
+    def close(self) -> None:
+        """Let rank 0 know that nothing is served here any more."""
+        self._channel.close()
+
+
+def _sum(values: Sequence[T]) -> T:
+    """Return numbers added up, and dataclasses of them field by field."""
+    first = values[0]
+    if not is_dataclass(first):
+        return cast(T, sum(cast(Sequence[float], values)))
+    parts = {field.name: _sum([getattr(value, field.name) for value in values]) for field in fields(first)}
+    return cast(T, replace(cast(Any, first), **parts))

@@ -1,354 +1,338 @@
-"""The end that asks for blocks: when a transfer is complete, when it has failed, and when its memory is free.
-
-A task ends once: complete only when every sender has reported success and what was bounced lies in its blocks, failed
-at the first failure. Memory is released once: when every sender has reported, or is dead, and no scatter runs.
-"""
+"""A rank's half that receives: greets the ranks that hold prompts, asks each for its part, and hears how that went."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 
-from numpy.typing import ArrayLike
+import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.results import (
-    BounceTail,
-    Extent,
-    Int64s,
+from kvist.transfer.bounce import Bounce, Lease
+from kvist.transfer.commands import (
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
+    FetchReleased,
+    FetchTimes,
     Report,
-    ResultStatus,
-    check_disjoint,
-    check_tail,
-    plan_scatter,
+    TransferLimits,
+    TransferObserver,
+    check_endpoints,
 )
-from kvist.transfer.states import Tombstones, TransferLimits, TransferState
+from kvist.transfer.heads import Part
+from kvist.transfer.memory import KvMemory, Share
+from kvist.transfer.messages import (
+    Cancel,
+    ForeignHello,
+    Hello,
+    Ping,
+    ReceiveRequest,
+    Refusal,
+    RefusalReason,
+    Result,
+    decode_message,
+    judge_hello,
+)
+from kvist.transfer.receiver_protocol import (
+    Complete,
+    Fail,
+    ReceiverAction,
+    ReceiverProtocol,
+    ReceiverStatistics,
+    Release,
+    SendCancel,
+    SendRequest,
+    StartScatter,
+    TransferPlan,
+)
+from kvist.transfer.sources import Source, Sources
+from kvist.transfer.tails import Extent
 
-_MAX_SLICES = 1 << 16  # a prompt of a million tokens in chunks of 16
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """What to receive: from whom, by rank, each with its part of a bounce region, if any, and into where.
-
-    `destinations` are the reserved blocks, as `check_tail` takes them; nothing else is ever scattered to.
-    """
-
-    transfer_id: int
-    senders: tuple[str, ...]
-    regions: tuple[Extent | None, ...]
-    destinations: ArrayLike = ()
-
-    def __post_init__(self) -> None:
-        """Raise InvalidValueError without senders, as nobody would ever report, or if one is named twice."""
-        if not self.senders or len(set(self.senders)) < len(self.senders):
-            raise InvalidValueError("senders", self.senders, "at least one, each once")
-        if len(self.regions) != len(self.senders):
-            raise InvalidValueError("regions", len(self.regions), f"{len(self.senders)}, as senders")
-
-
-class SendRequest(NamedTuple):
-    """Ask one rank of the sender."""
-
-    transfer_id: int
-    rank: int
-
-
-class SendCancel(NamedTuple):
-    """Ask one rank of the sender to stop and to report."""
-
-    transfer_id: int
-    rank: int
+logger = logging.getLogger(__name__)
 
 
-class StartScatter(NamedTuple):
-    """Copy out of the region what the tails say, then call `scattered`."""
+@dataclass(slots=True)
+class _Fetching:
+    """A fetch under way; it is started once none of its ranks is still to greet."""
 
-    transfer_id: int
-    tails: tuple[BounceTail, ...]
+    fetch: Fetch
+    block_ids_per_group: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    lease: Lease | None
+    rooms: tuple[Extent | None, ...]
+    ungreeted: set[str]
+    began_s: float
+    greeted_s: float | None = None
+    arrived_s: float | None = None
+    has_failed: bool = False
 
-    @property
-    def copies(self) -> Int64s:
-        """Return `[num_pieces, 3]`: source, destination, size."""
-        return plan_scatter(self.tails)
+    def times(self, ended_s: float, error: str | None) -> FetchTimes:
+        """Return what is told of the fetch, which has just ended."""
+        arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
+        steps_s = (self.began_s, self.greeted_s, arrived_s, ended_s)
+        return FetchTimes(self.fetch.request_id, *steps_s, self.num_bytes, len(self.fetch.endpoints), error)
 
-
-class Release(NamedTuple):
-    """Nobody writes for this transfer any more: its region is free, and after a failure so are its blocks."""
-
-    transfer_id: int
-
-
-class Complete(NamedTuple):
-    """Every byte is in its block."""
-
-    transfer_id: int
-
-
-class Fail(NamedTuple):
-    """The transfer will not complete; its blocks are free only after `Release`."""
-
-    transfer_id: int
-    reason: str
-
-
-ReceiverAction: TypeAlias = SendRequest | SendCancel | StartScatter | Release | Complete | Fail
-
-
-class Receiving:
-    """One transfer at its receiver."""
-
-    def __init__(self, fetch: Fetch, limits: TransferLimits, now_s: float) -> None:
-        self.fetch = fetch
-        self.state = TransferState.INIT
-        self._limits = limits
-        self._deadline_s = now_s + limits.transfer_timeout_s
-        self._unreported = set(range(len(fetch.senders)))
-        self._slices: list[set[int]] = [set() for _ in fetch.senders]
-        self._num_slices: dict[int, int] = {}
-        self._tails: list[BounceTail] = []
-        self._is_scattering = False
-
-    def start(self) -> list[ReceiverAction]:
-        """Ask every sender, once."""
-        if self.state is not TransferState.INIT:
-            return []
-        self.state = TransferState.ACTIVE
-        return [SendRequest(self.fetch.transfer_id, rank) for rank in range(len(self.fetch.senders))]
-
-    def reported(self, report: Report, now_s: float) -> list[ReceiverAction]:
-        """Take a rank's own report; one that has reported all, and a slice that was reported, are not heard again."""
-        rank = report.result.rank
-        if rank not in self._unreported or self.state is TransferState.INIT:
-            return []
-        if report.result.status is not ResultStatus.SUCCESS:
-            return self._quiet(rank, f"rank {rank} reports {report.result.status.name}", now_s)
-        if report.result.slice_id in self._slices[rank]:
-            return []
-        defect = self._defect(report)
-        if defect is None:
-            self._slices[rank].add(report.result.slice_id)
-            if report.result.is_last:
-                self._num_slices[rank] = report.result.slice_id + 1
-            if report.tail is not None and not report.tail.is_empty:
-                self._tails.append(report.tail)
-            is_all = len(self._slices[rank]) == self._num_slices.get(rank)
-            return self._quiet(rank, None, now_s) if is_all else []
-        reason = f"rank {rank}: {defect}"
-        is_only = report.result.is_last and report.result.slice_id == 0
-        return self._quiet(rank, reason, now_s) if is_only else self._fail(reason, now_s)
-
-    def quieted(self, rank: int, reason: str, now_s: float) -> list[ReceiverAction]:
-        """Take note that a sender does not write, and never will: it refused, or its process has ended."""
-        return self._quiet(rank, reason, now_s) if rank in self._unreported else []
-
-    def scattered(self, error: str | None, now_s: float) -> list[ReceiverAction]:
-        """Take note that the scatter has landed, or failed and does not run any more."""
-        if not self._is_scattering:
-            return []
-        self._is_scattering = False
-        if self.state is TransferState.QUARANTINED:
-            return self._release()
-        if error is not None:
-            return self._fail(f"scatter: {error}", now_s)
-        return self._complete()
-
-    def cancel(self, reason: str, now_s: float) -> list[ReceiverAction]:
-        """Fail the transfer, if it has not ended; what is under way is waited for."""
-        return self._fail(reason, now_s)
-
-    def tick(self, now_s: float) -> list[ReceiverAction]:
-        """Notice that it takes too long; while quarantined, remind the senders that have not reported."""
-        if self.state.is_ended or now_s < self._deadline_s:
-            return []
-        if self.state is not TransferState.QUARANTINED:
-            return self._fail(f"no completion within {self._limits.transfer_timeout_s:g} s", now_s)
-        return self._cancels(now_s)
-
-    def _quiet(self, rank: int, reason: str | None, now_s: float) -> list[ReceiverAction]:
-        """Count a sender as one that does not write any more, and fail for a reason."""
-        self._unreported.discard(rank)
-        if reason is not None and self.state is not TransferState.QUARANTINED:
-            return self._fail(reason, now_s)
-        if self._unreported:
-            return []
-        return self._release() if self.state is TransferState.QUARANTINED else self._land(now_s)
-
-    def _land(self, now_s: float) -> list[ReceiverAction]:
-        """Go on to the scatter, or complete if nothing was bounced."""
-        if not self._tails:
-            return self._complete()
-        try:
-            check_disjoint(self._tails, ", ".join(self.fetch.senders))
-        except MalformedMessageError as error:
-            return self._fail(error.reason, now_s)
-        self.state = TransferState.SCATTERING
-        self._is_scattering = True
-        return [StartScatter(self.fetch.transfer_id, tuple(self._tails))]
-
-    def _complete(self) -> list[ReceiverAction]:
-        self.state = TransferState.COMPLETED
-        return [Release(self.fetch.transfer_id), Complete(self.fetch.transfer_id)]
-
-    def _fail(self, reason: str, now_s: float) -> list[ReceiverAction]:
-        """Fail once, and release at once if nobody can be writing."""
-        if self.state.is_ended or self.state is TransferState.QUARANTINED:
-            return []
-        fail = Fail(self.fetch.transfer_id, reason)
-        if self.state is TransferState.INIT:  # nobody has been asked, or will be: they may stop holding the blocks
-            cancels = self._cancels(now_s)
-            self._unreported.clear()
-            return [fail, *cancels, *self._release()]
-        if not self._unreported and not self._is_scattering:
-            return [fail, *self._release()]
-        self.state = TransferState.QUARANTINED
-        return [fail, *self._cancels(now_s)]
-
-    def _release(self) -> list[ReceiverAction]:
-        self.state = TransferState.FAILED
-        return [Release(self.fetch.transfer_id)]
-
-    def _cancels(self, now_s: float) -> list[ReceiverAction]:
-        self._deadline_s = now_s + self._limits.cancel_retry_s
-        return [SendCancel(self.fetch.transfer_id, rank) for rank in sorted(self._unreported)]
-
-    def _defect(self, report: Report) -> str | None:
-        """Return why a report of success cannot be believed."""
-        result, tail = report.result, report.tail
-        region = self.fetch.regions[result.rank]
-        if report.defect is not None:
-            return report.defect
-        if result.slice_id >= self._num_slices.get(result.rank, _MAX_SLICES):
-            return f"slice {result.slice_id} is behind the last one"
-        if result.is_last and max(self._slices[result.rank], default=0) > result.slice_id:
-            return f"slice {result.slice_id} is not the last one"
-        if tail is None or tail.is_empty:
+    def misfit(self, source: Source) -> str | None:
+        """Return why a rank that has greeted is not the one that is wanted there."""
+        endpoints = self.fetch.endpoints
+        expected = Part(endpoints.index(source.endpoint), len(endpoints))
+        if source.hello is None or source.hello.part == expected:
             return None
-        if region is None:
-            return "a tail, but there is no region to bounce through"
-        if not result.is_last or result.slice_id > 0:
-            return "a tail in one of several slices, which cannot share a region"
-        try:
-            check_tail(tail, result.size_bytes, region, self.fetch.destinations, self.fetch.senders[result.rank])
-        except MalformedMessageError as error:
-            return error.reason
-        return None
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiverStatistics:
-    """What a receiver has under way and has seen."""
-
-    num_active: int
-    num_quarantined: int
-    num_completed: int
-    num_failed: int
-    num_late: int
-    num_unknown: int
+        told = (f"rank {part.rank} of {part.num_ranks}" for part in (source.hello.part, expected))
+        return "{} is {}, expected {}".format(source.endpoint, *told)
 
 
 class Receiver:
-    """All transfers of a worker that receives; nothing a peer sends makes it raise, or hold memory twice."""
+    """Fetches blocks from any number of workers, from each of their ranks over a socket of its own. Not thread-safe."""
 
-    def __init__(self, limits: TransferLimits | None = None) -> None:
-        self._limits = TransferLimits() if limits is None else limits
-        self._transfers: dict[int, Receiving] = {}
-        self._tombstones: Tombstones[int, TransferState] = Tombstones(self._limits.max_tombstones)
-        self._num_completed = self._num_failed = self._num_late = self._num_unknown = 0
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        poller: zmq.Poller,
+        memory: KvMemory,
+        limits: TransferLimits,
+        report: Callable[[Report], None],
+        bounce: Bounce | None,
+    ) -> None:
+        self._bounce = bounce
+        self._memory = memory
+        self._hello = memory.hello
+        self._report = report
+        self._protocol = ReceiverProtocol(limits)
+        self._sources = Sources(context, poller, self._hello.worker.encode())
+        self._fetching: dict[int, _Fetching] = {}
+        self._transfer_ids: dict[str, int] = {}
+        self._scatterings: dict[int, Future[None]] = {}
+        self._ids = itertools.count()
+        self._num_refused = 0
+        self.num_malformed = 0
+        self.bytes_received = 0
+        self.fetch_seconds = 0.0
+        self.observer = TransferObserver()
 
-    def open(self, fetch: Fetch, now_s: float) -> None:
-        """Begin a transfer whose memory is reserved; its time runs from now on.
+    @property
+    def quarantined_bytes(self) -> int:
+        """Return the bytes of blocks that have failed to be filled, and may still be written to. Any thread may ask."""
+        fetching = list(self._fetching.values())  # at once: others come and go meanwhile
+        return sum(each.num_bytes for each in fetching if each.has_failed)
 
-        Raises InvalidValueError for an id that is in use, or was lately.
-        """
-        if fetch.transfer_id in self._transfers or fetch.transfer_id in self._tombstones:
-            raise InvalidValueError("transfer_id", fetch.transfer_id, "an id never used before")
-        self._transfers[fetch.transfer_id] = Receiving(fetch, self._limits, now_s)
-
-    def start(self, transfer_id: int) -> list[ReceiverAction]:
-        """Ask the senders: the handshake with them is done. Nothing to ask if the transfer has failed meanwhile."""
-        transfer = self._transfers.get(transfer_id)
-        return [] if transfer is None else transfer.start()
-
-    def reported(self, sender: str, report: Report, now_s: float) -> list[ReceiverAction]:
-        """Take a report; one of a transfer that ended, or from another than that rank, changes nothing and is counted.
-
-        A rank that spoke for another could have its memory released while the other still writes there.
-        """
-        found = self._of(sender, report.result.transfer_id)
-        if found is None:
-            return []
-        transfer, rank = found
-        if rank != report.result.rank:
-            self._num_unknown += 1
-            return []
-        return self._after(transfer, transfer.reported(report, now_s))
-
-    def refused(self, sender: str, transfer_id: int, reason: str, now_s: float) -> list[ReceiverAction]:
-        """Take a refusal: the sender will not write."""
-        found = self._of(sender, transfer_id)
-        if found is None:
-            return []
-        transfer, rank = found
-        return self._after(transfer, transfer.quieted(rank, reason, now_s))
-
-    def sender_gone(self, sender: str, transfer_ids: Collection[int], now_s: float) -> list[ReceiverAction]:
-        """Take note that a sender cannot write for these transfers any more: the process it was when asked has ended.
-
-        A lost connection does not prove that.
-        """
-        actions: list[ReceiverAction] = []
-        for transfer_id in transfer_ids:
-            transfer = self._transfers.get(transfer_id)
-            if transfer is not None and sender in transfer.fetch.senders:
-                rank = transfer.fetch.senders.index(sender)
-                actions += self._after(transfer, transfer.quieted(rank, f"rank {rank} at {sender} is gone", now_s))
-        return actions
-
-    def scattered(self, transfer_id: int, error: str | None, now_s: float) -> list[ReceiverAction]:
-        """Take note of a scatter's end."""
-        transfer = self._transfers.get(transfer_id)
-        return [] if transfer is None else self._after(transfer, transfer.scattered(error, now_s))
-
-    def cancel(self, transfer_id: int, reason: str, now_s: float) -> list[ReceiverAction]:
-        """Fail a transfer that nobody waits for any more."""
-        transfer = self._transfers.get(transfer_id)
-        return [] if transfer is None else self._after(transfer, transfer.cancel(reason, now_s))
-
-    def tick(self, now_s: float) -> list[ReceiverAction]:
-        """Notice what takes too long; call it every second or so."""
-        transfers = list(self._transfers.values())
-        return [action for transfer in transfers for action in self._after(transfer, transfer.tick(now_s))]
+    @property
+    def has_scatters(self) -> bool:
+        """Return whether `poll_scatters` has something to look at."""
+        return bool(self._scatterings)
 
     def statistics(self) -> ReceiverStatistics:
-        """Return the counters; quarantined transfers are not among the active ones. Any thread may ask."""
-        transfers = list(self._transfers.values())  # at once: others come and go meanwhile
-        num_quarantined = sum(t.state is TransferState.QUARANTINED for t in transfers)
-        return ReceiverStatistics(
-            num_active=len(transfers) - num_quarantined,
-            num_quarantined=num_quarantined,
-            num_completed=self._num_completed,
-            num_failed=self._num_failed,
-            num_late=self._num_late,
-            num_unknown=self._num_unknown,
+        """Return the counters; fetches that could not be begun have failed as well."""
+        statistics = self._protocol.statistics()
+        return replace(statistics, num_failed=statistics.num_failed + self._num_refused)
+
+    def fetch(self, fetch: Fetch, now_s: float) -> None:
+        """Begin to fetch; what comes of it is reported."""
+        block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens, fetch.num_cached_tokens)
+        try:
+            check_endpoints(fetch.endpoints)
+            shares = self._memory.shares(block_ids, len(fetch.endpoints))
+        except InvalidValueError as error:
+            self._num_refused += 1
+            self._report(FetchFailed(fetch.request_id, str(error)))
+            self._report(FetchReleased(fetch.request_id))
+            return
+        transfer_id = next(self._ids)
+        lease, rooms = self._reserve(shares)
+        fetching = _Fetching(fetch, block_ids, self._memory.num_bytes(block_ids), lease, rooms, set(), now_s)
+        self._fetching[transfer_id] = fetching
+        self._transfer_ids[fetch.request_id] = transfer_id
+        destinations = () if lease is None else self._memory.extents(block_ids)
+        self._protocol.open(TransferPlan(transfer_id, fetch.endpoints, rooms, destinations), now_s)
+        self._greet(transfer_id, fetching, now_s)
+
+    def cancel(self, request_id: str, now_s: float) -> None:
+        """End a fetch that nobody waits for; one that has ended is no error."""
+        transfer_id = self._transfer_ids.get(request_id)
+        if transfer_id is not None:
+            self._do(self._protocol.fail(transfer_id, "cancelled", now_s), now_s)
+
+    def receive(self, now_s: float) -> None:
+        """Take every message that has arrived."""
+        for source in self._sources:
+            has_lost = source.has_newly_lost()
+            for frames in source.received():
+                try:
+                    if len(frames) != 1:
+                        raise MalformedMessageError(source.endpoint, f"{len(frames)} frames, expected a message")
+                    self._handle(source, frames[0], now_s)
+                except MalformedMessageError as error:
+                    self.num_malformed += 1
+                    logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
+                    if source.hello is None:  # it may have been the greeting that is waited for
+                        refusal = Refusal(RefusalReason.MALFORMED, None, "a message", error.reason)
+                        self._refuse(source, f"refused by us: {refusal}", now_s)
+            if has_lost:  # what it said before counts
+                self.tick(now_s)
+
+    def poll_scatters(self, now_s: float) -> None:
+        """Go on with the transfers whose bytes have come out of the bounce region."""
+        for transfer_id, scattering in list(self._scatterings.items()):
+            if scattering.done():
+                del self._scatterings[transfer_id]
+                error = scattering.exception()
+                reason = None if error is None else str(error)
+                self._do(self._protocol.scattered(transfer_id, reason, now_s), now_s)
+
+    def tick(self, now_s: float) -> None:
+        """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
+        self._do(self._protocol.tick(now_s), now_s)
+        for source in self._sources:
+            if not source.is_suspect:
+                continue
+            transfer_ids = self._ids_of(source.endpoint)
+            if not transfer_ids:
+                self._sources.drop(source)
+                continue
+            probe = self._sources.pop_probe(source, transfer_ids)
+            if probe is not None and probe.has_ended:
+                source.hello = None
+                self._do(self._protocol.sender_gone(source.endpoint, probe.transfer_ids, now_s), now_s)
+
+    def fail_all(self, reason: str) -> None:
+        """Report what is under way as failed, for good: its blocks stay out of use."""
+        for each in self._fetching.values():
+            if not each.has_failed:
+                self._report(FetchFailed(each.fetch.request_id, reason))
+
+    def _reserve(self, shares: Sequence[Share]) -> tuple[Lease | None, tuple[Extent | None, ...]]:
+        """Return room to bounce through, and which part of it is whose; none for who writes nothing."""
+        lease = None
+        if self._bounce is not None and self._memory.has_equal_shares(shares):
+            num_writers = sum(share.num_bytes > 0 for share in shares)
+            num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
+            lease = self._bounce.reserve(num_bytes, num_pieces, num_writers)
+        if lease is None:
+            return None, (None,) * len(shares)
+        extents = iter(lease.extents)
+        return lease, tuple(next(extents) if share.num_bytes else None for share in shares)
+
+    def _greet(self, transfer_id: int, fetching: _Fetching, now_s: float) -> None:
+        """Greet the ranks that have not greeted, or as another rank: it may be another process by now."""
+        busy = {endpoint for each in self._fetching.values() for endpoint in each.fetch.endpoints}
+        for endpoint in fetching.fetch.endpoints:
+            try:
+                source = self._sources.connect(endpoint, busy)
+            except zmq.ZMQError as error:
+                reason = f"cannot connect to {endpoint!r}: {error}"
+                self._do(self._protocol.fail(transfer_id, reason, now_s), now_s)
+                return
+            if source.hello is None or fetching.misfit(source) is not None:
+                fetching.ungreeted.add(endpoint)
+                source.send(self._hello)
+        self._start(transfer_id, fetching, now_s)
+
+    def _start(self, transfer_id: int, fetching: _Fetching, now_s: float) -> None:
+        if not fetching.ungreeted:
+            fetching.greeted_s = now_s
+            self._do(self._protocol.start(transfer_id), now_s)
+
+    def _handle(self, source: Source, payload: bytes, now_s: float) -> None:
+        match decode_message(payload, source.endpoint):
+            case Result() as result:
+                self._do(self._protocol.reported(source.endpoint, result, now_s), now_s)
+            case Ping():
+                pass
+            case Hello() | ForeignHello() as hello:
+                refusal = judge_hello(self._hello, hello)
+                if refusal is None and isinstance(hello, Hello):
+                    source.hello = hello
+                    self._greeted(source, now_s)
+                else:
+                    self._refuse(source, f"refused by us: {refusal}", now_s)
+            case Refusal(transfer_id=None) as refusal:
+                self._refuse(source, f"refused by {source.endpoint}: {refusal}", now_s)
+            case Refusal(transfer_id=int(transfer_id)) as refusal:
+                self._do(self._protocol.refused(source.endpoint, transfer_id, str(refusal), now_s), now_s)
+            case _:
+                raise MalformedMessageError(source.endpoint, "a message for a sender")
+
+    def _greeted(self, source: Source, now_s: float) -> None:
+        """Go on with the fetches that have waited for a greeting; all fail that want another rank there.
+
+        Those that have not waited may have asked another process than had greeted: it greets before it serves them.
+        """
+        for transfer_id in self._ids_of(source.endpoint):
+            fetching = self._fetching[transfer_id]
+            misfit = fetching.misfit(source)
+            if misfit is not None:
+                self._do(self._protocol.fail(transfer_id, misfit, now_s), now_s)
+            elif source.endpoint in fetching.ungreeted:
+                fetching.ungreeted.discard(source.endpoint)
+                self._start(transfer_id, fetching, now_s)
+
+    def _refuse(self, source: Source, reason: str, now_s: float) -> None:
+        """Fail the fetches that have waited for a greeting."""
+        source.hello = None
+        for transfer_id in self._ids_of(source.endpoint):
+            if source.endpoint in self._fetching[transfer_id].ungreeted:
+                self._do(self._protocol.fail(transfer_id, reason, now_s), now_s)
+        if not self._ids_of(source.endpoint):
+            self._sources.drop(source)
+
+    def _ids_of(self, endpoint: str) -> list[int]:
+        return [item for item, fetching in self._fetching.items() if endpoint in fetching.fetch.endpoints]
+
+    def _do(self, actions: list[ReceiverAction], now_s: float) -> None:
+        for action in actions:
+            transfer_id, fetching = action.transfer_id, self._fetching[action.transfer_id]
+            request_id, lease, bounce = fetching.fetch.request_id, fetching.lease, self._bounce
+            match action:
+                case SendRequest(rank=rank) | SendCancel(rank=rank):
+                    self._send(transfer_id, fetching, rank, isinstance(action, SendCancel))
+                case StartScatter() if bounce is not None and lease is not None:
+                    fetching.arrived_s = now_s
+                    self._scatterings[transfer_id] = bounce.scatter(lease, action.copies)
+                case Fail(reason=reason):
+                    fetching.has_failed = True
+                    if bounce is not None and lease is not None:
+                        bounce.quarantine(lease)
+                    self.observer.fetched(fetching.times(now_s, reason))
+                    self._report(FetchFailed(request_id, reason))
+                case Release():
+                    if bounce is not None and lease is not None:
+                        bounce.release(lease)
+                    if fetching.has_failed:
+                        self._forget(transfer_id)
+                        self._report(FetchReleased(request_id))
+                case Complete():
+                    self._forget(transfer_id)
+                    self.bytes_received += fetching.num_bytes
+                    self.fetch_seconds += now_s - fetching.began_s
+                    self.observer.fetched(fetching.times(now_s, None))
+                    self._report(FetchCompleted(request_id))
+                case _:
+                    pass
+
+    def _forget(self, transfer_id: int) -> None:
+        del self._transfer_ids[self._fetching.pop(transfer_id).fetch.request_id]
+
+    def _send(self, transfer_id: int, fetching: _Fetching, rank: int, is_cancel: bool) -> None:
+        """Ask a rank, or ask it to stop; the greeting before is for whoever is another process by now."""
+        fetch = fetching.fetch
+        source = self._sources.get(fetch.endpoints[rank])
+        if source is None:
+            return
+        if is_cancel:
+            source.send(Cancel(transfer_id, fetch.remote_request_id))
+            return
+        source.send(self._hello)
+        source.send(
+            ReceiveRequest(
+                transfer_id,
+                fetch.remote_request_id,
+                fetch.num_tokens,
+                fetching.block_ids_per_group,
+                num_receivers=self._hello.tensor_parallel_size,
+                room=fetching.rooms[rank],
+            )
         )
-
-    def _of(self, sender: str, transfer_id: int) -> tuple[Receiving, int] | None:
-        """Return the transfer, and which of its ranks the sender is."""
-        transfer = self._transfers.get(transfer_id)
-        if transfer is not None and sender in transfer.fetch.senders:
-            return transfer, transfer.fetch.senders.index(sender)
-        is_late = transfer_id in self._tombstones
-        self._num_late += is_late
-        self._num_unknown += not is_late
-        return None
-
-    def _after(self, transfer: Receiving, actions: list[ReceiverAction]) -> list[ReceiverAction]:
-        """Bury a transfer that has ended."""
-        self._num_completed += any(isinstance(action, Complete) for action in actions)
-        self._num_failed += any(isinstance(action, Fail) for action in actions)
-        if transfer.state.is_ended:
-            self._transfers.pop(transfer.fetch.transfer_id)
-            self._tombstones.bury(transfer.fetch.transfer_id, transfer.state)
-        return actions

@@ -1,234 +1,290 @@
-"""The end that has blocks: how long it holds a request's, for whom it writes, and when they are free.
-
-A request is held from the end of its prefill on, until every rank of the receiver has its part, until one of them fails
-or cancels, or until nobody has come. Its blocks are freed once, and only while no write reads them.
-"""
+"""A rank's half that sends: greets receivers, writes held blocks into their memory, and reports."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from kvist.errors import InvalidValueError
-from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason
-from kvist.transfer.results import ResultStatus
-from kvist.transfer.states import Tombstones, TransferLimits, TransferState
+import zmq
 
+from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
+from kvist.transfer.bounce import Bounce, BouncedWrite
+from kvist.transfer.commands import (
+    HoldTimes,
+    Offer,
+    OfferReleased,
+    Report,
+    TransferLimits,
+    TransferObserver,
+    WriteTimes,
+)
+from kvist.transfer.memory import BlockCountMismatchError, KvMemory
+from kvist.transfer.messages import (
+    Cancel,
+    ForeignHello,
+    Hello,
+    Message,
+    Ping,
+    ReceiveRequest,
+    Refusal,
+    RefusalReason,
+    Result,
+    ResultStatus,
+    decode_message,
+    encode_message,
+    judge_hello,
+)
+from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
+from kvist.transfer.tails import BounceTail, Int64s
 
-class StartWrite(NamedTuple):
-    """Write what a receiver asks for, then call `written`."""
+logger = logging.getLogger(__name__)
 
-    receiver: str
-    request: ReceiveRequest
-
-
-class AbortWrite(NamedTuple):
-    """End a write early if that can be done; `written` is called all the same, once nothing is under way."""
-
-    receiver: str
-    transfer_id: int
-
-
-class SendResult(NamedTuple):
-    """Report to a receiver; nothing is under way for it any more."""
-
-    receiver: str
-    transfer_id: int
-    status: ResultStatus
-
-
-class SendRefusal(NamedTuple):
-    """Answer a request that will not be served."""
-
-    receiver: str
-    refusal: Refusal
-
-
-class Free(NamedTuple):
-    """Give a held request's blocks back; `is_fetched` tells whether the receiver has all of them."""
-
-    request_id: str
-    is_fetched: bool
-
-
-SenderAction: TypeAlias = StartWrite | AbortWrite | SendResult | SendRefusal | Free
-
-
-class TransferKey(NamedTuple):
-    """A transfer's name at its sender: receivers number theirs independently."""
-
-    receiver: str
-    transfer_id: int
-
-
-@dataclass(slots=True)
-class _Sending:
-    """One write; ACTIVE, or QUARANTINED when nobody wants it any more."""
-
-    deadline_s: float
-    state: TransferState = TransferState.ACTIVE
-
-
-@dataclass(slots=True)
-class _Held:
-    """One request's blocks; `num_receivers` is known from the first that asks, and each of them asks once."""
-
-    deadline_s: float
-    num_receivers: int | None = None
-    receivers: set[str] = field(default_factory=set)
-    num_fetched: int = 0
-    is_given_up: bool = False
-    writes: dict[TransferKey, _Sending] = field(default_factory=dict)
+_MAX_RECEIVERS = 1024
+_MAX_REASON_LEN = 256
+_MAX_MESSAGES_READ = 256  # in a turn, so that writes are polled however many come
 
 
 @dataclass(frozen=True, slots=True)
-class SenderStatistics:
-    """What a sender holds and has seen."""
+class _Receiver:
+    """A rank that has greeted, and how its memory is reached."""
 
-    num_held: int
-    num_writing: int
-    num_fetched: int
-    num_given_up: int
-    num_refused: int
+    greeting: bytes
+    hello: Hello
+    peer: PeerId
+
+
+class _Held(NamedTuple):
+    """Blocks that are held, and since when."""
+
+    offer: Offer
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    receiver: str
+    transfer_id: int
+    request_id: str
+    write: Write
+    began_s: float
+
+    def times(self, ended_s: float) -> WriteTimes:
+        """Return what is told of the write, which has just ended."""
+        write, is_bounced, error = self.write, isinstance(self.write, BouncedWrite), None
+        if write.state is not WriteState.DONE:
+            error = write.reason or write.state.value
+        counts = (write.size_bytes, write.num_fragments)
+        return WriteTimes(self.request_id, self.began_s, ended_s, *counts, is_bounced, error)
+
+    @property
+    def tail(self) -> BounceTail | None:
+        """Return what a bounced write has left in the receiver's region."""
+        return self.write.tail if isinstance(self.write, BouncedWrite) else None
 
 
 class Sender:
-    """All held requests of a worker that prefills; nothing a peer sends makes it raise, or free blocks in use."""
+    """Serves receivers on a bound ROUTER socket; they are known by the name that each gives itself.
 
-    def __init__(self, limits: TransferLimits | None = None) -> None:
-        self._limits = TransferLimits() if limits is None else limits
+    Every offer is reported once, when nothing reads its blocks any more. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        router: zmq.Socket[bytes],
+        agent: TransferAgent,
+        memory: KvMemory,
+        limits: TransferLimits,
+        report: Callable[[Report], None],
+        bounce: Bounce | None,
+    ) -> None:
+        self._router = router
+        self._bounce = bounce
+        self._agent = agent
+        self._memory = memory
+        self._hello = memory.hello
+        self._report = report
+        self.protocol = SenderProtocol(limits)
         self._held: dict[str, _Held] = {}
-        self._request_ids: dict[TransferKey, str] = {}
-        self._ended: Tombstones[TransferKey, ResultStatus] = Tombstones(self._limits.max_tombstones)
-        self._freed: Tombstones[str, bool] = Tombstones(self._limits.max_tombstones)
-        self._num_fetched = self._num_given_up = self._num_refused = 0
+        self._receivers: OrderedDict[str, _Receiver] = OrderedDict()
+        self._writes: list[_Write] = []
+        self.num_malformed = 0
+        self.num_refused_greetings = 0
+        self.write_seconds = 0.0
+        self.observer = TransferObserver()
 
-    def hold(self, request_id: str, now_s: float) -> None:
-        """Hold a request's blocks; raises InvalidValueError for an id that is held, or was lately."""
-        if request_id in self._held or request_id in self._freed:
-            raise InvalidValueError("request_id", request_id, "an id never held before")
-        self._held[request_id] = _Held(now_s + self._limits.hold_timeout_s)
+    @property
+    def has_writes(self) -> bool:
+        """Return whether `poll_writes` has something to look at."""
+        return bool(self._writes)
 
-    def requested(self, receiver: str, request: ReceiveRequest, now_s: float) -> list[SenderAction]:
-        """Take a request: write for it, or say why not. One that is being served already changes nothing."""
-        key = TransferKey(receiver, request.transfer_id)
-        if key in self._request_ids:
-            return []
-        reason = self._refusal_of(key, request)
-        if reason is not None:
-            self._num_refused += 1
-            return [SendRefusal(receiver, Refusal(reason, request.transfer_id))]
-        held = self._held[request.request_id]
-        held.num_receivers = held.num_receivers or request.num_receivers
-        held.receivers.add(receiver)
-        held.writes[key] = _Sending(now_s + self._limits.transfer_timeout_s)
-        self._request_ids[key] = request.request_id
-        return [StartWrite(receiver, request)]
+    def offer(self, offer: Offer, now_s: float) -> None:
+        """Hold blocks until they are fetched, or nobody has come in time."""
+        self._held[offer.remote_request_id] = _Held(offer, now_s)
+        self.protocol.hold(offer.remote_request_id, now_s)
 
-    def written(self, receiver: str, transfer_id: int, *, is_ok: bool) -> list[SenderAction]:
-        """Take note that a write has ended, well or not: nothing is under way for it any more."""
-        key = TransferKey(receiver, transfer_id)
-        request_id = self._request_ids.pop(key, None)
-        if request_id is None:
-            return []
-        held = self._held[request_id]
-        if held.writes.pop(key).state is TransferState.QUARANTINED:
-            status = ResultStatus.CANCELLED
+    def withdraw(self, request_id: str, now_s: float) -> None:
+        """Let an offer be fetched no more; one that has ended is no error."""
+        self._do(self.protocol.give_up(request_id), now_s)
+
+    def give_up_all(self, now_s: float) -> None:
+        """End every offer; those that are being written from stay out of use."""
+        for request_id in list(self._held):
+            self.withdraw(request_id, now_s)
+
+    def read(self) -> list[list[bytes]]:
+        """Return the messages that have arrived, for `handle`."""
+        messages: list[list[bytes]] = []
+        while len(messages) < _MAX_MESSAGES_READ and self._router.poll(0):
+            messages.append(self._router.recv_multipart())
+        return messages
+
+    def handle(self, messages: list[list[bytes]], now_s: float) -> None:
+        """Do what the messages ask. Whatever was offered before they were read must have been offered here."""
+        for frames in messages:
+            name = frames[0].decode("latin-1")  # whatever bytes it calls itself
+            try:
+                if len(frames) != 2:
+                    raise MalformedMessageError(name, f"{len(frames)} frames, expected a name and a message")
+                self._handle_message(name, frames[1], now_s)
+            except MalformedMessageError as error:
+                self.num_malformed += 1
+                logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
+                # If it was to be a greeting, somebody waits for an answer.
+                told = error.reason[:_MAX_REASON_LEN]
+                self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", told))
+
+    def poll_writes(self, now_s: float) -> None:
+        """Report the writes that have ended."""
+        for write in list(self._writes):
+            state = write.write.state
+            if state is WriteState.PENDING:
+                continue
+            self._writes.remove(write)
+            self.write_seconds += now_s - write.began_s
+            self.observer.written(write.times(now_s))
+            if state is not WriteState.DONE:
+                reason = write.write.reason
+                logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
+                self._forget(write.receiver)
+            if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
+                self._do(self.protocol.give_up(write.request_id), now_s)
+                continue
+            is_ok = state is WriteState.DONE
+            self._do(self.protocol.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s, write.tail)
+
+    def tick(self, now_s: float) -> None:
+        """Give up what nobody comes for."""
+        self._do(self.protocol.tick(now_s), now_s)
+
+    def ping(self, now_s: float) -> None:
+        """Forget receivers whose connection is gone, and let go of their memory; whoever lives greets again."""
+        for name in list(self._receivers):
+            if not self._send(name, Ping()):
+                logger.info("receiver gone name=%s", name)
+                self._forget(name)
+                self._do(self.protocol.receiver_gone(name), now_s)
+
+    def _handle_message(self, name: str, payload: bytes, now_s: float) -> None:
+        match decode_message(payload, name):
+            case Hello() | ForeignHello() as hello:
+                self._greet(name, payload, hello)
+            case ReceiveRequest() as request if name in self._receivers:
+                self._do(self.protocol.requested(name, request, now_s), now_s)
+            case ReceiveRequest(transfer_id=transfer_id):
+                self._send(name, Refusal(RefusalReason.AGENT, transfer_id, "a greeting first", "no greeting"))
+            case Cancel() as cancel:
+                self._do(self.protocol.cancelled(name, cancel), now_s)
+            case Refusal() as refusal:
+                logger.warning("receiver refuses us name=%s reason=%s", name, refusal)
+            case Result() | Ping():
+                raise MalformedMessageError(name, "a message for a receiver")
+
+    def _greet(self, name: str, payload: bytes, hello: Hello | ForeignHello) -> None:
+        known = self._receivers.get(name)
+        if known is not None and known.greeting == payload:
+            self._receivers.move_to_end(name)
+            self._send(name, self._hello)
+            return
+        refusal = judge_hello(self._hello, hello)
+        if refusal is None and isinstance(hello, Hello):
+            try:
+                peer = self._agent.connect(hello.agent_metadata)
+            except PeerUnreachableError as error:
+                refusal = Refusal(RefusalReason.AGENT, None, self._hello.agent, error.reason)
+            else:
+                if known is not None and known.peer != peer:
+                    self._forget(name)
+                self._receivers[name] = _Receiver(payload, hello, peer)
+                for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
+                    self._forget(oldest)
+                self._send(name, self._hello)
+                return
+        if refusal is not None:
+            self.num_refused_greetings += 1
+            logger.warning("greeting refused name=%s reason=%s", name, refusal)
+            self._send(name, refusal)
+
+    def _do(self, actions: list[SenderAction], now_s: float, tail: BounceTail | None = None) -> None:
+        """Do what is to be done; `tail` is that of the write whose result is among it."""
+        for action in actions:
+            match action:
+                case StartWrite(receiver=receiver, request=request):
+                    self._write(receiver, request, now_s)
+                case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
+                    told = None if tail is None or status is not ResultStatus.SUCCESS else tail.encode()
+                    self._send(receiver, Result(self._hello.tensor_parallel_rank, transfer_id, status, told))
+                case SendRefusal(receiver=receiver, refusal=refusal):
+                    self._send(receiver, refusal)
+                case Free(request_id=request_id, is_fetched=is_fetched):
+                    held = self._held.pop(request_id)
+                    self.observer.released(HoldTimes(request_id, held.began_s, now_s, is_fetched))
+                    self._report(OfferReleased(request_id, is_fetched))
+
+    def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:
+        receiver, offer = self._receivers[name], self._held[request.request_id].offer
+        try:
+            fragments = self._memory.fragments(offer.block_ids_per_group, offer.num_tokens, request, receiver.hello)
+            write = self._begin(receiver.peer, fragments, request) if len(fragments) else None
+        except (BlockCountMismatchError, InvalidValueError) as error:
+            logger.warning("kv write refused receiver=%s reason=%s", name, error)
+            is_miscounted = isinstance(error, BlockCountMismatchError)
+            reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
+            self._do(self.protocol.rejected(name, request.transfer_id, reason), now_s)
+            return
+        if write is None:
+            self._do(self.protocol.written(name, request.transfer_id, is_ok=True), now_s)
         else:
-            status = ResultStatus.SUCCESS if is_ok else ResultStatus.FAILED
-        self._ended.bury(key, status)
-        result = SendResult(receiver, transfer_id, status)
-        if status is not ResultStatus.SUCCESS:
-            return [result, *self._give_up(request_id)]
-        held.num_fetched += 1
-        return [result, *self._free_if_done(request_id)]
+            self._writes.append(_Write(name, request.transfer_id, request.request_id, write, now_s))
 
-    def rejected(self, receiver: str, transfer_id: int, reason: RefusalReason) -> list[SenderAction]:
-        """Take note that a write could not be begun because of what its request asks for: the receiver hears why."""
-        refusal = SendRefusal(receiver, Refusal(reason, transfer_id))
-        self._num_refused += TransferKey(receiver, transfer_id) in self._request_ids
-        actions = self.written(receiver, transfer_id, is_ok=False)
-        return [refusal if isinstance(action, SendResult) else action for action in actions]
+    def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Write:
+        """Write in one piece where the receiver has room for that and so have we, else as it is."""
+        room = request.room
+        if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
+            bounced = self._bounce.send(peer, fragments, room.base)
+            if bounced is not None:
+                return bounced
+        return self._agent.write(peer, fragments)
 
-    def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
-        """Take a receiver's cancel: it is told at once if nothing is under way, else when the write has ended.
+    def _forget(self, name: str) -> None:
+        """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""
+        if any(write.receiver == name for write in self._writes):
+            return
+        receiver = self._receivers.pop(name, None)
+        if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
+            self._agent.disconnect(receiver.peer)
 
-        Also for a transfer never heard of: its request may still be on the way, and will find that it has ended. Who
-        comes when all ranks of another receiver have asked ends nothing of theirs.
-        """
-        key = TransferKey(receiver, cancel.transfer_id)
-        request_id = self._request_ids.get(key)
-        if request_id is not None:
-            return self._give_up(request_id)
-        self._ended.bury(key, ResultStatus.CANCELLED)
-        result = SendResult(receiver, cancel.transfer_id, ResultStatus.CANCELLED)
-        held = self._held.get(cancel.request_id)
-        if held is not None and len(held.receivers) == held.num_receivers and receiver not in held.receivers:
-            return [result]
-        return [result, *self._give_up(cancel.request_id)]
-
-    def withdraw(self, request_id: str) -> list[SenderAction]:
-        """Stop holding a request that nobody will fetch: its client has left."""
-        return self._give_up(request_id)
-
-    def receiver_gone(self, receiver: str) -> list[SenderAction]:
-        """Take note that a receiver's process has ended: what it was fetching is given up."""
-        request_ids = dict.fromkeys(rid for key, rid in self._request_ids.items() if key.receiver == receiver)
-        return [action for request_id in request_ids for action in self._give_up(request_id)]
-
-    def tick(self, now_s: float) -> list[SenderAction]:
-        """Notice requests that nobody comes for and writes that take too long; call it every second or so."""
-        late = [
-            request_id
-            for request_id, held in self._held.items()
-            if (not held.writes and now_s >= held.deadline_s)
-            or any(now_s >= write.deadline_s for write in held.writes.values())
-        ]
-        return [action for request_id in late for action in self._give_up(request_id)]
-
-    def statistics(self) -> SenderStatistics:
-        """Return the counters; requests are counted as fetched or given up once their blocks are free."""
-        return SenderStatistics(
-            num_held=len(self._held),
-            num_writing=len(self._request_ids),
-            num_fetched=self._num_fetched,
-            num_given_up=self._num_given_up,
-            num_refused=self._num_refused,
-        )
-
-    def _refusal_of(self, key: TransferKey, request: ReceiveRequest) -> RefusalReason | None:
-        if key in self._ended or request.request_id in self._freed:
-            return RefusalReason.ALREADY_ENDED
-        held = self._held.get(request.request_id)
-        if held is None:
-            return RefusalReason.UNKNOWN_REQUEST
-        if held.is_given_up:
-            return RefusalReason.ALREADY_ENDED
-        is_complete = len(held.receivers) == held.num_receivers
-        if is_complete or key.receiver in held.receivers:
-            return RefusalReason.BUSY
-        return None
-
-    def _give_up(self, request_id: str) -> list[SenderAction]:
-        """Serve a request no more: end its writes, and free its blocks when they have ended."""
-        held = self._held.get(request_id)
-        if held is None:
-            return []
-        held.is_given_up = True
-        aborts: list[SenderAction] = []
-        for key, write in held.writes.items():
-            if write.state is TransferState.ACTIVE:
-                write.state = TransferState.QUARANTINED
-                aborts.append(AbortWrite(key.receiver, key.transfer_id))
-        return aborts + self._free_if_done(request_id)
-
-    def _free_if_done(self, request_id: str) -> list[SenderAction]:
-        held = self._held[request_id]
-        is_fetched = held.num_fetched == held.num_receivers
-        if held.writes or not (held.is_given_up or is_fetched):
-            return []
-        del self._held[request_id]
-        self._freed.bury(request_id, is_fetched)
-        self._num_fetched += is_fetched
-        self._num_given_up += not is_fetched
-        return [Free(request_id, is_fetched)]
+    def _send(self, name: str, message: Message) -> bool:
+        """Return whether the receiver is there; one that reads nothing loses the message, and will ask again."""
+        try:
+            self._router.send_multipart([name.encode("latin-1"), encode_message(message)], zmq.DONTWAIT)
+        except zmq.Again:
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True

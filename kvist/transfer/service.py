@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import zmq
@@ -20,23 +19,26 @@ from kvist.errors import InvalidValueError
 from kvist.kvcache.sequences import root_digest
 from kvist.transfer.agents import AgentStatistics, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics
-from kvist.transfer.handoff import (
-    Cancelled,
+from kvist.transfer.commands import (
+    CancelFetch,
     Command,
-    OfferedBlocks,
+    Fetch,
+    FetchFailed,
+    FetchReleased,
+    Offer,
+    OfferReleased,
+    Report,
+    TransferLimits,
     TransferObserver,
-    TransferReports,
-    WantedBlocks,
-    Withdrawn,
+    WithdrawOffer,
 )
 from kvist.transfer.heads import WHOLE, Part
-from kvist.transfer.incoming import Incoming
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, GroupShape, Hello, PoolPlace, pools_refusal
-from kvist.transfer.outgoing import Outgoing
-from kvist.transfer.receiver import ReceiverStatistics
-from kvist.transfer.sender import SenderStatistics
-from kvist.transfer.states import TransferLimits
+from kvist.transfer.receiver import Receiver
+from kvist.transfer.receiver_protocol import ReceiverStatistics
+from kvist.transfer.sender import Sender
+from kvist.transfer.sender_protocol import SenderStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +113,10 @@ def make_hello(
 
 
 class KvTransferService:
-    """Offers and fetches blocks for as long as it is open; `submit` has a call made on the engine's thread.
+    """Offers and fetches blocks for as long as it is open, and reports from its own thread.
 
-    A `KvTransfers`: its methods may be called from any thread, and none waits. It is bound once it is constructed; the
-    port may be 0. An `inlet` is read before any message that came after what is in it.
+    Its methods may be called from any thread, and none waits. It is bound once it is constructed; the port may be 0. An
+    `inlet` is read before any message that came after what is in it.
     """
 
     def __init__(
@@ -122,8 +124,7 @@ class KvTransferService:
         endpoint: str,
         agent: TransferAgent,
         hello: Hello,
-        reports: TransferReports,
-        submit: Callable[[Callable[[], None]], None],
+        report: Callable[[Report], None],
         limits: TransferLimits | None = None,
         bounce: Bounce | None = None,
         inlet: Inlet | None = None,
@@ -132,7 +133,7 @@ class KvTransferService:
         self._agent = agent
         self._bounce = bounce
         self._inlet = inlet
-        self._reports = _Submitted(reports, submit)
+        self._report = report
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         for option, value in (
@@ -155,8 +156,8 @@ class KvTransferService:
         if inlet is not None:
             self._poller.register(inlet.fileno(), zmq.POLLIN)
         memory = KvMemory(hello)
-        self._outgoing = Outgoing(self._router, agent, memory, limits, self._reports.release, bounce)
-        self._incoming = Incoming(self._context, self._poller, memory, limits, self._reports, bounce)
+        self._sender = Sender(self._router, agent, memory, limits, report, bounce)
+        self._receiver = Receiver(self._context, self._poller, memory, limits, report, bounce)
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._is_closing = False
         self._has_ended = False
@@ -169,7 +170,7 @@ class KvTransferService:
 
     def observe(self, observer: TransferObserver) -> None:
         """Tell of what ends from now on."""
-        self._incoming.observer = self._outgoing.observer = observer
+        self._receiver.observer = self._sender.observer = observer
 
     def start(self) -> None:
         """Begin to serve."""
@@ -187,24 +188,8 @@ class KvTransferService:
             self._bounce.close()
         self._agent.close(timeout_s)
 
-    def offer(self, offered: OfferedBlocks) -> None:
-        """Let blocks be fetched once."""
-        self.command(offered)
-
-    def fetch(self, wanted: WantedBlocks) -> None:
-        """Have blocks filled by the worker that offers them."""
-        self.command(wanted)
-
-    def cancel(self, request_id: str) -> None:
-        """End a fetch that nobody waits for."""
-        self.command(Cancelled(request_id))
-
-    def withdraw(self, remote_request_id: str) -> None:
-        """End an offer that nobody will come for."""
-        self.command(Withdrawn(remote_request_id))
-
     def command(self, command: Command) -> None:
-        """Do what one of the four methods above would."""
+        """Do what is asked; what comes of it is reported."""
         self._commands.put(command)
         self._wake()
         if self._has_ended:  # maybe after it looked for commands the last time
@@ -213,16 +198,16 @@ class KvTransferService:
     def statistics(self) -> TransferStatistics:
         """Return the counts, which change while they are read."""
         return TransferStatistics(
-            self._outgoing.sender.statistics(),
-            self._incoming.statistics(),
+            self._sender.protocol.statistics(),
+            self._receiver.statistics(),
             self._agent.statistics(),
             BounceStatistics() if self._bounce is None else self._bounce.statistics(),
-            self._incoming.bytes_received,
-            self._incoming.quarantined_bytes,
-            self._outgoing.write_seconds,
-            self._incoming.fetch_seconds,
-            self._outgoing.num_refused_greetings,
-            self._outgoing.num_malformed + self._incoming.num_malformed,
+            self._receiver.bytes_received,
+            self._receiver.quarantined_bytes,
+            self._sender.write_seconds,
+            self._receiver.fetch_seconds,
+            self._sender.num_refused_greetings,
+            self._sender.num_malformed + self._receiver.num_malformed,
         )
 
     def _run(self) -> None:
@@ -233,8 +218,8 @@ class KvTransferService:
             self._run_commands()
             if not self._is_closing:
                 logger.critical("transfer thread died")
-                self._incoming.fail_all(_STOPPED)
-                self._outgoing.give_up_all(time.monotonic())
+                self._receiver.fail_all(_STOPPED)
+                self._sender.give_up_all(time.monotonic())
             if self._inlet is not None:
                 self._inlet.close()
             self._context.destroy(linger=0)
@@ -242,27 +227,27 @@ class KvTransferService:
     def _serve(self) -> None:
         next_tick_s = next_ping_s = time.monotonic()
         while not self._is_closing:
-            has_copies = self._outgoing.has_writes or self._incoming.has_scatters
+            has_copies = self._sender.has_writes or self._receiver.has_scatters
             timeout_s = _COPY_POLL_S if has_copies else _TICK_S
             self._poller.poll(max(1, round(timeout_s * 1000)))
-            messages = self._outgoing.read()
+            messages = self._sender.read()
             with suppress(BlockingIOError):
                 os.eventfd_read(self._wakeup)
             if self._inlet is not None and not self._inlet.poll(self):
                 self._is_closing = True
             self._run_commands()  # the engine offers a prompt before anybody is told of it
-            self._outgoing.handle(messages, time.monotonic())
-            self._outgoing.poll_writes(time.monotonic())
-            self._incoming.receive(time.monotonic())
-            self._incoming.poll_scatters(time.monotonic())
+            self._sender.handle(messages, time.monotonic())
+            self._sender.poll_writes(time.monotonic())
+            self._receiver.receive(time.monotonic())
+            self._receiver.poll_scatters(time.monotonic())
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + _TICK_S
-                self._outgoing.tick(now_s)
-                self._incoming.tick(now_s)
+                self._sender.tick(now_s)
+                self._receiver.tick(now_s)
             if now_s >= next_ping_s:
                 next_ping_s = now_s + _PING_S
-                self._outgoing.ping(now_s)
+                self._sender.ping(now_s)
 
     def _run_commands(self) -> None:
         """Obey every command there is; once the thread has ended, by whoever gives it, with the answer that it has."""
@@ -276,44 +261,24 @@ class KvTransferService:
 
     def _obey(self, command: Command, now_s: float) -> None:
         match command:
-            case OfferedBlocks():
-                self._outgoing.offer(command, now_s)
-            case WantedBlocks():
-                self._incoming.fetch(command, now_s)
-            case Cancelled(request_id):
-                self._incoming.cancel(request_id, now_s)
-            case Withdrawn(remote_request_id):
-                self._outgoing.withdraw(remote_request_id, now_s)
+            case Offer():
+                self._sender.offer(command, now_s)
+            case Fetch():
+                self._receiver.fetch(command, now_s)
+            case CancelFetch(request_id):
+                self._receiver.cancel(request_id, now_s)
+            case WithdrawOffer(remote_request_id):
+                self._sender.withdraw(remote_request_id, now_s)
 
     def _answer(self, command: Command) -> None:
         """Say that nothing will come of it."""
         match command:
-            case OfferedBlocks(remote_request_id):
-                self._reports.release(remote_request_id, False)
-            case WantedBlocks(request_id):
-                self._reports.fetch_failed(request_id, _STOPPED)
-                self._reports.fetch_released(request_id)
+            case Offer(remote_request_id):
+                self._report(OfferReleased(remote_request_id, False))
+            case Fetch(request_id):
+                self._report(FetchFailed(request_id, _STOPPED))
+                self._report(FetchReleased(request_id))
 
     def _wake(self) -> None:
         if not self._has_ended:
             os.eventfd_write(self._wakeup, 1)
-
-
-class _Submitted:
-    """Takes reports to the engine's thread."""
-
-    def __init__(self, reports: TransferReports, submit: Callable[[Callable[[], None]], None]) -> None:
-        self._reports = reports
-        self._submit = submit
-
-    def release(self, remote_request_id: str, is_fetched: bool) -> None:
-        self._submit(partial(self._reports.release, remote_request_id, is_fetched))
-
-    def fetch_completed(self, request_id: str) -> None:
-        self._submit(partial(self._reports.fetch_completed, request_id))
-
-    def fetch_failed(self, request_id: str, reason: str) -> None:
-        self._submit(partial(self._reports.fetch_failed, request_id, reason))
-
-    def fetch_released(self, request_id: str) -> None:
-        self._submit(partial(self._reports.fetch_released, request_id))

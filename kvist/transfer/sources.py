@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvist.transfer.messages import MAX_MESSAGE_BYTES, MESSAGE, Cancel, Hello, ReceiveRequest, encode_message
+from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, Hello, ReceiveRequest, encode_message
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Source:
     def send(self, message: Hello | ReceiveRequest | Cancel) -> None:
         """Send, or lose the message where a queue is full: timeouts and repeated cancels get over that."""
         try:
-            self.dealer.send_multipart([MESSAGE, encode_message(message)], zmq.DONTWAIT)
+            self.dealer.send(encode_message(message), zmq.DONTWAIT)
         except zmq.Again:
             logger.warning("transfer message lost endpoint=%s: its queue is full", self.endpoint)
 

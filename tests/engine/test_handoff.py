@@ -17,7 +17,17 @@ from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes
 from kvist.errors import InvalidValueError
 from kvist.kvcache import ABSENT
-from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
+from kvist.transfer.commands import (
+    CancelFetch,
+    Command,
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
+    FetchReleased,
+    Offer,
+    OfferReleased,
+    WithdrawOffer,
+)
 
 B = 4
 
@@ -31,22 +41,21 @@ def make_prompt(count: int, seed: int = 0) -> list[int]:
 class Notes:
     """Transfers that do nothing but note what they are asked."""
 
-    offered: list[OfferedBlocks] = field(default_factory=list)
-    wanted: list[WantedBlocks] = field(default_factory=list)
+    offered: list[Offer] = field(default_factory=list)
+    wanted: list[Fetch] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     withdrawn: list[str] = field(default_factory=list)
 
-    def offer(self, offered: OfferedBlocks) -> None:
-        self.offered.append(offered)
-
-    def fetch(self, wanted: WantedBlocks) -> None:
-        self.wanted.append(wanted)
-
-    def cancel(self, request_id: str) -> None:
-        self.cancelled.append(request_id)
-
-    def withdraw(self, remote_request_id: str) -> None:
-        self.withdrawn.append(remote_request_id)
+    def command(self, command: Command) -> None:
+        match command:
+            case Offer():
+                self.offered.append(command)
+            case Fetch():
+                self.wanted.append(command)
+            case CancelFetch(request_id):
+                self.cancelled.append(request_id)
+            case WithdrawOffer(remote_request_id):
+                self.withdrawn.append(remote_request_id)
 
 
 @dataclass
@@ -80,7 +89,7 @@ def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
         defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
         loaded = load_with_memory(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)))
         worker = Worker(loaded, Notes())
-        loaded.core.attach(worker.notes, limits or HandoffLimits())
+        loaded.core.attach(worker.notes.command, limits or HandoffLimits())
         return worker
 
     return make
@@ -96,7 +105,7 @@ def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> 
     return RemotePrefill(("tcp://here:1",), last.remote_request_id, len(prompt), tuple(worker.tokens(request_id)))
 
 
-def copy(source: Worker, target: Worker, wanted: WantedBlocks) -> int:
+def copy(source: Worker, target: Worker, wanted: Fetch) -> int:
     """Copy the wanted blocks; return how many there were. The rest of them must be held already."""
     offered = next(o for o in source.notes.offered if o.remote_request_id == wanted.remote_request_id)
     num_copied = 0
@@ -138,8 +147,8 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
         wanted = target.notes.wanted[-1]
         num_copied += copy(source, target, wanted)
         num_wanted += sum(each != ABSENT for ids in wanted.block_ids_per_group for each in ids)
-        target.core.fetch_completed(str(i))
-        source.core.release(remote.remote_request_id, True)
+        target.core.on_report(FetchCompleted(str(i)))
+        source.core.on_report(OfferReleased(remote.remote_request_id, True))
         target.run()
         alone.run()
         assert target.tokens(str(i)) == alone.tokens(str(i))
@@ -156,7 +165,7 @@ def test_random_tokens_are_those_of_one_worker(make_worker, greedy) -> None:
     target.core.add_request("0", prompt, params, handoff=prefill(source, "0", prompt, params))
     target.run()
     copy(source, target, target.notes.wanted[0])
-    target.core.fetch_completed("0")
+    target.core.on_report(FetchCompleted("0"))
     target.run()
     assert target.tokens("0") == alone.tokens("0")
 
@@ -169,7 +178,7 @@ def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> N
     assert source.core.statistics().handoffs.num_held == 1
     assert source.num_used > 0
     source.core.check_invariants()
-    source.core.release(remote.remote_request_id, True)
+    source.core.on_report(OfferReleased(remote.remote_request_id, True))
     assert source.num_used == 0
     assert source.core.statistics().handoffs.num_held == 0
 
@@ -181,7 +190,7 @@ def test_a_withdrawn_prompt_keeps_its_blocks_until_nobody_reads_them(make_worker
     assert source.core.withdraw(remote.remote_request_id)
     assert source.notes.withdrawn == [remote.remote_request_id]
     assert source.num_used > 0
-    source.core.release(remote.remote_request_id, False)
+    source.core.on_report(OfferReleased(remote.remote_request_id, False))
     assert source.num_used == 0
     assert not source.core.withdraw(remote.remote_request_id)
 
@@ -192,7 +201,7 @@ def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy) -> None:
     source.core.add_request("1", make_prompt(30, 1), greedy(5), handoff=RemoteDecode())
     source.run()
     assert source.outputs["1"][-1].error == "kv transfer failed: too many prompts are held"
-    source.core.release(remote.remote_request_id, True)
+    source.core.on_report(OfferReleased(remote.remote_request_id, True))
     assert source.num_used == 0
 
 
@@ -207,9 +216,9 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
     target.core.add_request("0", prompt, greedy(9), handoff=RemotePrefill(("tcp://x:1",), "gone", 31, (300,)))
     target.run()
     reserved = set(target.notes.wanted[0].block_ids_per_group[0])
-    target.core.fetch_failed("0", "the peer is gone")
+    target.core.on_report(FetchFailed("0", "the peer is gone"))
     if is_released_first:
-        target.core.fetch_released("0")
+        target.core.on_report(FetchReleased("0"))
     assert target.core.has_work
     target.core.step()
     held = {each for table in target.core._requests["0"].blocks.tables[:1] for each in table.held()}
@@ -218,7 +227,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
     if not is_released_first:
         assert target.core.statistics().handoffs.num_abandoned == 1
         assert target.num_used > 0
-        target.core.fetch_released("0")
+        target.core.on_report(FetchReleased("0"))
     assert target.core._requests == {}
     assert target.num_used == 0
     assert target.core.statistics().handoffs.num_fallbacks == 1
@@ -229,8 +238,8 @@ def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worke
     remote = RemotePrefill(("tcp://x:1",), "gone", 31, (300,))
     target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
     target.run()
-    target.core.fetch_failed("0", "unknown_request")
-    target.core.fetch_released("0")
+    target.core.on_report(FetchFailed("0", "unknown_request"))
+    target.core.on_report(FetchReleased("0"))
     target.run()
     assert target.outputs["0"][-1].error == "kv transfer failed: unknown_request"
     assert target.num_used == 0
@@ -247,10 +256,10 @@ def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: s
     assert target.notes.cancelled == ["0"]
     assert target.num_used > 0, "a late write could land in them"
     if ending == "completed":
-        target.core.fetch_completed("0")
+        target.core.on_report(FetchCompleted("0"))
     else:
-        target.core.fetch_failed("0", "cancelled")
-        target.core.fetch_released("0")
+        target.core.on_report(FetchFailed("0", "cancelled"))
+        target.core.on_report(FetchReleased("0"))
     target.run()
     assert target.num_used == 0
     assert target.outputs == {}
@@ -266,12 +275,12 @@ def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, g
     assert not target.core.has_work, "the engine would spin"
     target.core.abort("2")
     target.core.check_invariants()
-    target.core.fetch_failed("0", "gone")
-    target.core.fetch_released("0")
+    target.core.on_report(FetchFailed("0", "gone"))
+    target.core.on_report(FetchReleased("0"))
     target.run()
     assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1", "3"]
     for request_id in ("1", "3"):
-        target.core.fetch_completed(request_id)
+        target.core.on_report(FetchCompleted(request_id))
     target.run()
     assert target.num_used == 0
 
@@ -282,7 +291,7 @@ def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released
     source.core.add_request("1", make_prompt(60, 1), greedy(5))
     source.run()
     assert "1" not in source.outputs
-    source.core.release(remote.remote_request_id, True)
+    source.core.on_report(OfferReleased(remote.remote_request_id, True))
     source.run()
     assert source.outputs["1"][-1].finish_reason == "length"
 
@@ -347,8 +356,8 @@ def test_each_part_of_a_request_is_timed_where_it_is_done(make_worker, greedy) -
         target.run()
         assert times[name].fetching_s is not None
         assert times[name].fetched_s is times[name].ended_s is None
-    target.core.fetch_completed("D")
-    target.core.fetch_failed("failed", "gone")
+    target.core.on_report(FetchCompleted("D"))
+    target.core.on_report(FetchFailed("failed", "gone"))
     target.core.abort("aborted")
     target.run()
 

@@ -7,6 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.commands import Report, TransferLimits, WithdrawOffer
 from kvist.transfer.copier import TorchCopier, host_region
 from kvist.transfer.messages import (
     Hello,
+    Ping,
     PoolPlace,
     ReceiveRequest,
     RefusalReason,
@@ -33,7 +36,6 @@ from kvist.transfer.messages import (
     group_shapes,
 )
 from kvist.transfer.service import KvTransferService, make_hello
-from kvist.transfer.states import TransferLimits
 
 pytestmark = pytest.mark.usefixtures("workers_of_one_process")
 
@@ -96,8 +98,12 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
             bounce = Bounce(agent, copier, lambda: host_region(agent, 1 << 20), BounceConfig(1, 1 << 40, 1))
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent)
         engine = AsyncEngine(loaded.core, max_num_open=40)
-        service = KvTransferService("tcp://127.0.0.1:*", agent, hello, loaded.core, engine.submit, limits, bounce)
-        loaded.core.attach(service, handoff_limits or HandoffLimits())
+
+        def report(report: Report) -> None:
+            engine.submit(partial(loaded.core.on_report, report))
+
+        service = KvTransferService("tcp://127.0.0.1:*", agent, hello, report, limits, bounce)
+        loaded.core.attach(service.command, handoff_limits or HandoffLimits())
         async with engine:
             service.start()
             try:
@@ -204,9 +210,9 @@ async def test_the_fetched_bytes_are_those_of_the_sender(way: str, open_worker, 
         bounce = target.service._bounce
         taken = bounce.reserve(1 << 20, 2) if options["has_bounce"] and not is_bounced else None
         offers, fetches = [], []
-        for notes, worker, method in ((offers, source, "offer"), (fetches, target, "fetch")):
-            original = getattr(worker.service, method)
-            setattr(worker.service, method, lambda each, n=notes, o=original: (n.append(each), o(each)))
+        for notes, worker in ((offers, source), (fetches, target)):
+            handoffs = worker.loaded.core._handoffs
+            handoffs._command = lambda each, n=notes, o=handoffs._command: (n.append(each), o(each))
         remote = await source.prefill(prompt, greedy(1))
         before = [pool.clone() for pool in source.loaded.tensors.pools]
         assert (await target.answer(prompt, greedy(1), remote)).token_ids == remote.first_token_ids
@@ -270,8 +276,8 @@ async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_
                 while not await asyncio.to_thread(silent.poll, 100):
                     pass
             name = silent.recv_multipart()[0]
-            hello = other.service._outgoing._hello
-            silent.send_multipart([name, b"m", encode_message(hello)])
+            hello = other.service._sender._hello
+            silent.send_multipart([name, encode_message(hello)])
             answer = await answering
             assert answer.error == "kv transfer failed: no completion within 1 s"
             assert target.num_used > 0
@@ -303,25 +309,25 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
 
             async def answer_to(*frames: bytes) -> Any:
                 stranger.send_multipart(frames)
-                while (answer := await asyncio.to_thread(stranger.recv_multipart))[0] != b"m":
-                    pass  # a ping
-                return decode_message(answer[1], "source")
+                while isinstance(answer := decode_message(await asyncio.to_thread(stranger.recv), "source"), Ping):
+                    pass
+                return answer
 
             async def ask(message: Any) -> Any:
-                return await answer_to(b"m", encode_message(message))
+                return await answer_to(encode_message(message))
 
-            for frames in ([b"m"], [b"x", b"y"], [b"m", b"\xff" * 40], [b"m", b"", b""]):
+            for frames in ([b""], [b"x", b"y"], [b"\xff" * 40], [b"", b"", b""]):
                 assert (await answer_to(*frames)).reason is RefusalReason.MALFORMED
             assert source.service.statistics().num_malformed == 4
             remote = await source.prefill(prompt, greedy(5))
-            wrong = ReceiveRequest(7, remote.remote_request_id, 0, 30, 30, ((1, 2, 3), (500,)))
+            wrong = ReceiveRequest(7, remote.remote_request_id, 30, ((1, 2, 3), (500,)))
             assert (await ask(wrong)).reason is RefusalReason.AGENT, "it has not greeted"
-            hello = target.service._outgoing._hello
+            hello = target.service._sender._hello
             refusal = await ask(msgspec.structs.replace(hello, protocol_version=9))
             assert refusal.reason is RefusalReason.PROTOCOL_VERSION
             assert isinstance(await ask(hello), Hello)
             assert (await ask(wrong)).reason is RefusalReason.UNKNOWN_BLOCK
-        source.service.withdraw(remote.remote_request_id)
+        source.service.command(WithdrawOffer(remote.remote_request_id))
         good = await source.prefill(prompt, greedy(5))
         expected = await source.answer(prompt, greedy(5))
         assert (await target.answer(prompt, greedy(5), good)).token_ids == expected.token_ids
@@ -332,7 +338,7 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
 async def test_strangers_that_share_one_memory_and_leave_end_nothing(open_worker, greedy, until) -> None:
     prompt = make_prompt(30)
     async with open_worker("gemma3") as source, open_worker("gemma3") as target:
-        outgoing = source.service._outgoing
+        outgoing = source.service._sender
         with zmq.Context() as context, ExitStack() as strangers:
             for name in (b"\xff1", b"\xff2"):
                 stranger = strangers.enter_context(context.socket(zmq.DEALER))
@@ -340,7 +346,7 @@ async def test_strangers_that_share_one_memory_and_leave_end_nothing(open_worker
                 stranger.setsockopt(zmq.RCVTIMEO, 60_000)
                 stranger.setsockopt(zmq.IDENTITY, name)
                 stranger.connect(source.service.endpoint)
-                stranger.send_multipart([b"m", encode_message(target.service._outgoing._hello)])
+                stranger.send_multipart([encode_message(target.service._sender._hello)])
                 await asyncio.to_thread(stranger.recv_multipart)
             assert len(outgoing._receivers) == 2
         await until(lambda: not outgoing._receivers or not source.service.is_alive)

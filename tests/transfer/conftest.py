@@ -18,12 +18,20 @@ from kvist.events import FULL
 from kvist.kvcache import ABSENT, num_stale_blocks
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, Write
 from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.commands import (
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
+    FetchReleased,
+    Offer,
+    OfferReleased,
+    Report,
+    TransferLimits,
+)
 from kvist.transfer.copier import TorchCopier, host_region
-from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
 from kvist.transfer.heads import Part, heads_of
 from kvist.transfer.messages import GroupShape, PoolPlace
 from kvist.transfer.service import KvTransferService, make_hello
-from kvist.transfer.states import TransferLimits
 
 B, W, NUM_SLOTS = 4, 9, 24
 PATIENCE_S = 60.0
@@ -46,17 +54,16 @@ class Reports:
             self.heard.append(what)
             self.changed.notify_all()
 
-    def release(self, remote_request_id: str, is_fetched: bool) -> None:
-        self.note("release", remote_request_id, is_fetched)
-
-    def fetch_completed(self, request_id: str) -> None:
-        self.note("completed", request_id)
-
-    def fetch_failed(self, request_id: str, reason: str) -> None:
-        self.note("failed", request_id, reason)
-
-    def fetch_released(self, request_id: str) -> None:
-        self.note("released", request_id)
+    def __call__(self, report: Report) -> None:
+        match report:
+            case OfferReleased(remote_request_id, is_fetched):
+                self.note("release", remote_request_id, is_fetched)
+            case FetchCompleted(request_id):
+                self.note("completed", request_id)
+            case FetchFailed(request_id, reason):
+                self.note("failed", request_id, reason)
+            case FetchReleased(request_id):
+                self.note("released", request_id)
 
     def wait_for(self, *what: Any) -> tuple[Any, ...]:
         """Return the first report that begins so."""
@@ -97,9 +104,7 @@ class Rank:
         hello = make_hello("tiny", B, self.shapes, tuple(places), self.agent, part)
         self.reports = Reports()
         endpoint = options.pop("endpoint", "tcp://127.0.0.1:*")
-        self.service = KvTransferService(
-            endpoint, self.agent, hello, self.reports, lambda call: call(), bounce=bounce, **options
-        )
+        self.service = KvTransferService(endpoint, self.agent, hello, self.reports, bounce=bounce, **options)
 
     def holds(self, whole: Sequence[np.ndarray], tables: Sequence[Sequence[int]]) -> bool:
         """Return whether this rank's heads of a prompt are in these blocks, by ordinal."""
@@ -163,7 +168,7 @@ class Worker:
     def offer(self, prompt: Prompt, tables: Sequence[Sequence[int]]) -> None:
         for rank in self.ranks:
             rank.fill(prompt.whole, tables)
-            rank.service.offer(OfferedBlocks(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
+            rank.service.command(Offer(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
 
     def fetch(self, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
         for rank in self.ranks:
@@ -172,7 +177,7 @@ class Worker:
     def fetch_by(self, rank: Rank, prompt: Prompt, tables: Sequence[Sequence[int]], endpoints: tuple[str, ...]) -> None:
         """Have one rank alone fetch its part."""
         block_ids = tuple(map(tuple, tables))
-        rank.service.fetch(WantedBlocks(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, block_ids))
+        rank.service.command(Fetch(prompt.name, endpoints, prompt.name, prompt.num_tokens, 0, block_ids))
 
     def hand_over(self, target: Worker, prompt: Prompt) -> list[list[int]]:
         """Have a prompt offered and fetched; return where it is."""

@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from kvist.transfer import heads, messages, receiver, results, sender, slices, states
+from kvist.transfer import commands, heads, memory, messages, receiver_protocol, sender_protocol, tails
 
-MODULES = (heads, messages, receiver, results, sender, slices, states)
+MODULES = (commands, heads, memory, messages, receiver_protocol, sender_protocol, tails)
 
 
 def public_parts(module: ModuleType) -> Iterator[tuple[str, object]]:

@@ -24,7 +24,7 @@ def test_every_test_that_the_document_names_exists() -> None:
 
 def test_every_row_of_slices_and_bounce_has_a_test_or_a_reason_why_not() -> None:
     rows = {row for ids in re.findall(r"^\| ([DE][\d., DE]*) \|", DOCUMENT, re.MULTILINE) for row in ids.split(", ")}
-    excused = set(re.findall(r"^- (E\d+|D\.2\.6|E\.4)", DOCUMENT, re.MULTILINE))
+    excused = set(re.findall(r"[DE]\d+|D\.2\.6|E\.4", " ".join(re.findall(r"^- ([DE][^:]*):", DOCUMENT, re.M))))
     expected = {f"D{number}" for number in range(1, 10)} | {f"E{number}" for number in range(1, 15)}
     assert expected <= rows | excused
     assert {f"D.4.{number}" for number in range(1, 9)} | {f"E.5.{number}" for number in range(1, 8)} <= rows

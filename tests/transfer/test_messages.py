@@ -14,20 +14,24 @@ from kvist.transfer.messages import (
     GroupShape,
     Hello,
     Message,
+    Ping,
     PoolPlace,
     ReceiveRequest,
     Refusal,
     RefusalReason,
+    Result,
+    ResultStatus,
     decode_message,
     encode_message,
     group_shapes,
     judge_hello,
 )
+from kvist.transfer.tails import EncodedTail, Extent
 
 GROUPS = (GroupShape(None, 8, 128, "bfloat16", 2, (1,)), GroupShape(512, 4, 64, "bfloat16", 2, (0, 2)))
 POOLS = (PoolPlace(0x8000, 0x8000, 4), PoolPlace(0x28000, 0x4000, 2))
 HELLO = Hello(1, "decode-0", "tiny", 16, 1337, GROUPS, 2, 1, "nixl", b"\x01\x02", POOLS)
-REQUEST = ReceiveRequest(7, "held-1", 0, 100, 100, ((22, 23), (24,)), 2, (32, 48), 0x100000, 59392)
+REQUEST = ReceiveRequest(7, "held-1", 100, ((22, 23), (24,)), 2, Extent(0x100000, 59392))
 MESSAGES: list[tuple[Message, str]] = [
     (
         HELLO,
@@ -37,9 +41,12 @@ MESSAGES: list[tuple[Message, str]] = [
     ),
     (
         REQUEST,
-        "9b a772656365697665 07 a668656c642d31 00 64 64 92 921617 9118 02 922030 ce00100000 cde800",
+        "97 a772656365697665 07 a668656c642d31 64 92 921617 9118 02 92 ce00100000 cde800",
     ),
     (Cancel(7, "held-1"), "93 a663616e63656c 07 a668656c642d31"),
+    (Result(3, 12345, ResultStatus.SUCCESS), "95 a6726573756c74 03 cd3039 00 c0"),
+    (Result(3, 7, ResultStatus.CANCELLED, EncodedTail(b"a", b"b")), "95 a6726573756c74 03 07 02 92 c40161 c40162"),
+    (Ping(), "91 a470696e67"),
     (
         Refusal(RefusalReason.BLOCK_SIZE, None, "16", "32"),
         "95 a77265667573616c aa626c6f636b5f73697a65 c0 a23136 a23332",
@@ -56,8 +63,8 @@ def test_messages_have_the_written_bytes(message: Message, golden: str) -> None:
 def test_fields_of_later_versions_are_ignored_and_missing_ones_have_defaults() -> None:
     later = msgspec.msgpack.encode([*msgspec.msgpack.decode(encode_message(Cancel(7, "held-1"))), "new"])
     assert decode_message(later, "peer") == Cancel(7, "held-1")
-    shorter = msgspec.msgpack.encode(["receive", 7, "held-1", 0, 100, 100, [[1]]])
-    assert decode_message(shorter, "peer") == ReceiveRequest(7, "held-1", 0, 100, 100, ((1,),))
+    shorter = msgspec.msgpack.encode(["receive", 7, "held-1", 100, [[1]]])
+    assert decode_message(shorter, "peer") == ReceiveRequest(7, "held-1", 100, ((1,),))
 
 
 def changed(**fields: object) -> Hello:
@@ -143,10 +150,10 @@ def test_a_plan_is_told_group_by_group() -> None:
     [
         (changed(tensor_parallel_rank=2), "tensor_parallel_rank is 2"),
         (changed(pools=POOLS[:1]), "1 pools, expected 2"),
-        (msgspec.structs.replace(REQUEST, token_end=101), "tokens 0 to 101"),
-        (msgspec.structs.replace(REQUEST, token_start=101), "tokens 101 to 100"),
-        (msgspec.structs.replace(REQUEST, dst_start_tokens=(0,)), "1 dst_start_tokens, expected 2"),
-        (msgspec.structs.replace(REQUEST, bounce_base=None), "expected both or neither"),
+        (msgspec.structs.replace(REQUEST, room=Extent(-1, 1)), "Expected `int` >= 0"),
+        (msgspec.structs.replace(REQUEST, room=Extent(0, -1)), "Expected `int` >= 0"),
+        (Result(0, 7, 3), "Invalid enum value 3"),
+        (Result(-1, 7, ResultStatus.SUCCESS), "Expected `int` >= 0"),
         (msgspec.structs.replace(REQUEST, transfer_id=-1), "expected `int` >= 0|Expected `int` >= 0"),
         (msgspec.structs.replace(REQUEST, block_ids_per_group=((-1,),)), "Expected `int` >= 0"),
         (msgspec.structs.replace(REQUEST, request_id=""), "length >= 1"),

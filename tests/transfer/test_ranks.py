@@ -4,38 +4,42 @@ import random
 
 import pytest
 
-from kvist.transfer.handoff import Cancelled, OfferedBlocks, WantedBlocks, Withdrawn
-from kvist.transfer.ranks import (
-    Completed,
-    Failed,
+from kvist.transfer.agents import AgentStatistics
+from kvist.transfer.bounce import BounceStatistics
+from kvist.transfer.commands import (
+    CancelFetch,
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
     FetchReleased,
-    Ranks,
-    RanksAction,
-    Released,
+    Offer,
+    OfferReleased,
     Report,
-    Reporter,
-    Tell,
-    deliver,
+    WithdrawOffer,
 )
+from kvist.transfer.ranks import Ranks, RanksAction, Tell
+from kvist.transfer.receiver_protocol import ReceiverStatistics
+from kvist.transfer.sender_protocol import SenderStatistics
+from kvist.transfer.service import TransferStatistics
 
-OFFER = OfferedBlocks("held", 5, ((0, 1),))
-WANT = WantedBlocks("r", ("tcp://p:1", "tcp://p:2"), "held", 5, 0, ((7, 8),))
-GIVE_UP = Withdrawn("held")
-CANCEL = Cancelled("r")
-DONE, FREE = Completed("r"), FetchReleased("r")
-LOST = Failed("r", "rank 1's transfers have stopped")
-
-
-def failed(reason: str = "x") -> Failed:
-    return Failed("r", reason)
-
-
-def released(is_fetched: bool) -> Released:
-    return Released("held", is_fetched)
+OFFER = Offer("held", 5, ((0, 1),))
+WANT = Fetch("r", ("tcp://p:1", "tcp://p:2"), "held", 5, 0, ((7, 8),))
+GIVE_UP = WithdrawOffer("held")
+CANCEL = CancelFetch("r")
+DONE, FREE = FetchCompleted("r"), FetchReleased("r")
+LOST = FetchFailed("r", "rank 1's transfers have stopped")
 
 
-def told(reason: str, rank: int) -> Failed:
-    return Failed("r", f"at rank {rank}: {reason}")
+def failed(reason: str = "x") -> FetchFailed:
+    return FetchFailed("r", reason)
+
+
+def released(is_fetched: bool) -> OfferReleased:
+    return OfferReleased("held", is_fetched)
+
+
+def told(reason: str, rank: int) -> FetchFailed:
+    return FetchFailed("r", f"at rank {rank}: {reason}")
 
 
 # After the offer and the fetch have been asked of ranks 0 to 2: who reports what, and what follows of each.
@@ -111,6 +115,14 @@ STORIES: dict[str, list[tuple[int, Report | str, list[RanksAction]]]] = {
 }
 
 
+def counts_of(ranks: Ranks) -> tuple[SenderStatistics, ReceiverStatistics]:
+    nothing = TransferStatistics(
+        SenderStatistics(*[0] * 4), ReceiverStatistics(*[0] * 4), AgentStatistics(), BounceStatistics(), *[0] * 6
+    )
+    total = ranks.count(nothing)
+    return total.sender, total.receiver
+
+
 def shown(actions: list[RanksAction]) -> list[str]:
     """Tell them apart, which as tuples can be equal."""
     return list(map(repr, actions))
@@ -137,7 +149,7 @@ def test_withdrawing_and_cancelling_is_told_to_the_ranks_that_have_not_ended() -
     ranks.reported(1, released(True))
     assert ranks.command(CANCEL) == [Tell(1, CANCEL), Tell(2, CANCEL)]
     assert ranks.command(GIVE_UP) == [Tell(0, GIVE_UP), Tell(2, GIVE_UP)]
-    assert ranks.command(Cancelled("another")) == ranks.command(Withdrawn("another")) == []
+    assert ranks.command(CancelFetch("another")) == ranks.command(WithdrawOffer("another")) == []
 
 
 def test_with_a_rank_lost_nothing_is_begun() -> None:
@@ -163,17 +175,14 @@ def test_one_rank_speaks_for_itself() -> None:
 
 def test_prompts_are_counted_once() -> None:
     ranks = asked(2)
-    counts = ranks.statistics()
-    assert (counts.num_held, counts.num_active, counts.num_quarantined) == (1, 1, 0)
+    assert counts_of(ranks) == (SenderStatistics(1, 0, 0, 0), ReceiverStatistics(1, 0, 0, 0))
     for report in (failed(), released(True)):
         ranks.reported(0, report)
-    assert (ranks.statistics().num_active, ranks.statistics().num_quarantined) == (0, 1)
+    assert counts_of(ranks)[1] == ReceiverStatistics(0, 1, 0, 1)
     ranks.reported(1, released(False))
     for rank in range(2):
         ranks.reported(rank, FREE)
-    counts = ranks.statistics()
-    assert (counts.num_held, counts.num_active, counts.num_quarantined) == (0, 0, 0)
-    assert (counts.num_fetched, counts.num_given_up, counts.num_completed, counts.num_failed) == (0, 1, 0, 1)
+    assert counts_of(ranks) == (SenderStatistics(0, 0, 0, 1), ReceiverStatistics(0, 0, 0, 1))
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -191,21 +200,16 @@ def test_in_any_order_everything_ends_once_when_all_ranks_have_ended(seed: int) 
         rank = rng.choice([rank for rank in range(num_ranks) if todo[rank]])
         for action in ranks.reported(rank, todo[rank].pop(0)):
             left = [type(report) for reports in todo for report in reports]
-            if isinstance(action, Released):
-                assert Released not in left
-            elif isinstance(action, Completed | FetchReleased):
-                assert not {Completed, FetchReleased} & set(left)
+            if isinstance(action, OfferReleased):
+                assert OfferReleased not in left
+            elif isinstance(action, FetchCompleted | FetchReleased):
+                assert not {FetchCompleted, FetchReleased} & set(left)
             if not isinstance(action, Tell):
                 seen.append(action)
-    assert [each for each in seen if isinstance(each, Released)] == [released(repr(released(False)) not in all_reports)]
-    ends = [type(each) for each in seen if not isinstance(each, Released)]
-    assert ends == ([Failed, FetchReleased] if repr(failed()) in all_reports else [Completed])
-    assert ranks.statistics().num_held == ranks.statistics().num_active == ranks.statistics().num_quarantined == 0
-
-
-def test_a_report_is_the_same_on_the_other_side_of_a_call() -> None:
-    reports: list[Report] = [released(True), released(False), DONE, failed(), FREE]
-    seen: list[Report] = []
-    for report in reports:
-        deliver(Reporter(seen.append), report)
-    assert shown(seen) == shown(reports)
+    assert [each for each in seen if isinstance(each, OfferReleased)] == [
+        released(repr(released(False)) not in all_reports)
+    ]
+    ends = [type(each) for each in seen if not isinstance(each, OfferReleased)]
+    assert ends == ([FetchFailed, FetchReleased] if repr(failed()) in all_reports else [FetchCompleted])
+    sender, receiver = counts_of(ranks)
+    assert sender.num_held == receiver.num_active == receiver.num_quarantined == 0

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.handoff import OfferedBlocks
+from kvist.transfer.commands import Offer
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import GroupShape, PoolPlace, Refusal, RefusalReason, encode_message
 from kvist.transfer.service import make_hello
@@ -143,9 +143,9 @@ def test_a_part_of_the_heads_is_not_taken_for_all_from_who_was_one_rank_before(
 @pytest.mark.parametrize(
     ("answer", "named"),
     [
-        ((b"m", b"\xff\xff"), "refused by us: malformed"),
-        ((b"?",), "refused by us: malformed"),
-        ((b"m", encode_message(Refusal(RefusalReason.MALFORMED, None, "a", "b"))), "malformed: ours=a theirs=b"),
+        ((b"\xff\xff",), "refused by us: malformed"),
+        ((b"?", b"?"), "refused by us: malformed"),
+        ((encode_message(Refusal(RefusalReason.MALFORMED, None, "a", "b")),), "malformed: ours=a theirs=b"),
     ],
 )
 def test_a_greeting_that_is_answered_with_nonsense_is_not_waited_for(
@@ -169,11 +169,11 @@ class Pipe:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self.brought: list[OfferedBlocks | None] = []
+        self.brought: list[Offer | None] = []
         self.is_closed = threading.Event()
 
-    def bring(self, offered: OfferedBlocks | None) -> None:
-        self.brought.append(offered)
+    def bring(self, offer: Offer | None) -> None:
+        self.brought.append(offer)
         os.eventfd_write(self.fd, 1)
 
     def fileno(self) -> int:
@@ -183,10 +183,10 @@ class Pipe:
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         while self.brought:
-            offered = self.brought.pop(0)
-            if offered is None:
+            offer = self.brought.pop(0)
+            if offer is None:
                 return False
-            service.offer(offered)
+            service.command(offer)
         return True
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ def test_what_comes_through_the_inlet_is_known_before_anybody_asks_and_its_end_e
         prompt = make_prompt(seed)
         tables = prompt.tables(1)
         source.ranks[0].fill(prompt.whole, tables)
-        inlet.bring(OfferedBlocks(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
+        inlet.bring(Offer(prompt.name, prompt.num_tokens, tuple(map(tuple, tables))))
         target.fetch(prompt, prompt.tables(2), source.endpoints)
         target.ranks[0].reports.wait_for("completed", prompt.name)
         assert target.ranks[0].holds(prompt.whole, prompt.tables(2))

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvist.transfer import incoming, outgoing, sources
+from kvist.transfer import receiver, sources
+from kvist.transfer import sender as sender_module
 from kvist.transfer.agents import Write, WriteState
-from kvist.transfer.messages import ReceiveRequest
-from kvist.transfer.results import BounceTail, Result, encode_report
-from kvist.transfer.states import TransferLimits
+from kvist.transfer.commands import CancelFetch, TransferLimits, WithdrawOffer
+from kvist.transfer.messages import ReceiveRequest, Result, ResultStatus
+from kvist.transfer.tails import BounceTail, EncodedTail, Extent
 
 NUM_SLOTS = 24  # of each pool
 FAST = TransferLimits(transfer_timeout_s=1.0, hold_timeout_s=1.0, cancel_retry_s=0.1)
@@ -51,7 +53,7 @@ def test_one_of_two_senders_refuses_and_the_other_frees_what_it_holds(
     source, target = open_worker(2, has_bounce=has_bounce), open_worker(2, has_bounce=has_bounce)
     prompt = make_prompt()
     source.offer(prompt, prompt.tables(1))
-    source.ranks[1].service.withdraw(prompt.name)
+    source.ranks[1].service.command(WithdrawOffer(prompt.name))
     assert source.ranks[1].reports.wait_for("release", prompt.name)[2] is False
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     # Whoever hears of it first cancels at the other sender, which then may have a word for the second as well.
@@ -64,19 +66,15 @@ def test_one_of_two_senders_refuses_and_the_other_frees_what_it_holds(
     source.assert_hands_over(target, make_prompt(1))
 
 
-DEFECTS: dict[str, tuple[Callable[[BounceTail], BounceTail | None], str]] = {
-    "cut off": (lambda _: None, "a tail of 2 frames"),
-    "in the other's part": (
-        lambda tail: BounceTail(tail.dst_addresses, tail.sizes_bytes, tail.src_base - int(tail.sizes_bytes.sum())),
-        "are not within",
-    ),
+DEFECTS: dict[str, tuple[Callable[[BounceTail], EncodedTail], str]] = {
+    "cut off": (lambda tail: EncodedTail(tail.encode().dst_addresses, tail.encode().sizes_bytes[:-1]), "a multiple of"),
     "outside the blocks": (
-        lambda tail: BounceTail(tail.dst_addresses + (1 << 40), tail.sizes_bytes, tail.src_base),
+        lambda tail: BounceTail(tail.dst_addresses + (1 << 40), tail.sizes_bytes, 0).encode(),
         "outside every reserved block",
     ),
-    "not what it declares": (
-        lambda tail: BounceTail(tail.dst_addresses[1:], tail.sizes_bytes[1:], tail.src_base),
-        "sizes sum to",
+    "not all": (
+        lambda tail: BounceTail(tail.dst_addresses[1:], tail.sizes_bytes[1:], 0).encode(),
+        "together, expected",
     ),
 }
 
@@ -87,13 +85,13 @@ def test_a_tail_of_one_rank_that_does_not_fit_fails_the_fetch_and_its_room_waits
 ) -> None:
     change, named = DEFECTS[defect]
 
-    def encode(result: Result, tail: BounceTail | None = None) -> list[bytes]:
-        if result.rank == 0 or tail is None:
-            return encode_report(result, tail)
-        changed = change(tail)
-        return encode_report(result, tail)[:-1] if changed is None else encode_report(result, changed)
+    def result(rank: int, transfer_id: int, status: ResultStatus, tail: EncodedTail | None) -> Result:
+        if rank and tail is not None:
+            arrays = (np.frombuffer(each, np.int64) for each in (tail.dst_addresses, tail.sizes_bytes))
+            tail = change(BounceTail(*arrays, 0))
+        return Result(rank, transfer_id, status, tail)
 
-    monkeypatch.setattr(outgoing, "encode_report", encode)
+    monkeypatch.setattr(sender_module, "Result", result)
     source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
     prompt, (rank,) = make_prompt(), target.ranks
     go_on = source.ranks[0].hold_writes()
@@ -119,7 +117,9 @@ def test_a_region_that_is_too_small_for_what_it_is_for_is_not_written_to(
     open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        incoming, "ReceiveRequest", lambda **fields: ReceiveRequest(**{**fields, "bounce_size_bytes": 16})
+        receiver,
+        "ReceiveRequest",
+        lambda *args, room, **fields: ReceiveRequest(*args, room=Extent(room.base, 16), **fields),
     )
     source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
     source.assert_hands_over(target, make_prompt())
@@ -132,7 +132,7 @@ def test_a_region_that_is_too_small_for_what_it_is_for_is_not_written_to(
 def test_a_receiver_is_not_let_go_of_while_anything_is_written_to_it(
     open_worker: Any, make_prompt: Any, until_true: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "_MAX_RECEIVERS", 1)
+    monkeypatch.setattr(sender_module, "_MAX_RECEIVERS", 1)
     source, target = open_worker(1), open_worker(1)
     (sender,), (rank,) = source.ranks, target.ranks
     source.assert_hands_over(target, make_prompt(0))
@@ -168,7 +168,7 @@ def test_a_fetch_that_nobody_waits_for_is_ended_at_every_rank(
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     until_true(lambda: [rank.service.statistics().sender.num_writing for rank in source.ranks] == [1, 1])
     for rank in target.ranks:
-        rank.service.cancel(prompt.name)
+        rank.service.command(CancelFetch(prompt.name))
         assert rank.reports.wait_for("failed", prompt.name)[2] == "cancelled"
     for each in go_on:
         each()
@@ -187,7 +187,7 @@ def test_a_fetch_that_is_cancelled_before_anybody_was_asked_frees_what_is_held(
     prompt, (rank,) = make_prompt(), target.ranks
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
-    rank.service.cancel(prompt.name)
+    rank.service.command(CancelFetch(prompt.name))
     rank.service.start()
     rank.reports.wait_for("released", prompt.name)
     for each in source.ranks:
@@ -254,7 +254,7 @@ def test_what_a_sender_reported_before_it_died_counts(
     source.offer(prompt, prompt.tables(1))
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     until_true(lambda: all(each.service.statistics().sender.num_writing for each in source.ranks))
-    monkeypatch.setattr(rank.service._outgoing, "poll_writes", lambda _: go_on.wait(60))
+    monkeypatch.setattr(rank.service._sender, "poll_writes", lambda _: go_on.wait(60))
     for each, begin in zip(source.ranks, write, strict=True):
         begin()
         each.reports.wait_for("release", prompt.name, True)
@@ -280,13 +280,13 @@ def test_when_the_thread_dies_everything_that_was_asked_is_answered(
     under_way = make_prompt(3)
     worker.offer(held, held.tables(1))
     worker.fetch(under_way, under_way.tables(2), ("tcp://127.0.0.1:1",))
-    monkeypatch.setattr(rank.service._incoming, "tick", die)
+    monkeypatch.setattr(rank.service._receiver, "tick", die)
     rank.service.start()
     assert entered.wait(60)
     worker.offer(queued, queued.tables(1))
     worker.fetch(queued, queued.tables(2), ("tcp://127.0.0.1:1",))
-    rank.service.cancel("nobody's")
-    rank.service.withdraw("nobody's")
+    rank.service.command(CancelFetch("nobody's"))
+    rank.service.command(WithdrawOffer("nobody's"))
     go_on.set()
     assert rank.reports.wait_for("failed", under_way.name)[2] == "transfers have stopped"
     for prompt in (held, queued):
@@ -324,10 +324,10 @@ def test_a_long_mix_between_ranks_leaves_nothing_behind(seed: int, open_worker: 
             moves += fetch
             fate = rng.choice(["fetched", "fetched", "fetched", "cancelled", "withdrawn", "withdrawn from one"])
             if fate == "cancelled":
-                moves += [partial(rank.service.cancel, prompt.name) for rank in target.ranks]
+                moves += [partial(rank.service.command, CancelFetch(prompt.name)) for rank in target.ranks]
             elif fate != "fetched":
                 ranks = source.ranks if fate == "withdrawn" else [rng.choice(source.ranks)]
-                moves += [partial(rank.service.withdraw, prompt.name) for rank in ranks]
+                moves += [partial(rank.service.command, WithdrawOffer(prompt.name)) for rank in ranks]
         rng.shuffle(moves)
         for move in moves:
             move()

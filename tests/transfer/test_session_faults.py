@@ -10,23 +10,31 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, decode_message, encode_message
-from kvist.transfer.receiver import (
+from kvist.transfer.commands import TransferLimits
+from kvist.transfer.messages import (
+    Cancel,
+    ReceiveRequest,
+    Refusal,
+    Result,
+    ResultStatus,
+    decode_message,
+    encode_message,
+)
+from kvist.transfer.receiver_protocol import (
     Complete,
     Fail,
-    Fetch,
-    Receiver,
     ReceiverAction,
+    ReceiverProtocol,
     Release,
     SendCancel,
     SendRequest,
     StartScatter,
+    TransferPlan,
 )
-from kvist.transfer.results import BounceTail, Extent, Result, ResultStatus, decode_report, encode_report
-from kvist.transfer.sender import AbortWrite, Free, Sender, SenderAction, SendRefusal, SendResult, StartWrite
-from kvist.transfer.states import TransferLimits
+from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
+from kvist.transfer.tails import BounceTail, EncodedTail, Extent
 
-LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0, max_tombstones=64)
+LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0, max_remembered=64)
 MAX_NUM_RANKS = 4
 PIECE = 4
 NUM_PIECES = 2
@@ -45,7 +53,7 @@ class Write:
     receiver: str
     request: ReceiveRequest
     pieces: list[tuple[int, bytes]]
-    tail: BounceTail
+    tail: BounceTail | None
     is_doomed: bool
 
 
@@ -53,7 +61,7 @@ class Write:
 class Task:
     """One transfer as its engine sees it."""
 
-    fetch: Fetch
+    plan: TransferPlan
     block_idx: int
     region_idx: int | None
     seen: list[str] = field(default_factory=list)
@@ -77,8 +85,9 @@ class World:
         self.freed: Counter[tuple[str, int, str]] = Counter()
         self.held: list[tuple[str, int, str]] = []
         self.outcomes: Counter[str] = Counter()
-        self.senders: dict[tuple[str, int], Sender] = {}
+        self.senders: dict[tuple[str, int], SenderProtocol] = {}
         self.writes: list[Write] = []
+        self.sent_tail: BounceTail | None = None
         self.start_prefill()
         self.start_decode()
 
@@ -86,12 +95,12 @@ class World:
         self.num_prefills += 1
         self.prefill = f"prefill-{self.num_prefills}"
         self.ranks = range(self.rng.randint(1, MAX_NUM_RANKS))
-        self.senders |= {(self.prefill, rank): Sender(LIMITS) for rank in self.ranks}
+        self.senders |= {(self.prefill, rank): SenderProtocol(LIMITS) for rank in self.ranks}
 
     def start_decode(self) -> None:
         self.num_decodes += 1
         self.decode = f"decode-{self.num_decodes}"
-        self.receiver = Receiver(LIMITS)
+        self.receiver = ReceiverProtocol(LIMITS)
         self.memory = bytearray(BLOCKS_AT + NUM_BLOCKS * BLOCK)
         self.tasks: dict[int, Task] = {}
         self.free_regions, self.free_blocks = list(range(NUM_REGIONS)), list(range(NUM_BLOCKS))
@@ -111,11 +120,13 @@ class World:
             parts[self.rng.choice(self.ranks)] = None
         block = Extent(BLOCKS_AT + block_idx * BLOCK, BLOCK)
         names = tuple(f"{self.prefill}/{rank}" for rank in self.ranks)
-        self.tasks[self.num_ids] = Task(Fetch(self.num_ids, names, tuple(parts), (block,)), block_idx, region_idx)
+        self.tasks[self.num_ids] = Task(
+            TransferPlan(self.num_ids, names, tuple(parts), (block,)), block_idx, region_idx
+        )
         for rank in self.ranks:
             self.senders[self.prefill, rank].hold(f"r{self.num_ids}", self.now_s)
             self.held.append((self.prefill, rank, f"r{self.num_ids}"))
-        self.receiver.open(self.tasks[self.num_ids].fetch, self.now_s)
+        self.receiver.open(self.tasks[self.num_ids].plan, self.now_s)
 
     def start(self) -> None:
         if self.tasks:
@@ -148,13 +159,13 @@ class World:
 
     def cancel(self) -> None:
         if self.tasks:
-            self.obey(self.receiver.cancel(self.rng.choice(list(self.tasks)), "client left", self.now_s))
+            self.obey(self.receiver.fail(self.rng.choice(list(self.tasks)), "client left", self.now_s))
 
     def withdraw(self) -> None:
         if self.held:
             name, rank, request_id = self.rng.choice(self.held)
             if (name, rank) in self.senders:
-                self.obey_sender(name, rank, self.senders[name, rank].withdraw(request_id))
+                self.obey_sender(name, rank, self.senders[name, rank].give_up(request_id))
 
     def pass_time(self) -> None:
         self.now_s += self.rng.choice((0.1, 1.0, 5.0))
@@ -180,7 +191,7 @@ class World:
             self.obey_sender(name, rank, sender.receiver_gone(gone))
 
     def notice_the_dead(self) -> None:
-        for name in {name for task in self.tasks.values() for name in task.fetch.senders}:
+        for name in {name for task in self.tasks.values() for name in task.plan.senders}:
             prefill, _, rank = name.partition("/")
             if (prefill, int(rank)) not in self.senders:
                 self.obey(self.receiver.sender_gone(name, list(self.tasks), self.now_s))
@@ -218,10 +229,6 @@ class World:
             match action:
                 case StartWrite(receiver=receiver, request=request):
                     self.writes.append(self.write_of(name, rank, receiver, request))
-                case AbortWrite(receiver=receiver, transfer_id=transfer_id):
-                    (write,) = [w for w in self.writes_of(name, rank) if w.request.transfer_id == transfer_id]
-                    if self.rng.random() < 0.5 and write.receiver == receiver:
-                        write.pieces.clear()
                 case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
                     self.report(name, rank, receiver, transfer_id, status)
                 case SendRefusal(receiver=receiver, refusal=refusal):
@@ -235,20 +242,18 @@ class World:
         return [write for write in self.writes if (write.prefill, write.rank) == (name, rank)]
 
     def request_of(self, task: Task, rank: int) -> ReceiveRequest:
-        transfer_id, region = task.fetch.transfer_id, task.fetch.regions[rank]
-        base, size = (None, None) if region is None else region
-        blocks = ((task.block_idx,),)
-        return ReceiveRequest(transfer_id, f"r{transfer_id}", 0, 4, 4, blocks, 1, None, base, size)
+        transfer_id, room = task.plan.transfer_id, task.plan.rooms[rank]
+        return ReceiveRequest(transfer_id, f"r{transfer_id}", 4, ((task.block_idx,),), 1, room)
 
     def write_of(self, name: str, rank: int, receiver: str, request: ReceiveRequest) -> Write:
         """Bounce if there is a region, and sometimes not even then: a sender may lack a slot of its own."""
         block = BLOCKS_AT + request.block_ids_per_group[0][0] * BLOCK
         places = tuple(block + rank * PART + piece * PIECE for piece in range(NUM_PIECES))
         parts = [content(request.transfer_id, rank, piece) for piece in range(NUM_PIECES)]
-        tail, addresses = BounceTail((), (), 0), places
-        if request.bounce_base is not None and self.rng.random() < 0.8:
-            tail = BounceTail(places, (PIECE,) * NUM_PIECES, request.bounce_base)
-            addresses = tuple(request.bounce_base + piece * PIECE for piece in range(NUM_PIECES))
+        tail, addresses = None, places
+        if request.room is not None and self.rng.random() < 0.8:
+            tail = BounceTail(places, (PIECE,) * NUM_PIECES, request.room.base)
+            addresses = tuple(request.room.base + piece * PIECE for piece in range(NUM_PIECES))
         pieces = list(zip(addresses, parts, strict=True)) if receiver == self.decode else []
         return Write(rank, name, receiver, request, pieces, tail, self.rng.random() < 0.1)
 
@@ -267,7 +272,7 @@ class World:
     # The wire: everything goes over it as bytes.
 
     def to_sender(self, task: Task, rank: int, message: ReceiveRequest | Cancel) -> None:
-        name, decode, payload = task.fetch.senders[rank].partition("/")[0], self.decode, encode_message(message)
+        name, decode, payload = task.plan.senders[rank].partition("/")[0], self.decode, encode_message(message)
 
         def arrive() -> None:
             sender = self.senders.get((name, rank))
@@ -280,15 +285,15 @@ class World:
         self.wire.append(arrive)
 
     def report(self, name: str, rank: int, decode: str, transfer_id: int, status: ResultStatus) -> None:
-        tail = self.sent_tail if status is ResultStatus.SUCCESS else None
-        size_bytes = None if tail is None else int(tail.sizes_bytes.sum())
-        frames = encode_report(Result(rank, transfer_id, 0, True, status, size_bytes), tail)
-        if self.rng.random() < 0.03:
-            frames[-1] = frames[-1][:-1]  # the sender's memory is broken
+        tail = None if self.sent_tail is None or status is not ResultStatus.SUCCESS else self.sent_tail.encode()
+        if tail is not None and self.rng.random() < 0.03:
+            tail = EncodedTail(tail.dst_addresses, tail.sizes_bytes[:-1])  # the sender's memory is broken
+        payload = encode_message(Result(rank, transfer_id, status, tail))
 
         def arrive() -> None:
-            if decode == self.decode and len(frames[0]) >= 26:
-                told = decode_report(frames, name)
+            if decode == self.decode:
+                told = decode_message(payload, name)
+                assert isinstance(told, Result)
                 for other in {f"{name}/{each}" for each in range(MAX_NUM_RANKS)} - {f"{name}/{rank}"}:
                     assert self.receiver.reported(other, told, self.now_s) == []
                 self.obey(self.receiver.reported(f"{name}/{rank}", told, self.now_s))
@@ -311,9 +316,9 @@ class World:
 
     def check_bytes(self, task: Task) -> None:
         base = BLOCKS_AT + task.block_idx * BLOCK
-        for rank, piece in itertools.product(range(len(task.fetch.senders)), range(NUM_PIECES)):
+        for rank, piece in itertools.product(range(len(task.plan.senders)), range(NUM_PIECES)):
             place = base + rank * PART + piece * PIECE
-            expected = content(task.fetch.transfer_id, rank, piece)
+            expected = content(task.plan.transfer_id, rank, piece)
             assert self.memory[place : place + PIECE] == expected, "complete before every byte was in its place"
 
     def settle(self) -> None:

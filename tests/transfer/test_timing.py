@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvist.transfer.handoff import TransferObserver
+from kvist.transfer.commands import TransferObserver, WithdrawOffer
 
 
 class Notes(TransferObserver):
@@ -62,7 +62,7 @@ def test_what_came_to_nothing_is_told_with_how_far_it_got(open_worker: Any, make
     target.fetch(prompt, prompt.tables(2), source.endpoints)  # which nobody has offered
     target.ranks[0].reports.wait_for("failed", prompt.name)
     source.offer(other, other.tables(1))
-    source.ranks[0].service.withdraw(other.name)
+    source.ranks[0].service.command(WithdrawOffer(other.name))
     source.ranks[0].reports.wait_for("release", other.name)
     ((kind, fetch),) = ours.heard
     assert (kind, fetch.error, fetch.arrived_s) == ("fetched", "unknown_request", None)

@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestTimes
 from kvist.engine.server.intake import Job
 from kvist.tracing import NO_SPAN, Attributes, Span
-from kvist.transfer.handoff import FetchTimes, HoldTimes, TransferObserver, WriteTimes
+from kvist.transfer.commands import FetchTimes, HoldTimes, TransferObserver, WriteTimes
 
 if TYPE_CHECKING:
     from kvist.tracing.otlp import Tracing

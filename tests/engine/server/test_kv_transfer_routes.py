@@ -17,7 +17,15 @@ from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import load_engine
 from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
 from kvist.openai.tokenization import ChatTokenizer
-from kvist.transfer.handoff import OfferedBlocks, WantedBlocks
+from kvist.transfer.commands import (
+    Command,
+    Fetch,
+    FetchFailed,
+    FetchReleased,
+    OfferReleased,
+    Report,
+    WithdrawOffer,
+)
 
 ENDPOINTS = ("tcp://10.0.0.1:7101", "tcp://10.0.0.1:7102")
 
@@ -28,25 +36,20 @@ class Transfers:
 
     engine: AsyncEngine | None = None
     is_alive: bool = True
-    wanted: list[WantedBlocks] = field(default_factory=list)
+    wanted: list[Fetch] = field(default_factory=list)
 
-    def offer(self, offered: OfferedBlocks) -> None:
-        pass
+    def command(self, command: Command) -> None:
+        match command:
+            case Fetch(request_id):
+                self.wanted.append(command)
+                self._report(FetchFailed(request_id, "nothing can be fetched"))
+                self._report(FetchReleased(request_id))
+            case WithdrawOffer(remote_request_id):
+                self._report(OfferReleased(remote_request_id, False))
 
-    def fetch(self, wanted: WantedBlocks) -> None:
-        self.wanted.append(wanted)
-        self._report("fetch_failed", wanted.request_id, "nothing can be fetched")
-        self._report("fetch_released", wanted.request_id)
-
-    def cancel(self, request_id: str) -> None:
-        pass
-
-    def withdraw(self, remote_request_id: str) -> None:
-        self._report("release", remote_request_id, False)
-
-    def _report(self, name: str, *args: object) -> None:
+    def _report(self, report: Report) -> None:
         assert self.engine is not None
-        self.engine.submit(partial(getattr(self.engine._core, name), *args))
+        self.engine.submit(partial(self.engine._core.on_report, report))
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_model_len=128, max_num_seqs=2))
     transfers = Transfers()
-    core.attach(transfers, HandoffLimits())
+    core.attach(transfers.command, HandoffLimits())
     said = ServedTransfers(role="both", endpoints=ENDPOINTS, agent="shared_memory", is_alive=lambda: transfers.is_alive)
     model = ServedModel(names=("tiny",), block_size=16, max_model_len=128, transfers=said)
     tokenizer = ChatTokenizer.load(bundled_model_path())

@@ -23,7 +23,17 @@ from kvist.engine.server.app import ServedModel, create_app
 from kvist.engine.server.spans import WorkerSpans
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.tracing import open_tracing
-from kvist.transfer.handoff import FetchTimes, HoldTimes, OfferedBlocks, WantedBlocks, WriteTimes
+from kvist.transfer.commands import (
+    Command,
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
+    FetchReleased,
+    FetchTimes,
+    HoldTimes,
+    Report,
+    WriteTimes,
+)
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01", "x-request-id": "mine"}
@@ -39,22 +49,13 @@ COME = {
 
 @dataclass
 class Transfers:
-    """Transfers that only note what is offered and wanted."""
+    """Transfers that only note what is wanted."""
 
-    offered: list[OfferedBlocks] = field(default_factory=list)
-    wanted: list[WantedBlocks] = field(default_factory=list)
+    wanted: list[Fetch] = field(default_factory=list)
 
-    def offer(self, offered: OfferedBlocks) -> None:
-        self.offered.append(offered)
-
-    def fetch(self, wanted: WantedBlocks) -> None:
-        self.wanted.append(wanted)
-
-    def cancel(self, request_id: str) -> None:
-        pass
-
-    def withdraw(self, remote_request_id: str) -> None:
-        pass
+    def command(self, command: Command) -> None:
+        if isinstance(command, Fetch):
+            self.wanted.append(command)
 
 
 @dataclass
@@ -75,8 +76,8 @@ class Served:
         thread.start()
         thread.join()
 
-    def report(self, name: str, *args: Any) -> None:
-        self.engine.submit(lambda: getattr(self.engine._core, name)(*args))
+    def report(self, report: Report) -> None:
+        self.engine.submit(lambda: self.engine._core.on_report(report))
 
     async def metric(self, name: str) -> float:
         lines = (await self.client.get("/metrics")).text.splitlines()
@@ -91,7 +92,7 @@ async def serve(trace_collector: Any) -> Any:
             EngineConfig(model_dir=bundled_model_path(), num_blocks=64, max_model_len=256, max_num_batched_tokens=128)
         )
         transfers = Transfers()
-        core.attach(transfers, HandoffLimits())
+        core.attach(transfers.command, HandoffLimits())
         tracing = open_tracing(trace_collector.url, "kvist-worker", "here:1")
         spans = WorkerSpans(tracing, "tiny", asyncio.get_running_loop())
         async with AsyncEngine(core, max_num_open=40) as engine:
@@ -213,10 +214,10 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
             arrived_s = None if reason else at_s + 2e-6
             served.hear("fetched", FetchTimes(request_id, at_s, at_s + 1e-6, arrived_s, at_s + 3e-6, 640, 2, reason))
             if reason is None:
-                served.report("fetch_completed", request_id)
+                served.report(FetchCompleted(request_id))
             else:
-                served.report("fetch_failed", request_id, reason)
-                served.report("fetch_released", request_id)
+                served.report(FetchFailed(request_id, reason))
+                served.report(FetchReleased(request_id))
             assert (await asking).status_code == 200
         assert await served.metric("engine_fetch_seconds_count") == 1
     came, computed = sorted(trace_collector.named("POST /v1/completions"), key=lambda each: each.start_ns)

@@ -15,7 +15,7 @@ from kvist.errors import InvalidValueError
 from kvist.transfer.agents import Fragment, Fragments, PeerId, RegionId, SharedMemoryAgent, Write, WriteState
 from kvist.transfer.bounce import Bounce, BounceConfig, BouncedWrite
 from kvist.transfer.copier import TorchCopier, host_region
-from kvist.transfer.results import BounceTail, plan_scatter
+from kvist.transfer.tails import BounceTail, plan_scatter
 
 DEADLINE_S = 60.0
 NewEnd = Callable[..., Any]

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvist.transfer.results import decode_report, plan_scatter
+from kvist.transfer.messages import Result, decode_message
+from kvist.transfer.tails import Extent, decode_tail, plan_scatter
 
 SIZE, COUNT = 1024, 16
 
@@ -25,7 +26,7 @@ torch.set_num_threads(1)
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceConfig
 from kvist.transfer.copier import TorchCopier, host_region
-from kvist.transfer.results import Result, ResultStatus, encode_report
+from kvist.transfer.messages import Result, ResultStatus, encode_message
 asked = json.loads(sys.stdin.readline())
 rank, size, count = asked["rank"], asked["size"], asked["count"]
 agent = SharedMemoryAgent(f"sender {rank}")
@@ -41,8 +42,8 @@ offsets = np.arange(count) * size
 rows = (pool.ctypes.data + offsets, np.array(asked["targets"]), np.full_like(offsets, size))
 outgoing = bounce.send(peer, np.stack(rows, axis=1), asked["base"])
 assert outgoing.wait(60.0)
-frames = encode_report(Result(rank, 1, 0, True, ResultStatus.SUCCESS, size * count), outgoing.tail)
-print(json.dumps([base64.b64encode(frame).decode() for frame in frames]), flush=True)
+result = Result(rank, 1, ResultStatus.SUCCESS, outgoing.tail.encode())
+print(base64.b64encode(encode_message(result)).decode(), flush=True)
 sys.stdin.readline()
 """
 
@@ -105,12 +106,14 @@ def test_two_processes_fill_one_part_and_the_next_transfer_works_after_one_was_k
     target.bounce.quarantine(doomed)
     assert target.bounce.statistics().quarantined_bytes == SIZE * COUNT
     tails = []
+    blocks = [Extent(target.base, len(target.pool))]
     for sender in reversed(senders):
         sender.say("go")
-        report = decode_report([base64.b64decode(frame) for frame in json.loads(sender.hear())], "a sender")
-        assert report.defect is None
-        tails.append(report.tail)
-    scattering = target.bounce.scatter(lease, plan_scatter([tail for tail in tails if tail is not None]))
+        result = decode_message(base64.b64decode(sender.hear()), "a sender")
+        assert isinstance(result, Result)
+        assert result.tail is not None
+        tails.append(decode_tail(result.tail, lease.extents[result.rank], blocks, "a sender"))
+    scattering = target.bounce.scatter(lease, plan_scatter(tails))
     scattering.result(60.0)
     for rank in range(2):
         sent = np.random.default_rng(rank).integers(0, 256, SIZE * COUNT, dtype=np.uint8).reshape(COUNT, SIZE)

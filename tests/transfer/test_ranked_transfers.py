@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -11,17 +11,28 @@ from typing import Any
 
 import pytest
 
-from kvist.transfer import ranked_service
+from kvist.transfer import ranks
 from kvist.transfer.agents import AgentStatistics
 from kvist.transfer.bounce import BounceStatistics
-from kvist.transfer.handoff import Cancelled, Command, OfferedBlocks, TransferReports, WantedBlocks, Withdrawn
-from kvist.transfer.ranked_service import FollowerInlet, RankedTransfers
-from kvist.transfer.receiver import ReceiverStatistics
-from kvist.transfer.sender import SenderStatistics
+from kvist.transfer.commands import (
+    CancelFetch,
+    Command,
+    Fetch,
+    FetchCompleted,
+    FetchFailed,
+    FetchReleased,
+    Offer,
+    OfferReleased,
+    Report,
+    WithdrawOffer,
+)
+from kvist.transfer.ranks import FollowerInlet, RankedTransfers
+from kvist.transfer.receiver_protocol import ReceiverStatistics
+from kvist.transfer.sender_protocol import SenderStatistics
 from kvist.transfer.service import TransferStatistics
 
-OFFER = OfferedBlocks("held", 5, ((0, 1),))
-WANT = WantedBlocks("r", ("tcp://p:1",), "held", 5, 0, ((7, 8),))
+OFFER = Offer("held", 5, ((0, 1),))
+WANT = Fetch("r", ("tcp://p:1",), "held", 5, 0, ((7, 8),))
 
 
 @dataclass
@@ -38,7 +49,7 @@ class Service:
 
     def statistics(self) -> TransferStatistics:
         n = self.count
-        sender, receiver = SenderStatistics(*[n] * 5), ReceiverStatistics(*[n] * 6)
+        sender, receiver = SenderStatistics(*[n] * 4), ReceiverStatistics(*[n] * 4)
         return TransferStatistics(sender, receiver, AgentStatistics(*[n] * 7), BounceStatistics(n, n), *[n] * 6)
 
     def start(self) -> None:
@@ -48,22 +59,12 @@ class Service:
         self.is_alive = False
 
 
-class Notes:
-    """An engine that notes what is reported."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: self.heard.append((name, *args))
-
-
 @dataclass
 class Pair:
     transfers: RankedTransfers
-    reports: Notes
+    reports: list[Report]
     first: Service
-    first_reports: TransferReports
+    report_of_first: Callable[[Report], None]
     second: Service
     inlet: FollowerInlet
 
@@ -71,18 +72,18 @@ class Pair:
 @contextmanager
 def pair() -> Iterator[Pair]:
     ours, theirs = Pipe()
-    inlet, notes = FollowerInlet(theirs), Notes()
+    inlet, reports = FollowerInlet(theirs), []
     services, given = (Service("tcp://a:1", 1), Service("tcp://a:2", 10)), []
     theirs.send(services[1].endpoint)
 
-    def open_service(reports: TransferReports) -> Any:
-        given.append(reports)
+    def open_service(report: Callable[[Report], None]) -> Any:
+        given.append(report)
         return services[0]
 
-    transfers = RankedTransfers(open_service, [ours], notes, lambda call: call())
+    transfers = RankedTransfers(open_service, [ours], reports.append, lambda call: call())
     transfers.start()
     try:
-        yield Pair(transfers, notes, services[0], given[0], services[1], inlet)
+        yield Pair(transfers, reports, services[0], given[0], services[1], inlet)
     finally:
         transfers.close()
         theirs.close()
@@ -91,30 +92,30 @@ def pair() -> Iterator[Pair]:
 def test_commands_go_to_every_rank_and_its_reports_become_one(until_true) -> None:
     with pair() as both:
         assert both.transfers.endpoints == ("tcp://a:1", "tcp://a:2")
-        both.transfers.offer(OFFER)
-        both.transfers.fetch(WANT)
-        both.transfers.cancel("r")
-        both.transfers.withdraw("held")
+        both.transfers.command(OFFER)
+        both.transfers.command(WANT)
+        both.transfers.command(CancelFetch("r"))
+        both.transfers.command(WithdrawOffer("held"))
         assert both.inlet.poll(both.second)
-        expected = [OFFER, WANT, Cancelled("r"), Withdrawn("held")]
+        expected = [OFFER, WANT, CancelFetch("r"), WithdrawOffer("held")]
         assert both.first.commands == both.second.commands == expected
-        both.first_reports.fetch_completed("r")
-        both.first_reports.release("held", True)
-        assert both.reports.heard == []
-        both.inlet.reports.fetch_failed("r", "no")
-        both.inlet.reports.fetch_released("r")
-        both.inlet.reports.release("held", True)
-        until_true(lambda: len(both.reports.heard) == 3)
-        assert both.reports.heard == [
-            ("fetch_failed", "r", "at rank 1: no"),
-            ("fetch_released", "r"),
-            ("release", "held", True),
+        both.report_of_first(FetchCompleted("r"))
+        both.report_of_first(OfferReleased("held", True))
+        assert both.reports == []
+        both.inlet.report(FetchFailed("r", "no"))
+        both.inlet.report(FetchReleased("r"))
+        both.inlet.report(OfferReleased("held", True))
+        until_true(lambda: len(both.reports) == 3)
+        assert both.reports == [
+            FetchFailed("r", "at rank 1: no"),
+            FetchReleased("r"),
+            OfferReleased("held", True),
         ]
 
 
 def test_counts_are_added_up_and_prompts_counted_once(until_true) -> None:
     with pair() as both:
-        both.transfers.offer(OFFER)
+        both.transfers.command(OFFER)
         both.inlet.poll(both.second)
         until_true(lambda: both.transfers.statistics().agent.bytes_written == 11)
         total = both.transfers.statistics()
@@ -127,7 +128,7 @@ def test_a_follower_says_what_it_has_counted_once_a_second_and_only_what_is_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s, service = [100.0], Service("tcp://a:2", 1)
-    monkeypatch.setattr(ranked_service, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     ours, theirs = Pipe()
     with ours, theirs:
         inlet = FollowerInlet(theirs)
@@ -140,22 +141,22 @@ def test_a_follower_says_what_it_has_counted_once_a_second_and_only_what_is_new(
 
 def test_a_follower_whose_transfers_end_is_a_lost_rank(until_true) -> None:
     with pair() as both:
-        both.transfers.fetch(WANT)
+        both.transfers.command(WANT)
         assert both.transfers.is_alive
         both.inlet.close()
-        until_true(lambda: both.reports.heard)
+        until_true(lambda: both.reports)
         assert not both.transfers.is_alive
-        assert both.reports.heard == [("fetch_failed", "r", "rank 1's transfers have stopped")]
-        assert isinstance(both.first.commands[-1], Cancelled)
-        both.transfers.offer(OFFER)
-        assert both.reports.heard[1:] == [("release", "held", False)]
+        assert both.reports == [FetchFailed("r", "rank 1's transfers have stopped")]
+        assert isinstance(both.first.commands[-1], CancelFetch)
+        both.transfers.command(OFFER)
+        assert both.reports[1:] == [OfferReleased("held", False)]
 
 
 def test_when_rank_0_closes_the_follower_is_to_end() -> None:
     with pair() as both:
         both.transfers.close()
         assert not both.inlet.poll(both.second)
-        both.inlet.reports.fetch_completed("r")  # to nobody
+        both.inlet.report(FetchCompleted("r"))  # to nobody
 
 
 def test_a_follower_that_has_ended_before_it_serves_is_told() -> None:
@@ -163,6 +164,6 @@ def test_a_follower_that_has_ended_before_it_serves_is_told() -> None:
     theirs.close()
     service = Service("tcp://a:1", 1)
     with pytest.raises(EOFError):
-        RankedTransfers(lambda _: service, [ours], Notes(), lambda call: call())
+        RankedTransfers(lambda _: service, [ours], print, lambda call: call())
     assert not service.is_alive
     ours.close()
