@@ -7,7 +7,7 @@ export PYTHONSAFEPATH := 1
 # Every process that the tests start would else compile what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up test check clean
+.PHONY: up test check engines clean
 .DELETE_ON_ERROR:
 
 up: $(VENV)/.installed
@@ -24,6 +24,10 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# What benchmarks/verify_engines.py drives, and a few tests: the Python files of real engines. They are fetched once.
+engines: $(VENV)/.installed
+	$(BIN)/python benchmarks/_engine_files.py
 
 # torch goes first: resolved on its own it is the small CPU build, and nothing after it asks for another.
 $(VENV)/.installed: pyproject.toml constraints.txt

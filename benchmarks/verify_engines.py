@@ -1,0 +1,312 @@
+"""Does an index say what real engines would take from their caches, and if not, does it say that it does not know?
+
+vLLM's own cache manager, hashing and publisher, and SGLang's own radix cache and publisher, run requests: prompts in
+chunks, answers token by token, shared beginnings, eviction, preemption, resets. No model and no GPU: what is stored,
+evicted and told is decided without. The events go over ZMQ to `kvist index`, to another one through a sidecar, and to
+`dynamo.indexer`. After every few steps all are asked the same prompts, and the engine itself says what is right:
+vLLM's `get_computed_blocks`, SGLang's `match_prefix`. An answer is *short* if the engine would take more from its
+cache, *long* if it would take less, and *blind* if it is not exact though nobody said that the rank is `partial`. A
+side is *deaf* if it did not show a block that it was told of; it is asked all the same.
+
+    make engines                    # once: fetches the engines' wheels, keeps their Python files
+    python benchmarks/verify_engines.py [--quick] [--save] [--only PART]
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import _sglang_cache
+import _vllm_manager
+import zmq
+from _common import report, table
+from _engine_files import FOLDER, MISSING, versions
+from _engine_followers import SIDES, IndexService, Stream, free_ports, start_sidecar
+from _engine_traffic import Engine, Mix, Prompt, Traffic
+from _sglang_cache import SglangEngine, SglangModel
+from _vllm_manager import VllmEngine, VllmModel
+
+NUM_ROUNDS, NUM_STEPS, NUM_PROBES = 60, 24, 10
+SETTLE_S, LATE_S = 15.0, 0.2
+"""How long a side may take to show what was sent; one that never does is given a little while each time."""
+PLAIN = Mix()
+VERDICTS = ("probes", "exact", "short", "long", "over a block long", "blind")
+RESET_SHARE = 0.05
+"""Of rounds that begin with the cache dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """An engine, what is asked of it, and what happens to it."""
+
+    model: VllmModel | SglangModel
+    mix: Mix = PLAIN
+    num_ranks: int = 1
+    lost: float = 0.0
+    """Share of messages that do not arrive."""
+    has_replay: bool = True
+    restarts: float = 0.0
+    """Share of rounds that begin with an engine that has just started."""
+
+    @property
+    def engine(self) -> str:
+        """Return whose cache it is."""
+        return "vllm" if isinstance(self.model, VllmModel) else "sglang"
+
+    def start(self, rng: random.Random) -> Engine:
+        """Return a rank."""
+        return VllmEngine(self.model, rng) if isinstance(self.model, VllmModel) else SglangEngine(self.model, rng)
+
+
+SCENARIOS = {
+    "full attention, blocks of 16": Scenario(VllmModel()),
+    "full attention, blocks of 32": Scenario(VllmModel(((32, None),), 90), Mix(aligned=32)),
+    "full attention, blocks of 64": Scenario(VllmModel(((64, None),), 60), Mix(aligned=64)),
+    "concurrent duplicates": Scenario(VllmModel(), Mix(twice_at_once=0.6)),
+    "full + sliding": Scenario(VllmModel(((16, None), (16, 64)), 300)),
+    "full + three sliding": Scenario(VllmModel(((16, None), *[(16, 128)] * 3), 600)),
+    "two sliding": Scenario(VllmModel(((16, 64), (16, 256)), 300)),
+    "sliding only": Scenario(VllmModel(((16, 96),))),
+    "EAGLE, last block computed again": Scenario(VllmModel(eagle="drop")),
+    "EAGLE, lookahead hashes": Scenario(VllmModel(eagle="lookahead")),
+    "full + sliding, EAGLE": Scenario(VllmModel(((16, None), (16, 64)), 300, "drop")),
+    "LoRA": Scenario(VllmModel(), Mix(loras=(None, "a", "b"))),
+    "cache salts": Scenario(VllmModel(), Mix(salts=(None, "x", "y"))),
+    "images": Scenario(VllmModel(num_blocks=220), Mix(images=0.4)),
+    "three data-parallel ranks": Scenario(VllmModel(), num_ranks=3),
+    "full reports": Scenario(VllmModel(), Mix(reported=0.3)),
+    "full + sliding, full reports": Scenario(VllmModel(((16, None), (16, 64)), 300), Mix(reported=0.3)),
+    "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32)),
+    "blocks of 16 full, 32 sliding": Scenario(VllmModel(((16, None), (32, 128)), 300), Mix(aligned=32)),
+    "the engine restarts": Scenario(VllmModel(), restarts=0.2),
+    "messages lost, replayed": Scenario(VllmModel(), lost=0.05),
+    "messages lost for good": Scenario(VllmModel(), lost=0.02, has_replay=False),
+    "SGLang": Scenario(SglangModel()),
+    "SGLang, pages of 64": Scenario(SglangModel(64, 5_120), Mix(aligned=64)),
+    "SGLang, EAGLE": Scenario(SglangModel(is_eagle=True)),
+    "SGLang, LoRA and salts": Scenario(SglangModel(loras=("a", "b")), Mix(loras=(None, "a"), salts=(None, "x"))),
+    "SGLang restarts": Scenario(SglangModel(), restarts=0.2),
+    "SGLang, messages lost, replayed": Scenario(SglangModel(), lost=0.05),
+}
+QUICK = ("full attention, blocks of 16", "full + sliding", "EAGLE, lookahead hashes", "cache salts", "SGLang")
+
+
+class LossyWire:
+    """An engine's socket, some of whose messages never arrive."""
+
+    def __init__(self, wire: zmq.Socket[bytes], rng: random.Random) -> None:
+        self._wire, self._rng = wire, rng
+        self.share = 0.0
+
+    def send_multipart(self, frames: Any) -> None:
+        """Send a message, or lose it."""
+        if not self.share or self._rng.random() >= self.share:
+            self._wire.send_multipart(frames)
+
+    def close(self, linger: int) -> None:
+        """Close the socket."""
+        self._wire.close(linger)
+
+
+class Rank:
+    """An engine's rank and its publisher."""
+
+    def __init__(self, scenario: Scenario, stream: Stream, number: int, rng: random.Random) -> None:
+        self._scenario, self._stream, self._number, self._rng = scenario, stream, number, rng
+        self.traffic = Traffic(rng, scenario.mix)
+        self._start()
+
+    def _start(self) -> None:
+        self.engine = self._scenario.start(self._rng)
+        module = _vllm_manager if self._scenario.engine == "vllm" else _sglang_cache
+        for num_tries in count():
+            try:
+                self._publisher = module.publisher(self._stream.port, self._stream.replay_port, self._number)
+                break
+            except zmq.ZMQError:  # the one before lets go of its ports a little later
+                if num_tries == 50:
+                    raise
+                time.sleep(0.1)
+        self._wire = LossyWire(self._publisher._pub, random.Random(self._number))
+        self._publisher._pub = self._wire
+
+    def restart(self) -> None:
+        """End the engine; another one starts in its place."""
+        self.close()
+        self._start()
+
+    def run(self, num_steps: int) -> None:
+        """Let the engine serve for some steps, and publish what it has to tell of each."""
+        self._wire.share = self._scenario.lost
+        for _ in range(num_steps):
+            if self._rng.random() < 0.7:
+                for prompt in self.traffic.request():
+                    self.engine.submit(prompt, self._rng.randint(1, 40))
+            self.traffic.ended(self.engine.step())
+            self._publish(self.engine.take_batch())
+        self._await_sent()
+        self._wire.share = 0.0
+
+    def mark(self, token_ids: list[int]) -> None:
+        """Tell of a block of nobody's."""
+        self._publish(self.engine.take_batch())
+        self._publish(self.engine.mark(token_ids, random.getrandbits(64)))
+
+    def _publish(self, batch: Any | None) -> None:
+        if batch is not None:
+            self._publisher.publish(batch)
+
+    def _await_sent(self) -> None:
+        while self._publisher._event_queue.unfinished_tasks:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """End the publisher."""
+        self._publisher.shutdown()
+        atexit.unregister(self._publisher.shutdown)
+
+
+class Judge:
+    """One scenario, with everyone who follows it."""
+
+    def __init__(self, stack: ExitStack, name: str, services: dict[str, IndexService]) -> None:
+        self._scenario, self._services, self._model = SCENARIOS[name], services, name.replace(" ", "-")
+        self._rng = random.Random(name)
+        scenario = self._scenario
+        block_size = scenario.start(self._rng).block_size
+        replay_port = free_ports(scenario.num_ranks) if scenario.has_replay else None
+        self._stream = Stream(
+            scenario.engine, block_size, scenario.num_ranks, free_ports(scenario.num_ranks + 1), replay_port
+        )
+        self._ranks = [Rank(scenario, self._stream, number, self._rng) for number in range(scenario.num_ranks)]
+        self._marks = count(1)
+        self._deaf: set[str] = set()
+        self.counts = {side: Counter[str]() for side in services}
+        for rank in self._ranks:
+            stack.callback(rank.close)
+        for side, service in services.items():
+            url = start_sidecar(stack, self._stream) if side == "sidecar" else None
+            for number in range(scenario.num_ranks if url is None else 1):
+                service.register(self._model, self._stream, number, url)
+            stack.callback(service.unregister, self._model)
+
+    def run(self, num_rounds: int) -> dict[str, Counter[str]]:
+        """Let the engines live; return the verdicts by side."""
+        self._settle()
+        for _ in range(num_rounds):
+            for rank in self._ranks:
+                if self._rng.random() < self._scenario.restarts:
+                    rank.restart()
+                elif self._rng.random() < RESET_SHARE:
+                    rank.engine.reset()
+                rank.run(NUM_STEPS)
+            self._settle()
+            states = {side: service.states(self._model) for side, service in self._services.items()}
+            for number, rank in enumerate(self._ranks):
+                for _ in range(NUM_PROBES):
+                    self._probe(number, rank, states)
+        return self.counts
+
+    def _probe(self, number: int, rank: Rank, states: dict[str, dict[int, str]]) -> None:
+        prompt, engine = rank.traffic.probe(), rank.engine
+        true = engine.hits(prompt)
+        for side in self._services:
+            given = self._ask(side, prompt, engine).get(number, [0] * 3)[: engine.num_tiers]
+            counts = self.counts[side]
+            is_long = any(told > held for told, held in zip(given, true, strict=True))
+            verdict = "exact" if given == true else "long" if is_long else "short"
+            counts["probes"] += 1
+            counts[verdict] += 1
+            counts["blind"] += verdict != "exact" and states[side].get(number, "live") == "live"
+            counts["over a block long"] += any(
+                told - held > engine.block_size for told, held in zip(given, true, strict=True)
+            )
+            counts["hit tokens"] += true[-1]
+            counts["missed tokens"] += max(0, true[-1] - given[-1])
+
+    def _ask(self, side: str, prompt: Prompt, engine: Engine) -> dict[int, list[int]]:
+        return self._services[side].ask(self._model, prompt, engine.block_size, engine.names_ahead)
+
+    def _settle(self) -> None:
+        """Return once every side shows a block that each rank told of last, as far as it shows any."""
+        for number, rank in enumerate(self._ranks):
+            self._settle_rank(number, rank)
+        if self._deaf:
+            time.sleep(LATE_S)
+
+    def _settle_rank(self, number: int, rank: Rank) -> None:
+        started_s = sent_s = time.monotonic() - 1.0
+        mark = Prompt((1 << 20 | next(self._marks), *range(1 << 21, (1 << 21) + 80)))
+        waiting = [side for side in self._services if side not in self._deaf]
+        while waiting:
+            now_s = time.monotonic()
+            if now_s - sent_s > 0.5:  # again: who has just subscribed may have missed it
+                rank.mark([*mark.token_ids])
+                sent_s = now_s
+            waiting = [side for side in waiting if not self._ask(side, mark, rank.engine).get(number, [0])[0]]
+            if now_s - started_s > SETTLE_S:
+                self._deaf.update(waiting)
+                break
+            time.sleep(0.002)
+        for side in self._deaf:
+            self.counts[side]["deaf"] = 1
+
+
+def run(names: list[str], num_rounds: int, show: Callable[[str], None]) -> dict[str, dict[str, Counter[str]]]:
+    """Run scenarios one after the other; return the verdicts by scenario and side."""
+    results = {}
+    with ExitStack() as stack:
+        services = {side: IndexService(stack, side) for side in SIDES}
+        for name in names:
+            with ExitStack() as scene:
+                started_s = time.monotonic()
+                results[name] = Judge(scene, name, services).run(num_rounds)
+                exact = ", ".join(f"{side} {counts['exact']}" for side, counts in results[name].items())
+                show(f"{time.monotonic() - started_s:5.1f} s  {name}: exact {exact}")
+    return results
+
+
+def rows_of(results: dict[str, dict[str, Counter[str]]]) -> list[list[object]]:
+    """Return a row a scenario and side."""
+    rows: list[list[object]] = []
+    total = {side: sum((sides[side] for sides in results.values()), Counter()) for side in SIDES}
+    for name, sides in [*results.items(), ("all", total)]:
+        for side, counts in sides.items():
+            missed = counts["missed tokens"] / max(1, counts["hit tokens"])
+            is_deaf = name != "all" and counts["deaf"]
+            rows.append(
+                [name, f"{side}, deaf" if is_deaf else side, *(counts[each] for each in VERDICTS), f"{missed:.1%}"]
+            )
+    return rows
+
+
+def main() -> None:
+    """Judge every scenario and report; says what to do where the engines' files are missing."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few scenarios, a third of the rounds")
+    parser.add_argument("--save", action="store_true", help="write below benchmarks/results")
+    parser.add_argument("--only", metavar="PART", help="only the scenarios whose name contains this")
+    args = parser.parse_args()
+    if not versions():
+        sys.exit(MISSING)
+    names = [name for name in SCENARIOS if (args.only or "") in name and (args.only or not args.quick or name in QUICK)]
+    results = run(names, NUM_ROUNDS // 3 if args.quick else NUM_ROUNDS, lambda line: print(line, file=sys.stderr))
+    headers = ["scenario", "side", *VERDICTS, "hit tokens missed"]
+    sys.path.append(str(FOLDER))
+    facts = {"is_quick": args.quick, "results": results}
+    text = f"# What real engines would hit, and what the index says\n\n{table(headers, rows_of(results))}"
+    report("verify_engines", text, facts, (*versions(), "pyzmq", "msgspec"), args.save)
+
+
+if __name__ == "__main__":
+    main()

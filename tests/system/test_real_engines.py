@@ -1,0 +1,123 @@
+"""Engines' own caches run requests, and an index that hears their events says what they would take from them.
+
+It is a small part of `benchmarks/verify_engines.py`, without sockets. `make engines` fetches what it needs.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from _engine_files import MISSING, versions
+from _engine_followers import mm_hashes_of
+from _engine_traffic import Engine, Prompt, Traffic
+from verify_engines import SCENARIOS
+
+from kvist.events import WorkerRank
+from kvist.events.codec import encode_batch
+from kvist.events.dialects import decode_block_events
+from kvist.events.hashing import block_hashes
+from kvist.events.session import SourceState
+from kvist.events.transports import Message
+from kvist.indexer.source import Source
+from kvist.publisher.stream import RankStream
+from kvist.radix import RadixIndex
+
+pytestmark = pytest.mark.skipif(not versions(), reason=MISSING)
+
+NUM_STEPS = 400
+RANK = WorkerRank("engine", 0)
+
+
+@dataclass
+class Listener:
+    """An index that hears one rank's stream: the engine's own, or what a publisher beside the engine makes of it."""
+
+    engine: str
+    block_size: int
+    publisher: RankStream | None = None
+    index: RadixIndex = field(default_factory=RadixIndex)
+    num_messages: int = 0
+
+    def __post_init__(self) -> None:
+        url = f"tcp://127.0.0.1:1?engine={self.engine}"
+        self._source = Source(RANK.worker, url, self.block_size, self.index, set())
+
+    def receive(self, payload: bytes) -> None:
+        """Take what the engine sends."""
+        payloads = [payload]
+        if self.publisher is not None:
+            for event in decode_block_events(payload, "test", self.engine).events:
+                self.publisher.admit(event)
+            payloads = [encode_batch(batch) for batch in self.publisher.close_batches(time.time())]
+        for each in payloads:
+            for _ in self._source.received_all([Message(b"", self.num_messages, each)], time.monotonic()):
+                pass
+            self.num_messages += 1
+
+    def hit(self, prompt: Prompt, names_ahead: bool) -> int:
+        """Return how many of a prompt's tokens the rank holds, as a router asks."""
+        size, keys = self.block_size, {"lora_name": prompt.lora_name, "cache_salt": prompt.cache_salt}
+        num_usable = (len(prompt.token_ids) - 1) // size * size
+        mm_hashes = mm_hashes_of(prompt, size)
+        hashes = block_hashes(prompt.token_ids[:num_usable], size, mm_hashes=mm_hashes, **keys)
+        found = self.index.match(hashes)
+        if names_ahead:
+            hashes = block_hashes(prompt.token_ids[: num_usable + 1], size, is_eagle=True, **keys)
+            found = self.index.match(hashes) or found
+        return found[RANK][0] * size if RANK in found else 0
+
+    @property
+    def state(self) -> SourceState:
+        return self._source.states()[0]
+
+
+def lives_of(name: str, listeners: list[Listener], engine: Engine, rng: random.Random) -> Iterator[Prompt]:
+    """Let an engine serve a scenario's requests, told of at each step; yield probes at some of them."""
+    traffic = Traffic(rng, SCENARIOS[name].mix)
+    for step in range(NUM_STEPS):
+        if rng.random() < 0.01:
+            engine.reset()
+        if rng.random() < 0.7:
+            for prompt in traffic.request():
+                engine.submit(prompt, rng.randint(1, 40))
+        traffic.ended(engine.step())
+        batch = engine.take_batch()
+        if batch is not None:
+            for listener in listeners:
+                listener.receive(msgspec.msgpack.encode(batch))
+        if step % 4 == 3:
+            yield traffic.probe()
+
+
+def play(name: str) -> list[tuple[int, int]]:
+    """Return what the engine would have taken from its cache, and what was said of it, for each probe and listener."""
+    scenario, rng = SCENARIOS[name], random.Random(name)
+    engine = scenario.start(rng)
+    listeners = [
+        Listener(scenario.engine, engine.block_size),
+        Listener(scenario.engine, engine.block_size, RankStream(RANK, engine.block_size, epoch=1)),
+    ]
+    answers = []
+    for prompt in lives_of(name, listeners, engine, rng):
+        for listener in listeners:
+            answers.append((engine.hits(prompt)[0], listener.hit(prompt, engine.names_ahead)))
+            assert listener.state is SourceState.LIVE
+    assert sum(held > 0 for held, _ in answers) > len(answers) / 2
+    return answers
+
+
+@pytest.mark.parametrize("name", ["SGLang", "SGLang, pages of 64", "SGLang, LoRA and salts"])
+def test_an_index_says_what_the_engine_would_take_from_its_cache(name):
+    assert [said for _, said in play(name)] == [held for held, _ in play(name)]
+
+
+@pytest.mark.parametrize(
+    "name", ["full attention, blocks of 16", "concurrent duplicates", "LoRA", "cache salts", "images", "full reports"]
+)
+def test_an_index_never_says_more_than_the_engine_would_take_where_all_attention_is_full(name):
+    assert all(said <= held for held, said in play(name))
