@@ -23,7 +23,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,14 +48,6 @@ _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 _T = TypeVar("_T")
 
 
-@dataclass(slots=True)
-class _Held:
-    """A request whose blocks are held, and the writes from them."""
-
-    span: Span
-    writes: list[WriteTimes] = field(default_factory=list)
-
-
 def span_of(scope: Scope) -> Span:
     """Return the span of the request."""
     span: Span = scope.get(_SCOPE_KEY, NO_SPAN)
@@ -70,7 +61,7 @@ class WorkerSpans(TransferObserver):
         self._tracing = tracing
         self._model_name = model_name
         self._loop = loop
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._held: OrderedDict[str, tuple[Span, list[WriteTimes]]] = OrderedDict()  # and the writes from them
         self._fetches: OrderedDict[str, FetchTimes] = OrderedDict()
 
     def wrap(self, app: ASGIApp) -> ASGIApp:
@@ -85,7 +76,7 @@ class WorkerSpans(TransferObserver):
 
                 async def send_and_tell(message: Message) -> None:
                     if message["type"] == "http.response.start":
-                        span.set(_of_status, message["status"])
+                        span.set(dict, {"http.response.status_code": message["status"]})
                         if message["status"] >= 500:
                             span.fail(f"answered {message['status']}")
                     elif message["type"] == "http.response.body" and not message.get("more_body"):
@@ -109,7 +100,7 @@ class WorkerSpans(TransferObserver):
             choice = {"kvist.choice": index} if len(told) > 1 else {}
             _tell_sequence(span, each, fetch, len(job.prompts[index // job.params.n]), now_s, choice)
             if each.remote_request_id is not None:
-                _keep(self._held, each.remote_request_id, _Held(span))
+                _keep(self._held, each.remote_request_id, (span, []))
 
     def fetched(self, times: FetchTimes) -> None:
         """Keep what is told of a fetch until its request has ended."""
@@ -128,21 +119,20 @@ class WorkerSpans(TransferObserver):
             self._loop.call_soon_threadsafe(call, *args)
 
     def _add_write(self, times: WriteTimes) -> None:
-        held = self._held.get(times.remote_request_id)
-        if held is not None:
-            held.writes.append(times)
+        if times.remote_request_id in self._held:
+            self._held[times.remote_request_id][1].append(times)
 
     def _tell_hold(self, times: HoldTimes) -> None:
-        held = self._held.pop(times.remote_request_id, None)
-        if held is None:
-            return
+        span, writes = self._held.pop(times.remote_request_id, (NO_SPAN, []))
         facts: Attributes = {"kvist.remote_request_id": times.remote_request_id, "kvist.fetched": times.is_fetched}
-        hold = held.span.record("hold", times.began_s, times.ended_s, facts)
-        for write in held.writes:
-            pieces = {"kvist.bytes": write.num_bytes, "kvist.pieces": write.num_pieces}
-            hold.record(
-                "write", write.began_s, write.ended_s, pieces | {"kvist.bounced": write.is_bounced}, write.error
-            )
+        hold = span.record("hold", times.began_s, times.ended_s, facts)
+        for write in writes:
+            facts = {
+                "kvist.bytes": write.num_bytes,
+                "kvist.pieces": write.num_pieces,
+                "kvist.bounced": write.is_bounced,
+            }
+            hold.record("write", write.began_s, write.ended_s, facts, write.error)
 
 
 class Timings:
@@ -195,7 +185,8 @@ def _tell_sequence(
     span.record("queue", times.queued_s, begun[0], more)
     if times.fetching_s is not None:
         fetched_s = ended_s if times.fetched_s is None else times.fetched_s
-        step = span.record("fetch", times.fetching_s, fetched_s, {**more, **_of_fetch(fetch)}, times.fetch_error)
+        facts = {} if fetch is None else {"kvist.bytes": fetch.num_bytes, "kvist.senders": fetch.num_senders}
+        step = span.record("fetch", times.fetching_s, fetched_s, {**more, **facts}, times.fetch_error)
         if fetch is not None:
             _tell_fetch(step, fetch)
     first_token_s = ended_s if times.first_token_s is None else times.first_token_s
@@ -229,10 +220,6 @@ def _of_scope(scope: Scope, model_name: str) -> Attributes:
     }
 
 
-def _of_status(status: int) -> Attributes:
-    return {"http.response.status_code": status}
-
-
 def _of_job(job: Job, times: list[RequestTimes]) -> Attributes:
     """Say how many tokens there were, and how the first sequence's time was spent."""
     handoff = {RemoteDecode: "prefill", RemotePrefill: "decode", type(None): None}[type(job.handoff)]
@@ -253,10 +240,6 @@ def _of_job(job: Job, times: list[RequestTimes]) -> Attributes:
         "gen_ai.latency.e2e": _seconds(first.queued_s, first.ended_s),
         "kvist.handoff": handoff,
     }
-
-
-def _of_fetch(fetch: FetchTimes | None) -> Attributes:
-    return {} if fetch is None else {"kvist.bytes": fetch.num_bytes, "kvist.senders": fetch.num_senders}
 
 
 def _seconds(began_s: float | None, ended_s: float | None) -> float | None:
