@@ -6,7 +6,7 @@ from typing import Self, TypeAlias
 
 import msgspec
 
-from kvist.events.engine_events import FULL, KnownWindow
+from kvist.events.engine_events import FULL, UnsizedWindow
 from kvist.events.types import NonNegative, Rank
 from kvist.publisher.filter import FilterState
 
@@ -69,7 +69,7 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
             None if self.window is None else _read(self.window),
             self.group,
             self.is_learning,
-            frozenset((number,) if is_group else _read(number) for is_group, number in self.shown_groups),
+            {(number,) if is_group else _read(number) for is_group, number in self.shown_groups},
             self.has_published,
             self.has_published_unknown,
         )
@@ -90,9 +90,9 @@ class EngineProgress(msgspec.Struct, tag="engine", array_like=True, frozen=True)
 Progress: TypeAlias = CanonicalProgress | EngineProgress
 
 
-def _written(window: KnownWindow) -> int:
-    return 0 if window is FULL else window
+def _written(window: int | UnsizedWindow) -> int:
+    return window if isinstance(window, int) else 0
 
 
-def _read(window: int) -> KnownWindow:
+def _read(window: int) -> int | UnsizedWindow:
     return window or FULL

@@ -9,8 +9,10 @@ well, may be gone.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import (
@@ -21,6 +23,7 @@ from kvist.events.engine_events import (
     EngineRemoved,
     EngineStored,
     KnownWindow,
+    UnsizedWindow,
     Window,
     window_size,
 )
@@ -30,30 +33,36 @@ _logger = logging.getLogger(__name__)
 PassedEvent: TypeAlias = EngineStored | EngineRemoved | EngineCleared
 
 
-class FilterState(NamedTuple):
+class FilterState(msgspec.Struct, array_like=True):
     """All that a filter's verdicts depend on."""
 
-    is_created_phase: bool
-    window: KnownWindow | None
-    group: int | None
-    is_learning: bool
-    shown_groups: frozenset[tuple[int] | KnownWindow]
-    has_published: bool
-    has_published_unknown: bool
+    is_created_phase: bool = True
+    window: int | UnsizedWindow | None = None  # never UNKNOWN
+    group: int | None = None
+    """The published one; None until an event names it together with the window."""
+    is_learning: bool = False
+    shown_groups: set[tuple[int] | int | UnsizedWindow] = msgspec.field(default_factory=set)
+    """Only whether there is more than one matters, so it never holds more than two."""
+    has_published: bool = False
+    has_published_unknown: bool = False
+
+    def copy(self) -> FilterState:
+        """Return one that changes by itself."""
+        return msgspec.structs.replace(self, shown_groups=set(self.shown_groups))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FilterStatistics:
     """What one rank's filter did since it was made."""
 
-    window: KnownWindow | None
-    group: int | None
-    num_passed: int
-    num_filtered: int
-    num_late_created: int
-    num_window_grew: int
-    num_ambiguous_removals: int
-    num_undecidable: int
+    window: KnownWindow | None = None
+    group: int | None = None
+    num_passed: int = 0
+    num_filtered: int = 0
+    num_late_created: int = 0
+    num_window_grew: int = 0
+    num_ambiguous_removals: int = 0
+    num_undecidable: int = 0
 
 
 class WindowFilter:
@@ -71,95 +80,60 @@ class WindowFilter:
             raise InvalidValueError("configured_window", configured_window, "a positive number of tokens, FULL or None")
         self._rank = rank
         self._configured_window = configured_window
-        self._is_created_phase = True
-        # The published group. `_group` stays None until an event names it together with the window.
-        self._window: KnownWindow | None = None
-        self._group: int | None = None
-        self._is_learning = False
-        # Only whether there is more than one matters, so it never holds more than two.
-        self._shown_groups: set[tuple[int] | KnownWindow] = set()
-        self._has_published = False
-        self._has_published_unknown = False
+        self._state = FilterState()
         self._has_warned_of_larger = self._has_warned_of_groups = False
-        self._num_passed = 0
-        self._num_filtered = 0
-        self._num_late_created = 0
-        self._num_window_grew = 0
-        self._num_ambiguous_removals = 0
-        self._num_undecidable = 0
+        self._counts = FilterStatistics()
 
     def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
         """Return what is to be published for this event: nothing, the event, or a clearing of the rank before it."""
         # The frequent first: that a struct is of a type takes 0.01 µs to tell, that it is not 0.07 µs.
         if not isinstance(event, EngineStored) and not isinstance(event, EngineRemoved):
             return self._admit_rare(event)
-        if self._is_created_phase:
+        if self._state.is_created_phase:
             self._end_created_phase()
         self._show(event.group, event.window)
         must_clear = self._learn(event) or self._is_unknown_ambiguous_now()
         passes = self._is_undeclared(event) if event.window is UNKNOWN else self._is_largest(event)
         if not passes:
-            self._num_filtered += 1
+            self._counts.num_filtered += 1
             return (EngineCleared(rank=event.rank),) if must_clear else ()
-        self._num_passed += 1
+        self._counts.num_passed += 1
         if isinstance(event, EngineStored):
-            self._has_published = True
-            self._has_published_unknown |= event.window is UNKNOWN
+            self._state.has_published = True
+            self._state.has_published_unknown |= event.window is UNKNOWN
         return (EngineCleared(rank=event.rank), event) if must_clear else (event,)
 
     @property
     def state(self) -> FilterState:
-        """Return all that verdicts depend on."""
-        return FilterState(
-            self._is_created_phase,
-            self._window,
-            self._group,
-            self._is_learning,
-            frozenset(self._shown_groups),
-            self._has_published,
-            self._has_published_unknown,
-        )
+        """Return a copy of all that verdicts depend on."""
+        return self._state.copy()
 
     def resume(self, state: FilterState) -> None:
         """Go on as a filter of that state would."""
-        (
-            self._is_created_phase,
-            self._window,
-            self._group,
-            self._is_learning,
-            shown_groups,
-            self._has_published,
-            self._has_published_unknown,
-        ) = state
-        self._shown_groups = set(shown_groups)
+        self._state = state.copy()
 
     def statistics(self) -> FilterStatistics:
         """Return the counters as they are now."""
-        return FilterStatistics(
-            window=self._window,
-            group=self._group,
-            num_passed=self._num_passed,
-            num_filtered=self._num_filtered,
-            num_late_created=self._num_late_created,
-            num_window_grew=self._num_window_grew,
-            num_ambiguous_removals=self._num_ambiguous_removals,
-            num_undecidable=self._num_undecidable,
-        )
+        return replace(self._counts, window=self._window, group=self._state.group)
+
+    @property
+    def _window(self) -> KnownWindow | None:
+        return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN
 
     def _admit_rare(self, event: EngineCreated | EngineCleared) -> tuple[PassedEvent, ...]:
         if isinstance(event, EngineCreated):
             self._created(event)
             return ()
-        if self._is_created_phase:
+        if self._state.is_created_phase:
             self._end_created_phase()
-        self._has_published = self._has_published_unknown = False
-        self._num_passed += 1
+        self._state.has_published = self._state.has_published_unknown = False
+        self._counts.num_passed += 1
         return (event,)
 
     def _created(self, event: EngineCreated) -> None:
-        if not self._is_created_phase:
-            self._num_late_created += 1
-            if self._num_late_created == 1:
+        if not self._state.is_created_phase:
+            self._counts.num_late_created += 1
+            if self._counts.num_late_created == 1:
                 _logger.warning(
                     "created event ignored: the published window is fixed once blocks are reported "
                     "rank=%d window=%s published_window=%s",
@@ -172,38 +146,38 @@ class WindowFilter:
         if event.window is UNKNOWN:
             return
         if self._window is None or _is_larger(event.window, self._window):
-            self._window, self._group = event.window, event.group
+            self._state.window, self._state.group = event.window, event.group
 
     def _end_created_phase(self) -> None:
-        self._is_created_phase = False
+        self._state.is_created_phase = False
         if self._window is None:
-            self._window = self._configured_window
-        self._is_learning = self._window is None
+            self._state.window = self._configured_window
+        self._state.is_learning = self._window is None
 
     def _show(self, group: int | None, window: Window) -> None:
         """Note a group by its number, else by its window; an event that says neither shows none."""
         identity = window if group is None else (group,)
-        if identity is not UNKNOWN and len(self._shown_groups) < 2:
-            self._shown_groups.add(identity)
+        if identity is not UNKNOWN and len(self._state.shown_groups) < 2:
+            self._state.shown_groups.add(identity)
 
     @property
     def _has_several_groups(self) -> bool:
-        return len(self._shown_groups) > 1
+        return len(self._state.shown_groups) > 1
 
     def _learn(self, event: EngineStored | EngineRemoved) -> bool:
         """Take a larger window as the one to publish; return whether what was published must be cleared."""
         if event.window is UNKNOWN or (self._window is not None and not _is_larger(event.window, self._window)):
             return False
-        if not self._is_learning:
+        if not self._state.is_learning:
             self._warn_of_larger(event.window)
             return False
-        old_window, self._window, self._group = self._window, event.window, None
+        old_window, self._state.window, self._state.group = self._window, event.window, None
         # With one group shown, what was published before its window was known is its own.
-        must_clear = self._has_published and (old_window is not None or self._has_several_groups)
+        must_clear = self._state.has_published and (old_window is not None or self._has_several_groups)
         if must_clear:
-            self._num_window_grew += 1
-            self._has_published = self._has_published_unknown = False
-            if self._num_window_grew == 1:
+            self._counts.num_window_grew += 1
+            self._state.has_published = self._state.has_published_unknown = False
+            if self._counts.num_window_grew == 1:
                 _logger.warning(
                     "a larger window appeared: the rank is cleared and the larger group published; "
                     "configure the window to avoid this rank=%d window=%s old_window=%s",
@@ -226,9 +200,9 @@ class WindowFilter:
 
     def _is_unknown_ambiguous_now(self) -> bool:
         """Return True once, when a second group shows that published blocks of unknown window may be either's."""
-        if not (self._has_published_unknown and self._has_several_groups):
+        if not (self._state.has_published_unknown and self._has_several_groups):
             return False
-        self._has_published = self._has_published_unknown = False
+        self._state.has_published = self._state.has_published_unknown = False
         if not self._has_warned_of_groups:
             self._has_warned_of_groups = True
             _logger.warning(
@@ -243,22 +217,22 @@ class WindowFilter:
         """Judge an event that says its window; the first one with the largest window names the group."""
         if event.window != self._window:
             return False
-        if self._group is None:
-            self._group = event.group
-            self._has_published_unknown &= self._has_several_groups
-        return event.group is None or event.group == self._group
+        if self._state.group is None:
+            self._state.group = event.group
+            self._state.has_published_unknown &= self._has_several_groups
+        return event.group is None or event.group == self._state.group
 
     def _is_undeclared(self, event: EngineStored | EngineRemoved) -> bool:
         """Judge an event that does not say its window."""
-        if not self._has_several_groups or (event.group is not None and event.group == self._group):
+        if not self._has_several_groups or (event.group is not None and event.group == self._state.group):
             return True
-        is_other_group = event.group is not None and self._group is not None
+        is_other_group = event.group is not None and self._state.group is not None
         if is_other_group:
             return False
         if isinstance(event, EngineStored) or self._window is None:
-            self._num_undecidable += 1
+            self._counts.num_undecidable += 1
             return False
-        self._num_ambiguous_removals += 1
+        self._counts.num_ambiguous_removals += 1
         return True
 
 

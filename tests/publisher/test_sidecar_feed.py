@@ -93,7 +93,7 @@ class OneSidecar:
         self.publisher.between_events(
             lambda streams: ranks.update({rank: stream.state() for rank, stream in streams.items()})
         ).result(20)
-        return b"".join(pack(SidecarState(4, "", (progress,), ranks)))
+        return pack(SidecarState(4, "", (progress,), ranks))
 
     def held(self) -> set[int]:
         blocks: set[int] = set()
