@@ -118,7 +118,7 @@ def sidecar(stream: PacedStream) -> tuple[float, int]:
     feed = SidecarFeed(Endpoint.parse("tcp://127.0.0.1:5557"), lambda _: publisher)
     cpu_s = time.process_time()
     for start in range(0, stream.num_messages, 16):
-        for _ in feed.received_all(messages[start : start + 16], 1.0):
+        for _ in feed.receive_all(messages[start : start + 16], 1.0):
             pass
     publisher.close()
     cpu_s = time.process_time() - cpu_s

@@ -152,11 +152,11 @@ class Watch:
         self.at_s: list[float] = []
         self.num_blocks: list[int] = []
 
-    def wrap(self, received_all: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-        """Return `Source.received_all` with a note after each step."""
+    def wrap(self, receive_all: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+        """Return `Source.receive_all` with a note after each step."""
 
         def noted(source: Source, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-            for step in received_all(source, messages, now_s):
+            for step in receive_all(source, messages, now_s):
                 self._note()
                 yield step
             self._note()
@@ -179,8 +179,8 @@ async def measure(url: str, mode: str, duration_s: float, broker_pid: int | None
     num_steps = int((WARM_UP_S + duration_s) / STEP_S)
     index = RadixIndex()
     watch = Watch(index)
-    plain = Source.received_all
-    Source.received_all = watch.wrap(plain)  # type: ignore[method-assign]
+    plain = Source.receive_all
+    Source.receive_all = watch.wrap(plain)  # type: ignore[method-assign]
     pipe, far_end = multiprocessing.Pipe()
     kind = threading.Thread if url.startswith("memory:") else multiprocessing.get_context("spawn").Process
     publisher = kind(target=publish, args=(far_end, url, mode, num_steps), daemon=True)
@@ -198,7 +198,7 @@ async def measure(url: str, mode: str, duration_s: float, broker_pid: int | None
             cpu_s, broker_cpu_s = time.process_time() - cpu_s, _cpu_s(broker_pid) - broker_cpu_s
             num_gaps = indexer.statistics()[0].num_gaps
     finally:
-        Source.received_all = plain  # type: ignore[method-assign]
+        Source.receive_all = plain  # type: ignore[method-assign]
     publisher.join(10)
     p50, p99, most = np.quantile(watch.lags_ms(sent), (0.5, 0.99, 1.0)).tolist()
     span_s = float(sent.stored_at_s[-1] - sent.stored_at_s[0])

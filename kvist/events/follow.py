@@ -41,22 +41,22 @@ class Question(NamedTuple):
 class Follower(Protocol):
     """Decides what becomes of one subscription's messages."""
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages, in order; yields between pieces of work, wherever others may have a turn.
 
         They are one receive's: if they are a `MessageBlock`, it is not valid beyond this call.
         """
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         """Take note that a peer connected; what comes next may be another process's."""
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Take note that the peer is known to be gone; called again whenever something happens meanwhile."""
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return what to ask now, the same until `answered` or something else happens; called in every round."""
+        """Return what to ask now, the same until `on_answer` or something else happens; called in every round."""
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, None for silence; yields between pieces of work, wherever others may have a turn."""
 
 
@@ -69,7 +69,7 @@ class Turns:
         self._is_over = False
 
     def begin(self, *, is_small: bool) -> float | None:
-        """Return until when work can be done on the spot, None if that must wait for a turn, in `work_off`.
+        """Return until when work can be done on the spot, None if that must wait for a turn, in `run_in_turns`.
 
         To be called when a socket was found ready; those who are called after the same look share one turn. What is
         small, less work than handing it over, is done whatever else goes on.
@@ -88,7 +88,7 @@ class Turns:
         self._is_over = True  # until somebody was served, and so all sockets were looked at
         return True
 
-    async def work_off(self, pieces: Iterator[None]) -> None:
+    async def run_in_turns(self, pieces: Iterator[None]) -> None:
         """Return once all pieces are done, in turns with those of others; an error in one of them is raised."""
         if not (self._is_over or self._queue):  # in what is left of this turn, without waiting for another
             while time.monotonic() < self._ends_at_s:
@@ -144,7 +144,7 @@ class Ticker:
             looked_at = self._waiting_long
             looked_at.update(self._waiting)
             self._waiting.clear()
-        await self.turns.work_off(_look(looked_at))
+        await self.turns.run_in_turns(_look(looked_at))
 
     async def receive(self, subscription: Subscription, is_due: Callable[[], bool]) -> Sequence[Message]:
         """Wait for messages, and no longer than until a tick finds `is_due`; then return none."""
@@ -159,7 +159,7 @@ class Ticker:
             self._waiting.pop(is_due, None)
             self._waiting_long.pop(is_due, None)
 
-    def heard(self, is_due: Callable[[], bool]) -> None:
+    def on_messages(self, is_due: Callable[[], bool]) -> None:
         """Take note that messages came, and were taken, while their receiver waits on."""
         wait = self._waiting_long.pop(is_due, None)
         if wait is not None:
@@ -183,20 +183,20 @@ async def follow(
     """
     following = _Following(subscription, follower, clock, ticker, num_connects)
     if isinstance(subscription, Direct):
-        subscription.take_with(following.take)
+        subscription.deliver_with(following.deliver)
     try:
         while True:
             messages = await ticker.receive(subscription, following.is_due)
-            await ticker.turns.work_off(following.work_on(messages))
+            await ticker.turns.run_in_turns(following.drain(messages))
             for question in follower.questions(clock()):
                 is_for_all = question.request.epoch is not None and question.request.start_sequence == 0
                 async with snapshot_gate if is_for_all and snapshot_gate is not None else replay_gate:
                     answer = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
                     question = question._replace(is_caught_up=subscription.is_caught_up)
-                    await ticker.turns.work_off(follower.answered(question, answer, clock()))
+                    await ticker.turns.run_in_turns(follower.on_answer(question, answer, clock()))
     finally:
         if isinstance(subscription, Direct):
-            subscription.take_with(None)
+            subscription.deliver_with(None)
 
 
 class _Following:
@@ -227,14 +227,14 @@ class _Following:
             return True
         return bool(self._follower.questions(self._clock()))
 
-    def take(self, messages: Sequence[Message]) -> bool:
+    def deliver(self, messages: Sequence[Message]) -> bool:
         """Take messages where they arrive; return whether nothing is left to do, be it with them or questions.
 
         That spares a message of its own two turns of the event loop, half of what it costs. Whoever follows does the
-        rest, as `work_on` tells; and there an error is raised, too, since nobody listens here.
+        rest, as `drain` tells; and there an error is raised, too, since nobody listens here.
         """
         ends_at_s = self._turns.begin(is_small=len(messages) <= FEW_MESSAGES)
-        begun = self._begun = self._work_on(messages)
+        begun = self._begun = self._apply(messages)
         if ends_at_s is None:
             return False
         try:
@@ -244,27 +244,27 @@ class _Following:
         except Exception as error:  # noqa: BLE001 - it is raised again
             self._begun = _raising(error)
             return False
-        self._ticker.heard(self.is_due)
+        self._ticker.on_messages(self.is_due)
         now_s = self._clock()
         if now_s < self._look_at_s:
             return True
         self._look_at_s = now_s + LOOK_S
         return not self._follower.questions(now_s)
 
-    def work_on(self, messages: Sequence[Message]) -> Iterator[None]:
+    def drain(self, messages: Sequence[Message]) -> Iterator[None]:
         """Take what was received, behind what is left of what was taken before; yields wherever others may go on."""
         yield from self._begun
-        yield from self._work_on(messages)
+        yield from self._apply(messages)
 
-    def _work_on(self, messages: Sequence[Message]) -> Iterator[None]:
+    def _apply(self, messages: Sequence[Message]) -> Iterator[None]:
         if self._subscription.num_connects > self._num_connects:
             self._num_connects = self._subscription.num_connects
-            self._follower.reconnected(self._clock())
+            self._follower.on_reconnect(self._clock())
         if messages:
-            yield from self._follower.received_all(messages, self._clock())
+            yield from self._follower.receive_all(messages, self._clock())
         self._has_departed = self._subscription.is_peer_gone
         if self._has_departed:  # also after messages: they may be its last
-            self._follower.departed()
+            self._follower.on_departure()
 
 
 def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:

@@ -124,7 +124,7 @@ class Presence:
         self._left_epochs: deque[int] = deque(maxlen=MAX_LEFT_EPOCHS)
         self._heard_at_s = 0.0
 
-    def hears(self, epoch: int, now_s: float) -> bool:
+    def accepts(self, epoch: int, now_s: float) -> bool:
         """Take note that something of an epoch came; return whether that may be what is followed from here on.
 
         A straggler of an epoch that came before, by its number or in fact, is not, unless the present one is silent.
@@ -132,10 +132,10 @@ class Presence:
         is_past = epoch in self._left_epochs or (self.epoch is not None and epoch < self.epoch)
         if is_past and epoch != self.epoch and now_s - self._heard_at_s <= self._limits.epoch_grace_s:
             return False
-        self.heard(now_s)
+        self.on_message(now_s)
         return True
 
-    def heard(self, now_s: float) -> None:
+    def on_message(self, now_s: float) -> None:
         """Take note that something of the epoch came."""
         self._heard_at_s = now_s
         self.is_silent = False

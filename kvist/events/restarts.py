@@ -15,7 +15,7 @@ class RestartDetector:
 
     Remembers a fingerprint of the last `capacity` messages. A timestamp in each makes equal bytes by chance unlikely.
     `sequences` and `fingerprints` are a ring, in which a number's place is the number modulo their length, a power of
-    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so with `advanced`.
+    two: whoever applies messages elsewhere writes their XXH3-64 there, and says so with `advance_to`.
     """
 
     def __init__(self, capacity: int = 2048) -> None:
@@ -25,7 +25,7 @@ class RestartDetector:
         self.fingerprints = np.zeros(num_places, np.uint64)
         self.last_sequence = -1
 
-    def received(self, sequence: int, payload: bytes) -> int:
+    def observe(self, sequence: int, payload: bytes) -> int:
         """Return the epoch of a live message: the next one if its number was used for other bytes."""
         fingerprint = xxh3_64_intdigest(payload)
         if sequence <= self.last_sequence and self._recall(sequence) != fingerprint:
@@ -37,7 +37,7 @@ class RestartDetector:
         """Return whether a number is remembered with these bytes."""
         return self._recall(sequence) == xxh3_64_intdigest(payload)
 
-    def took(self, messages: Iterable[tuple[int, bytes]]) -> None:
+    def remember(self, messages: Iterable[tuple[int, bytes]]) -> None:
         """Remember messages that turned out to be of this process."""
         for sequence, payload in messages:
             self._remember(sequence, xxh3_64_intdigest(payload))
@@ -54,11 +54,11 @@ class RestartDetector:
             self._remember(sequence, fingerprint)
         self.last_sequence = last_sequence
 
-    def advanced(self, last_sequence: int) -> None:
+    def advance_to(self, last_sequence: int) -> None:
         """Take note that the messages up to this one, each later than all before, were applied and remembered."""
         self.last_sequence = last_sequence
 
-    def replayed(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:
+    def observe_answer(self, messages: Iterable[tuple[int, bytes]], last_sequence: int | None) -> int:
         """Return the epoch of an answer that was asked for from `last_sequence` on, the last message applied.
 
         It is the next epoch unless that message is in it, with the same bytes: an engine that no longer knows it has

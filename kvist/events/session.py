@@ -160,9 +160,9 @@ class Session(Generic[T]):
             return None
         return 0 if self._patience.is_healing else self._expected
 
-    def received(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
+    def receive(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
         """Judge one message of the live stream."""
-        if self._is_beyond(sequence) or not self._hears(epoch, now_s):
+        if self._is_beyond(sequence) or not self._accepts(epoch, now_s):
             return []
         steps = self._enter(epoch)
         if not self._patience.is_asking:
@@ -177,17 +177,17 @@ class Session(Generic[T]):
             steps.append(Apply(body))
         return steps
 
-    def applied(self, num_messages: int, now_s: float) -> None:
-        """Take note that so many messages, next in sequence while in step, were applied: `received` for all of them."""
+    def on_applied(self, num_messages: int, now_s: float) -> None:
+        """Take note that so many messages, next in sequence while in step, were applied: `receive` for all of them."""
         assert self.is_in_step
         self._expected += num_messages
-        self._presence.heard(now_s)
+        self._presence.on_message(now_s)
 
-    def heartbeat(
+    def on_heartbeat(
         self, epoch: int, next_sequence: int, published: Holding, held: Holding, now_s: float
     ) -> list[Step[T]]:
         """Judge a heartbeat: what the publisher holds before `next_sequence`, against what the copy holds now."""
-        if self._is_beyond(next_sequence) or not self._hears(epoch, now_s):
+        if self._is_beyond(next_sequence) or not self._accepts(epoch, now_s):
             return []
         steps = self._enter(epoch)
         self._presence.has_heartbeat = True
@@ -201,7 +201,7 @@ class Session(Generic[T]):
             return self._compare(published, held, now_s)
         return steps
 
-    def replayed(
+    def on_answer(
         self,
         epoch: int | None,
         messages: Iterable[tuple[int, T]] | None,
@@ -218,7 +218,7 @@ class Session(Generic[T]):
             return self._unanswered(now_s)
         self.num_replays += 1
         is_beside_the_point = epoch != self._presence.epoch and self._expected > 0
-        if epoch is None or not self._hears(epoch, now_s):
+        if epoch is None or not self._accepts(epoch, now_s):
             if self._has_snapshots:
                 return self._unanswered(now_s)
             self._settle()
@@ -260,7 +260,7 @@ class Session(Generic[T]):
         """Judge the answer to that, None for none: it is for nothing unless it has the beginning."""
         if messages and messages[0][0] == 0:
             self._patience.is_healing = True
-            return self.replayed(epoch, messages, now_s)
+            return self.on_answer(epoch, messages, now_s)
         # What was forgotten is not learnt again.
         self._num_heals_left = self._num_heals_left - 1 if messages is None else 0
         self._patience.heals_later(now_s)
@@ -278,11 +278,11 @@ class Session(Generic[T]):
         self.num_epochs = 1
         self._patience.ask_at(asks_at_s)
 
-    def emptied(self, *, by_loss: bool = False) -> None:
+    def on_cleared(self, *, by_loss: bool = False) -> None:
         """Take note that the step just taken cleared the rank: after a message that did, nothing is missing."""
         self._is_complete = not by_loss
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Take note that the peer is known to be gone: nothing is trusted until it, or another, is heard."""
         self._presence.is_silent = True
 
@@ -290,13 +290,13 @@ class Session(Generic[T]):
         """Return whether nothing was heard since then, or for long, of what is followed."""
         return self._presence.is_missed(since_s)
 
-    def forgotten(self, now_s: float) -> list[Step[T]]:
+    def on_forgotten(self, now_s: float) -> list[Step[T]]:
         """Judge a peer that is there and knows nothing of this: what was held is gone, and what is held not known."""
         self._forget_epoch()
         self._presence.leave(now_s)
         return [self._lose(ClearReason.GONE)]
 
-    def diverged(self, now_s: float) -> list[Step[T]]:
+    def on_divergence(self, now_s: float) -> list[Step[T]]:
         """Judge a copy that is not what it should be: learn it anew, after an ever longer wait if that repeats."""
         self.num_diverged += 1
         num_before = self._num_divergences_in_a_row
@@ -313,8 +313,8 @@ class Session(Generic[T]):
         self.num_stale += (is_beyond := sequence > MAX_SEQUENCE)
         return is_beyond
 
-    def _hears(self, epoch: int, now_s: float) -> bool:
-        self.num_stale += not (is_heard := self._presence.hears(epoch, now_s))
+    def _accepts(self, epoch: int, now_s: float) -> bool:
+        self.num_stale += not (is_heard := self._presence.accepts(epoch, now_s))
         return is_heard
 
     def _enter(self, epoch: int) -> list[Step[T]]:
@@ -447,4 +447,4 @@ class Session(Generic[T]):
             if self._has_snapshots:  # a partial copy is good for something, and kept if there is no answer
                 self._patience.heal(now_s)
             return []
-        return self.diverged(now_s)
+        return self.on_divergence(now_s)

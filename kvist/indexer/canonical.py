@@ -102,7 +102,7 @@ class CanonicalFollower:
             session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
             self._note_state(each.rank)
 
-    def received(self, message: Message, now_s: float) -> None:
+    def receive(self, message: Message, now_s: float) -> None:
         """Take one live message."""
         batch = self._decode(message)
         if batch is None:
@@ -119,16 +119,16 @@ class CanonicalFollower:
         if is_heartbeat(batch):
             steps = self._heartbeat(session, batch, now_s)
         else:
-            steps = session.received(batch.epoch, batch.sequence, batch, now_s)
+            steps = session.receive(batch.epoch, batch.sequence, batch, now_s)
         for step in steps:
             self._take(batch.rank, step, now_s)
         self._note_state(batch.rank)
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
         if len(messages) < _MIN_JOINED and not isinstance(messages, MessageBlock):
             for message in messages:
-                self.received(message, now_s)
+                self.receive(message, now_s)
                 yield
             return
         for block in _blocks(messages):
@@ -139,17 +139,17 @@ class CanonicalFollower:
                 if taken.num_batches:
                     self._note_taken(taken, block, now_s)
                 if taken.is_stopped:
-                    self.received(block[position], now_s)
+                    self.receive(block[position], now_s)
                     position += 1
                 yield
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         """Nothing is in doubt: an epoch tells a restart, and a heartbeat what was lost meanwhile."""
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Count no rank's blocks until it is heard again."""
         for rank, session in self._sessions.items():
-            session.departed()
+            session.on_departure()
             self._note_state(rank)
 
     def questions(self, now_s: float) -> list[Question]:
@@ -177,11 +177,11 @@ class CanonicalFollower:
             named.add(batch.rank)
         for rank in self.missed(since_s):
             if rank not in named:
-                for step in self._sessions[rank].forgotten(now_s):
+                for step in self._sessions[rank].on_forgotten(now_s):
                     self._take(rank, step, now_s)
                 self._note_state(rank)
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches, and slices of a snapshot."""
         rank = question.rank
         session = self._sessions.get(rank)
@@ -191,17 +191,17 @@ class CanonicalFollower:
         if self._sessions.get(rank) is not session:  # and so had this one
             return
         if answer is None:
-            steps = session.replayed(None, None, now_s)
+            steps = session.on_answer(None, None, now_s)
         else:
             epoch = session.epoch if answer.epoch is None else answer.epoch
             frames = [(batch.sequence, batch) for batch in answer.batches if batch.epoch == epoch]
             snapshot_sequence = None if answer.snapshot is None else answer.snapshot.sequence
-            steps = session.replayed(epoch, frames, now_s, snapshot_sequence=snapshot_sequence)
+            steps = session.on_answer(epoch, frames, now_s, snapshot_sequence=snapshot_sequence)
         for step in steps:
             if not isinstance(step, Restore):
                 self._take(rank, step, now_s)
             elif not (yield from self._restore(rank, answer)):
-                for undoing in session.diverged(now_s):
+                for undoing in session.on_divergence(now_s):
                     self._take(rank, undoing, now_s)
                 break
             yield
@@ -248,7 +248,7 @@ class CanonicalFollower:
         is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
         copied = published if is_short else Holding(held.num_blocks, held.digest)
         (self._incomplete.discard if heartbeat.is_complete else self._incomplete.add)(batch.rank)
-        return session.heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
+        return session.on_heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
 
     def _is_whole(self, rank: int) -> bool:
         is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
@@ -264,7 +264,7 @@ class CanonicalFollower:
             _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, self._worker, rank)
             self._index.clear(self._worker, rank)
             if step.reason is ClearReason.LOST:
-                self._sessions[rank].emptied(by_loss=True)
+                self._sessions[rank].on_cleared(by_loss=True)
             return
         assert isinstance(step, Apply)
         batch = step.body
@@ -272,10 +272,10 @@ class CanonicalFollower:
         self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid
         self._counters.applied(len(batch.events), batch.timestamp_s, now_s, time.time())
         if any(isinstance(event, Cleared) for event in batch.events):
-            self._sessions[rank].emptied()
+            self._sessions[rank].on_cleared()
 
     def _note_taken(self, taken: Taken, block: MessageBlock, now_s: float) -> None:
-        """Count what the fast lane took, as `received` does for one message."""
+        """Count what the fast lane took, as `receive` does for one message."""
         for rank, message_idx in taken.topic_idxs.items():
             if message_idx is not None and rank not in self._topics:
                 self._topics[rank] = block[message_idx].topic

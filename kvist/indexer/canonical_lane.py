@@ -83,5 +83,5 @@ class CanonicalLane:
         if slot:
             self._ranks[rank] = 0, 0, 0, 0  # until it is described again, which it is not if its session is dropped
         if num_taken:
-            session.applied(num_taken, now_s)
+            session.on_applied(num_taken, now_s)
             topic_idxs[rank] = topic_idx - 1 if topic_idx else None

@@ -107,7 +107,7 @@ class EngineFollower:
         """Go on from where another follower was, whose blocks the index gets; to be called before anything else."""
         self._feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         if progress.is_in_doubt:
-            self._feed.reconnected(now_s)
+            self._feed.on_reconnect(now_s)
         for each in progress.ranks:
             self._rank(each.rank).filter.resume(each.filter_state)
             if each.is_whole:
@@ -124,13 +124,13 @@ class EngineFollower:
         """Account for blocks of a rank that the index has now."""
         self._ranks[rank].residency.resume(names)
 
-    def received(self, message: Message, now_s: float) -> None:
+    def receive(self, message: Message, now_s: float) -> None:
         """Take one live message."""
         self._now_s = now_s
-        self._feed.received(message, now_s)
+        self._feed.receive(message, now_s)
         self._note_state()
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
         block = MessageBlock.of(messages)
         self._lane.begin(block, self._feed.restarts)
@@ -141,21 +141,21 @@ class EngineFollower:
                 taken = self._lane.take(next_sequence, self._has_our_block_size)
                 message_idx, is_stopped = taken.message_idx, taken.is_stopped
                 if taken.num_batches:
-                    self._feed.took(taken.num_batches, now_s)
+                    self._feed.on_applied(taken.num_batches, now_s)
                 self._note_taken(taken, now_s)
             if is_stopped:
-                self.received(block[message_idx], now_s)
+                self.receive(block[message_idx], now_s)
                 message_idx = self._lane.skip()
             yield
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
-        self._feed.reconnected(now_s)
+        self._feed.on_reconnect(now_s)
         self._note_state()
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Count no rank's blocks until the engine is heard again."""
-        self._feed.departed()
+        self._feed.on_departure()
         self._note_state()
 
     def questions(self, now_s: float) -> list[Question]:
@@ -163,16 +163,14 @@ class EngineFollower:
         self._lane.tidy()
         return self._feed.questions(now_s)
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
         self._now_s = now_s
-        for is_clear, run in groupby(
-            self._feed.judged(question, messages, now_s), lambda step: isinstance(step, Clear)
-        ):
+        for is_clear, run in groupby(self._feed.judge(question, messages, now_s), lambda step: isinstance(step, Clear)):
             steps = list(run)
             if is_clear:
                 for step in steps:
-                    self._feed.take(step)
+                    self._feed.apply_step(step)
                     yield
             else:
                 for start in range(0, len(steps), _JOINED_STEPS):
@@ -211,10 +209,10 @@ class EngineFollower:
             taken = self._lane.take(message_idx, self._has_our_block_size)
             message_idx = taken.message_idx
             if taken.num_batches:
-                self._feed.took_judged(taken.num_batches)
+                self._feed.on_judged_applied(taken.num_batches)
             self._note_taken(taken, now_s)
             if taken.is_stopped:
-                self._feed.take(steps[message_idx])
+                self._feed.apply_step(steps[message_idx])
                 message_idx = self._lane.skip()
             yield
 
@@ -230,7 +228,7 @@ class EngineFollower:
             counters.applied(0, taken.timestamp_s, now_s, time.time(), taken.num_batches)
         if taken.part is not None:
             self._is_part = True
-            self._feed.take_part(taken.part)
+            self._feed.apply_part(taken.part)
             self._is_part = False
         self._counters.num_malformed = self._feed.num_malformed
 

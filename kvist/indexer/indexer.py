@@ -209,7 +209,7 @@ class Indexer:
 
     def _unpark(self, worker: str, url: str, rank: int) -> Source | None:
         for source in self._parked.get(worker, ()):
-            if source.goes_on_at(url, rank):
+            if source.resume_at(url, rank):
                 self._parked[worker].remove(source)
                 return source
         return None

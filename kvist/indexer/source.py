@@ -104,26 +104,26 @@ class Source:
         self._canonical_at_s = 0.0
         self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages."""
         self._is_receiving = True
-        yield from self._received_all(messages, now_s)
+        yield from self._receive_all(messages, now_s)
         self._is_receiving = False
 
-    def _received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def _receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         while True:
             turn_idx, num_messages = self._turn_idx(messages, now_s), len(messages)
             if self._follower is None:
                 self._skip(turn_idx)
             elif turn_idx > 0:
                 ours = messages if turn_idx == num_messages else messages[:turn_idx]
-                yield from self._follower.received_all(ours, now_s)
+                yield from self._follower.receive_all(ours, now_s)
             if turn_idx == num_messages:
                 return
             messages = messages[turn_idx:]
             self._begin(messages[0], now_s)
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         """Take note that a peer connected."""
         self._num_heard_connects = 0 if self.subscription is None else self.subscription.num_connects
         self._connected_at_s = now_s
@@ -132,12 +132,12 @@ class Source:
         self._num_silences = 0
         self._probe_at_s = now_s if self._follower is None else now_s + PROBE_S
         if self._follower is not None:
-            self._follower.reconnected(now_s)
+            self._follower.on_reconnect(now_s)
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Take note that the peer is known to be gone: its blocks count for nothing until it is heard again."""
         if self._follower is not None:
-            self._follower.departed()
+            self._follower.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
         """Return what to ask now."""
@@ -149,15 +149,15 @@ class Source:
             due.append(probe)
         return due
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer, which tells as live messages do whether a stream is canonical."""
         self.is_taking_answer = True
         try:
-            yield from self._answered(question, messages, now_s)
+            yield from self._on_answer(question, messages, now_s)
         finally:
             self.is_taking_answer = False
 
-    def _answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def _on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         request = question.request
         if self.engine is not None and request in (base.WHAT_FOLLOWS, base.WHO_IS_THERE):
             return  # an engine spoke meanwhile, to whom nothing follows from that answer
@@ -170,10 +170,10 @@ class Source:
                 self._begin(messages[turn_idx], now_s)
                 if isinstance(self._follower, CanonicalFollower):
                     # Of all ranks, each from its beginning: as if they came live.
-                    yield from self._follower.received_all(messages[turn_idx:], now_s)
+                    yield from self._follower.receive_all(messages[turn_idx:], now_s)
                     return
         if self._follower is not None and not (is_probe and self.engine is None):
-            yield from self._follower.answered(question, messages, now_s)
+            yield from self._follower.on_answer(question, messages, now_s)
         elif isinstance(self._follower, CanonicalFollower) and self._is_about_ranks(request, messages):
             self._follower.take_names(messages or (), self._heard_since_s(now_s), now_s)
 
@@ -201,7 +201,7 @@ class Source:
             self._follower = self._engine_follower()
             self._follower.resume(progress, now_s)
 
-    def goes_on_at(self, url: str, rank: int) -> bool:
+    def resume_at(self, url: str, rank: int) -> bool:
         """Return whether the source, whatever its URL's login, is that of this stream; take the URL over if so."""
         if public_url(url) != self.public_url or rank != self.rank:
             return False
@@ -341,7 +341,7 @@ class Source:
         else:
             self._follower = self._engine_follower()
         self._is_new_peer = False
-        self._follower.reconnected(now_s)
+        self._follower.on_reconnect(now_s)
 
     def _statistics(self, num_malformed_frames: int, now_s: float) -> SourceStatistics:
         counters = self._counters

@@ -60,41 +60,41 @@ class EngineFeed:
         """Return the judge of this stream, for its state and counters."""
         return self._session
 
-    def received(self, message: Message, now_s: float) -> None:
+    def receive(self, message: Message, now_s: float) -> None:
         """Take one live message."""
-        self._heard(now_s)
+        self._on_messages(now_s)
         session, restarts = self._session, self.restarts
         if self._is_proof(message):
             session.trust()
         # What may be of a process before the one that answered says nothing of a restart.
         is_judged = not session.is_unproven
-        epoch = restarts.received(message.sequence, message.payload) if is_judged else restarts.epoch
-        for step in session.received(epoch, message.sequence, message.payload, now_s):
-            self.take(step)
+        epoch = restarts.observe(message.sequence, message.payload) if is_judged else restarts.epoch
+        for step in session.receive(epoch, message.sequence, message.payload, now_s):
+            self.apply_step(step)
 
     @property
     def next_sequence(self) -> int | None:
         """Return the sequence of the message that would be applied at once, None while there is none.
 
         Whoever applies messages from this one on elsewhere writes their fingerprints into `restarts`, applies what is
-        left to the feed with `take_part`, and reports with `took`.
+        left to the feed with `apply_part`, and reports with `on_applied`.
         """
         expected = self._session.expected_sequence
         return expected if self._session.is_in_step and expected > self.restarts.last_sequence else None
 
-    def took(self, num_messages: int, now_s: float) -> None:
+    def on_applied(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages from `next_sequence` on were applied."""
-        self._heard(now_s)
-        self.restarts.advanced(self._session.expected_sequence + num_messages - 1)
-        self._session.applied(num_messages, now_s)
-        self.took_judged(num_messages)
+        self._on_messages(now_s)
+        self.restarts.advance_to(self._session.expected_sequence + num_messages - 1)
+        self._session.on_applied(num_messages, now_s)
+        self.on_judged_applied(num_messages)
 
-    def took_judged(self, num_messages: int) -> None:
-        """Take note that so many messages that `judged` had said to apply were applied."""
+    def on_judged_applied(self, num_messages: int) -> None:
+        """Take note that so many messages that `judge` had said to apply were applied."""
         self.num_batches += num_messages
         self._is_malformed_in_part = False
 
-    def take_part(self, payload: bytes) -> None:
+    def apply_part(self, payload: bytes) -> None:
         """Apply some events of a message, wrapped as a batch of their own, that is otherwise applied elsewhere."""
         num_malformed_events = self._apply(payload)
         if num_malformed_events and not self._is_malformed_in_part:
@@ -109,15 +109,15 @@ class EngineFeed:
         self._session.resume(self.restarts.epoch, next_sequence, is_complete=is_complete, asks_at_s=now_s)
         self._last_heard_s = now_s
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
         self._last_heard_s = now_s
         self._num_silences = 0
         self._session.doubt(now_s)
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Trust nothing until the engine is heard again."""
-        self._session.departed()
+        self._session.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any."""
@@ -132,29 +132,29 @@ class EngineFeed:
             return []
         return [Question(ReplayRequest(None, max(0, self._session.expected_sequence - 1)))]
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
-        for step in self.judged(question, messages, now_s):
-            self.take(step)
+        for step in self.judge(question, messages, now_s):
+            self.apply_step(step)
             yield
 
-    def judged(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
-        """Return what is to be done because of an answer, all of it and in order, for `take`."""
+    def judge(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
+        """Return what is to be done because of an answer, all of it and in order, for `apply_step`."""
         self._last_heard_s = now_s
         session = self._session
         if session.is_healable(now_s):
             frames = None if messages is None else _frames(messages)
-            return session.heal(self.restarts.replayed(frames or (), None), frames, now_s)
+            return session.heal(self.restarts.observe_answer(frames or (), None), frames, now_s)
         is_idle = session.state is not SourceState.RESYNCING
         suspects = tuple(session.held) if session.is_unproven else ()
         if messages is None or (is_idle and not messages and not self._has_replay):
             self._num_silences += 1
             # No evidence either way, or an engine that never keeps anything: while idle it is believed to be the same.
-            steps = [] if is_idle else session.replayed(None, None, now_s)
+            steps = [] if is_idle else session.on_answer(None, None, now_s)
         else:
-            steps = self._judged(question.request.start_sequence, messages, now_s)
+            steps = self._judge_answer(question.request.start_sequence, messages, now_s)
         if not session.is_unproven:
-            self.restarts.took(suspects)
+            self.restarts.remember(suspects)
         elif messages is not None and question.is_caught_up:  # a connection that stands is not of a process before
             session.trust()
         return steps
@@ -166,7 +166,7 @@ class EngineFeed:
         is_past = message.sequence < self._session.expected_sequence
         return is_past and self.restarts.is_known(message.sequence, message.payload)
 
-    def _judged(self, start_sequence: int, messages: Sequence[Message], now_s: float) -> list[Step[bytes]]:
+    def _judge_answer(self, start_sequence: int, messages: Sequence[Message], now_s: float) -> list[Step[bytes]]:
         session = self._session
         is_idle = session.state is not SourceState.RESYNCING
         self._has_replay |= bool(messages)
@@ -174,20 +174,20 @@ class EngineFeed:
         has_news = not is_idle or any(message.sequence >= session.expected_sequence for message in messages)
         self._num_repetitions = 0 if has_news else self._num_repetitions + 1
         frames = _frames(messages)
-        epoch = self.restarts.replayed(frames, start_sequence if session.expected_sequence else None)
-        return session.replayed(epoch, frames, now_s)
+        epoch = self.restarts.observe_answer(frames, start_sequence if session.expected_sequence else None)
+        return session.on_answer(epoch, frames, now_s)
 
-    def _heard(self, now_s: float) -> None:
+    def _on_messages(self, now_s: float) -> None:
         self._last_heard_s = now_s
         self._num_repetitions = 0
 
-    def take(self, step: Step[bytes]) -> None:
+    def apply_step(self, step: Step[bytes]) -> None:
         """Do what was judged."""
         if isinstance(step, Clear):
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()
             if step.reason is ClearReason.LOST:
-                self._session.emptied(by_loss=True)
+                self._session.on_cleared(by_loss=True)
             return
         assert isinstance(step, Apply), "engines have no snapshots"
         num_malformed_events = self._apply(step.body)

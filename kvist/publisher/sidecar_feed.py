@@ -111,35 +111,35 @@ class SidecarFeed:
         """Go on from there once that is proven; to be called before anything else."""
         self._publisher, self._restored = publisher, ranks
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
-        self.feed.reconnected(now_s)  # a live message alone proves nothing: another process may have come as far
+        self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages; yields between them."""
         for message in messages:
             yield from self._wait_for_room()
-            self.feed.received(message, now_s)
+            self.feed.receive(message, now_s)
             yield
         self._tell()
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
-        self.feed.reconnected(now_s)
+        self.feed.on_reconnect(now_s)
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         """Trust nothing until the engine is heard again."""
-        self.feed.departed()
+        self.feed.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any."""
         return self.feed.questions(now_s)
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
         self._is_taking_answer = True  # which the session takes as a whole, and at once
         try:
-            for step in self.feed.judged(question, messages, now_s):
+            for step in self.feed.judge(question, messages, now_s):
                 yield from self._wait_for_room()
-                self.feed.take(step)
+                self.feed.apply_step(step)
                 yield
         finally:
             self._is_taking_answer = False
@@ -187,7 +187,7 @@ class SidecarFeed:
         """Take note that a rank holds nothing, and the stream with it if that is of this rank alone."""
         self._num_lost_before_of[rank] = self._num_lost
         if is_alone:
-            self.feed.session.emptied()
+            self.feed.session.on_cleared()
             self._num_lost_before = self._num_lost
 
     def _put_back(self) -> None:

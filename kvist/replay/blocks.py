@@ -239,7 +239,7 @@ class SentBuffer:
                     self._restore(recorded)
                 return False
             if isinstance(envelope, EngineEnvelope):
-                self._keep(None, message, self._restarts.received(message.sequence, message.payload))
+                self._keep(None, message, self._restarts.observe(message.sequence, message.payload))
                 return True
             self._last[message.topic] = message
             if not envelope.is_heartbeat:

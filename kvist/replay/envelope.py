@@ -189,7 +189,7 @@ class SourceNumbering:
         if isinstance(envelope, EngineEnvelope):
             if self.engine is None or self.restarts is None:
                 self.restarts, self.engine = RestartDetector(), Numbering()
-            return self.engine.seen(self.restarts.received(message.sequence, message.payload), message.sequence)
+            return self.engine.seen(self.restarts.observe(message.sequence, message.payload), message.sequence)
         numbering = self.ranks.setdefault(envelope.source, Numbering())
         if isinstance(envelope, SnapshotEnvelope):
             if envelope.is_last:

@@ -84,10 +84,10 @@ class _Stream:
         self.sent = SentBuffer(REPLAY_BYTES)
 
     def receive(self, messages: Sequence[Message], now_s: float) -> None:
-        for _ in self.source.received_all(messages, now_s):
+        for _ in self.source.receive_all(messages, now_s):
             pass
         for question in self.source.questions(now_s):
-            for _ in self.source.answered(question, list(self.sent.replay(question.request)), now_s):
+            for _ in self.source.on_answer(question, list(self.sent.replay(question.request)), now_s):
                 pass
 
     def settle(self, now_s: float) -> None:

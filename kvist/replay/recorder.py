@@ -157,7 +157,7 @@ class Recorder:
             mono_ns = self._mono_ns()
             if subscription.num_connects > num_connects:
                 num_connects = subscription.num_connects
-                self._write(stream, stream.recovery.reconnected(mono_ns * 1e-9))
+                self._write(stream, stream.recovery.on_reconnect(mono_ns * 1e-9))
             self._write(stream, stream.recovery.receive(messages, mono_ns))
             if stream.recovery.is_waiting:
                 stream.has_questions.set()
@@ -177,7 +177,7 @@ class Recorder:
             try:
                 async with asyncio.timeout(MAX_WAIT_S), self._gate:
                     messages = await subscription.replay(question.request, REPLAY_TIMEOUT_S)
-                    await self._turns.work_off(self._answer(stream, question, messages))
+                    await self._turns.run_in_turns(self._answer(stream, question, messages))
             except TimeoutError:
                 self._write(stream, stream.recovery.give_up(self._mono_ns() * 1e-9))
 

@@ -73,16 +73,16 @@ class _RankRecovery:
     def receive(self, envelope: CanonicalEnvelope | EngineEnvelope, timed: Timed, now_s: float) -> list[Timed]:
         session, (_, sequence, payload) = self.session, timed.message
         if isinstance(envelope, EngineEnvelope):
-            epoch = self._restarts.received(sequence, payload)
+            epoch = self._restarts.observe(sequence, payload)
         else:
             epoch, sequence = envelope.epoch, envelope.sequence
         ready = self._leave_epoch(epoch, now_s)
         if isinstance(envelope, CanonicalEnvelope) and envelope.is_heartbeat:
             # Blocks are not followed here: a rank that is whole is what its publisher says it is, another one is not.
             published = _NOTHING if session.is_complete else _published(timed.message)
-            session.heartbeat(epoch, sequence, published, _NOTHING, now_s)
+            session.on_heartbeat(epoch, sequence, published, _NOTHING, now_s)
             return ready if self.is_waiting else [*ready, timed]
-        applied = _applied(session.received(epoch, sequence, timed, now_s))
+        applied = _applied(session.receive(epoch, sequence, timed, now_s))
         if applied:
             self._answered_before = 0
         elif not self.is_waiting and sequence >= self._answered_before:
@@ -139,7 +139,7 @@ class _RankRecovery:
         if self._rank is None:
             payloads = [(message.sequence, message.payload) for _, message in answered]
             last_sequence = request.start_sequence if session.expected_sequence else None
-            epoch: int | None = self._restarts.replayed(payloads, last_sequence)
+            epoch: int | None = self._restarts.observe_answer(payloads, last_sequence)
             messages = [message for _, message in answered]
         else:
             first_epoch = answered[0][0] if answered else session.epoch
@@ -149,7 +149,7 @@ class _RankRecovery:
         ready = [] if self._rank is None else self._leave_epoch(epoch, now_s)
         numbered = [(message.sequence, Timed(message, came_ns)) for message in messages]
         told_sequence = None if snapshot is None else snapshot.snapshot.sequence
-        steps = session.replayed(epoch, numbered, now_s, snapshot_sequence=told_sequence)
+        steps = session.on_answer(epoch, numbered, now_s, snapshot_sequence=told_sequence)
         applied = _applied(steps)
         self._answered_before = session.expected_sequence
         if snapshot is not None and any(isinstance(step, Restore) for step in steps):
@@ -159,7 +159,7 @@ class _RankRecovery:
         return ready + applied
 
     def unanswered(self, now_s: float) -> list[Timed]:
-        return _applied(self.session.replayed(None, None, now_s))
+        return _applied(self.session.on_answer(None, None, now_s))
 
     def give_up(self, now_s: float) -> list[Timed]:
         """Wait for no answer; return what was held back."""
@@ -229,7 +229,7 @@ class SourceRecovery:
                 rank = self._ranks[key] = _RankRecovery(key, topic, self._recorded.restarts)
                 rank.session.resume(numbering.epoch, numbering.next_sequence, is_complete=numbering.is_complete)
 
-    def reconnected(self, now_s: float) -> list[Timed]:
+    def on_reconnect(self, now_s: float) -> list[Timed]:
         """Take note that a peer connected: an engine may be another process, which only its answer tells."""
         if (engine := self._ranks.get(None)) is None:
             return []

@@ -42,7 +42,7 @@ class DirectSubscription(FakeSubscription):
         self.take: Callable[[Sequence[Message]], bool] | None = None
         self.is_waited_for = False
 
-    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
+    def deliver_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
         self.take = take
 
     async def receive(self) -> list[Message]:
@@ -70,22 +70,22 @@ class Recorder:
         self.due: list[Question] = []
         self.num_looks = 0
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         for message in messages:
             self.log.append((message.sequence, now_s))
             yield
 
-    def reconnected(self, now_s: float) -> None:
+    def on_reconnect(self, now_s: float) -> None:
         self.log.append("connected")
 
-    def departed(self) -> None:
+    def on_departure(self) -> None:
         self.log.append("departed")
 
     def questions(self, now_s: float) -> list[Question]:
         self.num_looks += 1
         return self.due
 
-    def answered(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
+    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         self.due = [each for each in self.due if each.request != question.request]
         for message in messages or ():
             yield
@@ -302,7 +302,7 @@ async def test_a_source_that_is_never_waited_for_gives_others_a_turn(start_follo
             return [message(0)]
 
     class Greedy(Recorder):
-        def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
             self.log.append(len(messages))
             return iter(())
 
@@ -392,7 +392,7 @@ async def test_a_stream_that_is_heard_is_looked_at_soon_again(until):
 
 async def test_an_error_where_messages_arrive_ends_the_following_and_not_who_brought_them(until):
     class Broken(Recorder):
-        def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+        def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
             raise ZeroDivisionError
 
     subscription = DirectSubscription()

@@ -52,7 +52,7 @@ class Script:
             text, _, rest = rest[1:].partition("r")
             snapshot_sequence, rest = int(text), f"r{rest}"
         if rest == "?":
-            steps = session.replayed(None, None, self.now_s)
+            steps = session.on_answer(None, None, self.now_s)
         elif rest == "doubt":
             session.doubt(self.now_s)
             steps = []
@@ -61,20 +61,20 @@ class Script:
             session.tick(self.now_s)
             steps = []
         elif rest == "gone":
-            session.departed()
+            session.on_departure()
             steps = []
         elif rest == "unknown":
-            steps = session.forgotten(self.now_s)
+            steps = session.on_forgotten(self.now_s)
         elif rest.startswith("hb"):
             text, _, held = rest[2:].partition("/")
-            steps = session.heartbeat(number, int(text), SAME, HELD[held], self.now_s)
+            steps = session.on_heartbeat(number, int(text), SAME, HELD[held], self.now_s)
         elif rest.startswith("r"):
             first, _, last = rest[1:].partition("-")
             sequences = range(int(first), int(last or first) + 1) if first else ()
             frames = [(sequence, sequence) for sequence in sequences]
-            steps = session.replayed(number, frames, self.now_s, snapshot_sequence=snapshot_sequence)
+            steps = session.on_answer(number, frames, self.now_s, snapshot_sequence=snapshot_sequence)
         else:
-            steps = session.received(number, int(rest), int(rest), self.now_s)
+            steps = session.receive(number, int(rest), int(rest), self.now_s)
         return " ".join(map(self._said, steps))
 
     @staticmethod
@@ -398,7 +398,7 @@ def test_a_message_that_clears_the_rank_makes_a_partial_copy_whole():
     for word in ("5", "r"):
         script.play(word)
     assert script.session.state is PARTIAL
-    script.session.emptied()
+    script.session.on_cleared()
     assert script.session.state is LIVE
 
 
@@ -407,25 +407,25 @@ def test_a_loss_behind_a_message_that_clears_the_rank_leaves_the_copy_partial():
     for word in ("0", "5"):
         script.play(word)
     assert script.play("r0-1") == "a1 lost a5"  # all judged at once, before any of it is taken
-    script.session.emptied()  # by message 1
-    script.session.emptied(by_loss=True)
+    script.session.on_cleared()  # by message 1
+    script.session.on_cleared(by_loss=True)
     assert script.session.state is SourceState.PARTIAL
 
 
 def test_numbers_that_would_not_fit_anywhere_are_passed_over():
     session = Script(has_snapshots=True).session
     last = MAX_SEQUENCE
-    assert session.received(1, last + 1, 0, 100.0) == []
-    assert session.heartbeat(1, 2 * last + 1, SAME, SAME, 100.0) == []
-    assert session.replayed(1, [(0, 7), (2 * last + 1, 8)], 100.0) == [Apply(7)]
-    assert session.replayed(1, [], 100.0, snapshot_sequence=last + 1) == []
+    assert session.receive(1, last + 1, 0, 100.0) == []
+    assert session.on_heartbeat(1, 2 * last + 1, SAME, SAME, 100.0) == []
+    assert session.on_answer(1, [(0, 7), (2 * last + 1, 8)], 100.0) == [Apply(7)]
+    assert session.on_answer(1, [], 100.0, snapshot_sequence=last + 1) == []
     assert (session.epoch, session.expected_sequence, session.num_stale) == (1, 1, 4)
     assert session.question(100.0 + 60) is not None  # for a snapshot that is one
 
 
 def test_the_first_question_waits_a_random_moment():
     session: Session[int] = Session(SessionLimits(jitter_s=1.0), random.Random(3))
-    session.received(1, 5, 5, now_s=0.0)
+    session.receive(1, 5, 5, now_s=0.0)
     assert session.question(0.0) is None
     assert session.question(1.0) == 0
 
@@ -453,15 +453,15 @@ def test_whatever_is_lost_repeated_or_late_a_live_copy_is_exact(choices, num_kep
         truth = set(range(sent))
         if choice in ("deliver", "lose", "twice"):
             for _ in range({"deliver": 1, "lose": 0, "twice": 2}[choice]):
-                take(session.received(1, sent, sent, script.now_s))
+                take(session.receive(1, sent, sent, script.now_s))
             sent += 1
         elif choice == "heartbeat":
             published, held = Holding(sent, hash(frozenset(truth))), Holding(len(copy), hash(frozenset(copy)))
-            take(session.heartbeat(1, sent, published, held, script.now_s))
+            take(session.on_heartbeat(1, sent, published, held, script.now_s))
         elif session.question(script.now_s) is not None:
             start = max(session.question(script.now_s), sent - num_kept)
             answer = None if choice == "ignore" else [(sequence, sequence) for sequence in range(start, sent)]
-            take(session.replayed(1, answer, script.now_s))
+            take(session.on_answer(1, answer, script.now_s))
         assert copy <= set(range(sent))
         if session.state is LIVE:
             assert copy == set(range(session.expected_sequence))
@@ -477,7 +477,7 @@ def test_messages_applied_in_step_count_as_if_each_had_been_received() -> None:
         assert script.session.state is SourceState.RESYNCING
     assert [one_by_one.play(word) for word in ("1", "2", "3")] == ["a1", "a2", "a3"]
     assert at_once.session.is_in_step
-    at_once.session.applied(3, at_once.now_s)
+    at_once.session.on_applied(3, at_once.now_s)
     for script in (one_by_one, at_once):
         assert script.session.expected_sequence == 4
         assert script.session.state is SourceState.LIVE
@@ -549,11 +549,11 @@ def test_whatever_happens_to_publisher_and_wire_a_live_copy_is_exact_and_in_the_
         if start is not None:
             start = start if session.epoch == publisher.epoch else 0
             snapshot, messages = publisher.answer(start, with_snapshot=with_snapshot, is_cut=is_cut)
-            copy.take(session.replayed(publisher.epoch, messages, now_s, snapshot_sequence=snapshot), snapshot)
+            copy.take(session.on_answer(publisher.epoch, messages, now_s, snapshot_sequence=snapshot), snapshot)
 
     def beat() -> None:
         counts = holding(publisher.states[-1]), holding(copy.held)
-        copy.take(session.heartbeat(publisher.epoch, len(publisher.changes), *counts, now_s))
+        copy.take(session.on_heartbeat(publisher.epoch, len(publisher.changes), *counts, now_s))
 
     for action in actions:
         now_s += 0.4
@@ -561,19 +561,19 @@ def test_whatever_happens_to_publisher_and_wire_a_live_copy_is_exact_and_in_the_
             message = publisher.change(rng.randrange(6))
             late += [message] * {"change": 1, "lose": 0, "twice": 2, "late": 1}[action]
             for each in late if action != "late" else ():
-                copy.take(session.received(*each, now_s))
+                copy.take(session.receive(*each, now_s))
             late = late if action == "late" else []
         elif action in ("range", "snapshot", "cut"):
             answer(with_snapshot=action != "range", is_cut=action == "cut")
         elif action == "heartbeat":
             beat()
         elif action == "silence" and session.question(now_s) is not None:
-            copy.take(session.replayed(None, None, now_s))
+            copy.take(session.on_answer(None, None, now_s))
         elif action == "restart":
             publisher.restart()
             late.clear()
         elif action == "gone":
-            session.departed()
+            session.on_departure()
         if session.state is LIVE:
             assert session.epoch is None or session.epoch <= publisher.epoch
             if session.epoch == publisher.epoch:

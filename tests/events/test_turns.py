@@ -30,14 +30,14 @@ def work(log: list[str], name: str, num_pieces: int) -> Iterator[None]:
 @pytest.mark.usefixtures("no_time")
 async def test_those_who_have_much_to_do_take_turns():
     turns, log = Turns(), []
-    await asyncio.gather(*(turns.work_off(work(log, name, 3)) for name in "abc"))
+    await asyncio.gather(*(turns.run_in_turns(work(log, name, 3)) for name in "abc"))
     assert log == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "b2", "c2"]
 
 
 @pytest.mark.usefixtures("endless")
 async def test_what_fits_into_a_turn_is_done_at_once():
     turns, log = Turns(), []
-    await asyncio.gather(*(turns.work_off(work(log, name, 2)) for name in "ab"))
+    await asyncio.gather(*(turns.run_in_turns(work(log, name, 2)) for name in "ab"))
     assert log == ["a0", "a1", "b0", "b1"]
 
 
@@ -58,7 +58,7 @@ async def test_between_two_turns_sockets_that_are_ready_are_served():
             yield
 
     asyncio.get_running_loop().add_reader(near, read)
-    await turns.work_off(pieces())
+    await turns.run_in_turns(pieces())
     asyncio.get_running_loop().remove_reader(near)
     near.close()
     far.close()
@@ -68,8 +68,8 @@ async def test_between_two_turns_sockets_that_are_ready_are_served():
 @pytest.mark.usefixtures("no_time")
 async def test_work_that_nobody_waits_for_any_more_is_dropped(until):
     turns, log = Turns(), []
-    given_up = asyncio.create_task(turns.work_off(work(log, "a", 1000)))
-    going_on = asyncio.create_task(turns.work_off(work(log, "b", 2000)))
+    given_up = asyncio.create_task(turns.run_in_turns(work(log, "a", 1000)))
+    going_on = asyncio.create_task(turns.run_in_turns(work(log, "b", 2000)))
     await until(lambda: "b1" in log)
     given_up.cancel()
     await asyncio.gather(given_up, going_on, return_exceptions=True)
@@ -84,7 +84,9 @@ async def test_an_error_in_a_piece_is_raised_where_it_is_waited_for_and_nowhere_
         raise ZeroDivisionError
 
     turns, log = Turns(), []
-    results = await asyncio.gather(turns.work_off(broken()), turns.work_off(work(log, "a", 3)), return_exceptions=True)
+    results = await asyncio.gather(
+        turns.run_in_turns(broken()), turns.run_in_turns(work(log, "a", 3)), return_exceptions=True
+    )
     assert isinstance(results[0], ZeroDivisionError)
     assert log == ["a0", "a1", "a2"]
 
@@ -99,7 +101,7 @@ async def test_work_on_the_spot_that_is_over_lets_the_next_wait_unless_it_is_sma
     assert turns.is_over(0.0)
     assert turns.begin(is_small=False) is None
     assert turns.begin(is_small=True) is not None
-    await turns.work_off(work(log, "a", 2))
+    await turns.run_in_turns(work(log, "a", 2))
     assert log == ["a0", "a1"]
     assert turns.begin(is_small=False) is not None
 
@@ -112,8 +114,8 @@ async def test_work_that_ends_its_own_waiter_leaves_the_turns_to_others():
         yield
         waiter.cancel()
 
-    waiter = asyncio.create_task(turns.work_off(ending()))
+    waiter = asyncio.create_task(turns.run_in_turns(ending()))
     with pytest.raises(asyncio.CancelledError):
         await waiter
-    await turns.work_off(work(log, "a", 2))
+    await turns.run_in_turns(work(log, "a", 2))
     assert log == ["a0", "a1"]

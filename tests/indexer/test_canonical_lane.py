@@ -34,9 +34,9 @@ _SESSION_COUNTERS = ("gaps", "duplicates", "replays", "recovered", "lost", "dive
 class _PlainFollower(CanonicalFollower):
     """Has no fast lane: takes message by message."""
 
-    def received_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
+    def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         for message in messages:
-            self.received(message, now_s)
+            self.receive(message, now_s)
             yield
 
 
@@ -219,7 +219,7 @@ def _messages(rng: random.Random, ranks: list[_Rank], index: RadixIndex) -> Iter
 
 
 def _feed(path: _Path, messages: Sequence[Message], now_s: float) -> None:
-    for _ in path.follower.received_all(messages, now_s):
+    for _ in path.follower.receive_all(messages, now_s):
         assert path.index.statistics().num_held >= 0
 
 
@@ -229,7 +229,7 @@ def _answer(path: _Path, ranks: list[_Rank], forgotten: int, now_s: float) -> No
         asked = ranks[question.rank].kept if question.rank < _NUM_RANKS else []
         kept = list(enumerate(asked))[max(question.request.start_sequence, forgotten) :]
         messages = [Message(b"", sequence, payload) for sequence, payload in kept]
-        for _ in path.follower.answered(question, messages, now_s):
+        for _ in path.follower.on_answer(question, messages, now_s):
             pass
 
 
@@ -280,7 +280,7 @@ def test_others_have_their_turn_while_a_long_block_is_taken() -> None:
         for idx in range(num_messages)
     ]
     messages = [Message(b"kv/w/0", batch.sequence, encode_batch(batch)) for batch in batches]
-    turns = [path.index.statistics().num_held for _ in path.follower.received_all(messages, 1.0)]
+    turns = [path.index.statistics().num_held for _ in path.follower.receive_all(messages, 1.0)]
     assert turns[-1] == num_messages * num_hashes
     assert all(after - before <= 2 * MAX_HASHES for before, after in pairwise(turns))
 
@@ -315,7 +315,7 @@ def test_an_answer_with_blocks_of_another_size_drops_the_rank_and_no_more(is_fas
     questions = path.questions()
     assert [question.rank for question in questions] == [0, 1]
     for question in questions:  # the first answer is about both ranks
-        for _ in path.follower.answered(question, other, 1.0):
+        for _ in path.follower.on_answer(question, other, 1.0):
             pass
     assert path.follower.sessions == {}
     assert path.index.statistics().num_held == 0

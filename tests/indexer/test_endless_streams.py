@@ -29,7 +29,7 @@ class Endless:
             numbers = [self.num_messages * BLOCKS_A_MESSAGE + idx + 1 for idx in range(BLOCKS_A_MESSAGE)]
             event = {"type": "BlockStored", "block_hashes": numbers, "token_ids": numbers, "block_size": 1}
             payload = msgspec.msgpack.encode([1.0, [event | {"medium": "GPU"} | self._more], 0])
-            for _ in self.source.received_all(MessageBlock.of([Message(b"", self.num_messages, payload)]), 1.0):
+            for _ in self.source.receive_all(MessageBlock.of([Message(b"", self.num_messages, payload)]), 1.0):
                 pass
             self.source.questions(1.0)
             self.num_messages += 1
@@ -54,6 +54,6 @@ def test_what_an_endless_stream_names_is_bounded_by_the_cap_and_its_last_blocks_
     last = stream.num_messages * BLOCKS_A_MESSAGE
     removed = {"type": "BlockRemoved", "block_hashes": [last, last - 1], "medium": "GPU"}
     payload = msgspec.msgpack.encode([1.0, [removed], 0])
-    for _ in stream.source.received_all(MessageBlock.of([Message(b"", stream.num_messages, payload)]), 1.0):
+    for _ in stream.source.receive_all(MessageBlock.of([Message(b"", stream.num_messages, payload)]), 1.0):
         pass
     assert stream.index.digest(WorkerRank("w", 0)).num_blocks == held - 2

@@ -45,14 +45,14 @@ class PlainRank:
 class PlainFollower(EngineFollower):
     """Has no fast lane: takes message by message."""
 
-    def received_all(self, messages, now_s: float):
+    def receive_all(self, messages, now_s: float):
         for message in messages:
-            self.received(message, now_s)
+            self.receive(message, now_s)
             yield
 
-    def answered(self, question, messages, now_s: float):
+    def on_answer(self, question, messages, now_s: float):
         self._now_s = now_s
-        yield from self._feed.answered(question, messages, now_s)
+        yield from self._feed.on_answer(question, messages, now_s)
         self._note_state()
 
     def _rank(self, number: int):
@@ -74,7 +74,7 @@ class Side:
 
     def take(self, messages: list[Message], now_s: float) -> None:
         """Take messages as they came live."""
-        for _ in self.follower.received_all(MessageBlock.of(messages), now_s):
+        for _ in self.follower.receive_all(MessageBlock.of(messages), now_s):
             pass
 
     def settle(self, kept: list[Message], now_s: float):
@@ -82,7 +82,7 @@ class Side:
         questions = self.follower.questions(now_s)
         for question in questions:
             answer = None if kept is None else [m for m in kept if m.sequence >= question.request.start_sequence]
-            for _ in self.follower.answered(question, answer, now_s):
+            for _ in self.follower.on_answer(question, answer, now_s):
                 pass
         return questions
 
@@ -290,7 +290,7 @@ def test_a_stream_leaves_the_same_behind_by_either_way(seed, form):
     rng = random.Random(seed)
     now_s = 0.0
     for side in (lane, plain):
-        side.follower.reconnected(now_s)
+        side.follower.on_reconnect(now_s)
     for _ in range(12):
         messages = [engine.message() for _ in range(rng.randint(1, 12))]
         fate = rng.random()
@@ -306,7 +306,7 @@ def test_a_stream_leaves_the_same_behind_by_either_way(seed, form):
                 side.take(messages, now_s)
         if fate > 0.95:
             for side in (lane, plain):
-                side.follower.reconnected(now_s)
+                side.follower.on_reconnect(now_s)
         now_s += 1.0
         kept = rng.choice([None, engine.kept, engine.kept, engine.kept])
         assert lane.settle(kept, now_s) == plain.settle(kept, now_s)
@@ -345,9 +345,9 @@ class Pair:
         for events in batches:
             messages.append(Message(b"", self.sequence, encode([1.5, events, 0])))
             self.sequence += 1
-        for _ in self.plain.follower.received_all(messages, 0.0):
+        for _ in self.plain.follower.receive_all(messages, 0.0):
             pass
-        num_turns = sum(1 for _ in self.lane.follower.received_all(messages, 0.0))
+        num_turns = sum(1 for _ in self.lane.follower.receive_all(messages, 0.0))
         assert_equal(self.lane, self.plain)
         return num_turns
 
@@ -409,7 +409,7 @@ def test_an_open_snapshot_does_not_show_what_the_lane_does(pair):
     snapshot = pair.lane.index.snapshot()
     events = [stored([10 + n], [n, n]) for n in range(300)] + [removed(1), removed(2)]
     messages = [Message(b"", pair.sequence, encode([1.5, events, 0]))]
-    for _ in pair.lane.follower.received_all(messages, 0.0):
+    for _ in pair.lane.follower.receive_all(messages, 0.0):
         pass
     assert {block_hash for chunk in snapshot for block_hash in chunk.hashes.tolist()} == held
 
@@ -426,7 +426,7 @@ def test_an_index_that_evicts_goes_on_beside_the_lane():
             events = [stored([first * 8 + n for n in range(8)], tokens), removed(rng.randrange(160_000))]
             messages.append(Message(b"", sequence, encode([1.5, events, 0])))
             sequence += 1
-        for _ in follower.received_all(messages, 0.0):
+        for _ in follower.receive_all(messages, 0.0):
             pass
         index.sweep()
         is_short = index.statistics().num_evicted > 0

@@ -76,17 +76,17 @@ class World:
     def hear(self, *messages: Message) -> None:
         """Receive messages at once."""
         received = MessageBlock.of(messages) if self._is_block else list(messages)
-        for _ in self.source.received_all(received, self.now_s):
+        for _ in self.source.receive_all(received, self.now_s):
             pass
 
     def answer(self, messages: list[Message] | None) -> None:
         """Answer what is asked now."""
         for question in self.source.questions(self.now_s):
-            for _ in self.source.answered(question._replace(is_caught_up=True), messages, self.now_s):
+            for _ in self.source.on_answer(question._replace(is_caught_up=True), messages, self.now_s):
                 pass
 
     def reconnect(self) -> None:
-        self.source.reconnected(self.now_s)
+        self.source.on_reconnect(self.now_s)
         self.answer(None)
 
     def holds(self, *numbers: int, rank: int = 0) -> bool:
@@ -213,7 +213,7 @@ def test_a_publisher_put_before_an_engine_and_taken_away_again_leaves_nothing_be
 
 def test_what_was_in_doubt_is_not_when_another_form_takes_over(world):
     world.take(engines(0, 1, rank=5))
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     assert world.resyncing == {WorkerRank("w", 5)}
     world.take(publishers(0, 1))
     assert world.resyncing == set()
@@ -228,10 +228,10 @@ def test_a_canonical_stream_of_another_block_size_is_no_reason_to_believe_an_eng
 
 def test_a_canonical_answer_to_an_engines_question_decides_too():
     world = World(True, options="")
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     world.answer([engines(0, 1), engines(1, 2)])
     assert world.holds(1, 2)
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     world.now_s += 1.0
     world.answer([publishers(0, 7), publishers(1, 8)])
     assert world.holds(7, 8)
@@ -243,7 +243,7 @@ def test_a_canonical_answer_to_an_engines_question_decides_too():
 def test_an_idle_engine_whose_publisher_was_taken_away_is_found_by_asking():
     world = World(True, options="")
     world.take(publishers(0, 1), publishers(1, 2))
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     assert world.source.questions(world.now_s) == []
     world.now_s += PROBE_S
     assert world.source.questions(world.now_s) == [Question(ReplayRequest(None, (1 << 63) - 1))]
@@ -260,7 +260,7 @@ def test_an_idle_engine_whose_publisher_was_taken_away_is_found_by_asking():
 def test_a_publisher_that_comes_back_is_asked_in_the_words_of_engines_at_most_once(answers_itself):
     world = World(True, options="")
     world.take(publishers(0, 1))
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     if answers_itself:
         world.now_s += PROBE_S
         world.answer([publishers(0, 1), publishers(1, 2)])
@@ -274,7 +274,7 @@ def test_a_publisher_that_comes_back_is_asked_in_the_words_of_engines_at_most_on
 def test_a_peer_that_answers_nobody_is_asked_more_and_more_rarely():
     world = World(True, options="")
     world.take(publishers(0, 1))
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     asked_at_s = []
     for _ in range(1000):
         world.now_s += PROBE_S / 3
@@ -304,7 +304,7 @@ def followed():
     world.source.subscription = SimpleNamespace(
         num_connects=1, is_caught_up=True, is_peer_gone=False, num_malformed=0, problem=None
     )
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     world.answer([heartbeat(0)])
     world.hear(publishers(0, 1), heartbeat(1, 1), publishers(0, 2, rank=1), heartbeat(1, 2, rank=1))
     assert world.source.questions(world.now_s) == []
@@ -313,7 +313,7 @@ def followed():
 
 
 def test_a_process_that_has_nothing_at_all_leaves_nothing_of_the_one_before(followed):
-    followed.source.reconnected(followed.now_s)
+    followed.source.on_reconnect(followed.now_s)
     followed.now_s += PROBE_S
     followed.answer([])  # as a sidecar does whose engine was silent yet, and whoever has nothing
     assert followed.source.states() == {0: SourceState.LIVE, 1: SourceState.LIVE}
@@ -334,7 +334,7 @@ def test_a_process_that_has_nothing_at_all_leaves_nothing_of_the_one_before(foll
 
 
 def test_a_rank_that_the_next_process_does_not_name_is_forgotten_and_the_others_are_not(followed):
-    followed.source.reconnected(followed.now_s)
+    followed.source.on_reconnect(followed.now_s)
     followed.hear(publishers(0, 7, epoch=2), heartbeat(1, 7, epoch=2))
     followed.now_s += PROBE_S
     assert followed.source.questions(followed.now_s) == [WHO_IS_THERE]
@@ -359,9 +359,9 @@ def test_a_rank_is_asked_about_whose_last_messages_were_unread_when_its_publishe
     """No heartbeat was among them, and without one silence says nothing."""
     world = World(True, options="")
     world.source.subscription = SimpleNamespace(num_connects=1, is_caught_up=True)
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     world.answer([])
-    world.source.reconnected(world.now_s)
+    world.source.on_reconnect(world.now_s)
     world.hear(publishers(0, 1, rank=1), publishers(0, 2, epoch=2), heartbeat(1, 2, epoch=2))
     world.now_s += SILENCE_S
     world.hear(heartbeat(1, 2, epoch=2))
@@ -408,7 +408,7 @@ def test_nobody_is_asked_who_is_there_while_nobody_is_connected(followed):
 
 
 def test_an_engine_in_the_place_of_a_publisher_is_found_before_anything_is_forgotten(followed):
-    followed.source.reconnected(followed.now_s)
+    followed.source.on_reconnect(followed.now_s)
     followed.now_s += PROBE_S
     followed.answer([])
     followed.answer([engines(0, 7)])
@@ -418,18 +418,18 @@ def test_an_engine_in_the_place_of_a_publisher_is_found_before_anything_is_forgo
 
 @pytest.mark.parametrize("answer", [[], [heartbeat(5)]], ids=["nothing", "a publisher"])
 def test_an_engine_that_speaks_before_a_publisher_is_asked_about_is_not_judged_by_the_answer(followed, answer):
-    followed.source.reconnected(followed.now_s)
+    followed.source.on_reconnect(followed.now_s)
     followed.now_s += PROBE_S
     (question,) = followed.source.questions(followed.now_s)
     followed.hear(engines(0, 7))
     followed.answer([engines(0, 7)])
-    exhaust(followed.source.answered(question, answer, followed.now_s))
+    exhaust(followed.source.on_answer(question, answer, followed.now_s))
     assert followed.holds(7)
     assert followed.source.states() == {0: SourceState.LIVE}
 
 
 def test_an_engine_that_speaks_after_its_publisher_was_forgotten_takes_over(followed):
-    followed.source.reconnected(followed.now_s)
+    followed.source.on_reconnect(followed.now_s)
     followed.now_s += PROBE_S
     followed.answer([])
     followed.answer([])
@@ -462,10 +462,10 @@ def test_how_far_a_stream_was_followed_is_told_amid_a_gap_but_not_amid_an_answer
 
     assert next_sequence() is None
     for message in publishers(0, 1), publishers(3, 4):
-        exhaust(source.received_all([message], 100.0))
+        exhaust(source.receive_all([message], 100.0))
     assert (next_sequence(), source.positions) == (1, ((1, 1),))
     (question,) = source.questions(101.0)
-    taking = source.answered(question, [publishers(1, 2), publishers(2, 3)], 101.0)
+    taking = source.on_answer(question, [publishers(1, 2), publishers(2, 3)], 101.0)
     next(taking)
     assert (next_sequence(), source.is_taking_answer) == (None, True)
     exhaust(taking)

@@ -36,10 +36,10 @@ class World:
         self.source = Source("w", "tcp://127.0.0.1:5557?replay_port=none", BLOCK_SIZE, self.index, set(), rank=7)
 
     def take(self, messages: MessageBlock) -> None:
-        for _ in self.source.received_all(messages, 1.0):
+        for _ in self.source.receive_all(messages, 1.0):
             pass
         for question in self.source.questions(1.0):
-            for _ in self.source.answered(question, None, 1.0):
+            for _ in self.source.on_answer(question, None, 1.0):
                 pass
 
     def held(self) -> dict[int, int]:
@@ -144,9 +144,9 @@ def test_who_is_not_level_with_the_connection_cannot_vouch_for_the_process(world
     assert world.source.progress().is_in_doubt
     connection.is_caught_up, connection.num_connects = True, 1
     assert world.source.progress().is_in_doubt
-    world.source.reconnected(2.0)
+    world.source.on_reconnect(2.0)
     assert world.source.progress().is_in_doubt  # until an answer proves it
     (question,) = world.source.questions(2.0)
-    for _ in world.source.answered(question, None, 2.0):
+    for _ in world.source.on_answer(question, None, 2.0):
         pass
     assert not world.source.progress().is_in_doubt

@@ -52,7 +52,7 @@ def exhaust(feed: EngineFeed, engine: Engine, now_s: float) -> None:
     """Answer the feed's questions until it has none, not even a moment later."""
     while questions := feed.questions(now_s := now_s + 0.9 * IDLE_S):
         for question in questions:
-            for _ in feed.answered(question, engine.replay(question.request.start_sequence), now_s):
+            for _ in feed.on_answer(question, engine.replay(question.request.start_sequence), now_s):
                 pass
 
 
@@ -68,7 +68,7 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
     feed = EngineFeed("vllm", "test", copy)
     engine = Engine(1000.0, num_kept)
     is_reconnected = True
-    feed.reconnected(now_s)
+    feed.on_reconnect(now_s)
     for choice in choices:
         now_s += 0.1
         if choice == "restart":
@@ -82,17 +82,17 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
         elif choice == "deliver":
             message = engine.publish()
             if not is_reconnected:  # told before what the connection brings, as the transport promises
-                feed.reconnected(now_s)
+                feed.on_reconnect(now_s)
                 is_reconnected = True
-            feed.received(message, now_s)
+            feed.receive(message, now_s)
         elif choice == "garbage" and is_reconnected:
-            feed.received(Message(b"", len(engine.published), b"\xff\xff"), now_s)
+            feed.receive(Message(b"", len(engine.published), b"\xff\xff"), now_s)
             engine = Engine(1000.0 * (num_processes := num_processes + 1), num_kept)
             is_reconnected = False
         else:
             for question in feed.questions(now_s):
                 answer = None if choice == "silence" else engine.replay(question.request.start_sequence)
-                for _ in feed.answered(question, answer, now_s):
+                for _ in feed.on_answer(question, answer, now_s):
                     pass
         if is_reconnected and feed.session.state is not SourceState.RESYNCING:
             said = engine.published[: feed.session.expected_sequence]
@@ -100,7 +100,7 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
             if feed.session.state is SourceState.LIVE:
                 assert copy.applied == said
     if not is_reconnected:
-        feed.reconnected(now_s)
+        feed.on_reconnect(now_s)
     exhaust(feed, engine, now_s + 100 * IDLE_S)
     assert copy.applied == engine.published[len(engine.published) - len(copy.applied) :]
 
@@ -108,15 +108,15 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
 def test_an_idle_engine_is_asked_more_and_more_rarely_until_it_speaks():
     feed = EngineFeed("vllm", "test", Copy())
     engine = Engine(1000.0, 1000)
-    feed.received(engine.publish(), 0.0)
+    feed.receive(engine.publish(), 0.0)
     now_s = 0.0
     kept = engine.replay(0)
     for wait, answer in [(1, kept), (2, kept), (4, None), (8, None), (16, kept), (8, kept)]:
         assert feed.questions(now_s + wait * IDLE_S - 0.1) == []
         now_s += wait * IDLE_S
         (question,) = feed.questions(now_s)
-        list(feed.answered(question, answer, now_s))
-    feed.received(engine.publish(), now_s)
+        list(feed.on_answer(question, answer, now_s))
+    feed.receive(engine.publish(), now_s)
     assert feed.questions(now_s + IDLE_S)
 
 
@@ -124,11 +124,11 @@ def test_an_idle_engine_that_does_not_answer_is_believed():
     copy = Copy()
     feed = EngineFeed("vllm", "test", copy)
     engine = Engine(1000.0, 1000)
-    feed.received(engine.publish(), 0.0)
-    feed.reconnected(0.0)
+    feed.receive(engine.publish(), 0.0)
+    feed.on_reconnect(0.0)
     exhaust(feed, engine, 0.0)
     (question,) = feed.questions(2 * IDLE_S)
-    assert list(feed.answered(question, None, 2 * IDLE_S)) == []
+    assert list(feed.on_answer(question, None, 2 * IDLE_S)) == []
     assert feed.session.state is SourceState.LIVE
     assert copy.applied == engine.published
 
@@ -137,9 +137,9 @@ def test_an_idle_engine_that_does_not_answer_is_believed():
 def test_a_malformed_batch_is_counted_and_its_number_used_up(payload, caplog):
     copy = Copy()
     feed = EngineFeed("vllm", "test", copy)
-    feed.received(Message(b"", 0, payload), 0.0)
-    feed.received(Message(b"", 1, payload + b" "), 0.0)
-    feed.received(Message(b"", 2, msgspec.msgpack.encode([5.0, [], 0])), 0.0)
+    feed.receive(Message(b"", 0, payload), 0.0)
+    feed.receive(Message(b"", 1, payload + b" "), 0.0)
+    feed.receive(Message(b"", 2, msgspec.msgpack.encode([5.0, [], 0])), 0.0)
     assert copy.applied == [5.0]
     assert feed.num_malformed == 2
     assert caplog.text.count("malformed batch skipped") == 1
@@ -150,7 +150,7 @@ def ask(feed: EngineFeed, engine: Engine | None, now_s: float, *, is_caught_up: 
     questions = feed.questions(now_s)
     for question in questions:
         answer = None if engine is None else engine.replay(question.request.start_sequence)
-        list(feed.answered(question._replace(is_caught_up=is_caught_up), answer, now_s))
+        list(feed.on_answer(question._replace(is_caught_up=is_caught_up), answer, now_s))
     return len(questions)
 
 
@@ -158,22 +158,22 @@ def test_what_is_left_unread_of_a_process_before_is_not_believed_behind_another_
     copy = Copy()
     feed = EngineFeed("vllm", "test", copy)
     first, second = Engine(1000.0, 1000), Engine(2000.0, 1000)
-    feed.reconnected(0.0)
-    feed.received(first.publish(), 0.0)
+    feed.on_reconnect(0.0)
+    feed.receive(first.publish(), 0.0)
     unread = [first.publish() for _ in range(4)]
     second.publish()
     second.publish()
-    feed.received(unread[1], 1.0)  # one is lost, so that it is asked, and the other process answers
+    feed.receive(unread[1], 1.0)  # one is lost, so that it is asked, and the other process answers
     assert ask(feed, second, 2.0)
     for now_s, message in enumerate(unread[1:], 3):
-        feed.received(message, now_s)
+        feed.receive(message, now_s)
         assert copy.applied == second.published
         assert ask(feed, second, now_s + 0.5) == 1
         assert (feed.session.state, copy.applied) == (SourceState.LIVE, second.published)
-    feed.reconnected(8.0)
+    feed.on_reconnect(8.0)
     second.publish()
     exhaust(feed, second, 9.0)
-    feed.received(second.publish(), 100.0)
+    feed.receive(second.publish(), 100.0)
     exhaust(feed, second, 101.0)
     assert (feed.session.state, copy.applied) == (SourceState.LIVE, second.published)
 
@@ -181,29 +181,29 @@ def test_what_is_left_unread_of_a_process_before_is_not_believed_behind_another_
 def test_a_connection_that_stands_while_its_process_answers_is_asked_about_no_more():
     feed, engine = EngineFeed("vllm", "test", copy := Copy()), Engine(1000.0, 1000)
     engine.publish()
-    feed.reconnected(0.0)
+    feed.on_reconnect(0.0)
     assert ask(feed, engine, 1.0, is_caught_up=True) == 1
-    feed.received(engine.publish(), 2.0)
+    feed.receive(engine.publish(), 2.0)
     assert (feed.session.state, copy.applied) == (SourceState.LIVE, engine.published)
 
 
 def test_a_message_that_the_answer_has_shows_whose_the_connection_is():
     feed, engine = EngineFeed("vllm", "test", copy := Copy()), Engine(1000.0, 1000)
     last = engine.publish()
-    feed.reconnected(0.0)
+    feed.on_reconnect(0.0)
     assert ask(feed, engine, 1.0) == 1
-    feed.received(last, 2.0)
-    feed.received(engine.publish(), 2.0)
+    feed.receive(last, 2.0)
+    feed.receive(engine.publish(), 2.0)
     assert (feed.session.state, copy.applied) == (SourceState.LIVE, engine.published)
 
 
 def be_lost(feed: EngineFeed, engine: Engine) -> float:
     """Have the feed miss a message while nobody answers; return the time."""
-    feed.reconnected(0.0)
+    feed.on_reconnect(0.0)
     exhaust(feed, engine, 0.0)
-    feed.received(engine.publish(), 50.0)
+    feed.receive(engine.publish(), 50.0)
     engine.publish()
-    feed.received(engine.publish(), 100.0)
+    feed.receive(engine.publish(), 100.0)
     for now_s in (101.0, 103.0, 106.0):
         assert ask(feed, None, now_s) == 1
     assert feed.session.state is SourceState.PARTIAL
@@ -216,7 +216,7 @@ def test_an_engine_that_could_not_be_asked_is_asked_for_everything_once_it_can_b
     assert feed.questions(now_s) == []  # not at once
     assert ask(feed, None, now_s + 1.0) == 1
     assert feed.session.state is SourceState.PARTIAL  # what is there counts meanwhile
-    feed.received(engine.publish(), now_s + 1.5)
+    feed.receive(engine.publish(), now_s + 1.5)
     assert ask(feed, engine, now_s + 4.0) == 1
     assert (feed.session.state, copy.applied) == (SourceState.LIVE, engine.published)
 
@@ -236,7 +236,7 @@ def test_an_engine_that_is_away_for_good_is_asked_for_everything_so_often_and_no
         heals = [question for question in feed.questions(now_s + second) if question.request.start_sequence == 0]
         num_questions += len(heals)
         for question in heals:
-            list(feed.answered(question, None, now_s + second))
+            list(feed.on_answer(question, None, now_s + second))
     assert num_questions == SessionLimits().max_heals
 
 
@@ -245,13 +245,13 @@ def test_what_was_taken_over_in_doubt_is_believed_without_a_replay_once_the_conn
     engine, peer = Engine(1000.0, 0), EngineFeed("vllm", "test", Copy())
     messages = [engine.publish() for _ in range(4)]
     for message in messages[:3]:
-        peer.received(message, 0.0)
+        peer.receive(message, 0.0)
     copy = Copy()
     feed = EngineFeed("vllm", "test", copy, NO_REPLAY)
     feed.resume(3, peer.restarts.remembered(), 1.0, is_complete=True)
-    feed.reconnected(1.0)
+    feed.on_reconnect(1.0)
     for message in messages[2 if is_shown else 3 :]:
-        feed.received(message, 1.0)
+        feed.receive(message, 1.0)
     assert feed.session.state is SourceState.RESYNCING
     assert ask(feed, None, 1.0) == 1
     assert feed.session.state is (SourceState.LIVE if is_shown else SourceState.PARTIAL)

@@ -70,10 +70,10 @@ class OneSidecar:
         if saved is not None:
             state = unpack(saved)
             self.feed.restore(self.publisher, state.streams[0], state.ranks, now_s)
-        self.feed.reconnected(now_s)
+        self.feed.on_reconnect(now_s)
 
     def receive(self, message: Message, now_s: float) -> None:
-        for _ in self.feed.received_all([message], now_s):
+        for _ in self.feed.receive_all([message], now_s):
             pass
 
     def settle(self, engine: Engine, now_s: float) -> None:
@@ -81,7 +81,7 @@ class OneSidecar:
         while not self.feed.is_settled:
             now_s += 1.0
             for question in self.feed.questions(now_s):
-                for _ in self.feed.answered(question, engine.replay(question.request.start_sequence), now_s):
+                for _ in self.feed.on_answer(question, engine.replay(question.request.start_sequence), now_s):
                     pass
 
     def save(self) -> bytes | None:
@@ -191,7 +191,7 @@ def test_an_engine_that_never_answers_again_is_cleared(start):
     now_s, num_asked = 2.0, 0
     while questions := second.feed.questions(now_s := now_s + 31.0):
         num_asked += 1
-        list(second.feed.answered(questions[0], None, now_s))
+        list(second.feed.on_answer(questions[0], None, now_s))
     assert (num_asked, second.feed.num_resumed) == (3, 0)
     second.receive(engine.change(2), now_s)
     assert (second.held(), second.state) == ({block_of(2)}, SourceState.PARTIAL)
@@ -225,7 +225,7 @@ def test_of_an_engine_restarted_meanwhile_that_stays_silent_it_is_said_that_it_h
     publication.messages.clear()
     for now_s in (33.0, 66.0, 99.0):
         for question in second.feed.questions(now_s):
-            list(second.feed.answered(question, [] if has_answer else None, now_s))
+            list(second.feed.on_answer(question, [] if has_answer else None, now_s))
     seen: list[tuple[int, int, bool]] = []
     second.publisher.between_events(
         lambda streams: seen.extend((rank, each.num_blocks, each.is_complete) for rank, each in streams.items())
@@ -242,7 +242,7 @@ def test_a_publisher_that_lagged_lacks_blocks_until_the_engine_holds_none(public
     engine = Engine(1, 1000)
 
     def receive(*messages: Message) -> None:
-        for _ in feed.received_all(messages, 1.0):
+        for _ in feed.receive_all(messages, 1.0):
             pass
 
     def is_complete() -> bool:
@@ -274,7 +274,7 @@ def test_what_is_broken_in_messages_is_counted_and_all_else_published(start, cap
     for sequence, what in ((2, [{"type": 5}, *events, {"type": "BlockMoved"}]), (3, "none"), (4, [])):
         messages.append(Message(b"", sequence, msgspec.msgpack.encode([timestamp_s, what, rank])))
     messages.append(Message(b"", 5, b"no batch"))
-    for _ in sidecar.feed.received_all(messages, 1.0):
+    for _ in sidecar.feed.receive_all(messages, 1.0):
         pass
     assert sidecar.held() == {block_of(number) for number in (1, 2, 3)}
     assert (sidecar.feed.num_malformed, sidecar.feed.feed.session.expected_sequence) == (3, 6)
@@ -288,9 +288,9 @@ def test_a_message_without_an_event_announces_no_rank(start, has_gap):
     messages = [engine.change(1)]
     for events in ("none", [], [{"type": 5}], [{"type": "BlockMoved"}]):
         messages.append(Message(b"", len(messages), msgspec.msgpack.encode([1.0, events, 7])))
-    list(sidecar.feed.received_all(messages[::4] if has_gap else messages, 1.0))
+    list(sidecar.feed.receive_all(messages[::4] if has_gap else messages, 1.0))
     for question in sidecar.feed.questions(2.0):
-        list(sidecar.feed.answered(question, messages, 2.0))
+        list(sidecar.feed.on_answer(question, messages, 2.0))
     assert sidecar.held() == {block_of(1)}
     assert sidecar.feed.progress().ranks == (0,)
     assert sidecar.publisher.statistics().ranks.keys() == {0}
@@ -305,13 +305,13 @@ def test_an_engine_that_was_restarted_with_a_smaller_window_is_published(start):
         return [Message(b"", sequence, payload) for sequence, payload in enumerate(payloads)]
 
     sidecar = start()
-    list(sidecar.feed.received_all(messages(1.0, kv_cache_spec_kind="full_attention")[:2], 1.0))
+    list(sidecar.feed.receive_all(messages(1.0, kv_cache_spec_kind="full_attention")[:2], 1.0))
     assert sidecar.held() == {block_of(1), block_of(2)}
     restarted = messages(2.0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=4096)
-    sidecar.feed.reconnected(2.0)
+    sidecar.feed.on_reconnect(2.0)
     for question in sidecar.feed.questions(3.0):
-        list(sidecar.feed.answered(question, restarted[:2], 3.0))
-    list(sidecar.feed.received_all(restarted[1:], 4.0))
+        list(sidecar.feed.on_answer(question, restarted[:2], 3.0))
+    list(sidecar.feed.receive_all(restarted[1:], 4.0))
     assert sidecar.held() == {block_of(1), block_of(2), block_of(3)}
     assert sidecar.feed.is_complete
 
@@ -321,15 +321,15 @@ def test_what_the_publisher_lags_behind_is_not_taken_before_there_is_room_and_no
     limits = PublisherLimits(coalesce_s=0, inbox_capacity=8)
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=limits)
     feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
-    list(feed.received_all([engine.change(1)], 1.0))
+    list(feed.receive_all([engine.change(1)], 1.0))
     for number in range(2, 50):
         engine.change(number)
-    list(feed.received_all([engine.change(50)], 2.0))
+    list(feed.receive_all([engine.change(50)], 2.0))
     publication.gate.clear()
     (question,) = feed.questions(3.0)
     for steps in (
-        feed.answered(question, engine.replay(question.request.start_sequence), 3.0),
-        feed.received_all([engine.change(number) for number in range(51, 100)], 4.0),
+        feed.on_answer(question, engine.replay(question.request.start_sequence), 3.0),
+        feed.receive_all([engine.change(number) for number in range(51, 100)], 4.0),
     ):
         for _ in range(80):
             next(steps)
@@ -350,9 +350,9 @@ def test_a_feed_does_not_wait_for_a_publisher_that_has_failed(publication, monke
     publication.refusal = BrokenPipeError("no route")
     publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, limits=QUICK)
     feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1"), lambda _: publisher), Engine(1, 1000)
-    feed.feed.received(engine.change(1), 1.0)
+    feed.feed.receive(engine.change(1), 1.0)
     until_true(lambda: publisher.failure)
-    list(feed.received_all([engine.change(2)], 2.0))
+    list(feed.receive_all([engine.change(2)], 2.0))
     assert publisher.num_lost_events == 1
     with pytest.raises(BrokenPipeError):
         publisher.close()
@@ -360,12 +360,12 @@ def test_a_feed_does_not_wait_for_a_publisher_that_has_failed(publication, monke
 
 def test_a_feed_is_not_settled_before_all_of_an_answer_is_taken(start):
     engine, feed = Engine(1, 1000), start().feed
-    list(feed.received_all([engine.change(1)], 1.0))
+    list(feed.receive_all([engine.change(1)], 1.0))
     for number in range(2, 5):
         engine.change(number)
-    list(feed.received_all([engine.change(5)], 2.0))
+    list(feed.receive_all([engine.change(5)], 2.0))
     (question,) = feed.questions(3.0)
-    taking = feed.answered(question, engine.replay(question.request.start_sequence), 3.0)
+    taking = feed.on_answer(question, engine.replay(question.request.start_sequence), 3.0)
     next(taking)
     assert feed.feed.session.state is SourceState.LIVE
     assert not feed.is_settled
@@ -409,10 +409,10 @@ def test_a_rank_that_holds_nothing_is_complete_and_another_one_of_its_stream_is_
         *((4, [{"type": "AllBlocksCleared"}], 0), (5, events, 1)),
     ):
         message = Message(b"", sequence, msgspec.msgpack.encode([timestamp_s, what, rank]))
-        for _ in feed.received_all([message], 1.0):
+        for _ in feed.receive_all([message], 1.0):
             pass
         for question in feed.questions(1.0):
-            for _ in feed.answered(question, None, 1.0):
+            for _ in feed.on_answer(question, None, 1.0):
                 pass
     seen: dict[int, bool] = {}
     publisher.between_events(

@@ -405,7 +405,7 @@ def test_an_engine_that_was_away_is_asked_whether_it_is_the_same(make):
     after = [make.engine_batch(n, make.engine_stored(n + 50, tokens=[n] * 4), timestamp_s=99.0) for n in range(9)]
     tape = Tape(None)
     tape.hear(*before)
-    tape.recovery.reconnected(tape.now_ns * 1e-9)
+    tape.recovery.on_reconnect(tape.now_ns * 1e-9)
     tape.hear(after[7])
     assert tape.question.request == ReplayRequest(None, 4)
     while tape.question is not None:

@@ -160,7 +160,7 @@ def test_no_filter_makes_a_gap_for_a_subscriber(make):
         session = Session()
         for message in rewritten(Rewriter(kinds=kinds), make, *messages):
             batch = batch_of(message)
-            assert all(isinstance(step, Apply) for step in session.received(batch.epoch, batch.sequence, batch, 0.0))
+            assert all(isinstance(step, Apply) for step in session.receive(batch.epoch, batch.sequence, batch, 0.0))
         assert (session.num_gaps, session.expected_sequence) == (0, 30)
 
 
@@ -170,7 +170,7 @@ def test_a_further_round_is_a_new_epoch_to_a_subscriber_and_no_gap(make):
     for round_idx in range(3):
         for message in rewritten(rewriter, make, *messages, round_idx=round_idx):
             batch = batch_of(message)
-            steps += session.received(batch.epoch, batch.sequence, batch, 0.0)
+            steps += session.receive(batch.epoch, batch.sequence, batch, 0.0)
     assert [isinstance(step, Clear) for step in steps].count(True) == 2
     assert (session.num_gaps, session.num_duplicates, session.num_epochs) == (0, 0, 3)
 

@@ -127,11 +127,11 @@ class Subscription(Protocol):
 class Direct(Protocol):
     """A subscription that can have messages taken where they arrive, without waking who waits for them."""
 
-    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
-        """Call `take` with what arrives while somebody waits in `receive`, until this is called with None.
+    def deliver_with(self, deliver: Callable[[Sequence[Message]], bool] | None) -> None:
+        """Call `deliver` with what arrives while somebody waits in `receive`, until this is called with None.
 
         It returns whether it is done with the messages. If not, they are valid until the next `receive`, and the one
-        that was waited in returns without any, for the taker goes on by itself. `take` never raises.
+        that was waited in returns without any, for whoever delivers goes on by itself. `deliver` never raises.
         """
 
 

@@ -196,7 +196,7 @@ class WireSubscription:
         self._waiter: asyncio.Future[bool] | None = None
         self._is_stalled = False
         if is_direct:
-            self.take_with = self._take_with
+            self.deliver_with = self._take_with
 
     @property
     def is_caught_up(self) -> bool:

@@ -53,7 +53,7 @@ class ZmtpSubscription:
         self._family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
         self._splitter = splitter
         self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
-        self._take: Callable[[Sequence[Message]], bool] | None = None
+        self._deliver: Callable[[Sequence[Message]], bool] | None = None
         self._waiter: asyncio.Future[bool] | None = None
         self._is_emptied = asyncio.Event()
         self._link: Link | None = None
@@ -99,9 +99,9 @@ class ZmtpSubscription:
             self._connection = self._link = None
             del self._connecting  # it held this subscription in turn
 
-    def take_with(self, take: Callable[[Sequence[Message]], bool] | None) -> None:
+    def deliver_with(self, deliver: Callable[[Sequence[Message]], bool] | None) -> None:
         """Have messages taken where they arrive, while somebody waits for them."""
-        self._take = take
+        self._deliver = deliver
 
     async def receive(self) -> MessageBlock:
         """Wait for at least one message; return at most `MAX_DRAIN`."""
@@ -125,13 +125,13 @@ class ZmtpSubscription:
 
     def _arrived(self) -> bool:
         """Have messages taken if somebody waits for them; return whether they are not in the inbox any more."""
-        waiter, take = self._waiter, self._take
+        waiter, deliver = self._waiter, self._deliver
         if waiter is None or waiter.done():
             return False
-        if take is None:
+        if deliver is None:
             waiter.set_result(True)
             return False
-        if take(self._inbox.look()):
+        if deliver(self._inbox.look()):
             self._inbox.drop()
         else:
             self._inbox.take()  # which leaves them where they are, while the other half is filled

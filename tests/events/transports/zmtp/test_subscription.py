@@ -119,7 +119,7 @@ async def test_messages_are_taken_where_they_arrive_while_somebody_waits_for_the
 
     sent = numbered(3000)
     async with ZmtpSubscription(peer.endpoint) as subscription:
-        subscription.take_with(take)
+        subscription.deliver_with(take)
         _, writer = await peer.accept(say.hello() + say.message(sent[0]))
         await until(lambda: subscription._inbox.num_messages == 1)
         assert taken == [], "nobody waits yet"
@@ -129,7 +129,7 @@ async def test_messages_are_taken_where_they_arrive_while_somebody_waits_for_the
             writer.write(b"".join(map(say.message, sent[start : start + 50])))
             await until(lambda: taken[-1:] == [sent[start + 49]])  # noqa: B023
         assert not receiving.done()
-        subscription.take_with(None)
+        subscription.deliver_with(None)
         writer.write(say.message(sent[2001]))
         assert list(await receiving) == [sent[2001]]
     assert taken == sent[1:2001]
@@ -144,11 +144,11 @@ async def test_what_was_not_taken_at_once_stays_valid_until_the_next_receive(pee
 
     sent = numbered(2000, num_bytes=1000)
     async with ZmtpSubscription(peer.endpoint) as subscription:
-        subscription.take_with(take)
+        subscription.deliver_with(take)
         receiving = asyncio.create_task(subscription.receive())
         _, writer = await peer.accept(say.hello() + say.message(sent[0]))
         assert list(await receiving) == []
-        subscription.take_with(None)
+        subscription.deliver_with(None)
         writer.write(b"".join(map(say.message, sent[1:])))
         await until(lambda: subscription._inbox.is_full)
         assert [list(messages) for messages in left] == [sent[:1]]
@@ -167,13 +167,13 @@ async def test_a_taker_that_wants_a_turn_as_its_receive_is_cancelled_loses_nothi
         return False
 
     async with ZmtpSubscription(peer.endpoint) as subscription:
-        subscription.take_with(take)
+        subscription.deliver_with(take)
         receiving = asyncio.create_task(subscription.receive())
         _, writer = await peer.accept(say.hello() + say.message(Message(b"t", 0, b"x")))
         with suppress(asyncio.CancelledError):
             await receiving
         assert left == [Message(b"t", 0, b"x")]
-        subscription.take_with(None)
+        subscription.deliver_with(None)
         writer.write(say.message(Message(b"t", 1, b"y")))
         assert await receive(subscription) == [Message(b"t", 1, b"y")]
 
