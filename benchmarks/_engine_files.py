@@ -133,6 +133,7 @@ def quiet_logger(name: str) -> logging.Logger:
     """Return a logger as engines make them, that says nothing below an error."""
     logger = logging.getLogger(name)
     logger.setLevel(logging.ERROR)
+    vars(logger).update(debug_once=logger.debug, info_once=logger.info, warning_once=logger.warning)
     return logger
 
 

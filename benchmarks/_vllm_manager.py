@@ -23,6 +23,7 @@ from _engine_traffic import Prompt
 REAL = (
     "vllm.config.kv_events",
     "vllm.distributed.kv_events",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.events",
     "vllm.envs",
     "vllm.multimodal.utils",
     "vllm.utils.hashing",
@@ -38,6 +39,14 @@ REAL = (
     "vllm.v1.kv_cache_interface",
     "vllm.v1.kv_cache_layout",
     "vllm.v1.kv_cache_spec_registry",
+    "vllm.v1.kv_offload.base",
+    "vllm.v1.kv_offload.config",
+    "vllm.v1.kv_offload.cpu.common",
+    "vllm.v1.kv_offload.cpu.manager",
+    "vllm.v1.kv_offload.cpu.policies.base",
+    "vllm.v1.kv_offload.cpu.policies.factory",
+    "vllm.v1.kv_offload.cpu.policies.lru",
+    "vllm.v1.metrics.cache_hit_source",
     "vllm.v1.request",
     "vllm.v1.structured_output.request",
     "vllm.v1.utils",
@@ -47,6 +56,18 @@ PLAYED = {
     "vllm.config.utils": {"config": dataclasses.dataclass},
     "vllm.logger": {"init_logger": quiet_logger},
     "vllm.utils": {"length_from_prompt_token_ids_or_embeds": lambda token_ids, _embeds: len(token_ids)},
+}
+MODULES = {
+    "envs": "envs",
+    "events": "distributed.kv_events",
+    "hashing": "utils.hashing",
+    "host": "v1.kv_offload.cpu.manager",
+    "manager": "v1.core.kv_cache_manager",
+    "offload": "v1.kv_offload.base",
+    "request": "v1.request",
+    "specs": "v1.kv_cache_interface",
+    "tracking": "distributed.kv_transfer.kv_connector.v1.offloading.events",
+    "utils": "v1.core.kv_cache_utils",
 }
 CHUNK = 96
 """Tokens of a prompt that one step computes."""
@@ -58,19 +79,10 @@ NUM_DRAFTED = 3
 def files() -> SimpleNamespace:
     """Return vLLM's modules; raises FileNotFoundError without `make engines`."""
     with engine_files("vllm", REAL, OUTSIDE, PLAYED):
-        events, hashing, manager, specs, request, utils = (
-            importlib.import_module(f"vllm.{name}")
-            for name in (
-                "distributed.kv_events",
-                "utils.hashing",
-                "v1.core.kv_cache_manager",
-                "v1.kv_cache_interface",
-                "v1.request",
-                "v1.core.kv_cache_utils",
-            )
-        )
-    utils.init_none_hash(hashing.sha256)
-    return SimpleNamespace(events=events, hashing=hashing, manager=manager, specs=specs, request=request, utils=utils)
+        vllm = {each: importlib.import_module(f"vllm.{name}") for each, name in MODULES.items()}
+        importlib.import_module("vllm.v1.kv_offload.cpu.policies.lru")
+    vllm["utils"].init_none_hash(vllm["hashing"].sha256)
+    return SimpleNamespace(**vllm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +94,23 @@ class VllmModel:
     num_blocks: int = 160
     eagle: str | None = None
     """How EAGLE's last block is made sure of: `drop` computes it again, `lookahead` hashes the token behind it."""
+    sends_bytes: bool = False
+    """Whether hashes are sent whole, and not their last 64 bits."""
+    num_host_blocks: int = 0
+    """Of vLLM's offloading connector, which keeps prompts' blocks in the host's memory, too."""
+    describes_host_blocks: bool = False
+    """Whether events of those have tokens, and not a hash alone."""
+    resets_host: bool = True
+    """Whether a reset of the cache is one of the host's blocks as well, which vLLM does only if it is asked to."""
 
 
 class VllmEngine:
     """One rank of vLLM."""
 
-    num_tiers = 1
-
     def __init__(self, model: VllmModel, rng: random.Random) -> None:
         vllm = files()
+        vllm.envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES = not model.sends_bytes
+        self.num_tiers = 2 if model.num_host_blocks else 1
         self._model, self._rng = model, rng
         sizes = [size for size, _ in model.groups]
         hash_size, self._num_lookahead = math.gcd(*sizes), int(model.eagle == "lookahead")
@@ -113,6 +133,7 @@ class VllmEngine:
             num_prefill_lookahead=int(model.eagle is not None),
             enable_kv_cache_events=True,
         )
+        self._host = _HostBlocks(model, groups[0]) if model.num_host_blocks else None
         self._waiting: deque[Any] = deque()
         self._running: list[Any] = []
         self._prompts: dict[str, tuple[Prompt, int]] = {}
@@ -134,6 +155,8 @@ class VllmEngine:
         while self._waiting and len(self._running) < MAX_RUNNING:
             if not self._admit(self._waiting[0], scheduled):
                 break
+        if self._host is not None:
+            self._host.complete()
         return [self._finish(request) for request, num_new in scheduled.values() if self._computed(request, num_new)]
 
     def reset(self) -> None:
@@ -142,10 +165,12 @@ class VllmEngine:
             self._preempt(request)
         if not self.manager.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
+        if self._host is not None and self._model.resets_host:
+            self._host.reset()
 
     def take_batch(self) -> Any | None:
         """Return the events since the last call."""
-        events = self.manager.take_events()
+        events = self.manager.take_events() + ([] if self._host is None else self._host.take_events())
         return files().events.KVEventBatch(ts=time.time(), events=events) if events else None
 
     def mark(self, token_ids: list[int], block_hash: int) -> Any:
@@ -162,7 +187,8 @@ class VllmEngine:
     def hits(self, prompt: Prompt) -> list[int]:
         """Return what the manager says of a request that is not queued."""
         request = self._request(dataclasses.replace(prompt, is_reported=False))
-        return [self.manager.get_computed_blocks(request)[1]]
+        num_hit = self.manager.get_computed_blocks(request)[1]
+        return [num_hit] if self._host is None else [num_hit, num_hit + self._host.num_hit(request, num_hit)]
 
     def _request(self, prompt: Prompt) -> Any:
         self._num_requests += 1
@@ -203,12 +229,16 @@ class VllmEngine:
 
     def _admit(self, request: Any, scheduled: dict[str, tuple[Any, int]]) -> bool:
         blocks, num_hit, _ = self.manager.get_computed_blocks(request)
-        num_new = min(request.num_tokens - num_hit, CHUNK)
-        if self.manager.allocate_slots(request, num_new, num_hit, blocks, full_sequence_must_fit=True) is None:
+        num_loaded = 0 if self._host is None else self._host.num_hit(request, num_hit)
+        num_new = min(request.num_tokens - num_hit - num_loaded, CHUNK)
+        sources = {"num_external_computed_tokens": num_loaded, "full_sequence_must_fit": True}
+        if self.manager.allocate_slots(request, num_new, num_hit, blocks, **sources) is None:
             return False
+        if num_loaded and self._host is not None:
+            self._host.load(request, num_hit, num_loaded)
         self._waiting.popleft()
         self._running.append(request)
-        request.num_computed_tokens = num_hit
+        request.num_computed_tokens = num_hit + num_loaded
         scheduled[request.request_id] = request, num_new
         return True
 
@@ -221,6 +251,8 @@ class VllmEngine:
     def _computed(self, request: Any, num_new: int) -> bool:
         """Take over what a step computed; return whether the request is done."""
         request.num_computed_tokens += num_new
+        if self._host is not None:
+            self._host.store(request)
         num_drafted = request.num_computed_tokens - request.num_tokens
         if num_drafted < 0:
             return False
@@ -231,9 +263,103 @@ class VllmEngine:
 
     def _finish(self, request: Any) -> Prompt:
         self.manager.free(request)
+        if self._host is not None:
+            self._host.finish(request)
         self._running.remove(request)
         prompt, _ = self._prompts.pop(request.request_id)
         return prompt.then(list(request.output_token_ids))
+
+
+class _HostBlocks:
+    """vLLM's manager of blocks in the host's memory and the tracker of its events, asked as its connector asks them.
+
+    Blocks of prompts are stored when they are computed, and are there a step later.
+    """
+
+    def __init__(self, model: VllmModel, group: Any) -> None:
+        vllm, size = files(), model.groups[0][0]
+        kind = vllm.tracking.get_offloading_event_group_spec(group)
+        self._size = size
+        self._group = SimpleNamespace(
+            group_idx=0,
+            tokens_per_block=size,
+            tokens_per_chunk=size,
+            hashes_per_chunk=1,
+            sliding_window_size_in_chunks=None,
+            kv_event_group_spec=kind,
+        )
+        self._manager = vllm.host.CPUOffloadingManager(model.num_host_blocks, enable_events=True)
+        config = vllm.offload.OffloadingKVEventsConfig(True, model.describes_host_blocks)
+        self._tracker = vllm.tracking.OffloadingEventsTracker(config, {0: kind})
+        self._contexts: dict[str, Any] = {}
+        self._num_stored: dict[str, int] = {}
+        self._storing: list[tuple[Any, list[bytes]]] = []
+        self._loading: list[tuple[Any, list[bytes]]] = []
+
+    def num_hit(self, request: Any, num_computed: int) -> int:
+        """Return how many tokens behind those that are computed could be loaded."""
+        vllm, context = files(), self._context(request)
+        num_blocks = 0
+        for key in self._keys(request, num_computed, (request.num_tokens - 1) // self._size * self._size):
+            if self._manager.lookup(key, context) is not vllm.offload.LookupResult.HIT:
+                break
+            num_blocks += 1
+        return num_blocks * self._size
+
+    def load(self, request: Any, num_computed: int, num_tokens: int) -> None:
+        """Begin to load tokens."""
+        context, keys = self._context(request), self._keys(request, num_computed, num_computed + num_tokens)
+        for idx, key in enumerate(keys, num_computed // self._size):
+            self._tracker.record_lookup(request, self._group, idx, key)
+        self._manager.touch(keys, context)
+        self._manager.prepare_load(keys, context)
+        self._loading.append((context, keys))
+
+    def store(self, request: Any) -> None:
+        """Begin to store the prompt's blocks that are computed and were not offered yet."""
+        first = self._num_stored.get(request.request_id, 0)
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        keys, context = self._keys(request, first * self._size, num_tokens), self._context(request)
+        output = self._manager.prepare_store(keys, context) if keys else None
+        if output is None:  # nothing new, or no room for now
+            return
+        self._num_stored[request.request_id] = first + len(keys)
+        for key in output.keys_to_store:
+            self._tracker.record_store(request, self._group, first + keys.index(key), key)
+        self._storing.append((context, output.keys_to_store))
+
+    def complete(self) -> None:
+        """End what an earlier step began."""
+        for context, keys in self._storing:
+            self._manager.complete_store(keys, context)
+        for context, keys in self._loading:
+            self._manager.complete_load(keys, context)
+        self._storing, self._loading = [], []
+
+    def finish(self, request: Any) -> None:
+        """Forget a request that is done."""
+        self._manager.on_request_finished(self._contexts.pop(request.request_id))
+        self._num_stored.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Drop everything, what is under way too."""
+        self._storing, self._loading = [], []
+        self._manager.reset_cache()
+        self._tracker.reset()
+        self._num_stored.clear()
+
+    def take_events(self) -> list[Any]:
+        """Return the events since the last call."""
+        return list(self._tracker.take_events(list(self._manager.take_events())))
+
+    def _context(self, request: Any) -> Any:
+        if request.request_id not in self._contexts:
+            self._contexts[request.request_id] = files().offload.ReqContext(request.request_id)
+        return self._contexts[request.request_id]
+
+    def _keys(self, request: Any, start: int, end: int) -> list[bytes]:
+        hashes = request.block_hashes[start // self._size : end // self._size]
+        return [files().offload.make_offload_key(block_hash, 0) for block_hash in hashes]
 
 
 def publisher(port: int, replay_port: int | None, rank: int = 0) -> Any:

@@ -88,6 +88,12 @@ SCENARIOS = {
     "full + sliding, full reports": Scenario(VllmModel(((16, None), (16, 64)), 300), Mix(reported=0.3)),
     "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32)),
     "blocks of 16 full, 32 sliding": Scenario(VllmModel(((16, None), (32, 128)), 300), Mix(aligned=32)),
+    "hashes as bytes": Scenario(VllmModel(sends_bytes=True)),
+    "offloaded, by hash": Scenario(VllmModel(num_blocks=90, num_host_blocks=260)),
+    "offloaded, with tokens": Scenario(VllmModel(num_blocks=90, num_host_blocks=260, describes_host_blocks=True)),
+    "offloaded, not reset": Scenario(
+        VllmModel(num_blocks=90, num_host_blocks=260, describes_host_blocks=True, resets_host=False)
+    ),
     "the engine restarts": Scenario(VllmModel(), restarts=0.2),
     "messages lost, replayed": Scenario(VllmModel(), lost=0.05),
     "messages lost for good": Scenario(VllmModel(), lost=0.02, has_replay=False),
