@@ -55,7 +55,7 @@ class Listener:
                 self.publisher.admit(event)
             payloads = [encode_batch(batch) for batch in self.publisher.close_batches(time.time())]
         for each in payloads:
-            for _ in self._source.received_all([Message(b"", self.num_messages, each)], time.monotonic()):
+            for _ in self._source.receive_all([Message(b"", self.num_messages, each)], time.monotonic()):
                 pass
             self.num_messages += 1
 
