@@ -79,10 +79,10 @@ def held_out_loss(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, 
     return torch.cat(losses).mean().item()
 
 
-def answer(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+def answer(model: Gemma3ForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str, num_tokens: int) -> str:
     messages = [{"role": "system", "content": SYSTEM_PROMPTS[0]}, {"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
-    tokens = model.generate(**prompt, max_new_tokens=100, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    tokens = model.generate(**prompt, max_new_tokens=num_tokens, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-files", type=int, help="read so much of the library alone, to see the training run")
+    parser.add_argument("--answer-tokens", type=int, default=100, help="length of the sample answers at the end")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
@@ -109,7 +110,7 @@ def main() -> None:
     loss = held_out_loss(model, tokenizer, [entry for entry in entries if entry.is_held_out])
     print(f"tokens={num_tokens} held_out_loss={loss:.3f}")
     for question in SAMPLE_QUESTIONS:
-        print(f"\n> {question}\n{answer(model, tokenizer, question)}")
+        print(f"\n> {question}\n{answer(model, tokenizer, question, args.answer_tokens)}")
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from kvist.transfer.commands import Report, TransferLimits
 from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
-from kvist.transfer.ranks import FollowerInlet, RankedTransfers
-from kvist.transfer.service import KvTransferService, make_hello
+from kvist.transfer.ranks import RankedTransfers
+from kvist.transfer.service import FollowerInlet, KvTransferService, make_hello
 
 if TYPE_CHECKING:
     from kvist.cli._kv_transfer import TransferSettings

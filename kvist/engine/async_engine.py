@@ -13,8 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from kvist.engine.core import EngineCore, EngineStatistics
-from kvist.engine.request import Handoff, RequestOutput, RequestTimes
-from kvist.engine.text import Detokenizer
+from kvist.engine.request import Detokenizer, Handoff, RequestOutput, RequestTimes
 from kvist.errors import KvistError
 from kvist.openai.requests import SamplingParams
 

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 
 from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, check_handoff
 from kvist.engine.request import (
+    Detokenizer,
     Handoff,
     RemoteDecode,
     RemotePrefill,
     Request,
     RequestOutput,
     RequestTimes,
+    TextStream,
     TokenLogprobs,
 )
 from kvist.engine.runner import Runner
 from kvist.engine.sampler import sample
 from kvist.engine.scheduler import ScheduledRequest, Scheduler, SchedulerStatistics
-from kvist.engine.text import Detokenizer, TextStream
 from kvist.errors import InvalidValueError
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvCacheStatistics
 from kvist.openai.requests import SamplingParams

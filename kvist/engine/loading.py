@@ -16,8 +16,7 @@ from kvist.engine.config import DTYPES, EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import ModelConfig
-from kvist.engine.models.sharding import Shard, rank_config
+from kvist.engine.models.config import ModelConfig, Shard, rank_config
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
 from kvist.engine.ranks import Followers, Leader, LeadingRunner

@@ -23,7 +23,6 @@ class _Run(NamedTuple):
     offsets: Int64s
     pages: Int64s | None
     size_bytes: int
-    start: int  # of the first one, in the contiguous piece
 
 
 class TensorRegion:
@@ -66,8 +65,7 @@ class TorchCopier:
 
     def gather(self, addresses: Int64s, sizes: Int64s, out: torch.Tensor) -> None:
         """Fill `out`, bytes, with the fragments one after the other; raises InvalidValueError outside the pools."""
-        for run in self._runs(addresses, sizes, out):
-            piece = out[run.start : run.start + len(run.offsets) * run.size_bytes].view(-1, run.size_bytes)
+        for run, piece in self._runs(addresses, sizes, out):
             if run.pages is not None:
                 gather_pages(_rows(run), torch.from_numpy(run.pages).to(self.device), piece)
             else:
@@ -77,8 +75,7 @@ class TorchCopier:
 
     def scatter(self, addresses: Int64s, sizes: Int64s, source: torch.Tensor) -> None:
         """Write what `gather` would read: fragments must not overlap; raises InvalidValueError outside the pools."""
-        for run in self._runs(addresses, sizes, source):
-            piece = source[run.start : run.start + len(run.offsets) * run.size_bytes].view(-1, run.size_bytes)
+        for run, piece in self._runs(addresses, sizes, source):
             if run.pages is not None:
                 scatter_pages(piece, torch.from_numpy(run.pages).to(self.device), _rows(run))
             else:
@@ -86,7 +83,8 @@ class TorchCopier:
                     run.pool[offset : offset + run.size_bytes].copy_(row)
         self._synchronise()
 
-    def _runs(self, addresses: Int64s, sizes: Int64s, buffer: torch.Tensor) -> Iterator[_Run]:
+    def _runs(self, addresses: Int64s, sizes: Int64s, buffer: torch.Tensor) -> Iterator[tuple[_Run, torch.Tensor]]:
+        """Yield each run, and its piece of the buffer as rows of a fragment each."""
         if len(addresses) != len(sizes):
             raise InvalidValueError("sizes", len(sizes), f"{len(addresses)}: a size for each address")
         if int(sizes.sum()) != buffer.numel() or sizes.min(initial=1) < 1:
@@ -97,29 +95,21 @@ class TorchCopier:
             first = int(is_outside.argmax())
             raise InvalidValueError("address", f"{sizes[first]} bytes at {addresses[first]:#x}", "within a pool")
         is_new = np.flatnonzero((np.diff(pools) != 0) | (np.diff(sizes) != 0)) + 1
-        can_vectorise = uses_vectors(sizes)
-        starts = fragment_offsets(sizes)
+        can_vectorise = not (sizes % _VECTOR_BYTES).any()
+        start = 0
         for group in np.split(np.arange(len(addresses)), is_new):
             if not len(group):
                 return
             pool, size = int(pools[group[0]]), int(sizes[group[0]])
             offsets = addresses[group] - self._bases[pool]
             pages = offsets // size if can_vectorise and not (offsets % size).any() else None
-            yield _Run(self._pools[pool], offsets, pages, size, int(starts[group[0]]))
+            end = start + len(group) * size
+            yield _Run(self._pools[pool], offsets, pages, size), buffer[start:end].view(-1, size)
+            start = end
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-
-
-def uses_vectors(sizes: Int64s) -> bool:
-    """Return whether all sizes are multiples of 16 bytes, so that rows can be copied in wide words."""
-    return not (sizes % _VECTOR_BYTES).any()
-
-
-def fragment_offsets(sizes: Int64s) -> Int64s:
-    """Return where each fragment begins in the contiguous piece: the sum of the sizes before it."""
-    return np.cumsum(sizes) - sizes
 
 
 def _rows(run: _Run) -> torch.Tensor:

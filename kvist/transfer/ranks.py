@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from kvist.transfer.commands import (
@@ -33,14 +32,11 @@ from kvist.transfer.commands import (
     TransferObserver,
     WithdrawOffer,
 )
-from kvist.transfer.service import KvTransferService, TransferStatistics
+from kvist.transfer.service import Channel, KvTransferService, TransferStatistics
 
 logger = logging.getLogger(__name__)
 
-_STATISTICS_S = 1.0
-
 T = TypeVar("T")
-Channel: TypeAlias = "Connection[Any, Any]"
 
 
 class Tell(NamedTuple):
@@ -292,47 +288,6 @@ class RankedTransfers:
         logger.critical("transfers of a rank have stopped rank=%d", rank)
         self._has_lost = True
         self._submit(lambda: self._do(self._ranks.lost(rank)))
-
-
-class FollowerInlet:
-    """A follower's end of the pipe: its service reads rank 0's commands from it, and rank 0 the service's reports.
-
-    But for the constructor's, all calls are the service's thread's. Once rank 0 has ended, nobody hears a report.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._told: TransferStatistics | None = None
-        self._next_s = 0.0
-
-    def fileno(self) -> int:
-        """Return what to poll for commands."""
-        return self._channel.fileno()
-
-    def poll(self, service: KvTransferService) -> bool:
-        """Give the service what has come, and each second say what it has counted; False: rank 0 has ended."""
-        try:
-            while self._channel.poll():
-                service.command(self._channel.recv())
-        except (EOFError, OSError):
-            return False
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + _STATISTICS_S
-            statistics = service.statistics()
-            if statistics != self._told:
-                self._told = statistics
-                self.report(statistics)
-        return True
-
-    def report(self, message: Report | TransferStatistics) -> None:
-        """Let rank 0 know."""
-        with suppress(OSError):
-            self._channel.send(message)
-
-    def close(self) -> None:
-        """Let rank 0 know that nothing is served here any more."""
-        self._channel.close()
 
 
 def _sum(values: Sequence[T]) -> T:

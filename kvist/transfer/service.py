@@ -11,7 +11,8 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
 
 import zmq
 
@@ -46,23 +47,11 @@ _TICK_S = 0.25
 _PING_S = 5.0
 _COPY_POLL_S = 0.001
 
+_STATISTICS_S = 1.0
+
 _STOPPED = "transfers have stopped"
 
-
-class Inlet(Protocol):
-    """Commands that come through a file descriptor: a follower's, from rank 0."""
-
-    def fileno(self) -> int:
-        """Return what is readable when `poll` has something to do."""
-        ...
-
-    def poll(self, service: KvTransferService) -> bool:
-        """Give the service what has come, without waiting; called often. False: nothing will come any more."""
-        ...
-
-    def close(self) -> None:
-        """Let the other end know that nothing is served any more."""
-        ...
+Channel: TypeAlias = "Connection[Any, Any]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +116,7 @@ class KvTransferService:
         report: Callable[[Report], None],
         limits: TransferLimits | None = None,
         bounce: Bounce | None = None,
-        inlet: Inlet | None = None,
+        inlet: FollowerInlet | None = None,
     ) -> None:
         limits = TransferLimits() if limits is None else limits
         self._agent = agent
@@ -282,3 +271,44 @@ class KvTransferService:
     def _wake(self) -> None:
         if not self._has_ended:
             os.eventfd_write(self._wakeup, 1)
+
+
+class FollowerInlet:
+    """A follower's end of a pipe to rank 0 (`kvist.transfer.ranks`): its service reads commands, and writes reports.
+
+    But for the constructor's, all calls are the service's thread's. Once rank 0 has ended, nobody hears a report.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._told: TransferStatistics | None = None
+        self._next_s = 0.0
+
+    def fileno(self) -> int:
+        """Return what to poll for commands."""
+        return self._channel.fileno()
+
+    def poll(self, service: KvTransferService) -> bool:
+        """Give the service what has come, and each second say what it has counted; False: rank 0 has ended."""
+        try:
+            while self._channel.poll():
+                service.command(self._channel.recv())
+        except (EOFError, OSError):
+            return False
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + _STATISTICS_S
+            statistics = service.statistics()
+            if statistics != self._told:
+                self._told = statistics
+                self.report(statistics)
+        return True
+
+    def report(self, message: Report | TransferStatistics) -> None:
+        """Let rank 0 know."""
+        with suppress(OSError):
+            self._channel.send(message)
+
+    def close(self) -> None:
+        """Let rank 0 know that nothing is served here any more."""
+        self._channel.close()

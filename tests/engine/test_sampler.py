@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from kvist.engine import sampler
-from kvist.engine.request import Request
+from kvist.engine.request import Request, TextStream
 from kvist.engine.sampler import sample
-from kvist.engine.text import TextStream
 from kvist.kvcache import BlockHashChain
 from kvist.openai.requests import SamplingParams
 

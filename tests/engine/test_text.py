@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.engine.text import TextStream
+from kvist.engine.request import TextStream
 
 
 class Pieces:

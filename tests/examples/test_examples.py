@@ -35,7 +35,8 @@ def test_a_recording_played_twice_gives_the_same_index_twice() -> None:
 
 
 def test_the_tiny_model_can_be_trained_again(tmp_path: Path) -> None:
-    output = run(str(EXAMPLES / "train_tiny_model"), "--out", str(tmp_path), "--minutes", "0.02", "--max-files", "20")
+    quick = ("--minutes", "0.01", "--max-files", "10", "--answer-tokens", "2")
+    output = run(str(EXAMPLES / "train_tiny_model"), "--out", str(tmp_path), *quick)
     assert "held_out_loss=" in output
     assert (tmp_path / "model.safetensors").is_file()
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvist.engine.models.sharding import Shard, rank_slices
+from kvist.engine.models.config import Shard, rank_slices
 from kvist.errors import InvalidValueError
 from kvist.transfer.heads import WHOLE, HeadRange, Part, heads_of, num_copies, written_heads
 

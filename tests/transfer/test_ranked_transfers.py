@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvist.transfer import ranks
+from kvist.transfer import service as service_module
 from kvist.transfer.agents import AgentStatistics
 from kvist.transfer.bounce import BounceStatistics
 from kvist.transfer.commands import (
@@ -26,10 +26,10 @@ from kvist.transfer.commands import (
     Report,
     WithdrawOffer,
 )
-from kvist.transfer.ranks import FollowerInlet, RankedTransfers
+from kvist.transfer.ranks import RankedTransfers
 from kvist.transfer.receiver_protocol import ReceiverStatistics
 from kvist.transfer.sender_protocol import SenderStatistics
-from kvist.transfer.service import TransferStatistics
+from kvist.transfer.service import FollowerInlet, TransferStatistics
 
 OFFER = Offer("held", 5, ((0, 1),))
 WANT = Fetch("r", ("tcp://p:1",), "held", 5, 0, ((7, 8),))
@@ -128,7 +128,7 @@ def test_a_follower_says_what_it_has_counted_once_a_second_and_only_what_is_new(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now_s, service = [100.0], Service("tcp://a:2", 1)
-    monkeypatch.setattr(ranks, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(service_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     ours, theirs = Pipe()
     with ours, theirs:
         inlet = FollowerInlet(theirs)

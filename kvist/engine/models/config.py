@@ -1,9 +1,9 @@
-"""What a decoder model is, independent of how its checkpoint spells it."""
+"""What a decoder model is, independent of how its checkpoint spells it, and what of it is one rank's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvist.errors import InvalidValueError
@@ -142,7 +142,7 @@ class ModelConfig:
     MLP give before it joins the residual; `has_v_norm` norms values, without a weight; `has_sinks` adds a learned logit
     a head to the attention's softmax, that takes weight from the keys. `renamed_weights` maps our names of parts to the
     checkpoint's: "" where it has no such level. `is_text_part`: the checkpoint has more, to see or hear with: left out.
-    `num_ranks`: over how many processes the heads and MLPs are split, of which this is one's (`sharding`).
+    `num_ranks`: over how many processes the heads and MLPs are split, of which this is one's (`rank_config`).
     """
 
     architecture: str
@@ -190,3 +190,61 @@ class ModelConfig:
             else SharedKv(layer.kv_source)
             for layer in self.layers
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Which of equal parts of a model a process computes."""
+
+    rank: int
+    num_ranks: int
+
+
+def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+    """Return one rank's model, the same for each: its share of the heads and of the MLPs' inner width.
+
+    It is a smaller model, whose attention and MLP outputs are summed over the ranks (Megatron-LM, arXiv:1909.08053,
+    section 3), one all-reduce each. All else is whole on each.
+
+    Ranks that are more than the KV heads share them: each keeps a copy of the one that its query heads read. Raises
+    InvalidValueError for a model that cannot be split so.
+    """
+    if num_ranks == 1:
+        return config
+    _check_split(config, num_ranks)
+    layers = tuple(
+        replace(
+            layer,
+            num_kv_heads=max(1, layer.num_kv_heads // num_ranks),
+            intermediate_size=layer.intermediate_size // num_ranks,
+        )
+        for layer in config.layers
+    )
+    return replace(config, num_heads=config.num_heads // num_ranks, layers=layers, num_ranks=num_ranks)
+
+
+def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Shard) -> tuple[slice, ...]:
+    """Return where a rank's part of a weight lies in the whole one, given both shapes.
+
+    Where there are fewer parts than ranks, neighbours have the same.
+    """
+    starts = (shard.rank * (all_ // one) // shard.num_ranks * one for all_, one in zip(whole, part, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
+
+
+def _check_split(config: ModelConfig, num_ranks: int) -> None:
+    if config.gemma3n is not None:
+        expected = f"1 for {config.architecture}, whose MLP compares all its gates"
+        raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
+    if any(layer.moe is not None for layer in config.layers):
+        expected = f"1 for {config.architecture} with experts, which are not split"
+        raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
+    if config.num_heads % num_ranks:
+        raise InvalidValueError("tensor_parallel_size", num_ranks, f"a divisor of {config.num_heads} attention heads")
+    for layer in dict.fromkeys(config.layers):
+        if layer.intermediate_size % num_ranks:
+            expected = f"a divisor of intermediate_size={layer.intermediate_size}"
+            raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
+        if layer.num_kv_heads % num_ranks and num_ranks % layer.num_kv_heads:
+            expected = f"a divisor or a multiple of {layer.num_kv_heads} KV heads"
+            raise InvalidValueError("tensor_parallel_size", num_ranks, expected)

@@ -12,10 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvist.engine.models.checkpoint_config import read_json_object
-from kvist.engine.models.config import ModelConfig
+from kvist.engine.models.config import ModelConfig, Shard, rank_config, rank_slices
 from kvist.engine.models.layers import PackedLinear, RMSNorm
 from kvist.engine.models.moe import Experts
-from kvist.engine.models.sharding import Shard, rank_config, rank_slices
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
 

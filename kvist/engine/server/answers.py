@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -26,7 +26,6 @@ from kvist.openai.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    FinishReason,
     TokenLogprob,
     Usage,
     encode_event,
@@ -44,28 +43,32 @@ class Heading:
     kv_transfer_endpoints: tuple[str, ...] = ()
 
 
-class Shape(Protocol):
+class Shape(ABC):
     """How one endpoint spells an answer."""
-
-    def opening(self, index: int) -> ChatCompletionChunk | Completion | None:
-        """Return the chunk that comes before a choice's first token, if there is one."""
-
-    def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk | Completion:
-        """Return the chunk that adds an output to a choice."""
-
-    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk | Completion:
-        """Return the last chunk of a stream that wants its usage."""
-
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion | Completion:
-        """Return the body for all choices, each as one output."""
-
-
-class ChatShape:
-    """Answers of /v1/chat/completions."""
 
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
         self._heading = heading
         self._tokenizer = tokenizer
+
+    def opening(self, index: int) -> ChatCompletionChunk | Completion | None:  # noqa: ARG002
+        """Return the chunk that comes before a choice's first token, if there is one."""
+        return None
+
+    @abstractmethod
+    def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk | Completion:
+        """Return the chunk that adds an output to a choice."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk | Completion:
+        """Return the last chunk of a stream that wants its usage."""
+
+    @abstractmethod
+    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion | Completion:
+        """Return the body for all choices, each as one output."""
+
+
+class ChatShape(Shape):
+    """Answers of /v1/chat/completions."""
 
     def opening(self, index: int) -> ChatCompletionChunk | None:
         """Say who speaks."""
@@ -83,7 +86,9 @@ class ChatShape:
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         """Return one message a choice."""
         choices = [
-            ChatChoice(index, ChatMessage(output.text), _reason(output), self._logprobs(output.logprobs))
+            ChatChoice(
+                index, ChatMessage(output.text), output.finish_reason or "abort", self._logprobs(output.logprobs)
+            )
             for index, output in enumerate(outputs)
         ]
         head = self._heading
@@ -115,17 +120,12 @@ class ChatShape:
         return TokenLogprob(text, logprob, list(text.encode()))
 
 
-class CompletionShape:
+class CompletionShape(Shape):
     """Answers of /v1/completions."""
 
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
-        self._heading = heading
-        self._tokenizer = tokenizer
+        super().__init__(heading, tokenizer)
         self._offsets: dict[int, int] = {}
-
-    def opening(self, index: int) -> None:  # noqa: ARG002
-        """Text begins with its first token."""
-        return
 
     def chunk(self, index: int, output: RequestOutput) -> Completion:
         """Return the text one choice gained."""
@@ -228,7 +228,3 @@ def _transfer_params(
         num_tokens=usage.prompt_tokens,
         first_token_ids=list(outputs[0].token_ids),
     )
-
-
-def _reason(output: RequestOutput) -> FinishReason:
-    return output.finish_reason or "abort"

@@ -13,10 +13,9 @@ import torch
 
 from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.weights import load_model
-from kvist.engine.request import Request
+from kvist.engine.request import Request, TextStream
 from kvist.engine.runner import Runner
 from kvist.engine.scheduler import ScheduledRequest
-from kvist.engine.text import TextStream
 from kvist.events import FULL
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, ScratchPolicy, plan_windows
 from kvist.kvcache.tensors import KvTensors

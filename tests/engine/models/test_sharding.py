@@ -14,7 +14,7 @@ import torch
 from kvist.engine.batch import GroupPages, HostBatch
 from kvist.engine.models import layers
 from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.sharding import Shard, rank_config, rank_slices
+from kvist.engine.models.config import Shard, rank_config, rank_slices
 from kvist.engine.models.weights import load_model
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError

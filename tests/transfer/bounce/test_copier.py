@@ -7,23 +7,13 @@ import pytest
 import torch
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.copier import TorchCopier, fragment_offsets, uses_vectors
+from kvist.transfer.copier import TorchCopier
 
 torch.set_num_threads(1)
 
 
 def i64(*numbers: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     return np.array(numbers, np.int64)
-
-
-def test_offsets_are_the_sums_of_the_sizes_before() -> None:
-    assert fragment_offsets(i64(64, 32, 64)).tolist() == [0, 64, 96]
-    assert int(i64(64, 32, 64).sum()) == 160
-
-
-def test_wide_words_need_every_size_to_be_a_multiple_of_16() -> None:
-    assert uses_vectors(i64(32, 48))
-    assert not uses_vectors(i64(32, 40))
 
 
 @pytest.mark.parametrize("sizes", [(64, 32, 64), (32, 48), (32, 40), (64,) * 9, (1, 3, 7, 512), (512, 512, 96, 96)])
