@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Sequence
 from itertools import accumulate, repeat
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,24 +32,24 @@ _MIN_CUT_BLOCKS = 16
 _pack_pair = struct.Struct("<QQ").pack
 
 
-def local_block_hashes(
-    token_ids: TokenIds,
-    block_size: int,
-    *,
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-    mm_hashes: Sequence[Sequence[int]] | None = None,
-    is_eagle: bool = False,
-) -> NDArray[np.uint64]:
+class Beside(TypedDict, total=False):
+    """What enters local hashes beside tokens. Empty names count as absent."""
+
+    lora_name: str | None
+    cache_salt: str | None
+    mm_hashes: Sequence[Sequence[int]] | None
+    """For each block, the hashes of the multimodal items in it; blocks past its end have none."""
+    is_eagle: bool
+    """Block i covers tokens [i*B, i*B + B + 1)."""
+
+
+def local_block_hashes(token_ids: TokenIds, block_size: int, **beside: Unpack[Beside]) -> NDArray[np.uint64]:
     """Return the local hash of each full block `[num_full_blocks]`; a partial last block has none.
 
     Local hash = XXH3-64 of the block's tokens as little-endian u32, then its `mm_hashes` sorted as little-endian u64.
-    `mm_hashes` has, per block, the hashes of the multimodal items in it; blocks past its end have none. With
-    `is_eagle` block i covers tokens [i*B, i*B + B + 1). Empty `lora_name` and `cache_salt` count as absent.
     Raises InvalidValueError for a token id outside u32 or an mm hash outside u64.
     """
-    local = _local_hashes(token_ids, block_size, lora_name, cache_salt, mm_hashes, is_eagle)
-    return np.array(local, dtype=np.uint64)
+    return np.array(_local_hashes(token_ids, block_size, **beside), dtype=np.uint64)
 
 
 def sequence_hashes(local_hashes: NDArray[np.uint64], parent: int | None = None) -> NDArray[np.uint64]:
@@ -60,43 +60,14 @@ def sequence_hashes(local_hashes: NDArray[np.uint64], parent: int | None = None)
     return np.array(_chained(local_hashes.tolist(), parent), dtype=np.uint64)
 
 
-def block_hashes(
-    token_ids: TokenIds,
-    block_size: int,
-    *,
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-    mm_hashes: Sequence[Sequence[int]] | None = None,
-    is_eagle: bool = False,
-) -> NDArray[np.uint64]:
-    """Return the canonical hash of each full block of a prompt; the arguments are those of `local_block_hashes`."""
-    return sequence_hashes(
-        local_block_hashes(
-            token_ids,
-            block_size,
-            lora_name=lora_name,
-            cache_salt=cache_salt,
-            mm_hashes=mm_hashes,
-            is_eagle=is_eagle,
-        )
-    )
+def block_hashes(token_ids: TokenIds, block_size: int, **beside: Unpack[Beside]) -> NDArray[np.uint64]:
+    """Return the canonical hash of each full block of a prompt; raises as `local_block_hashes` does."""
+    return np.array(chain_hashes(token_ids, block_size, None, **beside), dtype=np.uint64)
 
 
-def chain_hashes(
-    token_ids: TokenIds,
-    block_size: int,
-    parent: int | None,
-    *,
-    lora_name: str | None = None,
-    cache_salt: str | None = None,
-    mm_hashes: Sequence[Sequence[int]] | None = None,
-    is_eagle: bool = False,
-) -> list[int]:
-    """Return the canonical hash of each full block behind `parent`, as integers: short chains need no array.
-
-    The other arguments are those of `local_block_hashes`.
-    """
-    return _chained(_local_hashes(token_ids, block_size, lora_name, cache_salt, mm_hashes, is_eagle), parent)
+def chain_hashes(token_ids: TokenIds, block_size: int, parent: int | None, **beside: Unpack[Beside]) -> list[int]:
+    """Return the canonical hash of each full block behind `parent`, as integers: short chains need no array."""
+    return _chained(_local_hashes(token_ids, block_size, **beside), parent)
 
 
 def block_hash(packed_tokens: bytes, parent: int | None) -> int:
@@ -133,10 +104,10 @@ def pack_tokens(token_ids: TokenIds) -> bytes:
 def _local_hashes(
     token_ids: TokenIds,
     block_size: int,
-    lora_name: str | None,
-    cache_salt: str | None,
-    mm_hashes: Sequence[Sequence[int]] | None,
-    is_eagle: bool,
+    lora_name: str | None = None,
+    cache_salt: str | None = None,
+    mm_hashes: Sequence[Sequence[int]] | None = None,
+    is_eagle: bool = False,
 ) -> list[int]:
     if block_size <= 0:
         raise InvalidValueError("block_size", block_size, "a positive number of tokens")

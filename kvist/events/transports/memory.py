@@ -1,7 +1,7 @@
 """Streams within one process: for tests, and for a router and an engine that share it.
 
-A hub of named endpoints. Publications send from any thread; each subscriber has a queue in its own event loop. It keeps
-the same contract as a network: no listener means the message is gone, and a full queue loses the newest.
+Publications send from any thread; each subscriber has a queue in its own event loop. The contract is the same as a
+network's: no listener means the message is gone, and a full queue loses the newest.
 """
 
 from __future__ import annotations
@@ -24,44 +24,10 @@ Wire = Callable[[Message], Iterable[Message]]
 """What becomes of a message on its way: none for a loss, two for a duplicate, an earlier one for a delay."""
 
 
-class _Hub:
-    """Who is at which address. Nothing is called while the lock is held."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._publications: dict[str, MemoryPublication] = {}
-        self._subscriptions: dict[str, tuple[MemorySubscription, ...]] = {}
-
-    def publish(self, address: str, publication: MemoryPublication) -> None:
-        with self._lock:
-            if address in self._publications:
-                raise InvalidValueError("endpoint", address, "a name that no publication uses")
-            self._publications[address] = publication
-
-    def unpublish(self, address: str, publication: MemoryPublication) -> None:
-        with self._lock:
-            if self._publications.get(address) is publication:
-                del self._publications[address]
-
-    def subscribe(self, address: str, subscription: MemorySubscription) -> None:
-        with self._lock:
-            self._subscriptions[address] = (*self._subscriptions.get(address, ()), subscription)
-
-    def unsubscribe(self, address: str, subscription: MemorySubscription) -> None:
-        with self._lock:
-            others = tuple(other for other in self._subscriptions[address] if other is not subscription)
-            self._subscriptions[address] = others
-            if not others:
-                del self._subscriptions[address]
-
-    def publication(self, address: str) -> MemoryPublication | None:
-        return self._publications.get(address)
-
-    def subscriptions(self, address: str) -> tuple[MemorySubscription, ...]:
-        return self._subscriptions.get(address, ())
-
-
-_hub = _Hub()
+# Who is at which address: changed under the lock, and read without it, since values are replaced as a whole.
+_lock = threading.Lock()
+_publications: dict[str, MemoryPublication] = {}
+_subscriptions: dict[str, tuple[MemorySubscription, ...]] = {}
 
 
 class MemoryPublication:
@@ -71,9 +37,12 @@ class MemoryPublication:
         self._address = endpoint.address
         self._wire = wire
         self._source: ReplaySource | None = None
-        _hub.publish(self._address, self)
-        for subscription in _hub.subscriptions(self._address):
-            subscription.connected()
+        with _lock:
+            if self._address in _publications:
+                raise InvalidValueError("endpoint", self._address, "a name that no publication uses")
+            _publications[self._address] = self
+        for subscription in _subscriptions.get(self._address, ()):
+            subscription.num_connects += 1
 
     @property
     def endpoint(self) -> str:
@@ -86,10 +55,10 @@ class MemoryPublication:
 
     def send(self, message: Message) -> None:
         """Put the message on every subscriber's queue."""
-        if _hub.publication(self._address) is not self:
+        if _publications.get(self._address) is not self:
             raise BrokenPipeError(f"{self._address} is closed")
         delivered = (message,) if self._wire is None else tuple(self._wire(message))
-        for subscription in _hub.subscriptions(self._address):
+        for subscription in _subscriptions.get(self._address, ()):
             subscription.deliver(delivered)
 
     def replay(self, request: ReplayRequest) -> list[Message] | None:
@@ -98,7 +67,9 @@ class MemoryPublication:
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002 - nothing is left to drain: the queues have it
         """Leave the endpoint; what was sent is already in the subscribers' queues."""
-        _hub.unpublish(self._address, self)
+        with _lock:
+            if _publications.get(self._address) is self:
+                del _publications[self._address]
 
 
 class MemorySubscription:
@@ -118,25 +89,24 @@ class MemorySubscription:
     async def __aenter__(self) -> Self:
         """Join the endpoint, whether or not a publication is there."""
         self._loop = asyncio.get_running_loop()
-        _hub.subscribe(self._address, self)
-        if _hub.publication(self._address) is not None:
-            self.connected()
+        with _lock:
+            _subscriptions[self._address] = (*_subscriptions.get(self._address, ()), self)
+        self.num_connects += self._address in _publications
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Leave the endpoint."""
-        _hub.unsubscribe(self._address, self)
+        with _lock:
+            others = tuple(other for other in _subscriptions.pop(self._address) if other is not self)
+            if others:
+                _subscriptions[self._address] = others
 
     @property
     def is_caught_up(self) -> bool:
         """Whether a publication is there and the queue empty."""
-        return not self._queue and _hub.publication(self._address) is not None
-
-    def connected(self) -> None:
-        """Count a publication that came; called by it, from any thread."""
-        self.num_connects += 1
+        return not self._queue and self._address in _publications
 
     def deliver(self, messages: Iterable[Message]) -> None:
         """Queue messages and lose what does not fit; called by the publication, from any thread."""
@@ -156,5 +126,5 @@ class MemorySubscription:
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:  # noqa: ARG002
         """Return what the publication still keeps; None, at once, when there is none."""
-        publication = _hub.publication(self._address)
+        publication = _publications.get(self._address)
         return None if publication is None else await asyncio.to_thread(publication.replay, request)

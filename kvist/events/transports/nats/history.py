@@ -47,25 +47,20 @@ async def ensure_stream(client: Client, url: BrokerUrl) -> None:
     Raises InvalidValueError naming the setting and both values if it has others, or cannot be created.
     """
     name = url.options["jetstream"]
-    stated = {setting: _number(url, setting) for setting in ("max_age_s", "max_bytes") if setting in url.options}
-    wanted: dict[str, object] = {
-        "subjects": [f"{STREAM}.{escape(url.model)}.>"],
-        "retention": "limits",
-        "discard": "old",
-    }
-    manager = client.jsm()
+    limits = {setting: int(url.options[setting]) for setting in ("max_age_s", "max_bytes") if setting in url.options}
     try:
-        found = _settings((await manager.stream_info(name)).config)
+        found = (await client.jsm().stream_info(name)).config
     except nats.js.errors.NotFoundError:
-        limits = {"max_age_s": DEFAULT_MAX_AGE_S, "max_bytes": DEFAULT_MAX_BYTES, **stated}
-        created = await _created(client, url, limits)
-        found, stated = _settings(created), limits
+        limits = {"max_age_s": DEFAULT_MAX_AGE_S, "max_bytes": DEFAULT_MAX_BYTES, **limits}
+        found = await _created(client, url, limits)
     except nats.js.errors.ServiceUnavailableError as error:
         raise InvalidValueError("jetstream", name, f"a server with JetStream ({error.description})") from None
-    for setting, value in {**wanted, **stated}.items():
-        if found[setting] != value:
+    wanted = {"subjects": [_subjects(url)], "retention": "limits", "discard": "old", **limits}
+    for setting, value in wanted.items():
+        held = getattr(found, "max_age" if setting == "max_age_s" else setting)
+        if held != value:
             raise InvalidValueError(
-                f"jetstream={name}, {setting}", value, f"{found[setting]!r}, which the stream on the server has"
+                f"jetstream={name}, {setting}", value, f"{held!r}, which the stream on the server has"
             )
 
 
@@ -73,7 +68,7 @@ async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> St
     name = url.options["jetstream"]
     config = StreamConfig(
         name=name,
-        subjects=[f"{STREAM}.{escape(url.model)}.>"],
+        subjects=[_subjects(url)],
         retention=RetentionPolicy.LIMITS,
         discard=DiscardPolicy.OLD,
         storage=StorageType.FILE,
@@ -88,18 +83,8 @@ async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> St
     return created
 
 
-def _settings(config: StreamConfig) -> dict[str, object]:
-    return {
-        "subjects": config.subjects,
-        "retention": config.retention,
-        "discard": config.discard,
-        "max_age_s": config.max_age,
-        "max_bytes": config.max_bytes,
-    }
-
-
-def _number(url: BrokerUrl, option: str) -> int:
-    return int(url.options[option])
+def _subjects(url: BrokerUrl) -> str:
+    return f"{STREAM}.{escape(url.model)}.>"
 
 
 class StreamReader:
