@@ -21,8 +21,7 @@ from kvist.events.transports import Message, Publication, open_publication
 from kvist.publisher import KvEventPublisher
 from kvist.publisher.filter import WindowFilter
 from kvist.publisher.residency import Residency
-from kvist.publisher.snapshot import Streams
-from kvist.publisher.stream import RankState
+from kvist.publisher.stream import RankState, Streams
 
 BLOCK_SIZE, CHAIN_BLOCKS, STEP_BLOCKS = 16, 128, 8
 START_TIMEOUT_S = 120.0

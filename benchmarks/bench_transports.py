@@ -39,7 +39,7 @@ from kvist.events.transports import Message, ReplayRequest, open_publication
 from kvist.indexer import Indexer
 from kvist.indexer.source import Source
 from kvist.publisher import KvEventPublisher
-from kvist.publisher.queues import Outbox
+from kvist.publisher.buffers import Outbox
 from kvist.radix import RadixIndex
 
 BLOCK_SIZE, STEP_BLOCKS, BLOCKS_PER_S = 16, 8, 50_000

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -31,11 +31,17 @@ from kvist.events.engine_events import (
 )
 from kvist.events.transports import Message, Publication, open_publication
 from kvist.events.types import MAX_RANKS, Batch, Tier, WorkerRank
-from kvist.publisher.queues import Between, Inbox, Malformed, Outbox
-from kvist.publisher.replay_buffer import ReplayBuffer
-from kvist.publisher.snapshot import Answers, Streams
-from kvist.publisher.stream import RankState, RankStream, new_epoch, topic_of
-from kvist.publisher.values import PublisherLimits, PublisherStatistics
+from kvist.publisher.buffers import (
+    Between,
+    Inbox,
+    Malformed,
+    Outbox,
+    PublisherLimits,
+    PublisherStatistics,
+    ReplayBuffer,
+)
+from kvist.publisher.snapshot import Answers
+from kvist.publisher.stream import RankState, RankStream, Streams, new_epoch, topic_of
 
 __all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
 
@@ -89,7 +95,9 @@ class KvEventPublisher:
         self._lora_names = lora_names
         self._limits = PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
-        self._streams = {rank: self._new_stream(rank) for rank in range(num_ranks)}
+        self._streams: dict[int, RankStream] = {}
+        for rank in range(num_ranks):
+            self._stream(rank)
         self._outbox = Outbox(self._limits.outbox_capacity)
         self._replay_buffer = ReplayBuffer(self._limits.replay_max_batches, self._limits.replay_max_bytes)
         self._inbox = Inbox()
@@ -138,8 +146,9 @@ class KvEventPublisher:
         mm_hashes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Report a chain of blocks, parent first; a NumPy array of tokens is copied fastest."""
-        try:
-            event = EngineStored(
+        self._report_read(
+            rank,
+            lambda: EngineStored(
                 block_hashes=_kept(block_hashes),
                 token_ids=_kept(token_ids),
                 block_size=self._block_size,
@@ -152,11 +161,8 @@ class KvEventPublisher:
                 lora_name=lora_name,
                 cache_salt=cache_salt,
                 mm_hashes=None if mm_hashes is None else tuple(map(tuple, mm_hashes)),
-            )
-        except Exception as error:  # noqa: BLE001 - what an engine's own objects raise when they are read
-            self._report_malformed(rank, error)
-        else:
-            self.report(event)
+            ),
+        )
 
     def removed(
         self,
@@ -168,12 +174,7 @@ class KvEventPublisher:
         tier: Tier = Tier.GPU,
     ) -> None:
         """Report blocks whose slots were reused."""
-        try:
-            event = EngineRemoved(_kept(block_hashes), window, group, rank, tier)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._report_malformed(rank, error)
-        else:
-            self.report(event)
+        self._report_read(rank, lambda: EngineRemoved(_kept(block_hashes), window, group, rank, tier))
 
     def cleared(self, *, rank: int = 0) -> None:
         """Report that the rank's whole cache is gone."""
@@ -186,7 +187,7 @@ class KvEventPublisher:
                 self._lose(event.rank)
                 return
             self._lossy_ranks.discard(event.rank)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - as below
             self._report_malformed(None, error)
             return
         self._inbox.append(event)
@@ -261,9 +262,7 @@ class KvEventPublisher:
         """Return the publisher, which runs already."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -277,6 +276,15 @@ class KvEventPublisher:
         self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
         self._thread.start()
         _publishers.add(self)
+
+    def _report_read(self, rank: int, read: Callable[[], EngineEvent]) -> None:
+        """Report an event that is read from an engine's own objects."""
+        try:
+            event = read()
+        except Exception as error:  # noqa: BLE001 - what those objects raise when they are read
+            self._report_malformed(rank, error)
+        else:
+            self.report(event)
 
     def _report_malformed(self, rank: Any, error: Exception) -> None:
         """Report that an event could not even be read: the background thread counts it, and clears its rank."""
@@ -292,12 +300,11 @@ class KvEventPublisher:
         if _is_rank(rank) and rank not in self._lossy_ranks:
             self._lossy_ranks.add(rank)
             self._inbox.append(EngineCleared(rank))
-            if self._is_inherited and self._num_lost_events == 1:
-                _logger.error("engine event lost: %s rank=%d", self._failure, rank)
-            elif self._num_lost_events == 1:
-                _logger.warning("engine event lost: the rank is published as cleared rank=%d", rank)
+            if self._num_lost_events == 1:
+                reason = self._failure if self._is_inherited else "the rank is published as cleared"
+                _logger.error("engine event lost: %s rank=%d", reason, rank)
 
-    def forked(self) -> None:
+    def on_fork(self) -> None:
         """Take note that this is a copy in another process; called there, before anything else."""
         self._is_inherited = True
         self._num_lost_events = 0
@@ -343,7 +350,9 @@ class KvEventPublisher:
                 between = item
                 break
             self._admit(item)
-            if event_idx % num_events_a_slice == num_events_a_slice - 1 and not self._must_hurry():
+            # Losing events, now or at the end, must not be nearer than disturbing the engine.
+            must_hurry = self._closing.is_set() or len(self._inbox) > self._limits.inbox_capacity // 4
+            if event_idx % num_events_a_slice == num_events_a_slice - 1 and not must_hurry:
                 time.sleep(0)
         if self._inbox:
             self._wake.set()
@@ -369,10 +378,6 @@ class KvEventPublisher:
         else:
             self._stream(item.rank).admit(item)
 
-    def _must_hurry(self) -> bool:
-        """Return whether losing events, now or at the end, is nearer than disturbing the engine."""
-        return len(self._inbox) > self._limits.inbox_capacity // 4 or self._closing.is_set()
-
     def _send_heartbeats(self) -> None:
         if self._outbox:
             return  # a heartbeat would only report what is still on its way as missing
@@ -386,25 +391,19 @@ class KvEventPublisher:
 
     def _stream(self, rank: int) -> RankStream:
         rank = int(rank)  # which may be one of NumPy's, that cannot be sent
-        stream = self._streams.get(rank)
-        if stream is None:
-            stream = self._streams[rank] = self._new_stream(rank)
-        return stream
-
-    def _new_stream(self, rank: int) -> RankStream:
-        source = WorkerRank(self._worker, rank)
-        return RankStream(source, self._block_size, self._epoch, window=self._window, lora_names=self._lora_names)
+        if rank not in self._streams:
+            self._streams[rank] = RankStream(
+                WorkerRank(self._worker, rank),
+                self._block_size,
+                self._epoch,
+                window=self._window,
+                lora_names=self._lora_names,
+            )
+        return self._streams[rank]
 
 
 _publishers: weakref.WeakSet[KvEventPublisher] = weakref.WeakSet()
-
-
-def _mark_inherited() -> None:
-    for publisher in tuple(_publishers):
-        publisher.forked()
-
-
-os.register_at_fork(after_in_child=_mark_inherited)
+os.register_at_fork(after_in_child=lambda: [*map(KvEventPublisher.on_fork, _publishers)])
 
 
 def _message(batch: Batch) -> Message:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -20,11 +20,10 @@ from kvist.events import WorkerRank
 from kvist.events.codec import encode_snapshot_part
 from kvist.events.snapshot import HeldBlocks, cut
 from kvist.events.transports import Message, ReplayRequest
-from kvist.publisher.replay_buffer import ReplayBuffer
+from kvist.publisher.buffers import ReplayBuffer
 from kvist.publisher.residency import held_blocks
-from kvist.publisher.stream import RankStream, topic_of
+from kvist.publisher.stream import RankStream, Streams, topic_of
 
-Streams = Mapping[int, RankStream]
 BetweenEvents = Callable[[Callable[[Streams], None]], Future[None]]
 """Has something done by the publisher's thread between two events, when all batches are closed."""
 

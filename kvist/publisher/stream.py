@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
@@ -172,6 +173,10 @@ class RankStream:
             timestamp_s=timestamp_s,
             events=events,
         )
+
+
+Streams: TypeAlias = Mapping[int, RankStream]
+"""A publisher's streams, by rank."""
 
 
 def _check(event: EngineEvent) -> None:

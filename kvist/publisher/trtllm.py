@@ -6,7 +6,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping
-from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from kvist.events import EngineCleared
@@ -110,9 +109,7 @@ class TrtllmPoller(_Reporter):
         """Return the poller, which runs already."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
@@ -159,9 +156,7 @@ class AsyncTrtllmPoller(_Reporter):
         self._task = asyncio.create_task(self._run(), name="kvist-trtllm")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close."""
         await self.close()
 

@@ -7,7 +7,7 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events import EngineRemoved
 from kvist.events.transports import Message
-from kvist.publisher.queues import Between, Inbox, Outbox
+from kvist.publisher.buffers import Between, Inbox, Outbox
 
 
 def message(sequence: int) -> Message:

@@ -4,7 +4,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message, ReplayRequest
-from kvist.publisher.replay_buffer import Kept, ReplayBuffer
+from kvist.publisher.buffers import Kept, ReplayBuffer
 
 
 def filled(buffer: ReplayBuffer, num_messages: int, topic: bytes = b"t") -> list[Message]:

@@ -18,7 +18,7 @@ from kvist.events.snapshot import Snapshot, SnapshotAssembly
 from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher import KvEventPublisher, PublisherLimits
 from kvist.publisher import snapshot as snapshots
-from kvist.publisher.replay_buffer import ReplayBuffer
+from kvist.publisher.buffers import ReplayBuffer
 from kvist.publisher.snapshot import Answers
 from kvist.publisher.stream import RankStream
 

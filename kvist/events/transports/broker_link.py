@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, suppress
 from itertools import cycle
-from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from kvist.events.transports import base
@@ -69,9 +68,7 @@ class BrokerLink(ABC, Generic[ClientT]):
         self._running = asyncio.create_task(self._run(), name=f"kvist-link {self._url.public}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the connection."""
         await end(self._running)
 

@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError
@@ -94,9 +93,7 @@ class MemorySubscription:
         self.num_connects += self._address in _publications
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Leave the endpoint."""
         with _lock:
             others = tuple(other for other in _subscriptions.pop(self._address) if other is not self)

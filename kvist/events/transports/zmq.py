@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -153,9 +152,7 @@ class ZmqSubscription:
             raise
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close the sockets; unread messages are gone."""
         self._release()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvist.events.engine_events import EngineEvent
 from kvist.publisher.publisher import KvEventPublisher
-from kvist.publisher.snapshot import Streams
+from kvist.publisher.stream import Streams
 
 RETRY_S = 0.02
 

@@ -6,7 +6,6 @@ import asyncio
 import secrets
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import aiomqtt
@@ -57,11 +56,9 @@ class MqttSubscription:
         await self._link.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Disconnect; unread messages are gone."""
-        await self._link.__aexit__(kind, error, trace)
+        await self._link.__aexit__()
 
     async def receive(self) -> list[Message]:
         """Wait for at least one message, or the publisher's end; return at most `MAX_DRAIN`."""

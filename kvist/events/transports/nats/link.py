@@ -172,7 +172,7 @@ async def shared_link(url: BrokerUrl, user: object) -> AsyncIterator[NatsLink]:
         users.remove(user)
         if not users:
             del links[key]
-            await link.__aexit__(None, None, None)
+            await link.__aexit__()
 
 
 def login_options(url: BrokerUrl) -> dict[str, Any]:

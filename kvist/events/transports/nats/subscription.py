@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Self
 
 from nats.aio.client import Client
@@ -65,9 +64,7 @@ class NatsSubscription:
         self._stack.push_async_callback(end, following)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Unsubscribe; the last subscription of a loop disconnects."""
         await self._stack.aclose()
 

@@ -1,0 +1,224 @@
+"""What waits in a publisher, within which bounds and how much: reports, batches for the transport, and those kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+from kvist.errors import InvalidValueError
+from kvist.events.engine_events import EngineEvent
+from kvist.events.transports import Message, Publication, ReplayRequest
+from kvist.publisher.stream import Streams, StreamStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherLimits:
+    """The bounds of a publisher's memory and time, and what happens at each."""
+
+    inbox_capacity: int = 65_536
+    """Events the background thread may lag; at the bound events are lost, and the rank is cleared for it."""
+    outbox_capacity: int = 10_000
+    """Batches the transport may lag; at the bound the oldest is dropped, and stays in the replay buffer."""
+    replay_max_batches: int = 10_000
+    replay_max_bytes: int = 64 << 20
+    """What is kept for replay, per rank; at either bound the oldest batch is forgotten."""
+    coalesce_s: float = 0.005
+    """How long events are gathered into one batch."""
+    num_events_a_slice: int = 8
+    """Events hashed before the thread offers the interpreter lock, while it keeps up. An engine in the same process
+    then waits for one slice of about 0.2 ms, not for the interpreter's switch interval of 5 ms: with 256 blocks a step,
+    the p99 of a 3 ms step is 5.7 ms instead of 15.2 ms (benchmarks/results/publisher.md, two busy EPYC cores)."""
+    heartbeat_s: float = 1.0
+    close_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        counts = ("inbox_capacity", "outbox_capacity", "replay_max_batches", "replay_max_bytes", "num_events_a_slice")
+        for name in counts:
+            if getattr(self, name) <= 0:
+                raise InvalidValueError(name, getattr(self, name), "a positive number")
+        for name in ("heartbeat_s", "close_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidValueError(name, getattr(self, name), "a positive number of seconds")
+        if self.coalesce_s < 0:
+            raise InvalidValueError("coalesce_s", self.coalesce_s, "zero or a positive number of seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class PublisherStatistics:
+    """What a publisher did since its start. Per rank: what was filtered, left out and why, and what is held now."""
+
+    num_waiting_events: int = 0
+    num_lost_events: int = 0
+    num_malformed: int = 0
+    """Events of no rank; what else was malformed is counted with its rank."""
+    num_waiting_batches: int = 0
+    num_dropped_batches: int = 0
+    num_sent_messages: int = 0
+    num_sent_bytes: int = 0
+    num_heartbeats: int = 0
+    num_snapshots: int = 0
+    failure: str | None = None
+    ranks: Mapping[int, StreamStatistics] = field(default_factory=dict)
+
+
+class Between(NamedTuple):
+    """A place in the inbox where something else is to be done."""
+
+    do: Callable[[Streams], None]
+    is_done: Future[None]
+
+
+class Malformed(NamedTuple):
+    """An event that could not be read, or not even told whose it is: its rank may be anything."""
+
+    rank: Any
+    error: Exception
+
+
+Item: TypeAlias = EngineEvent | Between | Malformed
+
+
+class Inbox(deque[Item]):
+    """Items in order, put in by one thread and taken out by another; what bounds it, whoever fills it decides.
+
+    A deque, for an engine's thread spares the time for a method of ours.
+    """
+
+    def drop(self) -> int:
+        """Forget everything; return how many events that were."""
+        num_events = 0
+        while self:
+            item = self.popleft()
+            if isinstance(item, Between):
+                item.is_done.cancel()
+            else:
+                num_events += 1
+        return num_events
+
+
+class Outbox:
+    """Keeps the newest `capacity` messages in order; beyond them the oldest is dropped and counted.
+
+    A dropped batch is still in the replay buffer, so overload costs a subscriber a range, not a resynchronisation.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        if capacity <= 0:
+            raise InvalidValueError("outbox capacity", capacity, "a positive number of messages")
+        self._messages: deque[Message] = deque()
+        self._capacity = capacity
+        self.num_dropped = 0
+        self.num_sent = 0
+        self.num_sent_bytes = 0
+
+    def __len__(self) -> int:
+        """Return how many messages wait."""
+        return len(self._messages)
+
+    def put(self, message: Message) -> None:
+        """Add a message behind the others; never waits."""
+        if len(self._messages) == self._capacity:
+            self._messages.popleft()
+            self.num_dropped += 1
+        self._messages.append(message)
+
+    def flush(self, publication: Publication) -> None:
+        """Send what the transport takes, in order, and keep the rest; raises OSError when the transport is broken."""
+        while self._messages:
+            message = self._messages[0]
+            try:
+                publication.send(message)
+            except BlockingIOError:
+                return
+            self._messages.popleft()
+            self.num_sent += 1
+            self.num_sent_bytes += len(message.payload)
+
+
+class Kept(NamedTuple):
+    """What is kept of a topic: everything from `first_sequence` on, and how many bytes that is from a sequence on."""
+
+    first_sequence: int
+    size_bytes: int
+
+
+class ReplayBuffer:
+    """Keeps the newest messages of each topic, without a hole: at most `max_batches` of `max_bytes` together.
+
+    The bounds are per topic, so that a busy rank does not push out a quiet one's. Safe to use from several threads.
+    """
+
+    def __init__(self, max_batches: int, max_bytes: int) -> None:
+        if max_batches <= 0:
+            raise InvalidValueError("replay max_batches", max_batches, "a positive number of batches")
+        if max_bytes <= 0:
+            raise InvalidValueError("replay max_bytes", max_bytes, "a positive number of bytes")
+        self._max_batches = max_batches
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._topics: dict[bytes, _Topic] = {}
+        self._heartbeats: dict[bytes, Message] = {}
+
+    def append(self, message: Message) -> None:
+        """Keep a topic's next message; sequences of one topic follow each other."""
+        with self._lock:
+            topic = self._topics.setdefault(message.topic, _Topic())
+            topic.messages.append(message)
+            topic.size_bytes += len(message.payload)
+            topic.next_sequence = message.sequence + 1
+            while len(topic.messages) > self._max_batches or topic.size_bytes > self._max_bytes:
+                topic.size_bytes -= len(topic.messages.popleft().payload)
+
+    def note_heartbeat(self, message: Message) -> None:
+        """Keep a topic's last heartbeat."""
+        with self._lock:
+            self._heartbeats[message.topic] = message
+
+    def heartbeats(self, topic: bytes | None = None) -> list[Message]:
+        """Return the last heartbeat of each topic, or of one."""
+        with self._lock:
+            return [message for message in self._heartbeats.values() if topic in (None, message.topic)]
+
+    def kept(self, topic: bytes, start_sequence: int) -> Kept | None:
+        """Return what is kept of a topic, counted from a sequence on; None before its first message."""
+        with self._lock:
+            found = self._topics.get(topic)
+            if found is None:
+                return None
+            messages = found.since(start_sequence)
+            first_sequence = found.messages[0].sequence if found.messages else found.next_sequence
+            return Kept(first_sequence, sum(len(message.payload) for message in messages))
+
+    def replay(self, request: ReplayRequest) -> list[Message]:
+        """Return what is kept of the topic, or of all without one, from the sequence asked for on."""
+        with self._lock:
+            topics = filter(None, (self._topics.get(request.topic),)) if request.topic else self._topics.values()
+            return [message for topic in topics for message in topic.since(request.start_sequence)]
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the payload bytes kept, all topics together."""
+        with self._lock:
+            return sum(topic.size_bytes for topic in self._topics.values())
+
+
+class _Topic:
+    """One topic's messages, oldest first."""
+
+    def __init__(self) -> None:
+        self.messages: deque[Message] = deque()
+        self.size_bytes = 0
+        self.next_sequence = 0
+
+    def since(self, sequence: int) -> list[Message]:
+        if sequence >= self.next_sequence:  # also a number from a stranger that `islice` would not take
+            return []
+        if not self.messages:
+            return []
+        return list(islice(self.messages, max(0, sequence - self.messages[0].sequence), None))
