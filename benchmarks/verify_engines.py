@@ -101,6 +101,8 @@ SCENARIOS = {
     "SGLang, pages of 64": Scenario(SglangModel(64, 5_120), Mix(aligned=64)),
     "SGLang, EAGLE": Scenario(SglangModel(is_eagle=True)),
     "SGLang, LoRA and salts": Scenario(SglangModel(loras=("a", "b")), Mix(loras=(None, "a"), salts=(None, "x"))),
+    "SGLang, HiCache": Scenario(SglangModel(num_tokens=1_600, num_host_tokens=4_096)),
+    "SGLang, HiCache of few tokens": Scenario(SglangModel(num_tokens=1_600, num_host_tokens=2_048)),
     "SGLang restarts": Scenario(SglangModel(), restarts=0.2),
     "SGLang, messages lost, replayed": Scenario(SglangModel(), lost=0.05),
 }
@@ -305,6 +307,10 @@ def main() -> None:
     args = parser.parse_args()
     if not versions():
         sys.exit(MISSING)
+    if not _sglang_cache.HAS_TORCH:
+        print("HiCache is left out: it needs torch", file=sys.stderr)
+        for name in [name for name in SCENARIOS if "HiCache" in name]:
+            del SCENARIOS[name]
     names = [name for name in SCENARIOS if (args.only or "") in name and (args.only or not args.quick or name in QUICK)]
     results = run(names, NUM_ROUNDS // 3 if args.quick else NUM_ROUNDS, lambda line: print(line, file=sys.stderr))
     headers = ["scenario", "side", *VERDICTS, "hit tokens missed"]
