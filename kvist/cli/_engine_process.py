@@ -18,10 +18,7 @@ _NUM_WORDS_LOOKED_AT = 4
 """Where an engine is named: `vllm serve`, `python3 /usr/bin/vllm`, `python3 -m sglang.launch_server`."""
 
 # What says how many data-parallel ranks there are and which of them this process starts.
-_SIZE_FLAGS = {
-    "vllm": ("--data-parallel-size", "-dp"),
-    "sglang": ("--dp-size", "--dp", "--data-parallel-size"),
-}
+_SIZE_FLAGS = {"vllm": ("--data-parallel-size", "-dp"), "sglang": ("--dp-size", "--dp", "--data-parallel-size")}
 _ATTENTION_SIZE_FLAGS = ("--attn-dp-size", "--attention-data-parallel-size")
 _LOCAL_SIZE_FLAGS = ("--data-parallel-size-local", "-dpl")
 _START_RANK_FLAGS = ("--data-parallel-start-rank", "-dpr")

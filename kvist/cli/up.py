@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's flags."""
     parser.add_argument("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
     parser.add_argument(
-        "--disaggregated",
-        action="store_true",
-        help="the first worker computes prompts, the others go on",
+        "--disaggregated", action="store_true", help="the first worker computes prompts, the others go on"
     )
     parser.add_argument(
         "--kv-transfer-bounce-mib",

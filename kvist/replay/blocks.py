@@ -16,7 +16,7 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch, decode_snapshot_part, encode_batch, encode_snapshot_part
 from kvist.events.restarts import RestartDetector
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly, blocks_digest, cut
+from kvist.events.snapshot import HeldBlocks, Holding, Snapshot, SnapshotAssembly, blocks_digest, cut
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.types import SnapshotPart
 from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope
@@ -167,6 +167,10 @@ class _Kept:
         self._blocks = RankBlocks()
         self._blocks.restore(slices)
 
+    @property
+    def holding(self) -> Holding:
+        return Holding(self._blocks.num_blocks, self._blocks.digest)
+
     def append(self, message: Message) -> None:
         if message.sequence > self.next_sequence:
             self.before = None
@@ -185,8 +189,7 @@ class _Kept:
         starts_at = request.start_sequence if request.epoch in (None, self.epoch) else 0
         if request.epoch is None or self.before is None or starts_at >= self.before.sequence:
             return iter(()), [message for message in self.messages if message.sequence >= starts_at]
-        heartbeat = Heartbeat(self._blocks.num_blocks, self._blocks.digest)
-        state = replace(self.before, events=(heartbeat,))
+        state = replace(self.before, events=(Heartbeat(*self.holding),))
         # Parts are made one by one, without what is applied from now on.
         parts = cut(state, self._blocks.to_arrays())
         return (Message(topic, state.sequence, encode_snapshot_part(part)) for part in parts), list(self.messages)
@@ -276,10 +279,10 @@ class SentBuffer:
         with self._lock:
             return list(self._last.values())
 
-    def has_all_of(self, topic: bytes) -> bool:
-        """Return whether it is known what a rank holds, so that whoever asks for all of it gets that."""
+    def holding(self, topic: bytes) -> Holding | None:
+        """Return what a rank held before the oldest message that is kept of it, None where that is not known."""
         kept = self._kept.get(topic)
-        return kept is not None and kept.before is not None
+        return None if kept is None or kept.before is None else kept.holding
 
     def _restore(self, recorded: RecordedSnapshot) -> None:
         """Let a snapshot stand for all that was before it, also where that had holes."""

@@ -97,7 +97,7 @@ class _Stream:
         for message in self.sent.last_messages():
             last = read_envelope(message.payload)
             assert isinstance(last, CanonicalEnvelope)
-            if states.get(last.rank) is SourceState.PARTIAL and self.sent.has_all_of(message.topic):
+            if states.get(last.rank) is SourceState.PARTIAL and self.sent.holding(message.topic) is not None:
                 state = Batch(*last.source, last.epoch, last.next_sequence, last.block_size, 0.0, (_UNLIKE_ANY,))
                 message = Message(message.topic, state.sequence, encode_batch(state))
             repeated.append(message)

@@ -12,67 +12,59 @@ from typing import Any
 import msgspec
 
 from kvist.events.engine_events import UnsizedWindow, Window
-from kvist.replay.statistics import RankStatistics, RecordingStatistics, SourceStatistics, Span
+from kvist.replay.statistics import RecordingStatistics, SourceStatistics, Span
 
 _MAX_RANKS_SHOWN = 32
 _BARS = " ▁▂▃▄▅▆▇█"
 _ROWS = 6
 _WIDTH, _PANEL_HEIGHT, _LEFT, _RIGHT, _TOP, _GAP = 720, 150, 84, 700, 40, 56
-_COLOURS = ("#0b62a4", "#c8540a")
+_TEXT_STYLE = "font-family:sans-serif;font-size:12px;fill:#222"
 
 
 def statistics_text(statistics: RecordingStatistics) -> str:
     """Return everything as lines of text, with a plot at the end."""
-    return "\n".join([*_lines(statistics), "", terminal_plot(statistics.spans)])
+    parts = [_overview(statistics), *map(_source_text, statistics.sources), "", *_rank_lines(statistics)]
+    if statistics.windows:
+        parts += ["", "window groups                   stored events       blocks      removed"]
+    for (source, group, window), each in statistics.windows.items():
+        name = f"{source} group {'-' if group is None else group} window {_window(window)}"
+        counts = (each.num_stored_events, each.num_stored_blocks, each.num_removed_blocks)
+        parts.append(f"  {name:<28} {counts[0]:>14} {counts[1]:>12} {counts[2]:>12}")
+    return "\n".join([*parts, "", *_block_lines(statistics), "", terminal_plot(statistics.spans)])
 
 
 def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
     """Return everything as what JSON can say."""
-    ranks = [
+    told: dict[str, Any] = {name: getattr(statistics, name) for name in statistics.__slots__}
+    told["ranks"] = [
         {"worker": rank.worker, "rank": rank.rank, **msgspec.to_builtins(each)}
         for rank, each in statistics.ranks.items()
     ]
-    windows = [
+    told["windows"] = [
         {"source": source, "group": group, "window": _window(window), **msgspec.to_builtins(each)}
         for (source, group, window), each in statistics.windows.items()
     ]
-    plain = {name: getattr(statistics, name) for name in statistics.__slots__ if name not in ("ranks", "windows")}
-    builtins: dict[str, Any] = msgspec.to_builtins(plain, str_keys=True)
-    return {**builtins, "ranks": ranks, "windows": windows}
+    builtins: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
+    return builtins
 
 
-def _lines(statistics: RecordingStatistics) -> Iterator[str]:
+def _overview(statistics: RecordingStatistics) -> str:
     began = datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds")
     rate = short_number(statistics.num_events / max(statistics.duration_s, 1e-9))
-    yield f"{statistics.num_messages} messages with {statistics.num_events} events, {rate} events a second"
-    yield f"{statistics.duration_s:.1f} s from {began}, in {statistics.num_sessions} sessions"
-    yield ""
-    yield "sources"
-    for source in statistics.sources:
-        yield from _source_lines(source)
-    yield ""
-    yield from _rank_lines(statistics)
-    if statistics.windows:
-        yield ""
-        yield "window groups                   stored events       blocks      removed"
-        for (source_name, group, window), each in statistics.windows.items():
-            name = f"{source_name} group {'-' if group is None else group} window {_window(window)}"
-            counts = (each.num_stored_events, each.num_stored_blocks, each.num_removed_blocks)
-            yield f"  {name:<28} {counts[0]:>14} {counts[1]:>12} {counts[2]:>12}"
-    yield ""
-    yield from _block_lines(statistics)
+    return (
+        f"{statistics.num_messages} messages with {statistics.num_events} events, {rate} events a second\n"
+        f"{statistics.duration_s:.1f} s from {began}, in {statistics.num_sessions} sessions\n\nsources"
+    )
 
 
-def _source_lines(source: SourceStatistics) -> Iterator[str]:
+def _source_text(source: SourceStatistics) -> str:
     kind = "canonical" if source.is_canonical else "an engine's own"
     sizes = ", ".join(map(str, source.block_sizes)) or "unknown"
-    yield f"  {source.name} ({source.url or 'no URL'}): {kind}, block size {sizes}"
-    yield (
+    return (
+        f"  {source.name} ({source.url or 'no URL'}): {kind}, block size {sizes}\n"
         f"    {source.num_messages} messages, {source.num_bytes} bytes, "
         f"{source.num_gaps} gaps ({source.num_missing} messages missing), {source.num_duplicates} duplicates, "
-        f"{source.num_restarts} restarts, {source.num_snapshots} snapshots"
-    )
-    yield (
+        f"{source.num_restarts} restarts, {source.num_snapshots} snapshots\n"
         f"    {source.num_malformed} malformed messages, {source.num_malformed_events} malformed events, "
         f"{source.num_ignored_events} ignored events"
         + ("" if source.is_from_start else "; recorded from amid the stream: what was stored before is not known")
@@ -83,16 +75,14 @@ def _rank_lines(statistics: RecordingStatistics) -> Iterator[str]:
     names = ("before", "stored", "again", "in vain", "removed", "in vain", "cleared", "live", "peak", "heartbeats")
     yield f"{'ranks (blocks)':<24}" + "".join(f"{name:>11}" for name in names)
     for rank, each in list(statistics.ranks.items())[:_MAX_RANKS_SHOWN]:
-        yield f"  {f'{rank.worker}/{rank.rank}':<22}" + "".join(f"{cell:>11}" for cell in _cells(each))
+        num_heartbeats = each.num_heartbeats_agreeing + each.num_heartbeats_differing
+        heartbeats = f"{each.num_heartbeats_agreeing}/{num_heartbeats} ok" if num_heartbeats else "-"
+        stored = (each.num_restored, each.num_stored, each.num_stored_again, each.num_stored_in_vain)
+        removed = (each.num_removed, each.num_removed_in_vain, each.num_cleared)
+        cells = (*stored, *removed, each.num_live, each.num_live_peak, heartbeats)
+        yield f"  {f'{rank.worker}/{rank.rank}':<22}" + "".join(f"{cell:>11}" for cell in cells)
     if len(statistics.ranks) > _MAX_RANKS_SHOWN:
         yield f"  and {len(statistics.ranks) - _MAX_RANKS_SHOWN} more ranks"
-
-
-def _cells(rank: RankStatistics) -> list[object]:
-    num_heartbeats = rank.num_heartbeats_agreeing + rank.num_heartbeats_differing
-    heartbeats = f"{rank.num_heartbeats_agreeing}/{num_heartbeats} ok" if num_heartbeats else "-"
-    counts = (rank.num_restored, rank.num_stored, rank.num_stored_again, rank.num_stored_in_vain, rank.num_removed)
-    return [*counts, rank.num_removed_in_vain, rank.num_cleared, rank.num_live, rank.num_live_peak, heartbeats]
 
 
 def _block_lines(statistics: RecordingStatistics) -> Iterator[str]:
@@ -122,11 +112,10 @@ def terminal_plot(spans: Sequence[Span], width: int = 72) -> str:
     """Return two bar charts of `width` columns, one above the other, with the time below."""
     if not spans:
         return ""
-    duration_s = _duration_s(spans)
     live = _resampled(spans, width, lambda part: max(span.num_live for span in part))
     rate = _resampled(spans, width, lambda part: sum(span.events_per_s for span in part) / len(part))
+    end = f"{_duration_s(spans):.4g} s"
     lines = [*_chart("live blocks", live), *_chart("events a second", rate)]
-    end = f"{duration_s:.4g} s"
     return "\n".join([*lines, " " * 9 + "0" + end.rjust(len(live) - 1), ""])
 
 
@@ -137,8 +126,8 @@ def svg_plot(spans: Sequence[Span], title: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
         _text(_WIDTH / 2, 22, title, "middle", "font-weight:bold"),
-        *_panel(_TOP, "live blocks", [span.num_live for span in spans], spans, _COLOURS[0]),
-        *_panel(_TOP + _PANEL_HEIGHT + _GAP, "events a second", [s.events_per_s for s in spans], spans, _COLOURS[1]),
+        *_panel(_TOP, "live blocks", [span.num_live for span in spans], spans, "#0b62a4"),
+        *_panel(_TOP + _PANEL_HEIGHT + _GAP, "events a second", [s.events_per_s for s in spans], spans, "#c8540a"),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -167,35 +156,27 @@ def _resampled(spans: Sequence[Span], width: int, join: Callable[[Sequence[Span]
 def _chart(name: str, values: Sequence[float]) -> list[str]:
     highest = max(values) or 1.0
     eighths = [math.ceil(value / highest * _ROWS * 8) for value in values]
-    rows = []
-    for row in reversed(range(_ROWS)):
-        label = short_number(highest) if row == _ROWS - 1 else "0" if row == 0 else ""
-        rows.append(f"{label:>7} |" + "".join(_BARS[min(8, max(0, eighth - row * 8))] for eighth in eighths))
-    return [f"{'':9}{name}", *rows]
+    labels = [short_number(highest), *[""] * (_ROWS - 2), "0"]
+    rows = ["".join(_BARS[min(8, max(0, each - row * 8))] for each in eighths) for row in reversed(range(_ROWS))]
+    return [f"{'':9}{name}", *(f"{label:>7} |{row}" for label, row in zip(labels, rows, strict=True))]
 
 
-def _panel(top: float, name: str, values: Sequence[float], spans: Sequence[Span], colour: str) -> list[str]:
-    bottom = top + _PANEL_HEIGHT
-    highest = max(values, default=0.0) or 1.0
+def _panel(top: float, name: str, values: Sequence[float], spans: Sequence[Span], colour: str) -> Iterator[str]:
+    bottom, highest = top + _PANEL_HEIGHT, max(values, default=0.0) or 1.0
     duration_s = (_duration_s(spans) if spans else 0.0) or 1.0
     corners = " ".join(
         f"{_LEFT + (_RIGHT - _LEFT) * span.start_s / duration_s:.1f},{bottom - _PANEL_HEIGHT * value / highest:.1f}"
         for span, value in zip(spans, values, strict=True)
     )
-    return [
-        _text(_LEFT, top - 6, name, "start"),
-        *(_mark(bottom - _PANEL_HEIGHT * share, short_number(highest * share)) for share in (0.0, 0.5, 1.0)),
-        f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>',
-        _text(_LEFT, bottom + 18, "0", "middle"),
-        _text(_RIGHT, bottom + 18, f"{duration_s:.4g} s", "middle"),
-    ]
-
-
-def _mark(y: float, label: str) -> str:
-    rule = f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
-    return rule + _text(_LEFT - 8, y + 4, label, "end")
+    yield _text(_LEFT, top - 6, name, "start")
+    for share in (0.0, 0.5, 1.0):
+        y = bottom - _PANEL_HEIGHT * share
+        yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
+        yield _text(_LEFT - 8, y + 4, short_number(highest * share), "end")
+    yield f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
+    yield _text(_LEFT, bottom + 18, "0", "middle")
+    yield _text(_RIGHT, bottom + 18, f"{duration_s:.4g} s", "middle")
 
 
 def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
-    look = f"font-family:sans-serif;font-size:12px;fill:#222;{style}"
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="{look}">{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="{_TEXT_STYLE};{style}">{escape(text)}</text>'

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.events.codec import DECODE_ERRORS, decode_batch
+from kvist.events.codec import DECODE_ERRORS
 from kvist.events.transports import Message
 from kvist.publisher.stream import topic_of
-from kvist.replay.blocks import RankBlocks, SnapshotCollector
-from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
+from kvist.replay.blocks import SentBuffer
+from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, SnapshotEnvelope, read_envelope
 from kvist.replay.recording import Record, RecordedSource
 
 EVENT_KINDS = ("stored", "removed", "cleared", "heartbeat")
@@ -79,9 +79,8 @@ class Rewriter:
         self._is_looped = num_rounds > 1
         self._must_count = kinds is not None and "heartbeat" in kinds and not kinds >= set(EVENT_KINDS)
         self._engines: dict[RecordedSource, _EngineStream] = {}
-        self._held: dict[tuple[RecordedSource, WorkerRank], tuple[int, RankBlocks]] = {}
-        self._snapshots: defaultdict[RecordedSource, SnapshotCollector] = defaultdict(SnapshotCollector)
-        self._numberings: defaultdict[tuple[RecordedSource, int], SourceNumbering] = defaultdict(SourceNumbering)
+        # What was played of each source; a buffer that keeps next to nothing knows what all of it came to.
+        self._played: defaultdict[RecordedSource, SentBuffer] = defaultdict(lambda: SentBuffer(max_bytes=1))
 
     def rewritten(self, record: Record, round_idx: int = 0) -> list[Message]:
         """Return what is to be sent for a record: nearly always one message."""
@@ -91,16 +90,14 @@ class Rewriter:
         envelope = read_envelope(message.payload)
         if envelope is None:
             return [message]
-        # What comes again, or behind a snapshot that tells of it, changes nothing.
-        is_new = not self._must_count or self._numberings[record.source, round_idx].seen(envelope, message)
         if isinstance(envelope, CanonicalEnvelope):
-            return self._canonical(record.source, message, envelope, round_idx, is_new=is_new)
+            return self._canonical(record.source, message, envelope, round_idx)
         if isinstance(envelope, SnapshotEnvelope):
             return self._snapshot(record.source, message, envelope, round_idx)
         return self._engine(record.source, message, envelope, round_idx)
 
     def _canonical(
-        self, source: RecordedSource, message: Message, envelope: CanonicalEnvelope, round_idx: int, *, is_new: bool
+        self, source: RecordedSource, message: Message, envelope: CanonicalEnvelope, round_idx: int
     ) -> list[Message]:
         if envelope.is_heartbeat and not self._keeps("heartbeat"):
             return []
@@ -111,8 +108,9 @@ class Rewriter:
                 changed[_EVENTS] = kept
         message = Message(topic, message.sequence, _with_fields(message.payload, changed))
         if self._must_count:
-            key = source, envelope.source
-            message = self._counted(key, message, envelope, changed.get(_EPOCH, envelope.epoch), is_new=is_new)
+            self._played[source].append(message)
+            if envelope.is_heartbeat:
+                message = self._counted(source, message, envelope.events[0])
         return [message]
 
     def _snapshot(
@@ -124,11 +122,10 @@ class Rewriter:
             if not envelope.is_last:
                 return []
             changed |= _EMPTY_SNAPSHOT
-        elif self._must_count and (whole := self._snapshots[source].add(message, source.name)) is not None:
-            held = RankBlocks()
-            held.restore(whole.snapshot.slices)
-            self._held[source, whole.rank] = changed.get(_EPOCH, envelope.epoch), held
-        return [Message(topic, message.sequence, _with_fields(message.payload, changed))]
+        message = Message(topic, message.sequence, _with_fields(message.payload, changed))
+        if self._must_count:
+            self._played[source].append(message)
+        return [message]
 
     def _renamed(
         self, topic: bytes, envelope: CanonicalEnvelope | SnapshotEnvelope, round_idx: int
@@ -146,30 +143,13 @@ class Rewriter:
             topic = topic_of(WorkerRank(name, rank.rank)) if topic else topic
         return topic, changed
 
-    def _counted(
-        self,
-        key: tuple[RecordedSource, WorkerRank],
-        message: Message,
-        envelope: CanonicalEnvelope,
-        epoch: int,
-        *,
-        is_new: bool,
-    ) -> Message:
-        """Return the message; a heartbeat with what the rank holds by what was played of it."""
-        held_epoch, held = self._held.get(key, (epoch, RankBlocks()))
-        if epoch > held_epoch:
-            held_epoch, held = epoch, RankBlocks()
-        self._held[key] = held_epoch, held
-        try:
-            events = decode_batch(message.payload, key[0].name).batch.events
-        except MalformedMessageError:
+    def _counted(self, source: RecordedSource, message: Message, heartbeat: msgspec.Raw) -> Message:
+        """Return a heartbeat with what the rank holds by what was played of it, where that is known."""
+        holding = self._played[source].holding(message.topic)
+        if holding is None or len(_fields_decoder.decode(heartbeat)) <= _DIGEST:
             return message
-        if not envelope.is_heartbeat:
-            for event in events if is_new else ():
-                held.apply(event)
-            return message
-        heartbeat = _with_fields(envelope.events[0], {_NUM_BLOCKS: held.num_blocks, _DIGEST: held.digest})
-        return message._replace(payload=_with_fields(message.payload, {_EVENTS: [msgspec.Raw(heartbeat)]}))
+        counted = _with_fields(heartbeat, {_NUM_BLOCKS: holding.num_blocks, _DIGEST: holding.digest})
+        return message._replace(payload=_with_fields(message.payload, {_EVENTS: [msgspec.Raw(counted)]}))
 
     def _engine(
         self, source: RecordedSource, message: Message, envelope: EngineEnvelope, round_idx: int

@@ -102,7 +102,7 @@ class RecordingWriter:
     @property
     def num_written_bytes(self) -> int:
         """Return the size of all parts that were written."""
-        return self._num_bytes_of_parts_before + self._part.file.size_bytes
+        return self._num_bytes_of_parts_before + self._part.num_bytes
 
     def begin_session(self, session: int) -> None:
         """Let what follows be of another run of a recorder, in a part of its own."""
@@ -115,7 +115,7 @@ class RecordingWriter:
         if size_bytes > MAX_MESSAGE_BYTES:
             raise InvalidValueError("message", f"{size_bytes} bytes", f"at most {MAX_MESSAGE_BYTES} bytes")
         self.flush_if_due(time_ns)
-        is_large = self._rotate_bytes is not None and self._part.file.size_bytes >= self._rotate_bytes
+        is_large = self._rotate_bytes is not None and self._part.num_bytes >= self._rotate_bytes
         if self._part.num_chunks > 0 and (is_large or self._part.is_full):
             self._begin_next(self._part.about.session)
         self._part.add(source, message, time_ns)
@@ -130,48 +130,51 @@ class RecordingWriter:
 
     def flush(self) -> None:
         """Write everything added so far."""
-        self._part.flush()
+        self._part.write_chunk()
 
     def close(self) -> None:
         """Write everything, unless that failed before, and say that the recording ended here."""
         self._part.finish(is_end=True)
 
     def _begin(self, about: About) -> _Part:
-        return _Part(
-            part_path(self._first_path, about.part), about, min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
-        )
+        chunk_bytes = min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
+        return _Part(part_path(self._first_path, about.part), about, chunk_bytes)
 
     def _begin_next(self, session: int) -> None:
         """Begin the next part; this one is complete by then."""
         self._part.finish()
-        self._num_bytes_of_parts_before += self._part.file.size_bytes
+        self._num_bytes_of_parts_before += self._part.num_bytes
         self._part = self._begin(replace(self._part.about, part=self._part.about.part + 1, session=session))
         self.num_parts += 1
 
 
 class _Part:
-    """One file while it is written."""
+    """One file while it is written: locked until it is closed, and what `write` returned from is the kernel's.
+
+    For the library it is a stream as well, by `write`, `tell` and `flush`.
+    """
 
     def __init__(self, path: Path, about: About, chunk_bytes: int) -> None:
         self.about = about
-        self.file = _LockedFile(path)
-        self.num_chunks = 0
+        self.num_bytes = self.num_chunks = 0
         self.first_ns: int | None = None
         """When the first message came that is not written yet."""
+        self._path = path
+        self._is_broken = self._is_finished = False
         self._channels: dict[tuple[RecordedSource, bytes, int], int] = {}
         self._num_channel_bytes = 0
-        self._is_finished = False
-        self._mcap = Writer(
-            cast(Any, self.file),
-            chunk_size=chunk_bytes,
-            index_types=IndexType.CHUNK | IndexType.METADATA,
-            enable_data_crcs=True,
-        )
+        try:
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except OSError as error:
+            raise impossible(path, "created", error) from None
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        indexes = IndexType.CHUNK | IndexType.METADATA
+        self._mcap = Writer(cast(Any, self), chunk_size=chunk_bytes, index_types=indexes, enable_data_crcs=True)
         try:
             self._mcap.start(PROFILE)
             self._mcap.add_metadata(ABOUT, {"about": msgspec.json.encode(about).decode()})
         except OSError:
-            self.file.close()
+            os.close(self._fd)
             raise
 
     @property
@@ -187,20 +190,14 @@ class _Part:
         self.first_ns = time_ns if self.first_ns is None else self.first_ns
         told_s = getattr(read_envelope(payload), "timestamp_s", 0.0)
         published_ns = int(told_s * 1e9) if 0 < told_s < _MAX_NS * 1e-9 else time_ns
-        size_bytes = self.file.size_bytes
+        num_bytes = self.num_bytes
         self._mcap.add_message(channel, time_ns, payload, published_ns, sequence & _U32_MASK)
-        self._note_chunk(size_bytes)
+        self._note_chunk(num_bytes)
 
-    def flush(self) -> None:
-        size_bytes = self.file.size_bytes
+    def write_chunk(self) -> None:
+        num_bytes = self.num_bytes
         self._mcap.flush()
-        self._note_chunk(size_bytes)
-
-    def _note_chunk(self, size_bytes_before: int) -> None:
-        """Take note of whether the library wrote a chunk, as it does when one is large enough."""
-        if self.file.size_bytes > size_bytes_before:
-            self.num_chunks += 1
-            self.first_ns = None
+        self._note_chunk(num_bytes)
 
     def finish(self, *, is_end: bool = False) -> None:
         """Write what is left and close the file; what could not be written is not tried again."""
@@ -208,13 +205,39 @@ class _Part:
             return
         self._is_finished = True
         try:
-            if not self.file.is_broken:
-                self.flush()
+            if not self._is_broken:
+                self.write_chunk()
                 if is_end:
                     self._mcap.add_metadata(END, {})
                 self._mcap.finish()
+                os.fsync(self._fd)  # so that a whole file survives a power failure
         finally:
-            self.file.close()
+            os.close(self._fd)
+
+    def write(self, data: bytes) -> int:
+        left = memoryview(data)
+        self._is_broken = True
+        try:
+            while left:
+                left = left[os.write(self._fd, left) :]
+        except OSError as error:
+            found = f"got {str(self._path)!r}, expected room for what comes ({error.strerror})"
+            raise OSError(f"recording: {found}") from error
+        self._is_broken = False
+        self.num_bytes += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        """Do nothing: all is written."""
+
+    def _note_chunk(self, num_bytes_before: int) -> None:
+        """Take note of whether the library wrote a chunk, as it does when one is large enough."""
+        if self.num_bytes > num_bytes_before:
+            self.num_chunks += 1
+            self.first_ns = None
 
     def _add_channel(self, source: RecordedSource, topic: bytes, sequence_base: int) -> int:
         self._num_channel_bytes += len(topic)
@@ -223,47 +246,6 @@ class _Part:
         channel = self._mcap.register_channel(shown, "msgpack", 0, metadata)
         self._channels[source, topic, sequence_base] = channel
         return channel
-
-
-class _LockedFile:
-    """A file that is written through, and locked until it is closed: what `write` returned from is the kernel's."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size_bytes = 0
-        self.is_broken = False
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except OSError as error:
-            raise impossible(path, "created", error) from None
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-
-    def write(self, data: bytes) -> int:
-        left = memoryview(data)
-        self.is_broken = True
-        try:
-            while left:
-                left = left[os.write(self._fd, left) :]
-        except OSError as error:
-            found = f"got {str(self.path)!r}, expected room for what comes ({error.strerror})"
-            raise OSError(f"recording: {found}") from error
-        self.is_broken = False
-        self.size_bytes += len(data)
-        return len(data)
-
-    def tell(self) -> int:
-        return self.size_bytes
-
-    def flush(self) -> None:
-        """Do nothing: all is written."""
-
-    def close(self) -> None:
-        """Close, and let a whole file survive a power failure."""
-        try:
-            if not self.is_broken:
-                os.fsync(self._fd)
-        finally:
-            os.close(self._fd)
 
 
 def _locked(path: Path) -> int:

@@ -114,8 +114,4 @@ async def _told(
 def _of_call(decision: Decision) -> Attributes:
     target = decision.chosen.target
     place = urlsplit(target.worker)
-    return {
-        "server.address": place.hostname,
-        "server.port": place.port,
-        "kvist.rank": target.rank,
-    }
+    return {"server.address": place.hostname, "server.port": place.port, "kvist.rank": target.rank}
