@@ -6,8 +6,10 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeAlias
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
 
 SHOW_INTERVAL_S = 0.25
 """How often who has something to show should."""
@@ -21,6 +23,16 @@ def on_signal(do: Callable[[], object]) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, do)
+
+
+async def serve(service: AbstractAsyncContextManager[T], ready_line: Callable[[T], str]) -> int:
+    """Run a service, and say when it is ready, until SIGINT or SIGTERM; return 0."""
+    stopped = asyncio.Event()
+    on_signal(stopped.set)
+    async with service as entered:
+        print(ready_line(entered), flush=True)
+        await stopped.wait()
+    return 0
 
 
 async def finish(task: asyncio.Task[None]) -> None:

@@ -8,7 +8,7 @@ import re
 import time
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
-from kvist.cli._terminal import on_signal
+from kvist.cli._terminal import serve
 from kvist.indexer.service.config import IndexConfig
 
 HELP = "index a fleet's KV events and answer who holds a prefix"
@@ -26,7 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    return asyncio.run(_serve(make_config(args)))
+    config, started_s = make_config(args), time.monotonic()
+    from kvist.indexer.service.service import IndexService
+
+    def ready_line(service: IndexService) -> str:
+        start_s = time.monotonic() - started_s
+        return f"kvist index: listening on {service.url} streams={len(config.workers)} start_s={start_s:.2f}"
+
+    return asyncio.run(serve(IndexService(config, started_s), ready_line))
 
 
 def make_config(args: argparse.Namespace) -> IndexConfig:
@@ -36,17 +43,3 @@ def make_config(args: argparse.Namespace) -> IndexConfig:
         if name in given:
             given[name] = [part.strip() for part in re.split(_JOINT[name], given[name]) if part.strip()]
     return IndexConfig(**read_settings(args, IndexConfig, given))
-
-
-async def _serve(config: IndexConfig) -> int:
-    started_s = time.monotonic()
-    from kvist.indexer.service.service import IndexService
-
-    stopped = asyncio.Event()
-    on_signal(stopped.set)
-    async with IndexService(config, started_s) as service:
-        num_streams = len(config.workers)
-        start_s = time.monotonic() - started_s
-        print(f"kvist index: listening on {service.url} streams={num_streams} start_s={start_s:.2f}", flush=True)
-        await stopped.wait()
-    return 0

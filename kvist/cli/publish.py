@@ -78,14 +78,9 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--endpoint",
         action="append",
         metavar="URL",
-        help="the engine's event endpoint, instead of its configuration; again for each data-parallel rank",
+        help="the engine's event endpoint, instead of its configuration (?replay_port=N if that is not the next one, "
+        "?bind=1 for an engine that connects to it); again for each data-parallel rank",
     )
-    parser.add_argument(
-        "--replay-endpoint",
-        metavar="URL",
-        help="the engine's replay endpoint, with a single --endpoint (default: the port after the endpoint's)",
-    )
-    parser.add_argument("--bind", action="store_true", help="bind the endpoint, for an engine that connects to it")
 
 
 def _add_facts(parser: argparse.ArgumentParser) -> None:
@@ -156,14 +151,12 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
     from kvist.errors import InvalidValueError
     from kvist.publisher.engine_config import engine_endpoints
 
-    is_named = args.endpoint is not None or args.replay_endpoint is not None or args.bind
     if args.kv_events_config is not None:
-        if is_named:
-            expected = "neither --endpoint, --replay-endpoint nor --bind beside it"
-            raise InvalidValueError("--kv-events-config", args.kv_events_config, expected)
+        if args.endpoint is not None:
+            raise InvalidValueError("--kv-events-config", args.kv_events_config, "no --endpoint beside it")
         ranks = {"num_ranks": args.data_parallel_size, "first_rank": args.data_parallel_start_rank}
         endpoints = engine_endpoints(args.kv_events_config, engine=args.engine, **ranks)
-    elif is_named or (running := _running_engine(args.engine)) is None:
+    elif args.endpoint is not None or (running := _running_engine(args.engine)) is None:
         return _named_endpoints(args)
     else:
         ranks = {"num_ranks": running.num_ranks, "first_rank": running.first_rank}
@@ -203,12 +196,7 @@ def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
         expected = "it, or --engine; no vllm or sglang with this flag runs in this PID namespace"
         raise InvalidValueError("--kv-events-config", None, expected)
     urls = args.endpoint or ["tcp://127.0.0.1:5557"]
-    endpoints = [replace(Endpoint.parse(url), engine=args.engine, is_bound=args.bind) for url in urls]
-    if args.replay_endpoint is None:
-        return endpoints
-    if len(endpoints) > 1:
-        raise InvalidValueError("--replay-endpoint", args.replay_endpoint, "a single --endpoint beside it")
-    return [replace(endpoints[0], replay_address=Endpoint.parse(args.replay_endpoint).address)]
+    return [replace(Endpoint.parse(url), engine=args.engine) for url in urls]
 
 
 def _lora_names(texts: list[str]) -> dict[int, str]:

@@ -7,7 +7,7 @@ import asyncio
 import time
 
 from kvist.cli._settings import add_settings, given_flags, read_settings
-from kvist.cli._terminal import on_signal
+from kvist.cli._terminal import serve
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
 from kvist.router.config import RouterConfig
@@ -27,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    return asyncio.run(_serve(make_config(args)))
+    config, started_s = make_config(args), time.monotonic()
+    from kvist.router.doors.service import RouterService
+
+    def ready_line(service: RouterService) -> str:
+        num_workers = len(config.every_worker_url)
+        return f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}"
+
+    return asyncio.run(serve(RouterService(config, started_s), ready_line))
 
 
 def make_config(args: argparse.Namespace) -> RouterConfig:
@@ -36,19 +43,6 @@ def make_config(args: argparse.Namespace) -> RouterConfig:
     if _EVENT_SOURCES in given:
         given[_EVENT_SOURCES] = _event_sources(given[_EVENT_SOURCES])
     return RouterConfig(**read_settings(args, RouterConfig, given))
-
-
-async def _serve(config: RouterConfig) -> int:
-    started_s = time.monotonic()
-    from kvist.router.doors.service import RouterService
-
-    stopped = asyncio.Event()
-    on_signal(stopped.set)
-    async with RouterService(config, started_s) as service:
-        num_workers = len(config.every_worker_url)
-        print(f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}", flush=True)
-        await stopped.wait()
-    return 0
 
 
 def _event_sources(texts: list[str]) -> dict[str, list[str]]:
