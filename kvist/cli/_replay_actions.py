@@ -39,7 +39,7 @@ def publish(args: argparse.Namespace, script: Script) -> None:
         asyncio.run(_play(args, script, player))
     finally:
         close_publications(publications)
-    _tell_end(args, script)
+    _print_end(args, script)
     print(
         f"kvist replay: {player.num_sent} messages, {player.num_sent_bytes} bytes sent, "
         f"{player.num_asked} replay requests answered",
@@ -71,15 +71,15 @@ def index(args: argparse.Namespace, script: Script, names: Mapping[str, str]) ->
             print(f"{script.num_recorded} messages in {seconds:.2f} s, block size {block_size}")
 
 
-def tell(args: argparse.Namespace, script: Script) -> None:
+def print_statistics(args: argparse.Namespace, script: Script) -> None:
     """Print statistics, and write the plot to a file if that is wanted."""
     collector = StatisticsCollector()
 
-    def take(lines: list[Line]) -> None:
+    def count(lines: list[Line]) -> None:
         for line in lines:
             collector.add(line.record)
 
-    with _read_all(args, script, take):
+    with _read_all(args, script, count):
         statistics = collector.result()
         print(json.dumps(statistics_json(statistics)) if args.json else statistics_text(statistics))
         if args.plot is not None:
@@ -89,14 +89,14 @@ def tell(args: argparse.Namespace, script: Script) -> None:
 def write_recording(args: argparse.Namespace, script: Script) -> None:
     """Write what is selected to a recording of its own."""
 
-    def take(lines: list[Line]) -> None:
+    def write(lines: list[Line]) -> None:
         for _, record in lines:
             writer.begin_session(record.session)
             writer.add(record.source, record.message, record.time_ns)
 
     with open_reader(args) as reader:
         sources = reader.sources()
-    with RecordingWriter(args.to_file, sources) as writer, _read_all(args, script, take):
+    with RecordingWriter(args.to_file, sources) as writer, _read_all(args, script, write):
         print(f"kvist replay: {writer.num_messages} messages written to {args.to_file}", flush=True)
 
 
@@ -104,7 +104,7 @@ def write_jsonl(args: argparse.Namespace, script: Script) -> None:
     """Write what is selected as JSON lines, to a new file or to stdout."""
     num_written = num_left_out = 0
 
-    def take(lines: list[Line]) -> None:
+    def write(lines: list[Line]) -> None:
         nonlocal num_written, num_left_out
         texts = [to_line(line.record, args.jsonl_form) for line in lines]
         written = [text for text in texts if text is not None]
@@ -114,14 +114,14 @@ def write_jsonl(args: argparse.Namespace, script: Script) -> None:
 
     with (
         nullcontext(sys.stdout.buffer) if args.to_jsonl == "-" else open(args.to_jsonl, "xb") as file,
-        _read_all(args, script, take),
+        _read_all(args, script, write),
     ):
         left_out = f", {num_left_out} left out that are no batches" if num_left_out else ""
         print(f"kvist replay: {num_written} lines written to {args.to_jsonl}{left_out}", file=sys.stderr)
 
 
 @contextmanager
-def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Line]], object]) -> Iterator[None]:
+def _read_all(args: argparse.Namespace, script: Script, use: Callable[[list[Line]], object]) -> Iterator[None]:
     """Read the script to its end, with a line of progress; damage is raised once what came before it was used."""
     show_at_s = 0.0
     damage: RecordingError | None = None
@@ -131,7 +131,7 @@ def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Lin
                 if lines is None:
                     time.sleep(SHOW_INTERVAL_S)
                     continue
-                take(lines)
+                use(lines)
                 if (now_s := time.monotonic()) >= show_at_s:
                     show_at_s = now_s + SHOW_INTERVAL_S
                     show(f"{script.num_recorded} messages", *script.progress)
@@ -139,13 +139,13 @@ def _read_all(args: argparse.Namespace, script: Script, take: Callable[[list[Lin
             if script.num_recorded == 0:
                 raise
             damage = error
-    _tell_end(args, script)
+    _print_end(args, script)
     yield
     if damage is not None:
         raise damage
 
 
-def _tell_end(args: argparse.Namespace, script: Script) -> None:
+def _print_end(args: argparse.Namespace, script: Script) -> None:
     """Say what is torn off the recording's end, and that there is nothing in it."""
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)

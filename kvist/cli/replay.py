@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.into_index:
         actions.index(args, script, _names(args))
     elif args.stats:
-        actions.tell(args, script)
+        actions.print_statistics(args, script)
     elif args.to_file:
         actions.write_recording(args, script)
     else:

@@ -247,7 +247,7 @@ class SentBuffer:
             self._last[message.topic] = message
             if not envelope.is_heartbeat:
                 self._keep(message.topic, message, envelope.epoch, envelope)
-            elif envelope.tells_of_nothing:
+            elif envelope.is_of_no_block:
                 self._restore_nothing(message.topic, envelope)
         return True
 

@@ -46,7 +46,7 @@ class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=Tr
         return self.sequence if self.is_heartbeat else self.sequence + 1
 
     @property
-    def tells_of_nothing(self) -> bool:
+    def is_of_no_block(self) -> bool:
         """Return whether it is a heartbeat of a rank that holds no block."""
         return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"
 
@@ -118,37 +118,37 @@ class Numbering:
     """Whether nothing is missing before the next message, or a snapshot told what it did."""
     epoch: int | None = None
     next_sequence: int = 0
-    _told: range = range(0)  # numbers that were not seen before a snapshot told what came of them
-    _is_told_first: bool = False
+    _bridged: range = range(0)  # numbers that were not seen before a snapshot told what came of them
+    _begins_with_snapshot: bool = False
 
-    def seen(self, epoch: int, sequence: int) -> bool:
+    def note_message(self, epoch: int, sequence: int) -> bool:
         """Take the next message; return whether it is new."""
         self.num_messages += 1
         if not self._enter(epoch, sequence) or sequence < self.next_sequence:
-            if epoch != self.epoch or sequence not in self._told:
+            if epoch != self.epoch or sequence not in self._bridged:
                 self.num_duplicates += 1
-            elif not self._is_told_first:
+            elif not self._begins_with_snapshot:
                 self.num_missing -= 1  # it came after all, behind the snapshot that was asked for
             return False
         self._miss(sequence)
         self.next_sequence = sequence + 1
         return True
 
-    def announced(self, epoch: int, next_sequence: int) -> None:
+    def note_heartbeat(self, epoch: int, next_sequence: int) -> None:
         """Take a heartbeat, which says what number comes next."""
         if self._enter(epoch, next_sequence):
             self._miss(next_sequence)
             self.next_sequence = max(self.next_sequence, next_sequence)
 
-    def told(self, epoch: int, sequence: int) -> None:
+    def note_snapshot(self, epoch: int, sequence: int) -> None:
         """Take a snapshot of what was held before a number: that one is next, even if later ones were seen."""
         self.num_snapshots += 1
-        self._is_told_first = self.epoch is None
+        self._begins_with_snapshot = self.epoch is None
         if self._enter(epoch, sequence):
-            self._told = range(0 if self._is_told_first else self.next_sequence, sequence)
+            self._bridged = range(0 if self._begins_with_snapshot else self.next_sequence, sequence)
             self._miss(sequence)
             self.next_sequence, self.is_complete = sequence, True
-            self.is_from_start |= self._is_told_first
+            self.is_from_start |= self._begins_with_snapshot
 
     def is_behind(self, epoch: int, sequence: int) -> bool:
         """Return whether a heartbeat tells of less than was seen: it was sent before, and came later."""
@@ -160,7 +160,7 @@ class Numbering:
             self.epoch, self.next_sequence = epoch, sequence
             self.is_from_start = self.is_complete = sequence == 0
         elif epoch > self.epoch:
-            self.epoch, self.next_sequence, self._told, self.is_complete = epoch, 0, range(0), True
+            self.epoch, self.next_sequence, self._bridged, self.is_complete = epoch, 0, range(0), True
             self.num_restarts += 1
         return epoch == self.epoch
 
@@ -181,7 +181,7 @@ class SourceNumbering:
         self.engine: Numbering | None = None
         self.restarts: RestartDetector | None = None
 
-    def seen(self, envelope: Envelope | None, message: Message) -> bool:
+    def note_message(self, envelope: Envelope | None, message: Message) -> bool:
         """Take the next message; return whether it is a new batch, and no heartbeat."""
         if envelope is None:
             self.num_malformed += 1
@@ -189,17 +189,18 @@ class SourceNumbering:
         if isinstance(envelope, EngineEnvelope):
             if self.engine is None or self.restarts is None:
                 self.restarts, self.engine = RestartDetector(), Numbering()
-            return self.engine.seen(self.restarts.observe(message.sequence, message.payload), message.sequence)
+            epoch = self.restarts.observe(message.sequence, message.payload)
+            return self.engine.note_message(epoch, message.sequence)
         numbering = self.ranks.setdefault(envelope.source, Numbering())
         if isinstance(envelope, SnapshotEnvelope):
             if envelope.is_last:
-                numbering.told(envelope.epoch, envelope.sequence)
+                numbering.note_snapshot(envelope.epoch, envelope.sequence)
             return False
         if envelope.is_heartbeat:
             self.num_heartbeats += 1
-            numbering.announced(envelope.epoch, envelope.sequence)
+            numbering.note_heartbeat(envelope.epoch, envelope.sequence)
             return False
-        return numbering.seen(envelope.epoch, envelope.sequence)
+        return numbering.note_message(envelope.epoch, envelope.sequence)
 
     @property
     def numberings(self) -> list[Numbering]:

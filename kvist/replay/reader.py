@@ -148,6 +148,8 @@ class _Part:
                 raise self._damage("a record that goes on behind the end of the file", "all of it: the file was closed")
             return False
         data = start + self.read_at(self.offset + len(start), length)
+        if len(data) < len(start) + length:  # it was cut meanwhile
+            return False
         self._apply(kind, data)
         self._crc = zlib.crc32(data, self._crc)
         self.offset = end

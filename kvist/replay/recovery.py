@@ -217,7 +217,7 @@ class SourceRecovery:
     def skip(self, message: Message) -> None:
         """Take what an earlier part of the recording has: it is not written again, and asked for no more."""
         envelope = read_envelope(message.payload)
-        self._recorded.seen(envelope, message)
+        self._recorded.note_message(envelope, message)
         if envelope is not None:
             self._recorded_topics[_rank_of(envelope)] = message.topic
 
@@ -244,7 +244,7 @@ class SourceRecovery:
         now_s = mono_ns * 1e-9
         for message in messages:
             envelope, timed = read_envelope(message.payload), Timed(message, mono_ns)
-            self.numbering.seen(envelope, message)
+            self.numbering.note_message(envelope, message)
             rank = self._rank(envelope, message)
             if rank is None or envelope is None or isinstance(envelope, SnapshotEnvelope):
                 ready.append(timed)

@@ -142,7 +142,7 @@ class Script:
         self._round_idx = 0
         self._reader: RecordReader | None = None
         self._first_ns: int | None = None
-        self._earlier = _Earlier()
+        self._skipped = _Skipped()
         self.num_recorded = 0
         """Messages read, in all rounds, of which some may not have been meant."""
         self.torn: Sequence[Torn] = ()
@@ -163,57 +163,53 @@ class Script:
         """
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
-                self._round_idx, self._reader, self._earlier = round_idx, reader, _Earlier()
-                yield from self._round(reader)
-
-    def _round(self, reader: RecordReader) -> Iterator[list[Line] | None]:
-        is_over = False
-        while not is_over:
-            records = reader.read()
-            if records is not None:
-                self.num_recorded += len(records)
-                lines, is_over = self._chosen(records)
-                yield lines
-            elif self._follows and not reader.is_ended:
-                yield None
-            else:
-                self.torn = reader.torn
-                return
+                self._round_idx, self._reader, self._skipped = round_idx, reader, _Skipped()
+                is_over = False
+                while not is_over:
+                    records = reader.read()
+                    if records is not None:
+                        self.num_recorded += len(records)
+                        lines, is_over = self._chosen(records)
+                        yield lines
+                    elif self._follows and not reader.is_ended:
+                        yield None
+                    else:
+                        self.torn, is_over = reader.torn, True
 
     def _chosen(self, records: list[Record]) -> tuple[list[Line], bool]:
         """Return the lines of some records, and whether the selection ends with them."""
         first_ns = self._first_ns = records[0].time_ns if self._first_ns is None else self._first_ns
-        lines: list[Line] = []
+        selection, lines = self._selection, list[Line]()
         for record in records:
-            if self._selection.is_too_late(record, first_ns, _MAX_WAIT_NS):
+            if selection.is_too_late(record, first_ns, _MAX_WAIT_NS):
                 return lines, True
-            if self._selection.is_too_late(record, first_ns) or not self._selection.has_worker(record):
+            if selection.is_too_late(record, first_ns) or not selection.has_worker(record):
                 continue
-            if self._selection.is_too_early(record, first_ns):
-                self._earlier.pass_over(record)
+            if selection.is_too_early(record, first_ns):
+                self._skipped.skip(record)
                 continue
-            for meant in (*self._earlier.told_before(record), record):
+            for meant in (*self._skipped.snapshots_before(record), record):
                 for message in self._rewriter.rewritten(meant, self._round_idx):
                     lines.append(Line(self._round_idx, meant._replace(message=message)))
         return lines, False
 
 
-class _Earlier:
+class _Skipped:
     """Turns the messages that are passed over into snapshots, for ranks of which they tell all; others stay unknown."""
 
     def __init__(self) -> None:
         # What keeps next to nothing knows what was held before it.
-        self._passed_over: defaultdict[RecordedSource, SentBuffer] = defaultdict(lambda: SentBuffer(max_bytes=1))
+        self._buffers: defaultdict[RecordedSource, SentBuffer] = defaultdict(lambda: SentBuffer(max_bytes=1))
         self._begun: set[tuple[RecordedSource, bytes]] = set()
 
-    def pass_over(self, record: Record) -> None:
+    def skip(self, record: Record) -> None:
         """Take a record that comes before what is meant."""
-        self._passed_over[record.source].append(record.message)
+        self._buffers[record.source].append(record.message)
 
-    def told_before(self, record: Record) -> list[Record]:
+    def snapshots_before(self, record: Record) -> list[Record]:
         """Return what is to be told before a record that is meant: a snapshot, once for each rank."""
-        key, passed_over = (record.source, record.message.topic), self._passed_over.get(record.source)
-        if passed_over is None or key in self._begun:
+        key, buffer = (record.source, record.message.topic), self._buffers.get(record.source)
+        if buffer is None or key in self._begun:
             return []
         envelope = read_envelope(record.message.payload)
         if envelope is None or isinstance(envelope, EngineEnvelope):
@@ -222,4 +218,4 @@ class _Earlier:
         if not isinstance(envelope, CanonicalEnvelope):
             return []
         request = ReplayRequest(record.message.topic, 0, envelope.epoch)
-        return [record._replace(message=message) for message in passed_over.replay(request)]
+        return [record._replace(message=message) for message in buffer.replay(request)]

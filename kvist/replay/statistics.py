@@ -200,7 +200,7 @@ class StatisticsCollector:
         source.statistics.num_messages += 1
         source.statistics.num_bytes += len(record.message.payload)
         envelope = read_envelope(record.message.payload)
-        is_new = source.numbering.seen(envelope, record.message)
+        is_new = source.numbering.note_message(envelope, record.message)
         try:
             if isinstance(envelope, CanonicalEnvelope):
                 self._add_canonical(source, record, envelope, is_new)

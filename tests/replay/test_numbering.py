@@ -9,7 +9,7 @@ from kvist.replay.envelope import Numbering, SourceNumbering, read_envelope
 
 def judged(*messages):
     numbering = SourceNumbering()
-    return numbering, [numbering.seen(read_envelope(message.payload), message) for message in messages]
+    return numbering, [numbering.note_message(read_envelope(message.payload), message) for message in messages]
 
 
 @pytest.mark.parametrize("form", ["batch", "engine_batch"])
@@ -68,22 +68,22 @@ def test_what_is_no_batch_is_counted_and_has_no_number(make):
 
 def test_a_snapshot_tells_what_came_before_it_and_a_latecomer_is_not_missing():
     numbering = Numbering()
-    numbering.told(7, 40)
+    numbering.note_snapshot(7, 40)
     assert (numbering.is_from_start, numbering.num_gaps) == (True, 0)
-    assert [numbering.seen(7, sequence) for sequence in (38, 39, 40, 41)] == [False, False, True, True]
+    assert [numbering.note_message(7, sequence) for sequence in (38, 39, 40, 41)] == [False, False, True, True]
     assert (numbering.num_duplicates, numbering.num_missing) == (0, 0)
-    numbering.told(7, 50)  # 42 to 49 were lost, but the last two were on their way
-    assert [numbering.seen(7, sequence) for sequence in (48, 49, 50)] == [False, False, True]
+    numbering.note_snapshot(7, 50)  # 42 to 49 were lost, but the last two were on their way
+    assert [numbering.note_message(7, sequence) for sequence in (48, 49, 50)] == [False, False, True]
     assert (numbering.num_gaps, numbering.num_missing, numbering.num_duplicates) == (1, 6, 0)
-    assert numbering.seen(7, 41) is False
+    assert numbering.note_message(7, 41) is False
     assert (numbering.num_duplicates, numbering.num_snapshots) == (1, 2)
 
 
 def test_a_snapshot_from_before_the_last_message_is_followed_by_what_was_seen():
     numbering = Numbering()
-    assert numbering.seen(7, 60)
-    numbering.told(7, 50)
-    assert [numbering.seen(7, sequence) for sequence in (50, 51)] == [True, True]
+    assert numbering.note_message(7, 60)
+    numbering.note_snapshot(7, 50)
+    assert [numbering.note_message(7, sequence) for sequence in (50, 51)] == [True, True]
     assert numbering.is_behind(7, 51)
     assert not numbering.is_behind(7, 52)
     assert (numbering.num_gaps, numbering.num_duplicates, numbering.is_from_start) == (0, 0, False)

@@ -175,7 +175,7 @@ def assert_known_or_partial(publisher, records):
     numbering = SourceNumbering()
     ends = []
     for record in records:
-        numbering.seen(read_envelope(record.message.payload), record.message)
+        numbering.note_message(read_envelope(record.message.payload), record.message)
         if (judged := numbering.ranks.get(RANK)) is not None and judged.epoch is not None:
             ends.append((judged.epoch, judged.next_sequence))
     if rank is not None and rank.state is SourceState.LIVE:
