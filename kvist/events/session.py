@@ -33,7 +33,7 @@ from enum import StrEnum
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvist.events.patience import NO_REPLAY, Patience, Presence, SessionLimits
-from kvist.events.snapshot import Holding
+from kvist.events.types import Holding
 
 __all__ = [
     "NO_REPLAY",

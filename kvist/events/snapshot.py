@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import MalformedMessageError
-from kvist.events.types import Batch, Heartbeat, SnapshotPart, Tier
+from kvist.events.types import Batch, Heartbeat, Holding, SnapshotPart, Tier
 
 MAX_PART_BLOCKS = 8192
 """Blocks in one part: 64 KiB of hashes, a message of 104 KiB."""
@@ -49,13 +49,6 @@ def blocks_digest(block_hashes: Sequence[int] | NDArray[np.uint64], tier: int) -
     x = (x ^ (x >> np.uint64(30))) * np.uint64(_MIX_1)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(_MIX_2)
     return int((x ^ (x >> np.uint64(31))).sum(dtype=np.uint64))
-
-
-class Holding(NamedTuple):
-    """What one side holds: the number of (block, tier) pairs, and their digest."""
-
-    num_blocks: int
-    digest: int
 
 
 class HeldBlocks(NamedTuple):

@@ -72,6 +72,13 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, g
 Event: TypeAlias = Stored | Removed | Cleared | Heartbeat
 
 
+class Holding(NamedTuple):
+    """What one side holds: the number of (block, tier) pairs, and their digest."""
+
+    num_blocks: int
+    digest: int
+
+
 class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False):
     """One message of one rank. Order and gaps are judged by `(epoch, sequence)`, never by the transport.
 

@@ -11,9 +11,9 @@ import numpy as np
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import decode_snapshot_part, is_snapshot_part
-from kvist.events.snapshot import HeldBlocks, Holding, Snapshot, SnapshotAssembly
+from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly
 from kvist.events.transports import Message
-from kvist.events.types import SnapshotPart, Tier
+from kvist.events.types import Holding, SnapshotPart, Tier
 
 if TYPE_CHECKING:
     from kvist.radix import RadixIndex
