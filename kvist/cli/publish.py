@@ -103,6 +103,11 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
         metavar="ID=NAME",
         help="an adapter's name, for an engine that sends only its number; again for each adapter",
     )
+    parser.add_argument(
+        "--full-reports",
+        action="store_true",
+        help="others have vLLM report its cached blocks anew, as copies seem to be: those are not counted",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
         window=_window(args.window),
         lora_names=_lora_names(args.lora_name),
         state_dir=args.state_dir,
+        has_full_reports=args.full_reports,
     ) as sidecar:
         asyncio.run(_run_until_signalled(sidecar, args))
     statistics = sidecar.statistics()

@@ -39,10 +39,12 @@ class EngineFollower:
         counters: SourceCounters,
         limits: SessionLimits | None = None,
         bound: RankBound | None = None,
+        counts_copies: bool = True,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks.
 
-        Batches that name no rank are of `bound.own_rank`.
+        Batches that name no rank are of `bound.own_rank`. With `counts_copies`, what vLLM stores again is one more
+        copy, as long as nothing was lost: it reports each. Not so where others have it report what it holds anew.
         """
         from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who only imports this
 
@@ -57,6 +59,7 @@ class EngineFollower:
         self._now_s = 0.0
         self._has_our_block_size = False
         self._is_part = False
+        self._counts_copies = counts_copies and engine == "vllm"
         self._feed = EngineFeed(engine, worker, self, limits)
         self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
         self._ranks = self._lane.ranks
@@ -97,7 +100,10 @@ class EngineFollower:
             tuple(restarts.remembered()),
             tuple(
                 EngineRankProgress.of(
-                    number, rank.filter.state, is_whole=number in self._whole and rank.residency.is_told_by_names
+                    number,
+                    rank.filter.state,
+                    is_whole=number in self._whole and rank.residency.is_told_by_names,
+                    copies=rank.residency.told_copies(),
                 )
                 for number, rank in self._ranks.items()
             ),
@@ -109,7 +115,9 @@ class EngineFollower:
         if progress.is_in_doubt:
             self._feed.on_reconnect(now_s)
         for each in progress.ranks:
-            self._rank(each.rank).filter.resume(each.filter_state)
+            rank = self._rank(each.rank)
+            rank.filter.resume(each.filter_state)
+            rank.residency.resume_copies(each.copies)
             if each.is_whole:
                 self._whole.add(each.rank)
         self._note_state()
@@ -192,12 +200,14 @@ class EngineFollower:
             self._counters.applied(len(batch.events), batch.timestamp_s, self._now_s, time.time())
         if any(isinstance(event, EngineCleared) for event in batch.events):
             self._whole.add(number)
+            self._note_counting()
 
     def clear(self) -> None:
         """Forget what every rank of this stream holds (called by the feed)."""
         self._whole.clear()
         for rank in self._ranks.values():
             rank.clear()
+        self._note_counting()
 
     def _take_judged(self, steps: Sequence[Step[bytes]], now_s: float) -> Iterator[None]:
         """Apply messages that were judged already, ordinary ones in bulk; yields between."""
@@ -245,8 +255,15 @@ class EngineFollower:
     def _sources(self) -> set[WorkerRank]:
         return {WorkerRank(self._worker, rank) for rank in self._ranks}
 
+    def _note_counting(self) -> None:
+        """Have copies counted of ranks that lack nothing: of others, the engine may have been asked to report anew."""
+        is_complete = self._feed.session.is_complete
+        for number, rank in self._ranks.items():
+            rank.residency.counts_copies = self._counts_copies and (is_complete or number in self._whole)
+
     def _note_state(self) -> None:
         """Tell the router whether the ranks' overlap counts; called once the steps so far are taken."""
+        self._note_counting()
         self._counters.num_malformed = self._feed.num_malformed
         if self._feed.session.state is SourceState.RESYNCING:
             self._resyncing |= self._sources()
@@ -258,6 +275,7 @@ class EngineFollower:
         if rank is None:
             source = WorkerRank(self._worker, number)
             rank = self._lane.add_rank(source, partial(self._apply, source))
+            self._note_counting()
         return rank
 
     def _apply(self, source: WorkerRank, events: Iterable[Event]) -> None:

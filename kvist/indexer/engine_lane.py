@@ -28,7 +28,7 @@ _SCRATCH_BYTES = 1 << 15
 """Messages up to this size have room from the beginning; its memory is used as far as messages need it."""
 _MAX_SCRATCH_BYTES = 1 << 20
 """What a larger message needed is given back after the block it was in."""
-_NO_MAP = np.zeros(1, HEAD), np.zeros(0, SEGMENT)
+_NO_MAP = (np.zeros(1, HEAD), np.zeros(0, SEGMENT)) * 2
 
 
 class Taken(NamedTuple):
@@ -88,18 +88,16 @@ class EngineRank:
         """Return what tells the rank's groups apart."""
         return self._filter
 
-    def settle(self) -> tuple[Records, Records]:
-        """Let compiled code know where the rank's blocks are now; return the map of their names."""
+    def settle(self) -> tuple[Records, Records, Records, Records]:
+        """Let compiled code know where the rank's blocks are now; return the map of their names, and their copies."""
         self.verdicts.record["slot"] = self._residency.slot
-        return self._residency.map.head, self._residency.map.segments
-
-    def enlarge_map(self) -> None:
-        """Provide the room that compiled code asked for."""
-        self._residency.map.help_out()
+        names, copies = self._residency.map, self._residency.copies
+        return names.head, names.segments, copies.head, copies.segments
 
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more; call it now and then."""
         self._residency.map.tidy()
+        self._residency.copies.tidy()
 
     def _begin(self) -> None:
         self._filter = WindowFilter(self._source.rank)
@@ -197,6 +195,7 @@ class EngineLane:
         """Take messages, for a sixth of a millisecond, as long as they are ordinary and in sequence."""
         index, stream, rank = self._index, self._stream, self._ranks.get(self._rank_number)
         stream["has_block_size"] = has_our_block_size
+        stream["counts_copies"] = rank is not None and rank.residency.counts_copies
         names, verdicts = (_NO_MAP, self._nobody) if rank is None else (rank.settle(), rank.verdicts.record)
         held = index.core, index.segments, *names
         messages = self._data, self._block.table, next_sequence, _MAX_BYTES
@@ -221,7 +220,9 @@ class EngineLane:
         if reason == layout.INDEX_NEEDS_HELP:
             self._index.make_room()
         elif reason == layout.MAP_NEEDS_HELP:
-            self._ranks[self._rank_number].enlarge_map()
+            self._ranks[self._rank_number].residency.map.help_out()
+        elif reason == layout.COPIES_NEED_HELP:
+            self._ranks[self._rank_number].residency.copies.help_out()
         elif reason == layout.TOO_LARGE:
             self._make_room(int(self._block.table[self._stream["message_idx"], PAYLOAD_BYTES]))
         elif reason == layout.OTHER_RANK:
@@ -240,6 +241,8 @@ class EngineLane:
         """Return the events before which the lane stands as a batch of their own, and stand behind them."""
         stream, buffer = self._stream, self._block.buffer
         start, end_idx = int(self._block.table[stream["message_idx"], PAYLOAD_START]), int(stream["stop_event_end"])
+        if self._rank_number in self._ranks:
+            self._ranks[self._rank_number].residency.num_done_before = int(stream["block_idx"])
         timestamp = bytes(buffer[start + 1 : start + 10])
         events = bytes(buffer[start + int(stream["stop_start"]) : start + int(stream["stop_end"])])
         num_events, rank = end_idx - int(stream["event_idx"]), int(stream["checked_rank"])

@@ -1,4 +1,4 @@
-"""Engine map: what each engine hash of one rank names in the index, in a compiled table."""
+"""Engine map: what each engine hash of one rank names in the index, and how many copies it has, in compiled tables."""
 
 from __future__ import annotations
 
@@ -29,13 +29,10 @@ class Names(NamedTuple):
     blocks: NDArray[np.uint64]
 
 
-class EngineMap:
-    """Leads from the engine hashes of one rank, as `fold_hash` has them, to blocks of an index."""
+class _Table:
+    """Leads from u64 to u64, in compiled code, with memory of its own."""
 
-    def __init__(self, index: RadixIndex) -> None:
-        self._index = index
-        self.slot: int | None = None
-        """Whose blocks they are, where known: what names none of them is forgotten before the map grows."""
+    def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
@@ -45,8 +42,7 @@ class EngineMap:
         self.head = reserved_array(HEAD, 1)
         self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
         self._table = TableMemory(self.head, self.segments, Region(memory))
-        self._num_evicted = [self._index.num_evicted] * len(self.segments)  # when each was last looked through
-        self._most = 0  # engine hashes since all segments were of the size they need
+        self._most = 0  # rows since all segments were of the size they need
 
     @property
     def size_bytes(self) -> int:
@@ -54,16 +50,96 @@ class EngineMap:
         return self._table.size_bytes
 
     def __len__(self) -> int:
-        """Return the number of engine hashes."""
+        """Return the number of rows."""
         return int(self.head["num_rows"][0])
+
+    def get(self, key: int) -> int:
+        """Return what stands under a key, 0 if nothing does."""
+        return compiled.look_up(self.head, self.segments, key)
+
+    def put(self, key: int, value: int) -> None:
+        """Let something other than 0 stand under a key."""
+        while compiled.put_one(self.head, self.segments, key, value) == FULL:
+            self.help_out()
+
+    def drop(self, key: int) -> None:
+        """Forget a key."""
+        compiled.drop_one(self.head, self.segments, key)
+
+    def help_out(self) -> None:
+        """Make room when compiled code said FULL."""
+        if not table.grow(self.head, self.segments):
+            raise MemoryError(f"a map of {len(self)} engine hashes has no room for more")
+
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
+        self._most = max(self._most, len(self))
+        if len(self) * 2 >= self._most:
+            return
+        shrinkable = self._table.shrinkable()
+        if shrinkable:
+            self._table.shrink(shrinkable[0])
+        else:
+            self._most = len(self)
+
+    def _rows(self, number: int) -> Records:
+        return self.segments[number]["rows"][: self.segments[number]["room"]]  # type: ignore[no-any-return]
+
+
+class CopyCounts(_Table):
+    """Counts copies beyond the first of engine hashes, as `fold_hash` has them, in each tier."""
+
+    def of(self, name: int, tier: int) -> int:
+        """Return how many there are."""
+        return len(self) and self.get(_copies_key(name, tier)) // compiled.COPY
+
+    def add(self, name: int, tier: int, num_copies: int) -> None:
+        """Count some more, or less."""
+        num_copies += self.of(name, tier)
+        if num_copies > 0:
+            self.put(_copies_key(name, tier), num_copies * compiled.COPY | tier)
+        else:
+            self.drop(_copies_key(name, tier))
+
+    def drop_all(self, name: int, tier: int) -> None:
+        """Count none any more."""
+        if len(self):
+            self.drop(_copies_key(name, tier))
+
+    def told(self) -> NDArray[np.uint64]:
+        """Return engine hashes, tiers and numbers of copies, as columns of `[num_rows, 3]`."""
+        rows = np.concatenate([self._rows(number) for number in range(len(self.segments))])
+        rows = rows[rows["value"] > 0]
+        tiers = rows["value"] % np.uint64(compiled.COPY)
+        names = rows["hash"] ^ tiers * np.uint64(compiled.TIER_STEP)
+        return np.stack((names, tiers, rows["value"] // np.uint64(compiled.COPY)), axis=1)
+
+
+def _copies_key(name: int, tier: int) -> int:
+    return name ^ tier * compiled.TIER_STEP % (1 << 64)
+
+
+class EngineMap(_Table):
+    """Leads from the engine hashes of one rank, as `fold_hash` has them, to blocks of an index."""
+
+    def __init__(self, index: RadixIndex) -> None:
+        self._index = index
+        self.slot: int | None = None
+        """Whose blocks they are, where known: what names none of them is forgotten before the map grows."""
+        super().__init__()
+
+    def clear(self) -> None:
+        """Forget everything, and give the memory back."""
+        super().clear()
+        self._num_evicted = [self._index.num_evicted] * len(self.segments)  # when each was last looked through
 
     def is_irregular(self, name: int) -> bool:
         """Return whether the engine hash is marked: it is accounted for elsewhere."""
-        return compiled.look_up(self.head, self.segments, name) == IRREGULAR
+        return self.get(name) == IRREGULAR
 
     def block_of(self, name: int, slot: int) -> int | None:
         """Return the block that a regular engine hash names and the slot still holds."""
-        block_hash = compiled.look_up(self.head, self.segments, name)
+        block_hash = self.get(name)
         return block_hash if block_hash > IRREGULAR and self.tiers(block_hash, slot) else None
 
     def is_regular(self, name: int, block_hash: int, slot: int) -> bool:
@@ -79,11 +155,6 @@ class EngineMap:
         """Return whether the map can lead to the block, which is not so of one that is not in the index."""
         return compiled.can_name(self._index.core, self._index.segments, block_hash)
 
-    def put(self, name: int, block_hash: int) -> None:
-        """Let an engine hash name a block that the map can lead to."""
-        while compiled.put_one(self.head, self.segments, name, block_hash) == FULL:
-            self.help_out()
-
     def mark(self, name: int) -> None:
         """Mark an engine hash as irregular."""
         self.put(name, IRREGULAR)
@@ -92,10 +163,6 @@ class EngineMap:
         """Have compiled code leave alone what the regular hash of this block is told to do."""
         with self._index.writing:
             compiled.mark_block(self._index.core, self._index.segments, block_hash)
-
-    def drop(self, name: int) -> None:
-        """Forget an engine hash."""
-        compiled.drop_one(self.head, self.segments, name)
 
     def names(self, slot: int) -> Iterator[Names]:
         """Yield what regular engine hashes name and the slot holds, some at a time; what is there throughout, once."""
@@ -134,22 +201,10 @@ class EngineMap:
                 arrays = index.core, index.segments, self.head, self.segments
                 if compiled.drop_stale(*arrays, self.slot, names) * 16 >= num_names > 0:
                     return
-        if not table.grow(self.head, self.segments):
-            raise MemoryError(f"a map of {len(self)} engine hashes has no room for more")
-
-    def tidy(self) -> None:
-        """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
-        self._most = max(self._most, len(self))
-        if len(self) * 2 >= self._most:
-            return
-        shrinkable = self._table.shrinkable()
-        if shrinkable:
-            self._table.shrink(shrinkable[0])
-        else:
-            self._most = len(self)
+        super().help_out()
 
     def _regular_names(self, number: int) -> NDArray[np.uint64]:
         """Return the engine hashes in a segment that are not marked."""
-        rows = self.segments[number]["rows"][: self.segments[number]["room"]]
+        rows = self._rows(number)
         names: NDArray[np.uint64] = rows["hash"][rows["value"] > IRREGULAR]
         return names

@@ -44,12 +44,14 @@ class Indexer:
         *,
         block_size: int,
         num_ranks: int = DEFAULT_NUM_RANKS,
+        has_full_reports: bool = False,
         clock: Callable[[], float] = time.monotonic,
         is_held: bool = False,
     ) -> None:
         """Feed `index`, whose blocks are of `block_size` tokens: streams with another size are refused.
 
-        Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker.
+        Streams may name the ranks below `num_ranks`, unless `limit_ranks` says otherwise for their worker. Copies of a
+        block are counted of vLLM, unless it `has_full_reports`: others than Kvist's router have it report anew.
 
         With `is_held`, streams are subscribed to, but not read until `release`: `resume` may come before.
         """
@@ -58,6 +60,7 @@ class Indexer:
         self._index = index
         self._block_size = block_size
         self._num_ranks = num_ranks
+        self._counts_copies = not has_full_reports
         self._limits: dict[str, int] = {}
         self._clock = clock
         self._tasks = asyncio.TaskGroup()
@@ -205,7 +208,8 @@ class Indexer:
 
     def _new_source(self, worker: str, url: str, rank: int) -> Source:
         num_ranks = self._limits.get(worker, self._num_ranks)
-        return Source(worker, url, self._block_size, self._index, self._resyncing, rank, num_ranks)
+        shared = self._block_size, self._index, self._resyncing
+        return Source(worker, url, *shared, rank, num_ranks, counts_copies=self._counts_copies)
 
     def _unpark(self, worker: str, url: str, rank: int) -> Source | None:
         for source in self._parked.get(worker, ()):

@@ -41,9 +41,11 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
     has_published_unknown: bool
     is_whole: bool = False
     """Whether the rank said that it holds nothing since anything of the stream was lost."""
+    copies: bytes = b""
+    """Engine hashes, as `fold_hash` has them, each with a tier and the number of its copies there beyond the first."""
 
     @classmethod
-    def of(cls, rank: int, state: FilterState, *, is_whole: bool = False) -> Self:
+    def of(cls, rank: int, state: FilterState, *, is_whole: bool = False, copies: bytes = b"") -> Self:
         """Return the progress of a rank whose filter is in this state."""
         groups = [
             (True, each[0]) if isinstance(each, tuple) else (False, _written(each)) for each in state.shown_groups
@@ -59,6 +61,7 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
             state.has_published,
             state.has_published_unknown,
             is_whole,
+            copies,
         )
 
     @property

@@ -16,7 +16,7 @@ import numpy as np
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.events.dialects.batch import fold_hash
 from kvist.events.engine_events import EngineHash
-from kvist.indexer.engine_map import EngineMap, Names
+from kvist.indexer.engine_map import CopyCounts, EngineMap, Names
 from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
 from kvist.publisher.residency import Residency
 from kvist.radix import RadixIndex
@@ -37,11 +37,17 @@ class EngineResidency:
         self._source = source
         self._apply = apply
         self.map = EngineMap(index)
+        self.copies = CopyCounts()
+        """Of regular blocks; those of irregular ones are counted with them."""
         self._irregular = Residency()
         # Blocks in it that a regular hash holds, too: which hash that is shows when it turns up.
         self._shared: set[int] = set()
         # Each name in it with its block, to be looked through for what the index has evicted.
         self._accounts: deque[tuple[EngineHash, int]] = deque()
+        self.num_done_before = 0
+        """With so many hashes of what is held or released next compiled code is done: it is no copy, nor gone again."""
+        self.counts_copies = False
+        """Whether an engine hash that is stored again has one more copy; not of what the index has evicted from."""
 
     @property
     def slot(self) -> int:
@@ -90,11 +96,17 @@ class EngineResidency:
         scope: Scope = NO_SCOPE,
     ) -> Held:
         """Hold a chain of blocks behind `parent` in a tier; an engine hash names what it was last stored for."""
-        held = Held([], [])
+        held, first_idx = Held([], []), self.num_done_before
+        self.num_done_before = 0
+        counts_copies = self._is_counting()
         for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
             name = fold_hash(engine_hash)
             if scope == NO_SCOPE and self._is_regular(name, block_hash):
                 is_new = self._store(block_hash, parent, tier)
+                if is_new:
+                    self.copies.drop_all(name, tier)
+                elif counts_copies and idx >= first_idx:
+                    self.copies.add(name, tier, 1)
                 if self.map.can_name(block_hash):
                     self.map.put(name, block_hash)
                 else:
@@ -111,9 +123,10 @@ class EngineResidency:
         return held
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
-        """Take the engine's hashes out of a tier, in any order."""
-        released = Released([], [])
-        for engine_hash in engine_hashes:
+        """Take the engine's hashes, or one copy of each that has more, out of a tier, in any order."""
+        released, counts_copies = Released([], []), self._is_counting()
+        first_idx, self.num_done_before = self.num_done_before, 0
+        for engine_hash in engine_hashes[first_idx:]:
             name = fold_hash(engine_hash)
             if not self.map.is_irregular(name) and self.map.block_of(name, self.slot) in self._shared:
                 self._make_irregular(name)
@@ -121,7 +134,11 @@ class EngineResidency:
                 block_hashes, not_found = self._irregular.release((name,), tier)
                 if self._irregular.find(name) is None:
                     self.map.drop(name)
+            elif self.copies.of(name, tier) and counts_copies:
+                self.copies.add(name, tier, -1)
+                continue
             else:
+                self.copies.drop_all(name, tier)
                 block_hashes = self._release_regular(name, tier)
                 not_found = [] if block_hashes else [name]
             self._remove(block_hashes, tier)
@@ -159,6 +176,17 @@ class EngineResidency:
             and block_hash not in self._shared
         }
 
+    def told_copies(self) -> bytes:
+        """Return what engine hashes have more copies than one: each, its tier, and how many more, as u64."""
+        irregular = [(name, tier, num) for (name, tier), num in self._irregular.copies.items() if isinstance(name, int)]
+        told = np.concatenate((self.copies.told(), np.array(irregular, np.uint64).reshape(-1, 3)))
+        return told.astype("<u8", copy=False).tobytes()
+
+    def resume_copies(self, told: bytes) -> None:
+        """Count copies of blocks that `resume` is to account for."""
+        for name, tier, num_copies in np.frombuffer(told[: len(told) // 24 * 24], "<u8").reshape(-1, 3).tolist():
+            self.copies.add(name, tier & 3, num_copies)
+
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""
         for position in self.map.put_all(names, self.slot).tolist():
@@ -166,6 +194,7 @@ class EngineResidency:
             self.map.mark(name)
             for tier in self._tiers_of(block_hash):
                 self._account(name, block_hash, None, tier)
+                self._account_copies(name, tier)
 
     def clear(self) -> None:
         """Hold nothing."""
@@ -174,6 +203,17 @@ class EngineResidency:
         self._irregular.clear()
         self._shared.clear()
         self._accounts.clear()
+        self.copies.clear()
+
+    def _is_counting(self) -> bool:
+        self._irregular.counts_copies = self.counts_copies and not self._index.evicted_from(self._source)
+        return self._irregular.counts_copies
+
+    def _account_copies(self, name: int, tier: Tier) -> None:
+        """Count copies of a hash where it is accounted for from now on."""
+        if num_copies := self.copies.of(name, tier):
+            self.copies.drop_all(name, tier)
+            self._irregular.add_copies(name, tier, num_copies)
 
     def _is_regular(self, name: int, block_hash: int) -> bool:
         return not self._irregular.holds(block_hash) and self.map.is_regular(name, block_hash, self.slot)
@@ -227,6 +267,7 @@ class EngineResidency:
             if block_hash in self._shared and self._irregular.release((_unknown_name(block_hash),), tier).not_found:
                 continue  # in this tier others hold it
             self._account(name, block_hash, None, tier)
+            self._account_copies(name, tier)
         self._shared.discard(block_hash)
 
     def _release_regular(self, name: int, tier: Tier) -> list[int]:

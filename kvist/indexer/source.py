@@ -72,10 +72,12 @@ class Source:
         resyncing: set[WorkerRank],
         rank: int = 0,
         num_ranks: int = DEFAULT_NUM_RANKS,
+        *,
+        counts_copies: bool = True,
     ) -> None:
         """Parse the URL; raises InvalidValueError when it is wrong. `rank` is that of batches which name none.
 
-        Batches of others from `num_ranks` on are counted and skipped.
+        Batches of others from `num_ranks` on are counted and skipped. For `counts_copies` see `EngineFollower`.
         """
         self.worker = worker
         self.url = url
@@ -92,6 +94,7 @@ class Source:
         self._is_receiving = False
         self._resyncing = resyncing
         self._block_size = block_size
+        self._counts_copies = counts_copies
         self._index = index
         self._counters = SourceCounters()
         self._past: SourceStatistics | None = None
@@ -360,8 +363,8 @@ class Source:
         return CanonicalFollower(self.worker, self._block_size, *shared, self._limits, self.bound)
 
     def _engine_follower(self) -> EngineFollower:
-        shared = (self._index, self._resyncing, self._counters)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, self._limits, self.bound)
+        shared = (self._index, self._resyncing, self._counters, self._limits, self.bound, self._counts_copies)
+        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared)
 
     def _is_canonical(self, message: Message) -> bool:
         try:

@@ -140,11 +140,11 @@ class EngineFeed:
 
     def judge(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
         """Return what is to be done because of an answer, all of it and in order, for `apply_step`."""
-        self._last_heard_s = now_s
         session = self._session
-        if session.is_healable(now_s):
+        if session.is_healable(now_s):  # which says nothing of what came last: that is asked as before
             frames = None if messages is None else _frames(messages)
             return session.heal(self.restarts.observe_answer(frames or (), None), frames, now_s)
+        self._last_heard_s = now_s
         is_idle = session.state is not SourceState.RESYNCING
         suspects = tuple(session.held) if session.is_unproven else ()
         if messages is None or (is_idle and not messages and not self._has_replay):

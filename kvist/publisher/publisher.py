@@ -79,12 +79,14 @@ class KvEventPublisher:
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
         num_ranks: int = 1,
+        counts_copies: bool = False,
         limits: PublisherLimits | None = None,
     ) -> None:
         """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
 
         `block_size` must be the engine's. `window` is the one to publish, for engines that do not report theirs.
-        Ranks below `num_ranks` send heartbeats from the start; others from their first event on.
+        Ranks below `num_ranks` send heartbeats from the start; others from their first event on. With `counts_copies`,
+        a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy.
         """
         if block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
@@ -93,6 +95,7 @@ class KvEventPublisher:
         self._block_size = block_size
         self._window = window
         self._lora_names = lora_names
+        self._counts_copies = counts_copies
         self._limits = PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
         self._streams: dict[int, RankStream] = {}
@@ -398,6 +401,7 @@ class KvEventPublisher:
                 self._epoch,
                 window=self._window,
                 lora_names=self._lora_names,
+                counts_copies=self._counts_copies,
             )
         return self._streams[rank]
 

@@ -1,9 +1,9 @@
 """What one rank holds: which canonical blocks, in which tiers, under which of the engine's own hashes.
 
-Residency is a set per (canonical block, tier). Engines report physical blocks: a hash may be stored twice, and one
-removal may leave a copy behind. Copies are not counted: a removal removes, and the next store brings the block back.
-Different engine hashes of one canonical block (an engine that hashes more than we do) are told apart: the block is
-held until the last of them is removed.
+Residency is a set per (canonical block, tier). Some engines report physical blocks: a hash stored twice is two copies,
+and a removal takes one of them. Where `counts_copies` says so they are counted, and the block is held until the last is
+removed; elsewhere a removal removes. Different engine hashes of one canonical block (an engine that hashes more than we
+do) are told apart: the block is held until the last of them is removed.
 
 Each block's depth is kept beside its parent: a snapshot tells it, and it stays what it was when the parent is gone.
 """
@@ -41,11 +41,15 @@ class Residency:
     """The blocks of one rank. An entry lives exactly as long as its block: memory is bounded by the engine's cache."""
 
     def __init__(self) -> None:
+        self.counts_copies = False
+        """Whether an engine hash that is stored again has one more copy, rather than being reported once more."""
         # One dict a tier: a hash that no tier holds is gone from all of them, without a count of references.
         self._block_of: list[dict[EngineHash, int]] = [{} for _ in Tier]
         self._place_of: dict[int, int] = {}
         # How many engine hashes beyond the first hold a block in a tier: nearly always none.
         self._num_aliases: dict[tuple[int, Tier], int] = {}
+        # How many copies an engine hash has in a tier beyond the first.
+        self._num_copies: dict[tuple[EngineHash, Tier], int] = {}
         self._scopes: dict[int, Scope] = {}
         # The digest of what was held when it was last asked for, and for each tier what came and went since.
         self._digest = 0
@@ -69,7 +73,8 @@ class Residency:
         copy = Residency()
         copy._block_of = [block_of.copy() for block_of in self._block_of]
         copy._place_of = self._place_of.copy()
-        copy._num_aliases, copy._scopes = self._num_aliases.copy(), self._scopes.copy()
+        copy._num_aliases, copy._num_copies = self._num_aliases.copy(), self._num_copies.copy()
+        copy._scopes = self._scopes.copy()
         copy._digest = self.digest
         return copy
 
@@ -77,12 +82,13 @@ class Residency:
     def of(
         cls,
         names: Mapping[Tier, dict[EngineHash, int]],
+        copies: dict[tuple[EngineHash, Tier], int],
         places: dict[int, int],
         scopes: dict[int, Scope],
     ) -> Residency:
-        """Return what holds all that another told as its `names` of each tier, its `places` and its `scopes`."""
+        """Return what holds all that another told as its `names` of each tier, `copies`, `places` and `scopes`."""
         residency = cls()
-        residency._place_of, residency._scopes = places, scopes
+        residency._num_copies, residency._place_of, residency._scopes = copies, places, scopes
         for tier, block_of in names.items():
             residency._block_of[tier] = block_of
             num_names = Counter(block_of.values())
@@ -94,6 +100,11 @@ class Residency:
     def names(self, tier: Tier) -> Mapping[EngineHash, int]:
         """Return what the engine calls the blocks of a tier."""
         return self._block_of[tier]
+
+    @property
+    def copies(self) -> Mapping[tuple[EngineHash, Tier], int]:
+        """Return how many copies beyond the first there are of each engine hash in a tier that has any."""
+        return self._num_copies
 
     @property
     def places(self) -> Mapping[int, int]:
@@ -142,7 +153,8 @@ class Residency:
     ) -> Held:
         """Hold a chain of blocks behind `parent` in a tier; depths are right if the parent is held.
 
-        An engine hash that named another block in this tier names the new one from here on: the last store wins.
+        An engine hash that named another block in this tier names the new one from here on: the last store wins. One
+        that names this block already has one more copy, if they are counted.
         """
         block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
         depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
@@ -152,9 +164,14 @@ class Residency:
         displaced: list[int] = []
         for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
             old_block_hash = block_of.get(engine_hash)
-            if old_block_hash != block_hash:
-                if old_block_hash is not None and self._drop(old_block_hash, tier):
-                    displaced.append(old_block_hash)
+            if old_block_hash == block_hash:
+                if self.counts_copies:
+                    self.add_copies(engine_hash, tier, 1)
+            else:
+                if old_block_hash is not None:
+                    self._num_copies.pop((engine_hash, tier), None)
+                    if self._drop(old_block_hash, tier):
+                        displaced.append(old_block_hash)
                 block_of[engine_hash] = block_hash
                 old_place = place_of.get(block_hash, 0)
                 if old_place & tier_bit:
@@ -174,11 +191,13 @@ class Residency:
         return Held(new_idxs, displaced)
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
-        """Take the engine's hashes out of a tier, in any order."""
+        """Take the engine's hashes, or one copy of each that has more, out of a tier, in any order."""
         block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
         is_plain = not (self._num_aliases or self._scopes)
         released = Released([], [])
         for engine_hash in engine_hashes:
+            if self._num_copies and self._drop_copy(engine_hash, tier):
+                continue
             block_hash = block_of.pop(engine_hash, None)
             if block_hash is None:
                 released.not_found.append(engine_hash)
@@ -200,8 +219,20 @@ class Residency:
             self._went[tier].clear()
         self._place_of.clear()
         self._num_aliases.clear()
+        self._num_copies.clear()
         self._scopes.clear()
         self._digest = 0
+
+    def add_copies(self, engine_hash: EngineHash, tier: Tier, num_copies: int) -> None:
+        """Count more copies of a hash that is held in a tier."""
+        self._num_copies[engine_hash, tier] = self._num_copies.get((engine_hash, tier), 0) + num_copies
+
+    def _drop_copy(self, engine_hash: EngineHash, tier: Tier) -> bool:
+        """Give up one copy of a hash; return whether another is left. Where they are not counted, none is."""
+        num_copies = self._num_copies.pop((engine_hash, tier), 0)
+        if num_copies > 1 and self.counts_copies:
+            self._num_copies[engine_hash, tier] = num_copies - 1
+        return num_copies > 0 and self.counts_copies
 
     def _drop(self, block_hash: int, tier: Tier) -> bool:
         """Give up one engine hash's hold on a block; return whether the block left the tier."""

@@ -83,11 +83,15 @@ class Sidecar:
         lora_names: Mapping[int, str] | None = None,
         limits: PublisherLimits = LIMITS,
         state_dir: Path | None = None,
+        has_full_reports: bool = False,
     ) -> None:
         """Bind the publication at the URL `to`, and read what an earlier sidecar of the worker left in `state_dir`.
 
-        Raises InvalidValueError when a value is wrong, the port taken, or the folder unusable.
+        Copies of a block are counted of vLLM, which reports each; not if it `has_full_reports`: if others than Kvist's
+        router have it report what it holds anew. Raises InvalidValueError when a value is wrong, the port taken, or the
+        folder unusable.
         """
+        self._counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
         # Raises now for a value that would otherwise be refused only when the first event comes.
         source = WorkerRank(worker, 0)
         topic_of(source)
@@ -192,6 +196,7 @@ class Sidecar:
             window=self._window,
             lora_names=self._lora_names,
             num_ranks=0,  # which ranks there are, the engine's events tell
+            counts_copies=self._counts_copies,
             limits=self._limits,
         )
 
@@ -202,7 +207,8 @@ class Sidecar:
     @property
     def _settings(self) -> str:
         """Return what a saved state depends on beside the block size."""
-        return f"window={self._window} lora_names={sorted((self._lora_names or {}).items())}"
+        lora_names = sorted((self._lora_names or {}).items())
+        return f"window={self._window} lora_names={lora_names} counts_copies={self._counts_copies}"
 
     def _load(self) -> SidecarState | None:
         """Return what an earlier sidecar saved that was configured like this one."""

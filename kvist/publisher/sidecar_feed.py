@@ -179,6 +179,8 @@ class SidecarFeed:
         if self._publisher is not None:
             for rank in self._ranks:
                 self._publisher.report(EngineCleared(rank))
+            if not self.feed.session.is_complete:
+                self._tell_ranks(frozenset())
             self._num_lost_before = self._publisher.num_lost_events
             if is_other_process:
                 self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
@@ -204,10 +206,14 @@ class SidecarFeed:
 
     def _tell(self) -> None:
         """Have the publisher say whether it lacks blocks."""
-        told = (self._complete_ranks, len(self._ranks))
-        if self._publisher is not None and not self._is_asking and told != self._told:
+        if not self._is_asking:
+            self._tell_ranks(self._complete_ranks)
+
+    def _tell_ranks(self, complete_ranks: frozenset[int]) -> None:
+        told = (complete_ranks, len(self._ranks))
+        if self._publisher is not None and told != self._told:
             self._told = told
-            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=told[0]))
+            self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=complete_ranks))
 
 
 def join_removals(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:

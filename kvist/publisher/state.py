@@ -23,6 +23,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvist.errors import InvalidValueError
+from kvist.events.engine_events import EngineHash
 from kvist.events.types import NonNegative, Positive, Rank, Tier
 from kvist.files import write_atomically
 from kvist.publisher.filter import FilterState
@@ -76,6 +77,8 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
     digest: NonNegative
     names: tuple[tuple[bytes, bytes], ...]
     """For each tier the engine's hashes, and the blocks they name."""
+    copies: tuple[tuple[bytes, bytes], ...]
+    """For each tier those of them that have several copies, and how many beyond the first."""
     places: tuple[bytes, bytes, bytes]
     """The blocks, their parents, and depth << 4 | tier mask."""
     scopes: tuple[tuple[str | None, str | None], ...]
@@ -85,6 +88,9 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def of(cls, rank: int, state: RankState) -> _Rank:
         residency = state.residency
+        copies: list[dict[EngineHash, int]] = [{} for _ in Tier]
+        for (engine_hash, tier), num_copies in residency.copies.items():
+            copies[tier][engine_hash] = num_copies
         number_of = {scope: number for number, scope in enumerate(dict.fromkeys(residency.scopes.values()))}
         places = residency.places.values
         return cls(
@@ -92,6 +98,7 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
             state.filter,
             residency.digest,
             tuple((_column(residency.names(tier)), _column(residency.names(tier).values())) for tier in Tier),
+            tuple((_column(each), _column(each.values())) for each in copies),
             (
                 _column(residency.places),
                 _column(place >> _PARENT_SHIFT for place in places()),
@@ -105,11 +112,16 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
         names = {
             tier: dict(zip(*map(_items, columns), strict=True)) for tier, columns in zip(Tier, self.names, strict=True)
         }
+        copies = {
+            (engine_hash, tier): num_copies
+            for tier, columns in zip(Tier, self.copies, strict=True)
+            for engine_hash, num_copies in zip(*map(_items, columns), strict=True)
+        }
         places = {
             block: parent << _PARENT_SHIFT | rest for block, parent, rest in zip(*map(_items, self.places), strict=True)
         }
         scopes = {block: Scope(*self.scopes[number]) for block, number in zip(*map(_items, self.scoped), strict=True)}
-        residency = Residency.of(names, places, scopes)
+        residency = Residency.of(names, copies, places, scopes)
         if residency.digest != self.digest:
             raise UnreadableStateError(f"the blocks of rank {self.rank} do not add up to its digest")
         return RankState(self.filter, residency)

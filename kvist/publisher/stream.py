@@ -59,19 +59,31 @@ class RankStream:
         *,
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
+        counts_copies: bool = False,
     ) -> None:
+        """With `counts_copies`, what the engine stores again is one more copy of it, as long as nothing was lost."""
         self._source = source
         self._block_size = block_size
         self._epoch = epoch
         self._lora_names = lora_names
         self._filter = WindowFilter(source.rank, window)
         self._coalescer = Coalescer()
+        self._counts_copies = counts_copies
+        self._is_complete = True
         self._hold(Residency())
         self._num_events = 0
         self._num_malformed = 0
         self._next_sequence = 0
-        self.is_complete = True
-        """Whether all that the engine holds was reported here, as far as whoever reports knows."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether all that the engine holds was reported here, as far as whoever reports knows."""
+        return self._is_complete
+
+    @is_complete.setter
+    def is_complete(self, is_complete: bool) -> None:
+        self._is_complete = is_complete
+        self._residency.counts_copies = self._counts_copies and is_complete
 
     def admit(self, event: EngineEvent) -> None:
         """Take one engine event into the batch being built; never raises for what the engine reported.
@@ -92,6 +104,7 @@ class RankStream:
 
     def _hold(self, residency: Residency) -> None:
         self._residency = residency
+        residency.counts_copies = self._counts_copies and self._is_complete
         self._normaliser = Normaliser(
             self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
         )

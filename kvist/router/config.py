@@ -54,6 +54,10 @@ class RouterConfig:
         tuple[str, ...],
         Meta(description="networks (CIDR) where announced event endpoints may be, beside the worker's own host"),
     ] = ()
+    full_reports: Annotated[
+        bool,
+        Meta(description="others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"),
+    ] = False
     data_parallel_size: Annotated[
         int,
         Meta(ge=1, le=MAX_RANKS, description="ranks that a worker's streams may name, unless it announces fewer"),

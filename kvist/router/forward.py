@@ -41,7 +41,7 @@ from kvist.router import spans
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import ActiveRequest, LoadTracker
-from kvist.router.healing import Healer
+from kvist.router.healing import Healer, without_report_mode
 from kvist.router.index import Overlaps
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
@@ -135,6 +135,7 @@ class _Forwarding:
     shows_worker: bool
     started_s: float
     ask: Ask = field(init=False)
+    body: bytes = field(init=False)
     overlaps: Overlaps = field(init=False)
     is_healing: bool = False
     handover: Handover | None = None
@@ -142,9 +143,10 @@ class _Forwarding:
     tried: set[str] = field(default_factory=set)
 
     async def run(self) -> None:
-        router, path, body = self.router, self.request.path, self.request.body
+        router, path = self.router, self.request.path
         with self.trace.step("read"):
-            self.ask = await router.reader.read(path, body)
+            self.ask = await router.reader.read(path, self.request.body)
+            self.body = without_report_mode(self.request.body, self.ask.fields)
         self.trace.set(spans.of_ask, self.ask)
         with self.trace.step("match"):
             self.overlaps = router.routing.overlaps(self.ask)
@@ -193,7 +195,7 @@ class _Forwarding:
         answer, failure = b"", None
         try:
             with _Attempt(router, decision, decision.overlap_tokens) as attempt:
-                async with self._exchange("prefill", decision, prefill_body(self.request.body)) as response:
+                async with self._exchange("prefill", decision, prefill_body(self.body)) as response:
                     async for piece in response.body():
                         answer += piece
                         if len(answer) > MAX_HANDOFF_BYTES:
@@ -222,12 +224,12 @@ class _Forwarding:
         if handover is None:
             router.metrics.dispatched(decision)
             step, num_spared_tokens = "generate", decision.overlap_tokens
-            body = router.healer.body_for(target, request.path, request.body, self.ask.fields)
-            self.is_healing = body is not request.body
+            body = router.healer.body_for(target, request.path, self.body, self.ask.fields)
+            self.is_healing = body is not self.body
         else:
             handover.sent_s = router.now_s()
             step, num_spared_tokens = "decode", decision.prompt.num_tokens
-            body = decode_body(request.body, handover.handoff.params)
+            body = decode_body(self.body, handover.handoff.params)
         failure = None
         try:
             with _Attempt(router, decision, num_spared_tokens) as attempt:

@@ -16,6 +16,7 @@ anew.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +46,7 @@ MAX_HITS = 1 << 16
 """Hits remembered, to be counted once; those beyond count each time, so that healing is not ended for want of room."""
 
 _PATHS = frozenset({CHAT_PATH, COMPLETION_PATH, "/v1/responses"})
+_MODE = "kv_cache_report_mode"
 _FIELD = b'"vllm_xargs":{"kv_cache_report_mode":"full"}'
 _ARGUMENT = b'"kv_cache_report_mode":"full"'
 _ARGUMENTS = re.compile(rb'"vllm_xargs"\s*:\s*\{')
@@ -188,18 +190,28 @@ class Healer:
 
 
 def ask_full_report(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """Return the body with the request for a full report put in; the very same object where it cannot be, for certain.
-
-    A client that says anything of `kv_cache_report_mode` itself has its way.
-    """
+    """Return the body with the request for a full report put in; the very same object where that is not certain."""
     if not body:
         return body
     if "vllm_xargs" not in fields:
         return _inserted(body, body.index(b"{") + 1, _FIELD)
     arguments, places = fields["vllm_xargs"], [match.end() for match in _ARGUMENTS.finditer(body)]
-    if not isinstance(arguments, dict) or "kv_cache_report_mode" in arguments or len(places) != 1:
+    if not isinstance(arguments, dict) or len(places) != 1:
         return body
     return _inserted(body, places[0], _ARGUMENT)
+
+
+def without_report_mode(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Return the body without what a client says of reports, nearly always the very same object.
+
+    What vLLM reports anew is not to be told from one more copy, so that only who follows its stream may ask for it.
+    """
+    arguments = fields.get("vllm_xargs")
+    if not isinstance(arguments, dict) or _MODE not in arguments:
+        return body
+    whole = json.loads(body)
+    del whole["vllm_xargs"][_MODE]
+    return json.dumps(whole).encode()
 
 
 def _inserted(body: bytes, place: int, field: bytes) -> bytes:

@@ -95,12 +95,14 @@ class FleetIndex:
         state_interval_s: float = 60.0,
         *,
         num_ranks: int = DEFAULT_NUM_RANKS,
+        has_full_reports: bool = False,
         max_blocks: int | None = None,
     ) -> None:
         """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start."""
         self.block_size = block_size
         """Tokens per block of the whole fleet, None until it is configured or adopted."""
         self._num_ranks = num_ranks
+        self._has_full_reports = has_full_reports
         self._max_blocks = max_blocks
         self._limits: dict[str, int] = {}
         self._now_s = now_s
@@ -278,7 +280,11 @@ class FleetIndex:
         assert self.block_size is not None
         assert self.radix is not None
         async with Indexer(
-            self.radix, block_size=self.block_size, num_ranks=self._num_ranks, clock=self._now_s
+            self.radix,
+            block_size=self.block_size,
+            num_ranks=self._num_ranks,
+            has_full_reports=self._has_full_reports,
+            clock=self._now_s,
         ) as indexer:
             if self._keeper is not None:
                 fleet = FleetState(self.block_size, self.radix, indexer)

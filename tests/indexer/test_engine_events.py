@@ -29,7 +29,7 @@ class Checker:
     def __init__(self, dialect: str) -> None:
         index = RadixIndex(seed=1, segment_bits=1)
         self._lane = EngineLane(2, dialect, index)
-        self._index = index.core, index.segments, np.zeros(1, HEAD), np.zeros(0, SEGMENT)
+        self._index = index.core, index.segments, *((np.zeros(1, HEAD), np.zeros(0, SEGMENT)) * 2)
         self._nobody = np.zeros(1, layout.RANK)
         self._nobody["number"] = -1
 
@@ -90,17 +90,19 @@ def assert_agrees(checker: Checker, payload: bytes, dialect: str) -> int:
             assert event["key"] == expected_verdict(read)
             assert words(checker.hashes, event["first_hash"], event["num_hashes"]) == list(read.block_hashes)
             if isinstance(read, EngineStored):
-                assert words(checker.tokens, event["first_token"], event["num_tokens"]) == list(read.token_ids)
+                num_tokens = event["num_tokens"] + event["has_lookahead"]
+                assert words(checker.tokens, event["first_token"], num_tokens) == list(read.token_ids)
+                assert event["has_lookahead"] == read.is_eagle
                 assert event["block_size"] == read.block_size
                 parent = event["parent"] if event["has_parent"] else None
                 assert parent == read.parent_block_hash
-                assert not any((read.lora_id, read.lora_name, read.cache_salt, read.mm_hashes, read.is_eagle))
+                assert not any((read.lora_id, read.lora_name, read.cache_salt, read.mm_hashes))
     return num_taken
 
 
 def real_payloads(rng: random.Random) -> list[bytes]:
     """Return batches as engines send them, in all forms."""
-    payloads = []
+    payloads, lookahead = [], [[5], [300, 7], [70_000], [9, 1 << 31]]
     for is_map in (True, False):
         for width in (7, 14, 31, 64):
             hashes = [
@@ -120,7 +122,8 @@ def real_payloads(rng: random.Random) -> list[bytes]:
             if is_map:
                 stored |= {"lora_name": None, "extra_keys": [None, [], None, None], "cache_salt": "", "group_idx": 0}
                 stored |= {"kv_cache_spec_kind": "full_attention", "ownership": {"a": [1, {"b": 2.5}]}}
-                stored |= {"session_id": "s" * 40, "locality": rng.choice([None, "LOCAL", "REMOTE"])}
+                stored |= {"locality": rng.choice([None, "LOCAL", "REMOTE"])}
+                stored |= rng.choice([{"session_id": "s" * 40}, {"lookahead_token_ids": lookahead}])
                 removed |= {"group_idx": 1}
                 events = [{"type": "BlockStored", **stored}, {**removed, "type": "BlockRemoved"}]
                 events.append({**stored, "type": "BlockStored", "kv_cache_spec_kind": "mamba"})

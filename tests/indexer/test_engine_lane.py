@@ -10,10 +10,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from kvist.events import WorkerRank
+from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.engine import EngineFollower
+from kvist.indexer.progress import EngineProgress
 from kvist.indexer.statistics import SourceCounters
 from kvist.publisher.stream import RankStream
 from kvist.radix import RadixIndex
@@ -27,7 +28,16 @@ class PlainRank:
 
     def __init__(self, source: WorkerRank, index: RadixIndex, apply) -> None:
         self._source, self._index, self._apply = source, index, apply
-        self._stream = RankStream(source, BLOCK_SIZE, epoch=0)
+        self._stream = RankStream(source, BLOCK_SIZE, epoch=0, counts_copies=True)
+        self.residency = self
+
+    @property
+    def counts_copies(self) -> bool:
+        return self._stream.is_complete
+
+    @counts_copies.setter
+    def counts_copies(self, counts_copies: bool) -> None:
+        self._stream.is_complete = counts_copies
 
     def admit(self, event) -> None:
         self._stream.admit(event)
@@ -36,7 +46,7 @@ class PlainRank:
 
     def clear(self) -> None:
         self._index.clear(*self._source)
-        self._stream = RankStream(self._source, BLOCK_SIZE, epoch=0)
+        self._stream = RankStream(self._source, BLOCK_SIZE, epoch=0, counts_copies=True)
 
     def tidy(self) -> None:
         """Have nothing to give back."""
@@ -120,6 +130,7 @@ class Engine:
         self.kept: list[Message] = []
         self.oddity = self.rng.choice([0.0, 0.02, 0.1])
         self.has_groups = self.rng.random() < 0.4
+        self.has_lookahead = self.rng.random() < 0.3
         self.num_ranks = self.rng.choice([1, 1, 3])
         self.chains: list[tuple[tuple[int, ...], list[int]]] = [((), [])]  # tokens of whole blocks, hashes
 
@@ -193,6 +204,8 @@ class Engine:
         }
         if rng.random() < 0.2:
             event["extra_keys"] = rng.choice([None, [None] * num_blocks, [[]] * num_blocks])
+        if self.has_lookahead:
+            event["lookahead_token_ids"] = [[rng.choice([1, 70_000])] for _ in range(num_blocks)]
         if self.has_groups:
             event |= rng.choice(
                 [
@@ -369,7 +382,9 @@ def test_an_event_of_many_blocks_is_taken_in_slices_and_others_get_a_turn_betwee
     pair.take([stored([9_000_001], [1, 1])], [stored([9_000_002], [1, 2])])
     assert pair.take([stored(hashes, tokens)]) >= num_blocks * BLOCK_SIZE * 4 // max_bytes
     assert pair.take([removed(hash_) for hash_ in hashes]) > 10
-    pair.take([stored(hashes, tokens), removed(*hashes[::2]), stored(hashes[:3000], tokens[:6000])])
+    pair.take([stored(hashes, tokens), removed(*hashes[::2])])
+    assert pair.num_irregular() == 0
+    pair.take([stored(hashes[:3000], tokens[:6000])])
     assert pair.num_irregular() == 0
 
 
@@ -382,8 +397,64 @@ def test_what_turns_out_irregular_in_the_middle_of_a_long_event_is_done_once(pai
     pair.take([stored([*hashes[:500], hashes[3], *hashes[501:]], tokens)])
 
 
+def test_a_block_is_held_until_the_last_of_its_copies_is_removed(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [1, 2, 3, 4])], [stored([1], [1, 2])], [removed(2)])
+    assert len(pair.lane.held()) == 2
+    pair.take([removed(1), removed(1), removed(2)])
+    assert len(pair.lane.held()) == 1
+    pair.take([removed(1), removed(1)], [stored([1], [1, 2])], [removed(1)])
+    assert pair.lane.held() == {}
+
+
+def test_copies_in_the_middle_of_a_long_event_are_counted_and_what_was_done_before_is_not(pair):
+    num_blocks = 1000
+    hashes, tokens = list(range(1, num_blocks + 1)), list(range(num_blocks * BLOCK_SIZE))
+    pair.take([], [stored(hashes[:1], tokens[:2])], [removed(1)], [stored(hashes[:700], tokens[:1400])])
+    pair.take([removed(*hashes[:600])], [stored(hashes, tokens)], [removed(*hashes)])
+    assert len(pair.lane.held()) == 100
+    pair.take([removed(*hashes)])
+    assert pair.lane.held() == {}
+
+
+def test_a_removal_that_is_left_to_python_in_its_middle_takes_one_copy_of_each(pair):
+    pair.take([stored([1, 2, 3], [1, 2, 3, 4, 5, 6])], [stored([4], [1, 2], lora_name="sql")])
+    pair.take([stored([1, 2, 3], [1, 2, 3, 4, 5, 6])], [removed(1, 2, 4, 3), stored([3], [5, 6], parent=2)])
+    assert len(pair.lane.held()) == 3
+    pair.take([removed(1, 2, 3)])
+    assert len(pair.lane.held()) == 1
+
+
+def test_copies_are_not_counted_of_a_rank_that_lacks_something_until_it_is_cleared(pair):
+    pair.take([stored([1], [1, 2])], [stored([1], [1, 2])])
+    pair.sequence += 5
+    pair.take([stored([1], [1, 2])], [stored([1], [1, 2])])
+    for side in (pair.lane, pair.plain):
+        for now_s in (1.0, 5.0, 30.0, 90.0):
+            side.settle(None, now_s)
+        assert side.follower.states() == {0: SourceState.PARTIAL}
+    pair.take([stored([1], [1, 2])], [removed(1)])
+    assert pair.lane.held() == {}
+    pair.take([{"type": "AllBlocksCleared"}], [stored([1], [1, 2])], [stored([1], [1, 2])], [removed(1)])
+    assert len(pair.lane.held()) == 1
+
+
+def test_copies_go_on_to_be_counted_where_another_follower_resumes(pair):
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [1, 2, 3, 4])], [stored([2], [3, 4], parent=1)])
+    former, later = pair.lane, Side(False, "vllm")
+    progress = former.follower.progress()
+    for chunk in former.index.snapshot():
+        later.index.restore(chunk)
+    later.follower.resume(msgspec.msgpack.decode(encode(progress), type=EngineProgress), 0.0)
+    for rank, names in former.follower.names():
+        later.follower.resume_names(rank, names)
+    residency = later.follower._ranks[0].residency
+    assert [residency.copies.of(name, Tier.GPU) for name in (1, 2, 3)] == [1, 2, 0]
+    residency.counts_copies = True
+    assert [len(residency.release([1, 2], Tier.GPU).block_hashes) for _ in range(4)] == [0, 1, 1, 0]
+
+
 def test_two_hashes_of_one_block_hold_it_until_both_are_removed(pair):
-    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([1, 2], [1, 2, 3, 4])], [stored([11, 12], [1, 2, 3, 4])])
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [stored([11, 12], [1, 2, 3, 4])])
     assert pair.num_irregular() == 4
     pair.take([removed(1)], [stored([3], [5, 6], parent=12)], [removed(12)], [removed(2)], [removed(11)])
     pair.take([stored([1, 2], [1, 2, 3, 4])], [removed(1, 2, 3)])

@@ -143,6 +143,7 @@ class Engine:
             "lora_name": rng.choice([None] * 9 + ["", "adapter"]),
             "extra_keys": rng.choice([None] * 9 + [[None] * num_blocks, [["salt"]] * num_blocks]),
             "group_idx": rng.choice([None, *self.groups]),
+            "lookahead_token_ids": rng.choice([None, [[7, 300]] * num_blocks, [[70_000]] * num_blocks]),
             "kv_cache_spec_kind": rng.choice([None] * 9 + ["full_attention", "sliding_window", "mamba"]),
             "kv_cache_spec_sliding_window": rng.choice([None] * 9 + [1, 1 << 20, 1 << 40]),
             "novelty": junk(rng),

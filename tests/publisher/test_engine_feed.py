@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvist.events.session import NO_REPLAY, SessionLimits, SourceState
@@ -56,6 +56,10 @@ def exhaust(feed: EngineFeed, engine: Engine, now_s: float) -> None:
                 pass
 
 
+@example(
+    ["lose", "deliver", "silence", *["deliver"] * 4, "lose", "silence", "wait", "silence"],  # healing asks last
+    1,
+)
 @settings(max_examples=300)
 @given(
     st.lists(

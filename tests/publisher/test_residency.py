@@ -1,8 +1,9 @@
-"""Residency against its definition: for each tier, the set of blocks that some engine hash names."""
+"""Residency against its definition: for each tier, the set of blocks that some engine hash names, or a copy of it."""
 
 from __future__ import annotations
 
 import tracemalloc
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -25,14 +26,19 @@ steps = st.one_of(
 
 
 @given(st.lists(steps, max_size=20))
+@pytest.mark.parametrize("counts_copies", [False, True], ids=["set", "counted"])
 @pytest.mark.parametrize("scope", [NO_SCOPE, Scope("sql", None)])
-def test_what_is_held_is_what_the_engines_hashes_name(scope, history):
+def test_what_is_held_is_what_the_engines_hashes_name(scope, counts_copies, history):
     residency = Residency()
+    residency.counts_copies = counts_copies
     model: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+    copies: Counter[tuple[int, Tier]] = Counter()
     for step, pairs, tier in history:
         before = None if tier is None else set(model[tier].values())
         if step == "hold":
             held = residency.hold([n for n, _ in pairs], [b for _, b in pairs], None, tier, scope)
+            for name, block in pairs:
+                copies[name, tier] = copies[name, tier] + 1 if counts_copies and model[tier].get(name) == block else 1
             model[tier].update(pairs)
             now = set(model[tier].values())
             new = {pairs[idx][1] for idx in held.new_idxs}
@@ -41,20 +47,18 @@ def test_what_is_held_is_what_the_engines_hashes_name(scope, history):
             released = residency.release(pairs, tier)
             assert set(pairs) - model[tier].keys() <= set(released.not_found)
             for name in pairs:
-                model[tier].pop(name, None)
+                copies[name, tier] -= 1
+                if copies[name, tier] <= 0:
+                    model[tier].pop(name, None)
             assert before - set(released.block_hashes) == set(model[tier].values())
         else:
             residency.clear()
             model = {tier: {} for tier in Tier}
-        check(residency, model, scope)
-        check(residency.copy(), model, scope)
-        check(
-            Residency.of(
-                {tier: {**residency.names(tier)} for tier in Tier}, {**residency.places}, {**residency.scopes}
-            ),
-            model,
-            scope,
-        )
+        told = {tier: {**residency.names(tier)} for tier in Tier}
+        same = Residency.of(told, {**residency.copies}, {**residency.places}, {**residency.scopes})
+        for each in (residency, residency.copy(), same):
+            check(each, model, scope)
+            assert each.copies == {key: num - 1 for key, num in copies.items() if num > 1 and key[0] in model[key[1]]}
 
 
 def check(residency, model, scope) -> None:

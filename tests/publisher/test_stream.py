@@ -157,3 +157,18 @@ def test_a_later_start_has_a_larger_epoch_within_u63():
     assert epochs == sorted(set(epochs))
     assert epochs[-1] < 1 << 63
     assert new_epoch(1.7e9, rng) != new_epoch(1.7e9, rng)
+
+
+def test_copies_are_counted_as_long_as_the_stream_is_complete():
+    stream = RankStream(SOURCE, block_size=4, epoch=77, counts_copies=True)
+    stored, removed = EngineStored([1], [1, 2, 3, 4], 4), EngineRemoved([1])
+    for event, num_blocks in ((stored, 1), (stored, 1), (removed, 1), (stored, 1)):
+        stream.admit(event)
+        assert stream.num_blocks == num_blocks
+    stream.is_complete = False
+    stream.admit(removed)
+    assert stream.num_blocks == 0
+    stream.admit(stored)
+    stream.admit(stored)
+    stream.admit(removed)
+    assert stream.num_blocks == 0

@@ -17,7 +17,7 @@ from kvist.events.session import SourceState
 from kvist.events.transports import Message, open_publication
 from kvist.openai.requests import read_fields
 from kvist.router import healing
-from kvist.router.healing import Healer, HitDigest, Report, ask_full_report
+from kvist.router.healing import Healer, HitDigest, Report, ask_full_report, without_report_mode
 from kvist.router.index import RankStatus
 from kvist.router.usage import ReportedUsage
 
@@ -51,13 +51,25 @@ def test_the_request_for_a_full_report_is_put_in_and_no_other_byte_changed(body,
         b"",
         b'{"vllm_xargs": null}',
         b'{"vllm_xargs": [1]}',
-        b'{"vllm_xargs": {"kv_cache_report_mode": "incremental"}}',
         b'{"metadata": {"vllm_xargs": {}}, "vllm_xargs": {}}',
         b'{"vllm\\u005fxargs": {"x": 1}}',
     ],
 )
 def test_a_body_that_is_empty_or_has_its_own_way_stays_as_it_is(body):
     assert ask_full_report(body, read_fields(body)) is body
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b'{"vllm_xargs": {"x": 1}}', b'{"vllm_xargs": 3}', b'{"kv_cache_report_mode": 1}']
+)
+def test_a_body_that_says_nothing_of_reports_is_the_very_same(body):
+    assert without_report_mode(body, read_fields(body)) is body
+
+
+def test_what_a_client_says_of_reports_is_left_out_and_nothing_else():
+    said = {"vllm_xargs": {"x": 1.0, **FULL}, "prompt": "é", "n": 123456789012345678901}
+    body = json.dumps(said, ensure_ascii=False).encode()
+    assert json.loads(without_report_mode(body, read_fields(body))) == said | {"vllm_xargs": {"x": 1.0}}
 
 
 _JSON = st.recursive(

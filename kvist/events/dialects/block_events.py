@@ -6,11 +6,12 @@ engine's own. Read from vLLM 0.33.0 `distributed/kv_events.py` and SGLang 0.5.23
 vLLM: hybrid models send each cache group under its index: the store says the kind and the window, the removal only the
 group. Where blocks were skipped the tokens cover the whole span, and the normaliser leaves the event out. The partial
 entries of a hybrid cache have a smaller `block_size`, and offloaded blocks may come without tokens: both are the
-normaliser's too. Tokens that speculative decoding hashes beyond a block (`lookahead_token_ids`) are left aside, so
-that a router need not know about the draft model: two blocks that differ only there count as one.
+normaliser's too. With EAGLE a block's hash covers the tokens behind it, too (`lookahead_token_ids`, some for each
+block), and its canonical hash the first of them: requests must be hashed the same way. Two blocks that differ only in
+those behind the first count as one.
 
-SGLang: hashes are signed; the LoRA name and the salt stand in the event; with EAGLE, `token_ids` are overlapping pairs,
-and a block's canonical hash covers one token more than the block: requests must be hashed the same way.
+SGLang: hashes are signed; the LoRA name and the salt stand in the event; with EAGLE, `token_ids` are overlapping pairs:
+a block's hash covers one token more than the block there as well.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False):
     kv_cache_spec_kind: str | None = None
     kv_cache_spec_sliding_window: int | None = None
     locality: str | None = None
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", frozen=True, gc=False):
@@ -232,6 +234,10 @@ def _stored(raw: _BlockStored, rank: int, tier: Tier) -> EngineStored | _Unusabl
     token_ids: Any = _tokens_of_pairs(raw.token_ids) if is_eagle else raw.token_ids
     if token_ids is None:
         return _Unusable.MALFORMED
+    if raw.lookahead_token_ids and not is_eagle:
+        if len(raw.lookahead_token_ids) != len(block_hashes) or not all(raw.lookahead_token_ids):
+            return _Unusable.MALFORMED
+        token_ids, is_eagle = [*token_ids, raw.lookahead_token_ids[-1][0]], True
     return EngineStored(
         block_hashes=block_hashes,
         token_ids=token_ids,

@@ -169,7 +169,7 @@ def write_answer(
 ) -> int:
     """Write the answer that a match's arrays amount to; return its length. The depths may be changed.
 
-    `names` has the name of each slot, `holders` room for a number a slot, the output room for `MAX_FIXED_BYTES` and
+    `names` has the name of each slot, `holders` room for a number a row, the output room for `MAX_FIXED_BYTES` and
     `MAX_RANK_BYTES` a slot.
     """
     holders = holders[: _list_holders(slots, depths, names, holders)]

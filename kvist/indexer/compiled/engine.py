@@ -15,6 +15,7 @@ from kvist.events.hashing import HASH_SEED
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE
 from kvist.indexer.compiled.engine_events import Tokens, check_message
 from kvist.indexer.compiled.engine_layout import (
+    COPIES_NEED_HELP,
     DONE,
     EVENTS_TYPE,
     IGNORED,
@@ -34,8 +35,11 @@ from kvist.indexer.compiled.engine_layout import (
 )
 from kvist.indexer.compiled.engine_map import (
     ACCOUNTING,
+    HELD,
     IRREGULAR,
-    NOTHING,
+    add_copy,
+    copies_key,
+    drop_copy,
     drop_name,
     named,
     outlook,
@@ -54,14 +58,13 @@ _SEED, _U0, _IRREGULAR = np.uint64(HASH_SEED), np.uint64(0), np.uint64(IRREGULAR
 
 
 @helper
-def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int) -> np.uint64:
-    """Write the canonical hash of each block to the chain, and return the last; tokens begin at a byte."""
+def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int, num_more_bytes: int) -> None:
+    """Write the canonical hash of each block, and so many bytes behind it, to the chain; tokens begin at a byte."""
     block_bytes, last = stream.block_size * 4, np.uint64(stream.last_block)
     for number in range(num_blocks):
-        local = xxh3_64(tokens, start + number * block_bytes, block_bytes, _SEED)
+        local = xxh3_64(tokens, start + number * block_bytes, block_bytes + num_more_bytes, _SEED)
         last = chained(last, local) if number > 0 or stream.last_depth >= 0 else local
         stream.chain[number] = last
-    return last
 
 
 @helper
@@ -70,43 +73,51 @@ def _hold_slice(
     segments: Records,
     head: Record,
     names: Records,
+    copies_head: Record,
+    copies: Records,
     stream: Record,
     slot: int,
     tier: int,
     hashes: Words,
     first: int,
     num_blocks: int,
-) -> int:
-    """Hold blocks whose canonical hashes stand in the chain; return DONE or why not.
+) -> tuple[int, int]:
+    """Hold blocks whose canonical hashes stand in the chain; return DONE or why not, and how many are held.
 
-    The map first: should the index need help, the name is stale until all of it is done again.
+    The map first: should the index need help, the name is stale until the block is done again.
     """
     for number in range(num_blocks):
         each = outlook(index, segments, head, names, slot, tier, hashes[first + number], stream.chain[number])
         if each == ACCOUNTING:
-            return SOME_EVENTS
+            return SOME_EVENTS, 0
         stream.outlooks[number] = each
-    num_stored, digest, reason = 0, _U0, DONE
+    num_stored, digest, reason, num_done = 0, _U0, DONE, num_blocks
     for number in range(num_blocks):
-        if stream.outlooks[number] == NOTHING:
-            continue
         engine_hash, block_hash = hashes[first + number], stream.chain[number]
+        is_copy = stream.outlooks[number] == HELD and stream.counts_copies
+        if is_copy and add_copy(copies_head, copies, engine_hash, tier) == FULL:
+            reason, num_done = COPIES_NEED_HELP, number
+            break
+        if stream.outlooks[number] == HELD and not index.is_capped:
+            continue
         name = named(head, names, engine_hash)
         if name != _U0 and name != block_hash and row_named(index, segments, slot, name) >= 0:
-            reason = SOME_EVENTS  # the event has this engine hash twice
+            reason, num_done = SOME_EVENTS, number  # the event has this engine hash twice
             break
         if name != block_hash and put_name(head, names, engine_hash, block_hash) == FULL:
-            reason = MAP_NEEDS_HELP
+            reason, num_done = MAP_NEEDS_HELP, number
             break
         is_new = store_one(index, segments, block_hash, min(stream.last_depth + 1 + number, MAX_DEPTH), slot, tier)
         if is_new < 0:
-            reason = INDEX_NEEDS_HELP
+            reason, num_done = INDEX_NEEDS_HELP, number
             break
         if is_new:
             num_stored += 1
             digest += block_digest(block_hash, tier)
+            if copies_head.num_rows:
+                drop_name(copies_head, copies, copies_key(engine_hash, tier))  # of a block that was evicted
     credit(index, slot, num_stored, digest)
-    return reason
+    return reason, num_done
 
 
 @helper
@@ -115,6 +126,8 @@ def _store_event(
     segments: Records,
     head: Record,
     names: Records,
+    copies_head: Record,
+    copies: Records,
     stream: Record,
     slot: int,
     event: Record,
@@ -137,14 +150,18 @@ def _store_event(
     block_bytes = stream.block_size * 4
     while stream.block_idx < event.num_hashes:
         num_blocks = min(SLICE_BLOCKS, event.num_hashes - stream.block_idx)
-        last = _hash_slice(stream, tokens, event.first_token * 4 + stream.block_idx * block_bytes, num_blocks)
-        first = event.first_hash + stream.block_idx
-        result = _hold_slice(index, segments, head, names, stream, slot, event.tier, hashes, first, num_blocks)
+        start = event.first_token * 4 + stream.block_idx * block_bytes
+        _hash_slice(stream, tokens, start, num_blocks, event.has_lookahead * 4)
+        first, tier = event.first_hash + stream.block_idx, event.tier
+        result, num_done = _hold_slice(
+            index, segments, head, names, copies_head, copies, stream, slot, tier, hashes, first, num_blocks
+        )
+        stream.block_idx += num_done
+        stream.last_depth += num_done
+        if num_done:
+            stream.last_block = stream.chain[num_done - 1]
         if result != DONE:
             return result
-        stream.block_idx += num_blocks
-        stream.last_block = last
-        stream.last_depth += num_blocks
         stream.budget -= num_blocks * block_bytes
         if stream.budget <= 0 and stream.block_idx < event.num_hashes:
             return PAUSED
@@ -157,6 +174,8 @@ def _remove_event(
     segments: Records,
     head: Record,
     names: Records,
+    copies_head: Record,
+    copies: Records,
     stream: Record,
     slot: int,
     event: Record,
@@ -175,14 +194,17 @@ def _remove_event(
             reason = SOME_EVENTS
             break
         tiers = tiers_at(index, segments, row, slot) if row >= 0 else 0
-        if tiers >> tier & 1:
-            if remove_one(index, segments, name, slot, tier) < 0:
-                reason = INDEX_NEEDS_HELP
-                break
-            num_removed += 1
-            digest += block_digest(name, tier)
-        if name != _U0 and tiers & ~(1 << tier) == 0:
-            drop_name(head, names, engine_hash)
+        is_held = tiers >> tier & 1
+        has_copy = is_held and copies_head.num_rows
+        if not has_copy or not drop_copy(copies_head, copies, engine_hash, tier, stream.counts_copies):
+            if is_held:
+                if remove_one(index, segments, name, slot, tier) < 0:
+                    reason = INDEX_NEEDS_HELP
+                    break
+                num_removed += 1
+                digest += block_digest(name, tier)
+            if name != _U0 and tiers & ~(1 << tier) == 0:
+                drop_name(head, names, engine_hash)
         stream.block_idx += 1
         stream.budget -= _REMOVAL_BYTES
     credit(index, slot, -num_removed, _U0 - digest)
@@ -216,6 +238,8 @@ def _take_events(
     segments: Records,
     head: Record,
     names: Records,
+    copies_head: Record,
+    copies: Records,
     stream: Record,
     rank: Record,
     events: Records,
@@ -234,9 +258,13 @@ def _take_events(
         else:
             passes = _verdict(rank, event.key)
             if passes > 0 and is_stored:
-                result = _store_event(index, segments, head, names, stream, rank.slot, event, hashes, tokens)
+                result = _store_event(
+                    index, segments, head, names, copies_head, copies, stream, rank.slot, event, hashes, tokens
+                )
             elif passes > 0:
-                result = _remove_event(index, segments, head, names, stream, rank.slot, event, hashes)
+                result = _remove_event(
+                    index, segments, head, names, copies_head, copies, stream, rank.slot, event, hashes
+                )
             if passes < 0 or result == SOME_EVENTS:
                 return _hand_over(stream, events)
             if result != DONE:
@@ -254,14 +282,9 @@ def _take_events(
 
 @jit(
     (
-        *(
-            CORE_TYPE,
-            SEGMENTS_TYPE,
-            HEAD_TYPE,
-            SEGMENTS_TYPE,
-            STREAM_TYPE,
-            RANK_TYPE,
-        ),  # the index, a map, a stream, a rank
+        *(CORE_TYPE, SEGMENTS_TYPE),  # the index
+        *(HEAD_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE),  # a map, and copies
+        *(STREAM_TYPE, RANK_TYPE),
         *(BYTES, TABLE, int64, int64),  # messages
         *(EVENTS_TYPE, U64S, U32S, BYTES),  # scratch
         *(U64S, U64S),  # fingerprints
@@ -272,6 +295,8 @@ def take_messages(
     segments: Records,
     heads: Records,
     names: Records,
+    copies_heads: Records,
+    copies: Records,
     streams: Records,
     ranks: Records,
     data: Bytes,
@@ -290,7 +315,7 @@ def take_messages(
     Return DONE, or why it stopped before; a call does about as much work as `max_bytes` of messages are. `token_bytes`
     is the memory of `tokens`. The rings of fingerprints have a power of two of places.
     """
-    index, head, stream, rank = core[0], heads[0], streams[0], ranks[0]
+    index, head, copies_head, stream, rank = core[0], heads[0], copies_heads[0], streams[0], ranks[0]
     stream.budget = max_bytes
     stream.num_batches = stream.num_events = stream.num_ignored = stream.num_sized = 0
     while stream.message_idx < len(messages):
@@ -309,7 +334,9 @@ def take_messages(
             stream.budget -= num_bytes
         if stream.checked_rank != rank.number:
             return OTHER_RANK
-        result = _take_events(index, segments, head, names, stream, rank, events, hashes, token_bytes)
+        result = _take_events(
+            index, segments, head, names, copies_head, copies, stream, rank, events, hashes, token_bytes
+        )
         if result != DONE:
             return result
         place = expected & (len(sequences) - 1)

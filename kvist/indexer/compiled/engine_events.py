@@ -83,6 +83,23 @@ def _read_number(event: Record, field: int, data: Bytes, at: int, end: int) -> i
 
 
 @helper
+def _read_lookahead(stream: Record, event: Record, data: Bytes, at: int, end: int, tokens: Tokens, count: int) -> int:
+    """Read the tokens behind each block, of which the first behind the last joins the event's others."""
+    if count != event.num_hashes or count == 0 or event.seen >> names.TOKEN_IDS & 1 == 0:
+        return 0
+    for _ in range(count):
+        num_tokens, at = read_array(data, at, end)
+        if at == 0 or num_tokens == 0:
+            return 0
+        at = read_tokens(data, at, end, tokens, stream.num_tokens, num_tokens)
+        if at == 0:
+            return 0
+    stream.num_tokens += 1
+    event.has_lookahead = 1
+    return at
+
+
+@helper
 def _read_array_field(
     stream: Record, event: Record, field: int, data: Bytes, at: int, end: int, hashes: Words, tokens: Tokens
 ) -> int:
@@ -104,6 +121,8 @@ def _read_array_field(
             if at == 0:
                 return 0
         return at
+    if field == names.LOOKAHEAD:
+        return _read_lookahead(stream, event, data, at, end, tokens, count)
     for _ in range(count):
         head = byte_at(data, at)
         if head != NIL and head != _EMPTY_ARRAY:
@@ -135,7 +154,7 @@ def _read_field(
         return at
     if field == names.LORA_NAME or field == names.CACHE_SALT:
         return at + 1 if byte_at(data, at) == _EMPTY_STR else 0
-    if field == names.EXTRA_KEYS:
+    if field == names.EXTRA_KEYS or field == names.LOOKAHEAD:
         return _read_array_field(stream, event, field, data, at, end, hashes, tokens)
     if field == names.GROUP or field == names.WINDOW or field == names.LORA_ID:
         return _read_number(event, field, data, at, end)
@@ -204,6 +223,7 @@ def _kind_of(event: Record) -> int:
 def _check_event(stream: Record, event: Record, data: Bytes, at: int, end: int, hashes: Words, tokens: Tokens) -> int:
     """Read one event; return its end, 0 if it is not even well-formed."""
     event.tier = event.key = event.num_hashes = event.num_tokens = event.block_size = event.has_parent = 0
+    event.has_lookahead = 0
     event.seen = event.type = event.spec_kind = event.window = event.group = event.locality = 0
     head, after = byte_at(data, at), 0
     if 0x80 <= head < 0x90:

@@ -19,6 +19,7 @@ STREAM = np.dtype(
         ("block_size", "i8"),
         ("default_rank", "i8"),  # of a batch that names none
         ("has_block_size", "i8"),  # whether any event had blocks of ours
+        ("counts_copies", "i8"),  # whether what is held and stored again has one more copy
         ("field_order", "u1", (2, MAX_FIELDS)),  # of events that are arrays: stored, removed
         # Where it stands: the message, whether it is checked, the event, and of that the block.
         ("message_idx", "i8"),
@@ -62,6 +63,7 @@ EVENT = np.dtype(
         ("first_token", "i8"),
         ("num_tokens", "i8"),
         ("block_size", "i8"),
+        ("has_lookahead", "i8"),  # whether a token more follows, that of the last block's name
         ("has_parent", "i8"),
         ("parent", "u8"),
         # While it is read: the fields seen, by bit, and what they say.
@@ -89,7 +91,8 @@ RANK = np.dtype(
 """A rank of a stream, and the verdicts that its filter, as it is, has given."""
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
-DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, SOME_EVENTS, OTHER_RANK, INDEX_NEEDS_HELP, MAP_NEEDS_HELP, TOO_LARGE = range(9)
+DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, SOME_EVENTS, OTHER_RANK = range(6)
+INDEX_NEEDS_HELP, MAP_NEEDS_HELP, COPIES_NEED_HELP, TOO_LARGE = range(6, 10)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof

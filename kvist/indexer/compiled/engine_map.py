@@ -27,10 +27,14 @@ from kvist.radix.compiled.layout import (
     Words,
 )
 
+TIER_STEP = 0x9E37_79B9_7F4A_7C15
 IRREGULAR = 1
 """What a hash that Python keeps account of names."""
-NOTHING, STORING, ACCOUNTING = range(3)
-_U0, _IRREGULAR = np.uint64(0), np.uint64(IRREGULAR)
+HELD, STORING, ACCOUNTING = range(3)
+COPY = 4
+"""What a copy adds to the value of a row of copies, whose lowest two bits are the tier."""
+_U0, _IRREGULAR, _COPY = np.uint64(0), np.uint64(IRREGULAR), np.uint64(COPY)
+_TIER_STEP = np.uint64(TIER_STEP)
 _WORDS: Any = types.Array(uint64, 1, "C")
 
 
@@ -83,7 +87,7 @@ def outlook(
     engine_hash: np.uint64,
     block_hash: np.uint64,
 ) -> int:
-    """Say what it takes to hold a block in a tier under an engine hash: NOTHING, STORING, or ACCOUNTING.
+    """Say what it takes to hold a block in a tier under an engine hash: it is HELD so, or takes STORING, or ACCOUNTING.
 
     The last means that one of the two stands for something else already, or that the block cannot be named.
     """
@@ -95,7 +99,33 @@ def outlook(
         return ACCOUNTING
     if name not in (_U0, block_hash) and row_named(index, segments, slot, name) >= 0:
         return ACCOUNTING
-    return NOTHING if tiers >> tier & 1 and not index.is_capped else STORING
+    return HELD if tiers >> tier & 1 else STORING
+
+
+@helper
+def copies_key(engine_hash: np.uint64, tier: int) -> np.uint64:
+    """Return under what copies of an engine hash in a tier are counted; its own inverse."""
+    return engine_hash ^ np.uint64(tier) * _TIER_STEP
+
+
+@helper
+def add_copy(head: Record, copies: Records, engine_hash: np.uint64, tier: int) -> int:
+    """Count one more copy; return DONE, or FULL if the table must grow first."""
+    key = copies_key(engine_hash, tier)
+    value = named(head, copies, key)
+    return put_name(head, copies, key, (value if value != _U0 else np.uint64(tier)) + _COPY)
+
+
+@helper
+def drop_copy(head: Record, copies: Records, engine_hash: np.uint64, tier: int, counts_copies: int) -> bool:
+    """Count one copy less; return whether another is left. Where they are not counted, none is."""
+    key = copies_key(engine_hash, tier)
+    value = named(head, copies, key)
+    if value >= _COPY + _COPY and counts_copies:
+        put_name(head, copies, key, value - _COPY)
+    elif value != _U0:
+        drop_name(head, copies, key)
+    return bool(value != _U0 and counts_copies)
 
 
 # --- For Python -----------------------------------------------------------------------------------------------------

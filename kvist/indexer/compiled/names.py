@@ -13,7 +13,7 @@ from kvist.indexer.compiled.words import Bytes, signed, word_at
 
 # Fields; 0 is one that nobody needs.
 TYPE, BLOCK_HASHES, PARENT, TOKEN_IDS, BLOCK_SIZE, LORA_ID, LORA_NAME, CACHE_SALT = range(1, 9)
-EXTRA_KEYS, GROUP, KIND, WINDOW, MEDIUM, LOCALITY = range(9, 15)
+EXTRA_KEYS, GROUP, KIND, WINDOW, MEDIUM, LOCALITY, LOOKAHEAD = range(9, 16)
 # Values: types, tiers from `TIERS` on, what a kind of cache says of the window, localities.
 BLOCK_STORED, BLOCK_REMOVED = 32, 33
 TIERS = 36
@@ -35,6 +35,7 @@ FIELDS = {
     "kv_cache_spec_sliding_window": WINDOW,
     "medium": MEDIUM,
     "locality": LOCALITY,
+    "lookahead_token_ids": LOOKAHEAD,
 }
 _VALUES = {
     "BlockStored": BLOCK_STORED,
@@ -59,7 +60,7 @@ _VALUES = {
     "REMOTE": REMOTE,
 }
 _LONGEST = 31
-_MULTIPLIER = np.uint64(0xDEBE_0F67_10A6_8B4D)  # found by trial: it sends these words to 64 places of their own
+_MULTIPLIER = np.uint64(0xFBA1_BCB4_BA11_BCD7)  # found by trial: it sends these words to 64 places of their own
 _U58, _U64_MAX = np.uint64(58), np.uint64((1 << 64) - 1)
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
 from http import HTTPStatus
 from time import perf_counter
 from typing import Any, TypeAlias
@@ -150,9 +151,14 @@ class Api:
     def _query(self, body: bytes) -> bytes:
         query = read_query(body)
         member = self._registry.get(query.model_name, query.group)
-        lora_name, cache_salt = query.lora_name, query.cache_salt
-        hashes = block_hashes(query.token_ids, member.block_size, lora_name=lora_name, cache_salt=cache_salt)
-        return member.writer.answer(hashes, member.indexer.resyncing)
+        hashes_of = partial(
+            block_hashes, block_size=member.block_size, lora_name=query.lora_name, cache_salt=query.cache_salt
+        )
+        hashes, eagle_hashes = hashes_of(query.token_ids), None
+        # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
+        if len(member.index.match(hashes_of(query.token_ids[: member.block_size + 1], is_eagle=True))):
+            eagle_hashes = hashes_of(query.token_ids, is_eagle=True)
+        return member.writer.answer(hashes, member.indexer.resyncing, eagle_hashes)
 
     def _query_by_hash(self, body: bytes) -> bytes:
         query = read_hash_query(body)

@@ -47,6 +47,10 @@ class IndexConfig:
     data_parallel_size: Annotated[
         int, Meta(ge=1, le=MAX_RANKS, description="ranks that a stream may name beside its own; others are skipped")
     ] = DEFAULT_NUM_RANKS
+    full_reports: Annotated[
+        bool,
+        Meta(description="others have vLLM report its cached blocks anew, as copies seem to be: those are not counted"),
+    ] = False
     peers: Annotated[
         tuple[str, ...],
         Meta(description="index services to start from, as http://host:port joined by commas; the first that answers"),

@@ -94,6 +94,7 @@ class Registry:
         *,
         max_blocks: int | None = None,
         num_ranks: int = DEFAULT_NUM_RANKS,
+        has_full_reports: bool = False,
         is_held: bool = False,
     ) -> None:
         """Cap each index at `max_blocks`; streams may name the ranks below `num_ranks` beside their own.
@@ -102,6 +103,7 @@ class Registry:
         """
         self._max_blocks = max_blocks
         self._num_ranks = num_ranks
+        self._has_full_reports = has_full_reports
         self._is_held = is_held
         self._now_s = now_s
         self._members: dict[Namespace, Member] = {}
@@ -238,7 +240,12 @@ class Registry:
         """Keep one namespace from its first instance to its last."""
         index = RadixIndex(max_blocks=self._max_blocks)
         async with Indexer(
-            index, block_size=block_size, num_ranks=self._num_ranks, clock=self._now_s, is_held=self._is_held
+            index,
+            block_size=block_size,
+            num_ranks=self._num_ranks,
+            has_full_reports=self._has_full_reports,
+            clock=self._now_s,
+            is_held=self._is_held,
         ) as indexer:
             member = Member(namespace, block_size, index, indexer)
             opened.set_result(member)

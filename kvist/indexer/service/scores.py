@@ -48,24 +48,32 @@ class MatchWriter:
         self._names = np.empty(0, NAME)
         self._reserve(_MIN_SLOTS)
 
-    def answer(self, hashes: NDArray[np.uint64], doubted: AbstractSet[WorkerRank]) -> bytes:
-        """Return the answer for a prompt's blocks, without the ranks whose blocks may be gone."""
+    def answer(
+        self,
+        hashes: NDArray[np.uint64],
+        doubted: AbstractSet[WorkerRank],
+        eagle_hashes: NDArray[np.uint64] | None = None,
+    ) -> bytes:
+        """Return the answer for a prompt's blocks, also as engines with EAGLE name them, without ranks in doubt."""
         ranks = self._index.ranks_by_slot
         if ranks is not self._ranks or len(ranks) != self._num_known:
             self._learn(ranks)
         if doubted:
             left_out = [slot for source in doubted if (slot := self._index.slot_of(source)) is not None]
             self._names["is_left_out"][left_out] = 1
-            text = self._answer(hashes)
+            text = self._answer(hashes, eagle_hashes)
             self._names["is_left_out"][left_out] = 0
             return text
-        return self._answer(hashes)
+        return self._answer(hashes, eagle_hashes)
 
-    def _answer(self, hashes: NDArray[np.uint64]) -> bytes:
+    def _answer(self, hashes: NDArray[np.uint64], eagle_hashes: NDArray[np.uint64] | None) -> bytes:
         match = self._index.match(hashes)
-        num_bytes = write_answer(
-            match.holder_ids, match.depths, self._block_size, self._names, self._holders, self._text
-        )
+        holder_ids, depths = match.holder_ids, match.depths
+        if eagle_hashes is not None:
+            match = self._index.match(eagle_hashes)
+            holder_ids = np.concatenate((holder_ids, match.holder_ids))
+            depths = np.concatenate((depths, match.depths))
+        num_bytes = write_answer(holder_ids, depths, self._block_size, self._names, self._holders, self._text)
         return self._text[:num_bytes].tobytes()
 
     def _learn(self, ranks: list[WorkerRank]) -> None:
@@ -84,5 +92,5 @@ class MatchWriter:
         names = np.zeros(num_slots, NAME)
         names[: self._num_known] = self._names[: self._num_known]
         self._names = names
-        self._holders = np.empty(num_slots, np.uint32)
+        self._holders = np.empty(2 * num_slots, np.uint32)  # each may be told twice
         self._text = np.empty(MAX_FIXED_BYTES + num_slots * MAX_RANK_BYTES, np.uint8)

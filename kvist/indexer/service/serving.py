@@ -30,6 +30,7 @@ async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) 
         time.monotonic,
         max_blocks=config.max_blocks or default_max_blocks(),
         num_ranks=config.data_parallel_size,
+        has_full_reports=config.full_reports,
         is_held=is_held,
     )
     async with AsyncExitStack() as exits:

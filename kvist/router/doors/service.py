@@ -123,6 +123,7 @@ class RouterService:
                 config.state_dir,
                 config.state_interval_s,
                 num_ranks=config.data_parallel_size,
+                has_full_reports=config.full_reports,
                 max_blocks=config.max_blocks,
             )
             await exits.enter_async_context(index)

@@ -104,7 +104,23 @@ def test_extra_keys_give_the_salt_and_the_images():
     assert event.lora_name == "sql"
     assert event.cache_salt == "salt"
     assert event.mm_hashes == [[], [0x0123456789ABCDEF], []]
-    assert not event.is_eagle
+
+
+def test_with_lookahead_tokens_a_block_is_named_by_the_first_token_behind_it_too():
+    (event,) = decode_block_events(EXTRA_KEYS, "w", "vllm").events
+    assert event.is_eagle
+    assert event.token_ids == [*range(12), 12]
+    told = MAP | {"type": "BlockStored", "lookahead_token_ids": [[5, 6]], "lora_id": None, "medium": "GPU"}
+    (event,) = decode_block_events(msgspec.msgpack.encode([1.5, [told], 0]), "w", "vllm").events
+    (stored,) = Normaliser(4).normalise(event)
+    assert stored.hashes == block_hashes([1, 2, 3, 4, 5], 4, is_eagle=True).tobytes()
+
+
+@pytest.mark.parametrize("lookahead", [[], [[5], [6]], [[]], [5], [["x"]], "x"])
+def test_lookahead_tokens_that_are_not_some_for_each_block_are_malformed(lookahead):
+    told = MAP | {"type": "BlockStored", "lookahead_token_ids": lookahead, "lora_id": None, "medium": "GPU"}
+    decoded = decode_block_events(msgspec.msgpack.encode([1.5, [told], 0]), "w", "vllm")
+    assert decoded.num_malformed_events == (lookahead != [])
 
 
 def test_a_chain_ends_before_prompt_embeddings():

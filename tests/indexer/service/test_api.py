@@ -85,6 +85,17 @@ async def test_adapter_and_salt_are_part_of_a_prompt(client, engine, eventually)
     assert await client.scores([7] * 4) == await client.scores([8] * 4) == {}
 
 
+async def test_an_engine_with_eagle_is_matched_by_one_token_more_a_block(client, engine, eventually):
+    told = {"type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [*range(8)]}
+    engine.publish(told | {"block_size": 4, "medium": "GPU", "lookahead_token_ids": [[4, 5], [9, 9]]})
+    await client.register(engine.port)
+    await eventually(lambda: client.scores([*range(8), 9, 10]))
+    assert await client.scores([*range(8), 9]) == {"1": {"0": 8}}
+    assert await client.scores([*range(8), 8]) == {"1": {"0": 4}}
+    assert await client.scores([*range(8)]) == await client.scores([*range(5)]) == {"1": {"0": 4}}
+    assert await client.scores([*range(4)]) == {}
+
+
 async def test_models_and_groups_know_nothing_of_each_other(client, engine, eventually):
     engine.publish(stored([1], TOKENS[:4]))
     await client.register(engine.port, 1)
