@@ -84,7 +84,7 @@ class Canonical:
         self.lane = CanonicalLane("w", 16, index)
         self.epoch, self.expected_sequence, self.is_in_step = 1, 0, True
 
-    def applied(self, num_messages: int, now_s: float) -> None:
+    def on_applied(self, num_messages: int, now_s: float) -> None:
         """Stay where it was, as a session would not: every case is next in sequence."""
 
     def message(self) -> bytes:
