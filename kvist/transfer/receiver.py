@@ -11,44 +11,11 @@ from dataclasses import dataclass, replace
 import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer import commands, messages
+from kvist.transfer import receiver_protocol as protocol
 from kvist.transfer.bounce import Bounce, Lease
-from kvist.transfer.commands import (
-    Fetch,
-    FetchCompleted,
-    FetchFailed,
-    FetchReleased,
-    FetchTimes,
-    Report,
-    TransferLimits,
-    TransferObserver,
-    check_endpoints,
-)
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
-from kvist.transfer.messages import (
-    Cancel,
-    ForeignHello,
-    Hello,
-    Ping,
-    ReceiveRequest,
-    Refusal,
-    RefusalReason,
-    Result,
-    decode_message,
-    judge_hello,
-)
-from kvist.transfer.receiver_protocol import (
-    Complete,
-    Fail,
-    ReceiverAction,
-    ReceiverProtocol,
-    ReceiverStatistics,
-    Release,
-    SendCancel,
-    SendRequest,
-    StartScatter,
-    TransferPlan,
-)
 from kvist.transfer.sources import Source, Sources
 from kvist.transfer.tails import Extent
 
@@ -59,7 +26,7 @@ logger = logging.getLogger(__name__)
 class _Fetching:
     """A fetch under way; it is started once none of its ranks is still to greet."""
 
-    fetch: Fetch
+    fetch: commands.Fetch
     block_ids_per_group: tuple[tuple[int, ...], ...]
     num_bytes: int
     lease: Lease | None
@@ -70,11 +37,11 @@ class _Fetching:
     arrived_s: float | None = None
     has_failed: bool = False
 
-    def times(self, ended_s: float, error: str | None) -> FetchTimes:
+    def times(self, ended_s: float, error: str | None) -> commands.FetchTimes:
         """Return what is told of the fetch, which has just ended."""
         arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
         steps_s = (self.began_s, self.greeted_s, arrived_s, ended_s)
-        return FetchTimes(self.fetch.request_id, *steps_s, self.num_bytes, len(self.fetch.endpoints), error)
+        return commands.FetchTimes(self.fetch.request_id, *steps_s, self.num_bytes, len(self.fetch.endpoints), error)
 
     def misfit(self, source: Source) -> str | None:
         """Return why a rank that has greeted is not the one that is wanted there."""
@@ -94,15 +61,15 @@ class Receiver:
         context: zmq.Context[zmq.Socket[bytes]],
         poller: zmq.Poller,
         memory: KvMemory,
-        limits: TransferLimits,
-        report: Callable[[Report], None],
+        limits: commands.TransferLimits,
+        report: Callable[[commands.Report], None],
         bounce: Bounce | None,
     ) -> None:
         self._bounce = bounce
         self._memory = memory
         self._hello = memory.hello
         self._report = report
-        self._protocol = ReceiverProtocol(limits)
+        self._protocol = protocol.ReceiverProtocol(limits)
         self._sources = Sources(context, poller, self._hello.worker.encode())
         self._fetching: dict[int, _Fetching] = {}
         self._transfer_ids: dict[str, int] = {}
@@ -112,7 +79,7 @@ class Receiver:
         self.num_malformed = 0
         self.bytes_received = 0
         self.fetch_seconds = 0.0
-        self.observer = TransferObserver()
+        self.observer = commands.TransferObserver()
 
     @property
     def quarantined_bytes(self) -> int:
@@ -125,21 +92,21 @@ class Receiver:
         """Return whether `poll_scatters` has something to look at."""
         return bool(self._scatterings)
 
-    def statistics(self) -> ReceiverStatistics:
+    def statistics(self) -> protocol.ReceiverStatistics:
         """Return the counters; fetches that could not be begun have failed as well."""
         statistics = self._protocol.statistics()
         return replace(statistics, num_failed=statistics.num_failed + self._num_refused)
 
-    def fetch(self, fetch: Fetch, now_s: float) -> None:
+    def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
         """Begin to fetch; what comes of it is reported."""
         block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens, fetch.num_cached_tokens)
         try:
-            check_endpoints(fetch.endpoints)
+            commands.check_endpoints(fetch.endpoints)
             shares = self._memory.shares(block_ids, len(fetch.endpoints))
         except InvalidValueError as error:
             self._num_refused += 1
-            self._report(FetchFailed(fetch.request_id, str(error)))
-            self._report(FetchReleased(fetch.request_id))
+            self._report(commands.FetchFailed(fetch.request_id, str(error)))
+            self._report(commands.FetchReleased(fetch.request_id))
             return
         transfer_id = next(self._ids)
         lease, rooms = self._reserve(shares)
@@ -147,7 +114,7 @@ class Receiver:
         self._fetching[transfer_id] = fetching
         self._transfer_ids[fetch.request_id] = transfer_id
         destinations = () if lease is None else self._memory.extents(block_ids)
-        self._protocol.open(TransferPlan(transfer_id, fetch.endpoints, rooms, destinations), now_s)
+        self._protocol.open(protocol.TransferPlan(transfer_id, fetch.endpoints, rooms, destinations), now_s)
         self._greet(transfer_id, fetching, now_s)
 
     def cancel(self, request_id: str, now_s: float) -> None:
@@ -169,7 +136,7 @@ class Receiver:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
                     if source.hello is None:  # it may have been the greeting that is waited for
-                        refusal = Refusal(RefusalReason.MALFORMED, None, "a message", error.reason)
+                        refusal = messages.Refusal(messages.RefusalReason.MALFORMED, None, "a message", error.reason)
                         self._refuse(source, f"refused by us: {refusal}", now_s)
             if has_lost:  # what it said before counts
                 self.tick(now_s)
@@ -202,7 +169,7 @@ class Receiver:
         """Report what is under way as failed, for good: its blocks stay out of use."""
         for each in self._fetching.values():
             if not each.has_failed:
-                self._report(FetchFailed(each.fetch.request_id, reason))
+                self._report(commands.FetchFailed(each.fetch.request_id, reason))
 
     def _reserve(self, shares: Sequence[Share]) -> tuple[Lease | None, tuple[Extent | None, ...]]:
         """Return room to bounce through, and which part of it is whose; none for who writes nothing."""
@@ -237,21 +204,21 @@ class Receiver:
             self._do(self._protocol.start(transfer_id), now_s)
 
     def _handle(self, source: Source, payload: bytes, now_s: float) -> None:
-        match decode_message(payload, source.endpoint):
-            case Result() as result:
+        match messages.decode_message(payload, source.endpoint):
+            case messages.Result() as result:
                 self._do(self._protocol.reported(source.endpoint, result, now_s), now_s)
-            case Ping():
+            case messages.Ping():
                 pass
-            case Hello() | ForeignHello() as hello:
-                refusal = judge_hello(self._hello, hello)
-                if refusal is None and isinstance(hello, Hello):
+            case messages.Hello() | messages.ForeignHello() as hello:
+                refusal = messages.judge_hello(self._hello, hello)
+                if refusal is None and isinstance(hello, messages.Hello):
                     source.hello = hello
                     self._greeted(source, now_s)
                 else:
                     self._refuse(source, f"refused by us: {refusal}", now_s)
-            case Refusal(transfer_id=None) as refusal:
+            case messages.Refusal(transfer_id=None) as refusal:
                 self._refuse(source, f"refused by {source.endpoint}: {refusal}", now_s)
-            case Refusal(transfer_id=int(transfer_id)) as refusal:
+            case messages.Refusal(transfer_id=int(transfer_id)) as refusal:
                 self._do(self._protocol.refused(source.endpoint, transfer_id, str(refusal), now_s), now_s)
             case _:
                 raise MalformedMessageError(source.endpoint, "a message for a sender")
@@ -282,34 +249,34 @@ class Receiver:
     def _ids_of(self, endpoint: str) -> list[int]:
         return [item for item, fetching in self._fetching.items() if endpoint in fetching.fetch.endpoints]
 
-    def _do(self, actions: list[ReceiverAction], now_s: float) -> None:
+    def _do(self, actions: list[protocol.ReceiverAction], now_s: float) -> None:
         for action in actions:
             transfer_id, fetching = action.transfer_id, self._fetching[action.transfer_id]
             request_id, lease, bounce = fetching.fetch.request_id, fetching.lease, self._bounce
             match action:
-                case SendRequest(rank=rank) | SendCancel(rank=rank):
-                    self._send(transfer_id, fetching, rank, isinstance(action, SendCancel))
-                case StartScatter() if bounce is not None and lease is not None:
+                case protocol.SendRequest(rank=rank) | protocol.SendCancel(rank=rank):
+                    self._send(transfer_id, fetching, rank, isinstance(action, protocol.SendCancel))
+                case protocol.StartScatter() if bounce is not None and lease is not None:
                     fetching.arrived_s = now_s
                     self._scatterings[transfer_id] = bounce.scatter(lease, action.copies)
-                case Fail(reason=reason):
+                case protocol.Fail(reason=reason):
                     fetching.has_failed = True
                     if bounce is not None and lease is not None:
                         bounce.quarantine(lease)
                     self.observer.fetched(fetching.times(now_s, reason))
-                    self._report(FetchFailed(request_id, reason))
-                case Release():
+                    self._report(commands.FetchFailed(request_id, reason))
+                case protocol.Release():
                     if bounce is not None and lease is not None:
                         bounce.release(lease)
                     if fetching.has_failed:
                         self._forget(transfer_id)
-                        self._report(FetchReleased(request_id))
-                case Complete():
+                        self._report(commands.FetchReleased(request_id))
+                case protocol.Complete():
                     self._forget(transfer_id)
                     self.bytes_received += fetching.num_bytes
                     self.fetch_seconds += now_s - fetching.began_s
                     self.observer.fetched(fetching.times(now_s, None))
-                    self._report(FetchCompleted(request_id))
+                    self._report(commands.FetchCompleted(request_id))
                 case _:
                     pass
 
@@ -323,11 +290,11 @@ class Receiver:
         if source is None:
             return
         if is_cancel:
-            source.send(Cancel(transfer_id, fetch.remote_request_id))
+            source.send(messages.Cancel(transfer_id, fetch.remote_request_id))
             return
         source.send(self._hello)
         source.send(
-            ReceiveRequest(
+            messages.ReceiveRequest(
                 transfer_id,
                 fetch.remote_request_id,
                 fetch.num_tokens,

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from kvist.transfer import receiver, sources
 from kvist.transfer import sender as sender_module
+from kvist.transfer import sources
 from kvist.transfer.agents import Write, WriteState
 from kvist.transfer.commands import CancelFetch, TransferLimits, WithdrawOffer
-from kvist.transfer.messages import ReceiveRequest, Result, ResultStatus
+from kvist.transfer.messages import Message, ReceiveRequest, Result, ResultStatus, encode_message
 from kvist.transfer.tails import BounceTail, EncodedTail, Extent
 
 NUM_SLOTS = 24  # of each pool
@@ -116,11 +117,11 @@ def test_a_tail_of_one_rank_that_does_not_fit_fails_the_fetch_and_its_room_waits
 def test_a_region_that_is_too_small_for_what_it_is_for_is_not_written_to(
     open_worker: Any, make_prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        receiver,
-        "ReceiveRequest",
-        lambda *args, room, **fields: ReceiveRequest(*args, room=Extent(room.base, 16), **fields),
-    )
+    def encode(message: Message) -> bytes:
+        is_request = isinstance(message, ReceiveRequest)
+        return encode_message(replace(message, room=Extent(message.room.base, 16)) if is_request else message)
+
+    monkeypatch.setattr(sources, "encode_message", encode)
     source, target = open_worker(2, has_bounce=True), open_worker(1, has_bounce=True)
     source.assert_hands_over(target, make_prompt())
     assert [rank.service.statistics().bounce.bytes_sent for rank in source.ranks] == [0, 0]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
 from typing import NewType, TypeAlias
@@ -104,10 +104,10 @@ class WriteThread:
         self._max_pending = max_pending
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._new: deque[_Running] = deque()
         self._writes: list[_Running] = []
         self._is_closing = False
-        self._statistics = AgentStatistics()
+        self._num_ended: Counter[WriteState] = Counter()
+        self._num_fragments_written = self._bytes_written = self._num_rejected = 0
         self._thread = threading.Thread(target=self._run, name=f"writes of {name}", daemon=True)
         self._thread.start()
 
@@ -119,20 +119,19 @@ class WriteThread:
     def submit(self, peer: PeerId, write: Write, steps: Steps) -> Write:
         """Begin a write; returns `write`, FAILED already if there are too many or the agent is closed."""
         with self._changed:
-            num_pending = len(self._new) + len(self._writes)
-            if self._is_closing or num_pending >= self._max_pending:
-                self._statistics = replace(self._statistics, num_rejected=self._statistics.num_rejected + 1)
-                reason = "the agent is closed" if self._is_closing else f"{num_pending} writes are pending already"
-                write.end(WriteState.FAILED, reason)
+            if not self._is_closing and len(self._writes) < self._max_pending:
+                self._writes.append(_Running(peer, write, steps, monotonic() + self._timeout_s))
+                self._changed.notify()
                 return write
-            self._new.append(_Running(peer, write, steps, monotonic() + self._timeout_s))
-            self._changed.notify()
+            self._num_rejected += 1
+            reason = "the agent is closed" if self._is_closing else f"{len(self._writes)} writes are pending already"
+        write.end(WriteState.FAILED, reason)
         return write
 
     def fail_peer(self, peer: PeerId, reason: str) -> None:
         """Make every write to a peer that is under way fail at its next step."""
         with self._changed:
-            for running in (*self._new, *self._writes):
+            for running in self._writes:
                 if running.peer == peer:
                     running.failure = reason
             self._changed.notify()
@@ -141,7 +140,7 @@ class WriteThread:
         """Fail what is under way; return whether the thread has ended in time. A second call only waits."""
         with self._changed:
             self._is_closing = True
-            for running in (*self._new, *self._writes):
+            for running in self._writes:
                 running.failure = "the agent is closing"
             self._changed.notify()
         self._thread.join(timeout_s)
@@ -150,7 +149,15 @@ class WriteThread:
     def statistics(self) -> AgentStatistics:
         """Return the counters."""
         with self._changed:
-            return replace(self._statistics, num_pending=len(self._new) + len(self._writes))
+            return AgentStatistics(
+                num_written=self._num_ended[WriteState.DONE],
+                num_fragments_written=self._num_fragments_written,
+                bytes_written=self._bytes_written,
+                num_failed=self._num_ended[WriteState.FAILED],
+                num_abandoned=self._num_ended[WriteState.ABANDONED],
+                num_rejected=self._num_rejected,
+                num_pending=len(self._writes),
+            )
 
     def _run(self) -> None:
         try:
@@ -158,9 +165,7 @@ class WriteThread:
         finally:
             with self._changed:
                 self._is_closing = True
-                left = [*self._writes, *self._new]
-                self._writes.extend(self._new)
-                self._new.clear()
+                left = list(self._writes)
             for running in left:  # only after a defect: nobody waits for ever
                 self._end(running, WriteState.ABANDONED, "the thread that writes has failed")
 
@@ -168,16 +173,15 @@ class WriteThread:
         has_moved = True
         while True:
             with self._changed:
-                if not self._writes and not self._new:
+                if self._writes and not has_moved:
+                    self._changed.wait(_IDLE_WAIT_S)
+                while not self._writes:
                     if self._is_closing:
                         return
                     self._changed.wait()
-                elif not self._new and not has_moved:
-                    self._changed.wait(_IDLE_WAIT_S)
-                self._writes.extend(self._new)
-                self._new.clear()
+                writes = list(self._writes)
             has_moved = False
-            for running in list(self._writes):
+            for running in writes:
                 has_moved |= self._step(running)
 
     def _step(self, running: _Running) -> bool:
@@ -197,18 +201,10 @@ class WriteThread:
         return True
 
     def _end(self, running: _Running, state: WriteState, reason: str | None) -> None:
-        counted = self._statistics
         with self._changed:
             self._writes.remove(running)
+            self._num_ended[state] += 1
             if state is WriteState.DONE:
-                self._statistics = replace(
-                    counted,
-                    num_written=counted.num_written + 1,
-                    num_fragments_written=counted.num_fragments_written + running.write.num_fragments,
-                    bytes_written=counted.bytes_written + running.write.size_bytes,
-                )
-            elif state is WriteState.FAILED:
-                self._statistics = replace(counted, num_failed=counted.num_failed + 1)
-            else:
-                self._statistics = replace(counted, num_abandoned=counted.num_abandoned + 1)
+                self._num_fragments_written += running.write.num_fragments
+                self._bytes_written += running.write.size_bytes
         running.write.end(state, reason)
