@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvist.cli._rank_transfers import RankTransfers
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
-    from kvist.engine.ranks import Followers
+    from kvist.engine.rank_processes import Followers
     from kvist.publisher import KvEventPublisher
     from kvist.tracing.otlp import Tracing
 

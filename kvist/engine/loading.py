@@ -19,7 +19,7 @@ from kvist.engine.models.checkpoint_config import load_model_config
 from kvist.engine.models.config import ModelConfig, Shard, rank_config
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
-from kvist.engine.ranks import Followers, Leader, LeadingRunner
+from kvist.engine.rank_processes import Followers, Leader, LeadingRunner
 from kvist.engine.runner import Runner
 from kvist.engine.scheduler import Scheduler
 from kvist.errors import InvalidValueError

@@ -18,7 +18,7 @@ from kvist.engine import loading
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import LoadedEngine, load_engine, load_with_memory
-from kvist.engine.ranks import RankLostError
+from kvist.engine.rank_processes import RankLostError
 from kvist.engine.request import RequestOutput
 from kvist.errors import InvalidValueError
 from kvist.events import EventSink
