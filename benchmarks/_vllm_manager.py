@@ -90,10 +90,14 @@ class VllmModel:
     """What a model's cache looks like."""
 
     groups: tuple[tuple[int, int | None], ...] = ((16, None),)
-    """Block size and sliding window of each group; None is full attention."""
+    """Block size and sliding window of each group; None is full attention, and 0 a state as Mamba has it."""
     num_blocks: int = 160
     eagle: str | None = None
     """How EAGLE's last block is made sure of: `drop` computes it again, `lookahead` hashes the token behind it."""
+    retention: int | None = None
+    """Tokens between the blocks of sliding groups that are kept behind a window; None keeps all, 0 a prompt's last."""
+    num_context_ranks: int = 1
+    """Workers that share each block's tokens: context parallelism."""
     sends_bytes: bool = False
     """Whether hashes are sent whole, and not their last 64 bits."""
     num_host_blocks: int = 0
@@ -112,17 +116,19 @@ class VllmEngine:
         vllm.envs.VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES = not model.sends_bytes
         self.num_tiers = 2 if model.num_host_blocks else 1
         self._model, self._rng = model, rng
-        sizes = [size for size, _ in model.groups]
+        sizes = [size * model.num_context_ranks for size, _ in model.groups]
         hash_size, self._num_lookahead = math.gcd(*sizes), int(model.eagle == "lookahead")
-        self._first_group = max(range(len(sizes)), key=lambda idx: model.groups[idx][1] or math.inf)
+        windows = [math.inf if window is None else window for _, window in model.groups]
+        self._first_group = windows.index(max(windows))
         self.block_size = sizes[self._first_group]
+        self._has_states = any(window == 0 for _, window in model.groups)
         self.names_ahead = bool(self._num_lookahead)
         self._hasher = vllm.utils.get_request_block_hasher(hash_size, vllm.hashing.sha256, self._num_lookahead)
         groups = [
             vllm.specs.KVCacheGroupSpec([f"layer.{idx}"], _spec(*group)) for idx, group in enumerate(model.groups)
         ]
         self.manager = vllm.manager.KVCacheManager(
-            vllm.specs.KVCacheConfig(model.num_blocks, [], groups),
+            vllm.specs.KVCacheConfig(model.num_blocks, [], groups, prefix_cache_retention_interval=model.retention),
             max_model_len=1 << 16,
             scheduler_block_size=math.lcm(*sizes),
             hash_block_size=hash_size,
@@ -132,6 +138,7 @@ class VllmEngine:
             num_hash_lookahead_tokens=self._num_lookahead,
             num_prefill_lookahead=int(model.eagle is not None),
             enable_kv_cache_events=True,
+            dcp_world_size=model.num_context_ranks,
         )
         self._host = _HostBlocks(model, groups[0]) if model.num_host_blocks else None
         self._waiting: deque[Any] = deque()
@@ -218,7 +225,7 @@ class VllmEngine:
         """Give a running request its next slots, and preempt the last one until there are any."""
         num_left = request.num_tokens - request.num_computed_tokens
         num_drafted = NUM_DRAFTED if self._model.eagle and num_left == 1 else 0
-        num_new = min(num_left, CHUNK) + num_drafted
+        num_new = self._chunk(request, request.num_computed_tokens) + num_drafted
         while self.manager.allocate_slots(request, num_new, num_lookahead_tokens=num_drafted) is None:
             victim = self._running[-1]
             self._preempt(victim)
@@ -230,7 +237,7 @@ class VllmEngine:
     def _admit(self, request: Any, scheduled: dict[str, tuple[Any, int]]) -> bool:
         blocks, num_hit, _ = self.manager.get_computed_blocks(request)
         num_loaded = 0 if self._host is None else self._host.num_hit(request, num_hit)
-        num_new = min(request.num_tokens - num_hit - num_loaded, CHUNK)
+        num_new = self._chunk(request, num_hit + num_loaded)
         sources = {"num_external_computed_tokens": num_loaded, "full_sequence_must_fit": True}
         if self.manager.allocate_slots(request, num_new, num_hit, blocks, **sources) is None:
             return False
@@ -241,6 +248,15 @@ class VllmEngine:
         request.num_computed_tokens = num_hit + num_loaded
         scheduled[request.request_id] = request, num_new
         return True
+
+    def _chunk(self, request: Any, start: int) -> int:
+        """Return how many tokens a step computes from there; a state is kept where a chunk of a prompt ends."""
+        end, size = min(request.num_tokens, start + CHUNK), self.block_size
+        if self._has_states and start < max(request.num_prompt_tokens, request.num_tokens - 1):
+            last = (request.num_tokens - 1) // size * size
+            ends = [(start // size + 1) * size if start % size else end, last, end // size * size]
+            end = min((each for each in ends if start < each < end), default=end)
+        return end - start
 
     def _preempt(self, request: Any) -> None:
         self.manager.free(request)
@@ -372,4 +388,6 @@ def _spec(block_size: int, window: int | None) -> Any:
     shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": None}
     if window is None:
         return files().specs.FullAttentionSpec(**shape)
+    if window == 0:
+        return files().specs.MambaSpec(block_size=block_size, shapes=((1,),), dtypes=(None,), mamba_cache_mode="align")
     return files().specs.SlidingWindowSpec(**shape, sliding_window=window)

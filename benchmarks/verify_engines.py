@@ -37,6 +37,7 @@ from _sglang_cache import SglangEngine, SglangModel
 from _vllm_manager import VllmEngine, VllmModel
 
 NUM_ROUNDS, NUM_STEPS, NUM_PROBES = 60, 24, 10
+NUM_LATE_STEPS = 300
 SETTLE_S, LATE_S = 15.0, 0.2
 """How long a side may take to show what was sent; one that never does is given a little while each time."""
 PLAIN = Mix()
@@ -55,6 +56,8 @@ class Scenario:
     lost: float = 0.0
     """Share of messages that do not arrive."""
     has_replay: bool = True
+    is_late: bool = False
+    """Whether the engine has served for a while when it is first followed."""
     restarts: float = 0.0
     """Share of rounds that begin with an engine that has just started."""
 
@@ -88,12 +91,18 @@ SCENARIOS = {
     "full + sliding, full reports": Scenario(VllmModel(((16, None), (16, 64)), 300), Mix(reported=0.3)),
     "blocks of 32 full, 16 sliding": Scenario(VllmModel(((32, None), (16, 64)), 300), Mix(aligned=32)),
     "blocks of 16 full, 32 sliding": Scenario(VllmModel(((16, None), (32, 128)), 300), Mix(aligned=32)),
+    "full + sliding, sparsely kept": Scenario(VllmModel(((16, None), (16, 64)), 300, retention=0)),
+    "full attention + states": Scenario(VllmModel(((16, None), (16, 0)), 300)),
+    "context parallelism": Scenario(VllmModel(num_context_ranks=2), Mix(aligned=32)),
     "hashes as bytes": Scenario(VllmModel(sends_bytes=True)),
     "offloaded, by hash": Scenario(VllmModel(num_blocks=90, num_host_blocks=260)),
     "offloaded, with tokens": Scenario(VllmModel(num_blocks=90, num_host_blocks=260, describes_host_blocks=True)),
     "offloaded, not reset": Scenario(
         VllmModel(num_blocks=90, num_host_blocks=260, describes_host_blocks=True, resets_host=False)
     ),
+    "followed late, replayed": Scenario(VllmModel(), is_late=True),
+    "full + sliding, followed late, replayed": Scenario(VllmModel(((16, None), (16, 64)), 300), is_late=True),
+    "followed late, not replayed": Scenario(VllmModel(), is_late=True, has_replay=False),
     "the engine restarts": Scenario(VllmModel(), restarts=0.2),
     "messages lost, replayed": Scenario(VllmModel(), lost=0.05),
     "messages lost for good": Scenario(VllmModel(), lost=0.02, has_replay=False),
@@ -202,6 +211,8 @@ class Judge:
         self.counts = {side: Counter[str]() for side in services}
         for rank in self._ranks:
             stack.callback(rank.close)
+            if scenario.is_late:
+                rank.run(NUM_LATE_STEPS)
         for side, service in services.items():
             url = start_sidecar(stack, self._stream) if side == "sidecar" else None
             for number in range(scenario.num_ranks if url is None else 1):
