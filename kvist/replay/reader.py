@@ -148,16 +148,15 @@ class _Part:
                 raise self._damage("a record that goes on behind the end of the file", "all of it: the file was closed")
             return False
         data = start + self.read_at(self.offset + len(start), length)
-        if len(data) < len(start) + length:  # it was cut meanwhile
+        magic = self.read_at(end, len(MCAP0_MAGIC) + 1) if is_footer else b""
+        if len(data) < len(start) + length or (is_footer and len(magic) < len(MCAP0_MAGIC)):  # it was cut meanwhile
             return False
         self._apply(kind, data)
         self._crc = zlib.crc32(data, self._crc)
-        self.offset = end
-        if is_footer:
-            self.is_closed = True
-            self.offset += len(MCAP0_MAGIC)
-            if self.read_at(end, len(MCAP0_MAGIC) + 1) != MCAP0_MAGIC:
-                raise self._damage("other bytes behind the footer", f"{MCAP0_MAGIC!r} and the end of the file")
+        self.offset = end + len(magic)
+        self.is_closed = is_footer
+        if is_footer and magic != MCAP0_MAGIC:
+            raise self._damage("other bytes behind the footer", f"{MCAP0_MAGIC!r} and the end of the file")
         return True
 
     def _apply(self, kind: int, data: bytes) -> None:
