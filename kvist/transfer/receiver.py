@@ -16,7 +16,7 @@ from kvist.transfer import receiver_protocol as protocol
 from kvist.transfer.bounce import Bounce, Lease
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
-from kvist.transfer.sources import Source, Sources
+from kvist.transfer.sender_connections import SenderConnection, SenderConnections
 from kvist.transfer.tails import Extent
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ class _Fetching:
         steps_s = (self.began_s, self.greeted_s, arrived_s, ended_s)
         return commands.FetchTimes(self.fetch.request_id, *steps_s, self.num_bytes, len(self.fetch.endpoints), error)
 
-    def misfit(self, source: Source) -> str | None:
+    def misfit(self, sender: SenderConnection) -> str | None:
         """Return why a rank that has greeted is not the one that is wanted there."""
         endpoints = self.fetch.endpoints
-        expected = Part(endpoints.index(source.endpoint), len(endpoints))
-        if source.hello is None or source.hello.part == expected:
+        expected = Part(endpoints.index(sender.endpoint), len(endpoints))
+        if sender.hello is None or sender.hello.part == expected:
             return None
-        told = (f"rank {part.rank} of {part.num_ranks}" for part in (source.hello.part, expected))
-        return "{} is {}, expected {}".format(source.endpoint, *told)
+        told = (f"rank {part.rank} of {part.num_ranks}" for part in (sender.hello.part, expected))
+        return "{} is {}, expected {}".format(sender.endpoint, *told)
 
 
 class Receiver:
@@ -70,7 +70,7 @@ class Receiver:
         self._hello = memory.hello
         self._report = report
         self._protocol = protocol.ReceiverProtocol(limits)
-        self._sources = Sources(context, poller, self._hello.worker.encode())
+        self._senders = SenderConnections(context, poller, self._hello.worker.encode())
         self._fetching: dict[int, _Fetching] = {}
         self._transfer_ids: dict[str, int] = {}
         self._scatterings: dict[int, Future[None]] = {}
@@ -125,19 +125,19 @@ class Receiver:
 
     def receive(self, now_s: float) -> None:
         """Take every message that has arrived."""
-        for source in self._sources:
-            has_lost = source.has_newly_lost()
-            for frames in source.received():
+        for sender in self._senders:
+            has_lost = sender.has_newly_lost()
+            for frames in sender.received():
                 try:
                     if len(frames) != 1:
-                        raise MalformedMessageError(source.endpoint, f"{len(frames)} frames, expected a message")
-                    self._handle(source, frames[0], now_s)
+                        raise MalformedMessageError(sender.endpoint, f"{len(frames)} frames, expected a message")
+                    self._handle(sender, frames[0], now_s)
                 except MalformedMessageError as error:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
-                    if source.hello is None:  # it may have been the greeting that is waited for
+                    if sender.hello is None:  # it may have been the greeting that is waited for
                         refusal = messages.Refusal(messages.RefusalReason.MALFORMED, None, "a message", error.reason)
-                        self._refuse(source, f"refused by us: {refusal}", now_s)
+                        self._refuse(sender, f"refused by us: {refusal}", now_s)
             if has_lost:  # what it said before counts
                 self.tick(now_s)
 
@@ -153,17 +153,17 @@ class Receiver:
     def tick(self, now_s: float) -> None:
         """Notice what takes too long, and workers that have died; what is not there and not needed is not dialled."""
         self._do(self._protocol.tick(now_s), now_s)
-        for source in self._sources:
-            if not source.is_suspect:
+        for sender in self._senders:
+            if not sender.is_suspect:
                 continue
-            transfer_ids = self._ids_of(source.endpoint)
+            transfer_ids = self._ids_of(sender.endpoint)
             if not transfer_ids:
-                self._sources.drop(source)
+                self._senders.drop(sender)
                 continue
-            probe = self._sources.pop_probe(source, transfer_ids)
+            probe = self._senders.pop_probe(sender, transfer_ids)
             if probe is not None and probe.has_ended:
-                source.hello = None
-                self._do(self._protocol.sender_gone(source.endpoint, probe.transfer_ids, now_s), now_s)
+                sender.hello = None
+                self._do(self._protocol.sender_gone(sender.endpoint, probe.transfer_ids, now_s), now_s)
 
     def fail_all(self, reason: str) -> None:
         """Report what is under way as failed, for good: its blocks stay out of use."""
@@ -188,14 +188,14 @@ class Receiver:
         busy = {endpoint for each in self._fetching.values() for endpoint in each.fetch.endpoints}
         for endpoint in fetching.fetch.endpoints:
             try:
-                source = self._sources.connect(endpoint, busy)
+                sender = self._senders.connect(endpoint, busy)
             except zmq.ZMQError as error:
                 reason = f"cannot connect to {endpoint!r}: {error}"
                 self._do(self._protocol.fail(transfer_id, reason, now_s), now_s)
                 return
-            if source.hello is None or fetching.misfit(source) is not None:
+            if sender.hello is None or fetching.misfit(sender) is not None:
                 fetching.ungreeted.add(endpoint)
-                source.send(self._hello)
+                sender.send(self._hello)
         self._start(transfer_id, fetching, now_s)
 
     def _start(self, transfer_id: int, fetching: _Fetching, now_s: float) -> None:
@@ -203,48 +203,48 @@ class Receiver:
             fetching.greeted_s = now_s
             self._do(self._protocol.start(transfer_id), now_s)
 
-    def _handle(self, source: Source, payload: bytes, now_s: float) -> None:
-        match messages.decode_message(payload, source.endpoint):
+    def _handle(self, sender: SenderConnection, payload: bytes, now_s: float) -> None:
+        match messages.decode_message(payload, sender.endpoint):
             case messages.Result() as result:
-                self._do(self._protocol.reported(source.endpoint, result, now_s), now_s)
+                self._do(self._protocol.reported(sender.endpoint, result, now_s), now_s)
             case messages.Ping():
                 pass
             case messages.Hello() | messages.ForeignHello() as hello:
                 refusal = messages.judge_hello(self._hello, hello)
                 if refusal is None and isinstance(hello, messages.Hello):
-                    source.hello = hello
-                    self._greeted(source, now_s)
+                    sender.hello = hello
+                    self._greeted(sender, now_s)
                 else:
-                    self._refuse(source, f"refused by us: {refusal}", now_s)
+                    self._refuse(sender, f"refused by us: {refusal}", now_s)
             case messages.Refusal(transfer_id=None) as refusal:
-                self._refuse(source, f"refused by {source.endpoint}: {refusal}", now_s)
+                self._refuse(sender, f"refused by {sender.endpoint}: {refusal}", now_s)
             case messages.Refusal(transfer_id=int(transfer_id)) as refusal:
-                self._do(self._protocol.refused(source.endpoint, transfer_id, str(refusal), now_s), now_s)
+                self._do(self._protocol.refused(sender.endpoint, transfer_id, str(refusal), now_s), now_s)
             case _:
-                raise MalformedMessageError(source.endpoint, "a message for a sender")
+                raise MalformedMessageError(sender.endpoint, "a message for a sender")
 
-    def _greeted(self, source: Source, now_s: float) -> None:
+    def _greeted(self, sender: SenderConnection, now_s: float) -> None:
         """Go on with the fetches that have waited for a greeting; all fail that want another rank there.
 
         Those that have not waited may have asked another process than had greeted: it greets before it serves them.
         """
-        for transfer_id in self._ids_of(source.endpoint):
+        for transfer_id in self._ids_of(sender.endpoint):
             fetching = self._fetching[transfer_id]
-            misfit = fetching.misfit(source)
+            misfit = fetching.misfit(sender)
             if misfit is not None:
                 self._do(self._protocol.fail(transfer_id, misfit, now_s), now_s)
-            elif source.endpoint in fetching.ungreeted:
-                fetching.ungreeted.discard(source.endpoint)
+            elif sender.endpoint in fetching.ungreeted:
+                fetching.ungreeted.discard(sender.endpoint)
                 self._start(transfer_id, fetching, now_s)
 
-    def _refuse(self, source: Source, reason: str, now_s: float) -> None:
+    def _refuse(self, sender: SenderConnection, reason: str, now_s: float) -> None:
         """Fail the fetches that have waited for a greeting."""
-        source.hello = None
-        for transfer_id in self._ids_of(source.endpoint):
-            if source.endpoint in self._fetching[transfer_id].ungreeted:
+        sender.hello = None
+        for transfer_id in self._ids_of(sender.endpoint):
+            if sender.endpoint in self._fetching[transfer_id].ungreeted:
                 self._do(self._protocol.fail(transfer_id, reason, now_s), now_s)
-        if not self._ids_of(source.endpoint):
-            self._sources.drop(source)
+        if not self._ids_of(sender.endpoint):
+            self._senders.drop(sender)
 
     def _ids_of(self, endpoint: str) -> list[int]:
         return [item for item, fetching in self._fetching.items() if endpoint in fetching.fetch.endpoints]
@@ -286,14 +286,14 @@ class Receiver:
     def _send(self, transfer_id: int, fetching: _Fetching, rank: int, is_cancel: bool) -> None:
         """Ask a rank, or ask it to stop; the greeting before is for whoever is another process by now."""
         fetch = fetching.fetch
-        source = self._sources.get(fetch.endpoints[rank])
-        if source is None:
+        sender = self._senders.get(fetch.endpoints[rank])
+        if sender is None:
             return
         if is_cancel:
-            source.send(messages.Cancel(transfer_id, fetch.remote_request_id))
+            sender.send(messages.Cancel(transfer_id, fetch.remote_request_id))
             return
-        source.send(self._hello)
-        source.send(
+        sender.send(self._hello)
+        sender.send(
             messages.ReceiveRequest(
                 transfer_id,
                 fetch.remote_request_id,

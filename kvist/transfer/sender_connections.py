@@ -16,7 +16,7 @@ from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, Hello, ReceiveReq
 
 logger = logging.getLogger(__name__)
 
-_MAX_SOURCES = 256
+_MAX_SENDERS = 256
 _MAX_PROBES = 16
 _PROBE_TIMEOUT_S = 0.2
 _LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
@@ -39,7 +39,7 @@ class Probe:
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class SenderConnection:
     """A rank to fetch from, and its greeting; it is suspect while there is no connection."""
 
     endpoint: str
@@ -73,30 +73,30 @@ class Source:
         return has_lost
 
 
-class Sources:
-    """A DEALER socket to each source, in the poller of whoever reads them. Not thread-safe."""
+class SenderConnections:
+    """A DEALER socket to each sender, in the poller of whoever reads them. Not thread-safe."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], poller: zmq.Poller, identity: bytes) -> None:
         self._context = context
         self._poller = poller
         self._identity = identity
-        self._sources: dict[str, Source] = {}
+        self._senders: dict[str, SenderConnection] = {}
 
-    def __iter__(self) -> Iterator[Source]:
-        """Yield every source; they may be dropped meanwhile."""
-        return iter(list(self._sources.values()))
+    def __iter__(self) -> Iterator[SenderConnection]:
+        """Yield every sender; they may be dropped meanwhile."""
+        return iter(list(self._senders.values()))
 
-    def get(self, endpoint: str) -> Source | None:
-        """Return the source at an endpoint, if there is one."""
-        return self._sources.get(endpoint)
+    def get(self, endpoint: str) -> SenderConnection | None:
+        """Return the sender at an endpoint, if there is one."""
+        return self._senders.get(endpoint)
 
-    def connect(self, endpoint: str, busy: Collection[str]) -> Source:
-        """Return the source at an endpoint; one that is not busy goes when there are too many. Raises ZMQError."""
-        source = self._sources.get(endpoint)
-        if source is not None:
-            return source
-        idle = next((each for each in self._sources.values() if each.endpoint not in busy), None)
-        if len(self._sources) >= _MAX_SOURCES and idle is not None:
+    def connect(self, endpoint: str, busy: Collection[str]) -> SenderConnection:
+        """Return the sender at an endpoint; one that is not busy goes when there are too many. Raises ZMQError."""
+        sender = self._senders.get(endpoint)
+        if sender is not None:
+            return sender
+        idle = next((each for each in self._senders.values() if each.endpoint not in busy), None)
+        if len(self._senders) >= _MAX_SENDERS and idle is not None:
             self.drop(idle)
         dealer = self._context.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
@@ -111,26 +111,26 @@ class Sources:
             raise
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        source = self._sources[endpoint] = Source(endpoint, dealer, monitor)
-        return source
+        sender = self._senders[endpoint] = SenderConnection(endpoint, dealer, monitor)
+        return sender
 
-    def drop(self, source: Source) -> None:
-        """Close the connection to a source."""
-        del self._sources[source.endpoint]
-        self._poller.unregister(source.dealer)
-        self._poller.unregister(source.monitor)
-        _close(source.dealer, source.monitor)
+    def drop(self, sender: SenderConnection) -> None:
+        """Close the connection to a sender."""
+        del self._senders[sender.endpoint]
+        self._poller.unregister(sender.dealer)
+        self._poller.unregister(sender.monitor)
+        _close(sender.dealer, sender.monitor)
 
-    def pop_probe(self, source: Source, transfer_ids: Collection[int]) -> Probe | None:
+    def pop_probe(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Probe | None:
         """Return the probe of a suspect once it is over; until then there is one, of what it was asked for by now."""
-        if source.probe is None:
-            probes = (each.probe for each in self._sources.values())
+        if sender.probe is None:
+            probes = (each.probe for each in self._senders.values())
             if sum(probe is not None and probe.has_ended is None for probe in probes) < _MAX_PROBES:
-                source.probe = Probe(source.endpoint, transfer_ids)
+                sender.probe = Probe(sender.endpoint, transfer_ids)
             return None
-        if source.probe.has_ended is None:
+        if sender.probe.has_ended is None:
             return None
-        probe, source.probe = source.probe, None
+        probe, sender.probe = sender.probe, None
         return probe
 
 

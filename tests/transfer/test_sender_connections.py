@@ -10,47 +10,47 @@ from io import BytesIO
 import pytest
 import zmq
 
-from kvist.transfer import sources as module
-from kvist.transfer.sources import Sources, has_process_ended
+from kvist.transfer import sender_connections as module
+from kvist.transfer.sender_connections import SenderConnections, has_process_ended
 
 ENDPOINTS = [f"tcp://127.0.0.1:{port}" for port in range(1, 5)]
 
 
 @pytest.fixture
-def sources() -> Iterator[Sources]:
-    """Return sources of a context that is closed in the end."""
+def senders() -> Iterator[SenderConnections]:
+    """Return senders of a context that is closed in the end."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield Sources(context, zmq.Poller(), b"me")
+    yield SenderConnections(context, zmq.Poller(), b"me")
     context.destroy(linger=0)
 
 
-def test_of_too_many_sources_one_goes_that_nothing_is_fetched_from(
-    sources: Sources, monkeypatch: pytest.MonkeyPatch
+def test_of_too_many_senders_one_goes_that_nothing_is_fetched_from(
+    senders: SenderConnections, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_SOURCES", 2)
-    first, second = (sources.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
-    assert sources.connect(ENDPOINTS[0], ()) is first
-    sources.connect(ENDPOINTS[2], {ENDPOINTS[0]})
+    monkeypatch.setattr(module, "_MAX_SENDERS", 2)
+    first, second = (senders.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
+    assert senders.connect(ENDPOINTS[0], ()) is first
+    senders.connect(ENDPOINTS[2], {ENDPOINTS[0]})
     assert second.dealer.closed
-    assert [each.endpoint for each in sources] == [ENDPOINTS[0], ENDPOINTS[2]]
-    sources.connect(ENDPOINTS[3], {ENDPOINTS[0], ENDPOINTS[2]})
-    assert len(list(sources)) == 3, "all are in use"
+    assert [each.endpoint for each in senders] == [ENDPOINTS[0], ENDPOINTS[2]]
+    senders.connect(ENDPOINTS[3], {ENDPOINTS[0], ENDPOINTS[2]})
+    assert len(list(senders)) == 3, "all are in use"
 
 
 def test_only_so_many_hosts_are_looked_at_at_once(
-    sources: Sources, monkeypatch: pytest.MonkeyPatch, until_true
+    senders: SenderConnections, monkeypatch: pytest.MonkeyPatch, until_true
 ) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(module, "_MAX_PROBES", 1)
     monkeypatch.setattr(module, "has_process_ended", lambda _: go_on.wait(60))
-    first, second = (sources.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
-    assert sources.pop_probe(first, [1]) is sources.pop_probe(second, [2]) is None
+    first, second = (senders.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
+    assert senders.pop_probe(first, [1]) is senders.pop_probe(second, [2]) is None
     assert first.probe is not None
     assert second.probe is None
     go_on.set()
     until_true(lambda: first.probe.has_ended)
-    assert sources.pop_probe(first, [1, 3]).transfer_ids == [1], "those that it was asked for"
-    assert sources.pop_probe(second, [2]) is None
+    assert senders.pop_probe(first, [1, 3]).transfer_ids == [1], "those that it was asked for"
+    assert senders.pop_probe(second, [2]) is None
     assert second.probe is not None
 
 
