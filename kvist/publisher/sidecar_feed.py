@@ -6,8 +6,9 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
-from kvist.events import EngineCleared, EngineEvent, EngineRemoved
+from kvist.events import EngineCleared, EngineEvent, EngineRemoved, Tier, Window
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, SourceState
@@ -221,31 +222,17 @@ def join_removals(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
 
     A full cache removes a block for each that it stores, and each event costs 8 µs, a hash in a joined one 1 µs.
     """
-    run: list[EngineRemoved] = []
-    run_kind: tuple[object, ...] = ()
-    for event in events:
-        if isinstance(event, EngineRemoved):
-            kind = event.group, event.tier, event.rank, event.window
-            if run and kind != run_kind:
-                yield _joined(run)
-                run.clear()
-            run_kind = kind
-            run.append(event)
+    for kind, run in groupby(events, _removal_kind):
+        if kind is None:
+            yield from run
             continue
-        if run:
-            yield _joined(run)
-            run.clear()
-        yield event
-    if run:
-        yield _joined(run)
+        removals = [event for event in run if isinstance(event, EngineRemoved)]
+        hashes = [block_hash for event in removals for block_hash in event.block_hashes]
+        yield EngineRemoved(hashes, *kind) if len(removals) > 1 else removals[0]
 
 
-def _joined(run: Sequence[EngineRemoved]) -> EngineRemoved:
-    first = run[0]
-    if len(run) == 1:
-        return first
-    hashes = [block_hash for event in run for block_hash in event.block_hashes]
-    return EngineRemoved(hashes, first.window, first.group, first.rank, first.tier)
+def _removal_kind(event: EngineEvent) -> tuple[Window, int | None, int, Tier | None] | None:
+    return (event.window, event.group, event.rank, event.tier) if isinstance(event, EngineRemoved) else None
 
 
 def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_ranks: frozenset[int]) -> None:

@@ -236,35 +236,22 @@ class Coalescer:
             self._events.append(event)
             return
         for piece in (event,) if len(event.hashes) <= MAX_BATCH_HASH_BYTES else _cut(event):
-            if isinstance(piece, Stored):
-                self._add_stored(piece.hashes, piece.parent, piece.tier)
-            else:
-                self._add_removed(piece.hashes, piece.tier)
+            self._add(piece)
 
-    def _add_stored(self, hashes: bytes, parent: int | None, tier: Tier) -> None:
-        """Put a `Stored` behind the others, of no more hashes than a batch has."""
-        self._size_bytes += len(hashes)
+    def _add(self, event: Stored | Removed) -> None:
+        """Put an event behind the others, of no more hashes than a batch has."""
+        self._size_bytes += len(event.hashes)
         if self._size_bytes > MAX_BATCH_HASH_BYTES:
-            self._close(len(hashes))
-        pieces = self._pieces
-        if pieces:
-            continues = self._is_chain and tier == self._tier and parent is not None
-            if continues and parent == _last_hash(pieces[-1]):
-                pieces.append(hashes)
+            self._close(len(event.hashes))
+        is_chain, parent = (True, event.parent) if isinstance(event, Stored) else (False, None)
+        if self._pieces:
+            is_alike = is_chain == self._is_chain and event.tier == self._tier
+            if is_alike and (not is_chain or (parent is not None and parent == _last_hash(self._pieces[-1]))):
+                self._pieces.append(event.hashes)
                 return
             self._settle()
-        self._is_chain, self._parent, self._tier = True, parent, tier
-        self._pieces.append(hashes)
-
-    def _add_removed(self, hashes: bytes, tier: Tier) -> None:
-        """Put a `Removed` behind the others, of no more hashes than a batch has."""
-        self._size_bytes += len(hashes)
-        if self._size_bytes > MAX_BATCH_HASH_BYTES:
-            self._close(len(hashes))
-        if self._pieces and (self._is_chain or tier != self._tier):
-            self._settle()
-        self._is_chain, self._tier = False, tier
-        self._pieces.append(hashes)
+        self._is_chain, self._parent, self._tier = is_chain, parent, event.tier
+        self._pieces.append(event.hashes)
 
     def drain(self) -> list[tuple[Event, ...]]:
         """Return everything added, in order and cut into batches, and start anew."""

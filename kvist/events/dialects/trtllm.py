@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -85,36 +85,25 @@ class _Event(msgspec.Struct, frozen=True, gc=False):
 _KNOWN_TYPES = {"created", "stored", "removed", "updated"}
 
 
-class EventIdGap(NamedTuple):
-    """Two event ids that do not follow each other: events were lost, repeated or reordered between them."""
-
-    last_event_id: int
-    event_id: int
-
-
 class EventIdTracker:
     """Checks that each rank's event ids count up by one, before anything is filtered out."""
 
     def __init__(self) -> None:
         self._last_event_id_by_rank: dict[int, int] = {}
-        self._num_gaps = 0
+        self.num_gaps = 0
+        """How many ids did not follow the one before them: events were lost, repeated or reordered between them."""
 
-    @property
-    def num_gaps(self) -> int:
-        """Return how many ids did not follow the one before them."""
-        return self._num_gaps
-
-    def observe(self, event_id: int, rank: int = 0) -> EventIdGap | None:
-        """Return the gap that this id opens, which is also counted and logged."""
+    def opens_gap(self, event_id: int, rank: int = 0) -> bool:
+        """Return whether this id does not follow its rank's last one, which is also counted and logged."""
         last_event_id = self._last_event_id_by_rank.get(rank)
         self._last_event_id_by_rank[rank] = event_id
         if last_event_id is None or event_id == last_event_id + 1:
-            return None
-        self._num_gaps += 1
+            return False
+        self.num_gaps += 1
         _logger.warning(
             "engine events are not consecutive rank=%d last_event_id=%d event_id=%d", rank, last_event_id, event_id
         )
-        return EventIdGap(last_event_id, event_id)
+        return True
 
 
 def decode(
@@ -150,7 +139,7 @@ def _observe_id(raw: object, tracker: EventIdTracker) -> list[EngineEvent]:
         return []
     rank = raw.get("attention_dp_rank")
     rank = rank if isinstance(rank, int) and 0 <= rank < MAX_RANKS else 0
-    return [] if tracker.observe(raw["event_id"], rank) is None else [EngineCleared(rank)]
+    return [EngineCleared(rank)] if tracker.opens_gap(raw["event_id"], rank) else []
 
 
 def _is_unknown_type(raw: object) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvist.events.dialects import trtllm
-from kvist.events.dialects.trtllm import EventIdGap, EventIdTracker
+from kvist.events.dialects.trtllm import EventIdTracker
 from kvist.events.engine_events import UNKNOWN, EngineCleared, EngineCreated, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.types import Removed, Stored, Tier
@@ -162,8 +162,8 @@ def test_full_blocks_before_a_partial_one_are_published():
 def test_ids_that_do_not_count_up_by_one_are_gaps(caplog, logged):
     tracker = EventIdTracker()
     with caplog.at_level(logging.WARNING):
-        gaps = [tracker.observe(event_id) for event_id in (1, 2, 3, 5, 5, 4)]
-    assert gaps == [None, None, None, EventIdGap(3, 5), EventIdGap(5, 5), EventIdGap(5, 4)]
+        gaps = [tracker.opens_gap(event_id) for event_id in (1, 2, 3, 5, 5, 4)]
+    assert gaps == [False, False, False, True, True, True]
     said = logged("kvist.events.dialects.trtllm")
     assert tracker.num_gaps == len(said) == 3
     assert "last_event_id=3 event_id=5" in said[0]
