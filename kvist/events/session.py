@@ -106,11 +106,16 @@ class Session(Generic[T]):
         self._patience = Patience(self._limits, random.Random() if rng is None else rng)
         self._has_snapshots = has_snapshots
         self._presence = Presence(self._limits)
-        self._expected = 0
+        self.expected_sequence = 0
+        """The sequence of the next message to apply."""
+        self.is_complete = True
+        """Whether the copy has all that the peer held before that message, as far as is known."""
+        self.is_unproven = False
+        """Whether the stream may still be that of an earlier process than the one that answered."""
+        self.held: deque[tuple[int, T]] = deque()
+        """The messages held back, by their numbers."""
         self._announced = 0  # by a heartbeat, as the next sequence: what lies before it exists, even if nothing follows
-        self._is_complete = True
-        self._held: deque[tuple[int, T]] = deque()
-        self._is_doubted = self._is_unproven = False
+        self._is_doubted = False
         self._num_heals_left = 0
         self._num_divergences_in_a_row = 0
         self.num_gaps = self.num_duplicates = self.num_stale = 0
@@ -122,7 +127,7 @@ class Session(Generic[T]):
         """Return how far the copy can be trusted once all steps so far are taken."""
         if self._patience.is_asking or self._presence.is_silent:
             return SourceState.RESYNCING
-        return SourceState.LIVE if self._is_complete else SourceState.PARTIAL
+        return SourceState.LIVE if self.is_complete else SourceState.PARTIAL
 
     @property
     def epoch(self) -> int | None:
@@ -130,35 +135,15 @@ class Session(Generic[T]):
         return self._presence.epoch
 
     @property
-    def expected_sequence(self) -> int:
-        """Return the sequence of the next message to apply."""
-        return self._expected
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the copy has all that the peer held before that message, as far as is known."""
-        return self._is_complete
-
-    @property
     def is_in_step(self) -> bool:
         """Return whether the next message in sequence would be applied, and nothing else: none is asked for or held."""
-        return self._presence.epoch is not None and not self._patience.is_asking and not self._is_unproven
-
-    @property
-    def is_unproven(self) -> bool:
-        """Return whether the stream may still be that of an earlier process than the one that answered."""
-        return self._is_unproven
-
-    @property
-    def held(self) -> Sequence[tuple[int, T]]:
-        """Return the messages held back, by their numbers."""
-        return self._held
+        return self._presence.epoch is not None and not self._patience.is_asking and not self.is_unproven
 
     def question(self, now_s: float) -> int | None:
         """Return the sequence to ask from, None while there is nothing to ask or it is too early."""
         if not self._patience.is_due(now_s):
             return None
-        return 0 if self._patience.is_healing else self._expected
+        return 0 if self._patience.is_healing else self.expected_sequence
 
     def receive(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
         """Judge one message of the live stream."""
@@ -166,8 +151,8 @@ class Session(Generic[T]):
             return []
         steps = self._enter(epoch)
         if not self._patience.is_asking:
-            self.num_gaps += sequence > self._expected
-            if sequence > self._expected or (self._is_unproven and sequence == self._expected > 0):
+            self.num_gaps += sequence > self.expected_sequence
+            if sequence > self.expected_sequence or (self.is_unproven and sequence == self.expected_sequence > 0):
                 self._patience.ask(now_s)
         if self._patience.is_asking:
             self._hold(sequence, body)
@@ -180,7 +165,7 @@ class Session(Generic[T]):
     def on_applied(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages, next in sequence while in step, were applied: `receive` for all of them."""
         assert self.is_in_step
-        self._expected += num_messages
+        self.expected_sequence += num_messages
         self._presence.on_message(now_s)
 
     def on_heartbeat(
@@ -194,10 +179,10 @@ class Session(Generic[T]):
         self._announced = max(self._announced, next_sequence)
         if self._patience.is_asking:
             return steps
-        if next_sequence > self._expected:
+        if next_sequence > self.expected_sequence:
             self.num_gaps += 1
             self._patience.ask(now_s)
-        elif next_sequence == self._expected and not steps:
+        elif next_sequence == self.expected_sequence and not steps:
             return self._compare(published, held, now_s)
         return steps
 
@@ -217,7 +202,7 @@ class Session(Generic[T]):
         if messages is None or (snapshot_sequence is not None and self._is_beyond(snapshot_sequence)):
             return self._unanswered(now_s)
         self.num_replays += 1
-        is_beside_the_point = epoch != self._presence.epoch and self._expected > 0
+        is_beside_the_point = epoch != self._presence.epoch and self.expected_sequence > 0
         if epoch is None or not self._accepts(epoch, now_s):
             if self._has_snapshots:
                 return self._unanswered(now_s)
@@ -227,7 +212,7 @@ class Session(Generic[T]):
         is_from_start = snapshot_sequence is not None or (answer != [] and answer[0][0] == 0)
         is_unproven = self._leaves_unproven(epoch, answer)
         steps = self._enter(epoch)
-        self._is_unproven = is_unproven
+        self.is_unproven = is_unproven
         if is_beside_the_point and not is_from_start:
             # The question was about another epoch's numbers: ask this one from its beginning.
             self._patience.ask_at(now_s)
@@ -243,14 +228,14 @@ class Session(Generic[T]):
         What was held back is dropped: it may be another process's, and if it is not, the replay has it.
         """
         self._is_doubted = True
-        self._is_unproven = False
-        self._held.clear()
+        self.is_unproven = False
+        self.held.clear()
         if not self._patience.is_asking:
             self._patience.ask(now_s)
 
     def trust(self) -> None:
         """Take note that the connection is with the process that the copy is of."""
-        self._is_doubted = self._is_unproven = False
+        self._is_doubted = self.is_unproven = False
 
     def is_healable(self, now_s: float) -> bool:
         """Return whether to ask an engine for all that it keeps: it could not be asked, and the copy is partial."""
@@ -274,13 +259,13 @@ class Session(Generic[T]):
         """
         self._presence.enter(epoch)
         self._presence.is_silent = True
-        self._expected, self._is_complete = next_sequence, is_complete
+        self.expected_sequence, self.is_complete = next_sequence, is_complete
         self.num_epochs = 1
         self._patience.ask_at(asks_at_s)
 
     def on_cleared(self, *, by_loss: bool = False) -> None:
         """Take note that the step just taken cleared the rank: after a message that did, nothing is missing."""
-        self._is_complete = not by_loss
+        self.is_complete = not by_loss
 
     def on_departure(self) -> None:
         """Take note that the peer is known to be gone: nothing is trusted until it, or another, is heard."""
@@ -328,13 +313,13 @@ class Session(Generic[T]):
 
     def _forget_epoch(self) -> None:
         self._restart_numbering()
-        self._held.clear()
+        self.held.clear()
         self._announced = 0
 
     def _restart_numbering(self) -> None:
-        self._expected = 0
-        self._is_complete = True
-        self._is_unproven = False
+        self.expected_sequence = 0
+        self.is_complete = True
+        self.is_unproven = False
         self._patience.renew()
         self._settle()
 
@@ -344,49 +329,49 @@ class Session(Generic[T]):
         self._is_doubted = False
 
     def _is_due(self, sequence: int) -> bool:
-        if sequence != self._expected:
+        if sequence != self.expected_sequence:
             return False
-        self._expected += 1
+        self.expected_sequence += 1
         return True
 
     def _hold(self, sequence: int, body: T) -> None:
-        if len(self._held) == self._limits.max_held_messages:
-            self._held.popleft()
-        self._held.append((sequence, body))
+        if len(self.held) == self._limits.max_held_messages:
+            self.held.popleft()
+        self.held.append((sequence, body))
 
     def _unanswered(self, now_s: float) -> list[Step[T]]:
         if self._patience.asks_again(now_s):
             return []
         was_healing = self._patience.is_healing
-        is_torn = self._is_doubted or (self._is_unproven and len(self._held) > 0)
+        is_torn = self._is_doubted or (self.is_unproven and len(self.held) > 0)
         self._settle()
         if not was_healing and not self._has_snapshots:
             self._num_heals_left = self._limits.max_heals
             self._patience.heals_later(now_s)
         steps: list[Step[T]] = []
         if is_torn:
-            self._is_unproven = False
-            steps = [self._lose()] if self._expected > 0 else []
+            self.is_unproven = False
+            steps = [self._lose()] if self.expected_sequence > 0 else []
         return steps + self._release(now_s if was_healing else None)
 
     def _leaves_unproven(self, epoch: int, answer: list[tuple[int, T]]) -> bool:
         """Return whether the stream may be of a process before the one that answered: nothing held is in its answer."""
-        is_same = epoch == self._presence.epoch and not self._is_unproven and not self._patience.is_healing
+        is_same = epoch == self._presence.epoch and not self.is_unproven and not self._patience.is_healing
         if is_same or self._has_snapshots:
             return False
         answered = dict(answer)
-        return not any(sequence in answered and answered[sequence] == body for sequence, body in self._held)
+        return not any(sequence in answered and answered[sequence] == body for sequence, body in self.held)
 
     def _begin_anew(self, snapshot_sequence: int | None) -> list[Step[T]]:
         """Let the copy be what the snapshot is, or nothing if a partial one is learnt from the beginning."""
         if snapshot_sequence is not None:
             self.num_snapshots += 1
-            self._is_complete = True
-            self._expected = snapshot_sequence
+            self.is_complete = True
+            self.expected_sequence = snapshot_sequence
             return [Restore()]
         if self._patience.is_healing:
-            self._is_complete = True
-            self._expected = 0
+            self.is_complete = True
+            self.expected_sequence = 0
             return [Clear(ClearReason.INCOMPLETE)]
         return []
 
@@ -402,18 +387,18 @@ class Session(Generic[T]):
             if self._is_due(sequence):
                 self.num_recovered += 1
                 steps.append(Apply(body))
-        if self._is_unproven:  # what was held is none of who answered, or it would be in the answer
-            self._held.clear()
+        if self.is_unproven:  # what was held is none of who answered, or it would be in the answer
+            self.held.clear()
         return steps + self._release(asks_again_at_s)
 
     def _release(self, now_s: float | None) -> list[Step[T]]:
         """Apply what was held behind the gap; what is still missing is asked for again at `now_s`, or lost if None."""
         steps: list[Step[T]] = []
-        while self._held:
-            sequence, body = self._held[0]
+        while self.held:
+            sequence, body = self.held[0]
             if self._lacks(sequence, now_s):
                 return steps
-            self._held.popleft()
+            self.held.popleft()
             steps += self._skip_to(sequence)
             if self._is_due(sequence):
                 steps.append(Apply(body))
@@ -424,26 +409,26 @@ class Session(Generic[T]):
 
     def _lacks(self, sequence: int, now_s: float | None) -> bool:
         """Return whether something before a message is missing, and asked for again."""
-        return sequence > self._expected and now_s is not None and self._patience.asks_again(now_s)
+        return sequence > self.expected_sequence and now_s is not None and self._patience.asks_again(now_s)
 
     def _skip_to(self, sequence: int) -> list[Step[T]]:
-        if sequence <= self._expected:
+        if sequence <= self.expected_sequence:
             return []
-        self._expected = sequence
+        self.expected_sequence = sequence
         return [self._lose()]
 
     def _lose(self, reason: ClearReason = ClearReason.LOST) -> Clear:
-        self._is_complete = False
+        self.is_complete = False
         self.num_lost += 1
         return Clear(reason)
 
     def _compare(self, published: Holding, held: Holding, now_s: float) -> list[Step[T]]:
         if published == held:
-            self._is_complete = True
+            self.is_complete = True
             self._num_divergences_in_a_row = 0
             self._patience.healed()
             return []
-        if not self._is_complete and held.num_blocks <= published.num_blocks:
+        if not self.is_complete and held.num_blocks <= published.num_blocks:
             if self._has_snapshots:  # a partial copy is good for something, and kept if there is no answer
                 self._patience.heal(now_s)
             return []

@@ -45,7 +45,8 @@ class EngineFeed:
         self._engine = engine
         self._name = name
         self._target = target
-        self._session: Session[bytes] = Session(limits)
+        self.session: Session[bytes] = Session(limits)
+        """The judge of this stream, for its state and counters."""
         self.restarts = RestartDetector()
         self._has_replay = False
         self._num_silences = 0
@@ -55,15 +56,10 @@ class EngineFeed:
         self.num_batches = 0
         self.num_malformed = 0
 
-    @property
-    def session(self) -> Session[bytes]:
-        """Return the judge of this stream, for its state and counters."""
-        return self._session
-
     def receive(self, message: Message, now_s: float) -> None:
         """Take one live message."""
         self._on_messages(now_s)
-        session, restarts = self._session, self.restarts
+        session, restarts = self.session, self.restarts
         if self._is_proof(message):
             session.trust()
         # What may be of a process before the one that answered says nothing of a restart.
@@ -79,14 +75,14 @@ class EngineFeed:
         Whoever applies messages from this one on elsewhere writes their fingerprints into `restarts`, applies what is
         left to the feed with `apply_part`, and reports with `on_applied`.
         """
-        expected = self._session.expected_sequence
-        return expected if self._session.is_in_step and expected > self.restarts.last_sequence else None
+        expected = self.session.expected_sequence
+        return expected if self.session.is_in_step and expected > self.restarts.last_sequence else None
 
     def on_applied(self, num_messages: int, now_s: float) -> None:
         """Take note that so many messages from `next_sequence` on were applied."""
         self._on_messages(now_s)
-        self.restarts.advance_to(self._session.expected_sequence + num_messages - 1)
-        self._session.on_applied(num_messages, now_s)
+        self.restarts.advance_to(self.session.expected_sequence + num_messages - 1)
+        self.session.on_applied(num_messages, now_s)
         self.on_judged_applied(num_messages)
 
     def on_judged_applied(self, num_messages: int) -> None:
@@ -106,31 +102,31 @@ class EngineFeed:
     ) -> None:
         """Go on from where another feed was; the engine is asked whether it still is that process."""
         self.restarts.resume(fingerprints, next_sequence - 1)
-        self._session.resume(self.restarts.epoch, next_sequence, is_complete=is_complete, asks_at_s=now_s)
+        self.session.resume(self.restarts.epoch, next_sequence, is_complete=is_complete, asks_at_s=now_s)
         self._last_heard_s = now_s
 
     def on_reconnect(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
         self._last_heard_s = now_s
         self._num_silences = 0
-        self._session.doubt(now_s)
+        self.session.doubt(now_s)
 
     def on_departure(self) -> None:
         """Trust nothing until the engine is heard again."""
-        self._session.on_departure()
+        self.session.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
         """Return the question that is due, if any."""
-        if self._session.is_healable(now_s):
+        if self.session.is_healable(now_s):
             return [_ALL]
-        due = self._session.question(now_s)
+        due = self.session.question(now_s)
         if due is not None:
             return [Question(ReplayRequest(None, max(0, due - 1)))]
         idle_s = IDLE_S * 2 ** min(self._num_silences + self._num_repetitions, MAX_IDLE_DOUBLINGS)
         is_idle = self._last_heard_s is not None and now_s - self._last_heard_s >= idle_s
-        if not is_idle or self._session.state is SourceState.RESYNCING:
+        if not is_idle or self.session.state is SourceState.RESYNCING:
             return []
-        return [Question(ReplayRequest(None, max(0, self._session.expected_sequence - 1)))]
+        return [Question(ReplayRequest(None, max(0, self.session.expected_sequence - 1)))]
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches."""
@@ -140,7 +136,7 @@ class EngineFeed:
 
     def judge(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
         """Return what is to be done because of an answer, all of it and in order, for `apply_step`."""
-        session = self._session
+        session = self.session
         if session.is_healable(now_s):  # which says nothing of what came last: that is asked as before
             frames = None if messages is None else _frames(messages)
             return session.heal(self.restarts.observe_answer(frames or (), None), frames, now_s)
@@ -161,13 +157,13 @@ class EngineFeed:
 
     def _is_proof(self, message: Message) -> bool:
         """Return whether a live message shows that the connection is with the process that is followed."""
-        if self._session.expected_sequence == 0:  # nothing is the beginning of any process
-            return message.sequence == 0 and self._session.state is not SourceState.RESYNCING
-        is_past = message.sequence < self._session.expected_sequence
+        if self.session.expected_sequence == 0:  # nothing is the beginning of any process
+            return message.sequence == 0 and self.session.state is not SourceState.RESYNCING
+        is_past = message.sequence < self.session.expected_sequence
         return is_past and self.restarts.is_known(message.sequence, message.payload)
 
     def _judge_answer(self, start_sequence: int, messages: Sequence[Message], now_s: float) -> list[Step[bytes]]:
-        session = self._session
+        session = self.session
         is_idle = session.state is not SourceState.RESYNCING
         self._has_replay |= bool(messages)
         self._num_silences = 0
@@ -187,7 +183,7 @@ class EngineFeed:
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()
             if step.reason is ClearReason.LOST:
-                self._session.on_cleared(by_loss=True)
+                self.session.on_cleared(by_loss=True)
             return
         assert isinstance(step, Apply), "engines have no snapshots"
         num_malformed_events = self._apply(step.body)

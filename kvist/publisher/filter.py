@@ -81,7 +81,7 @@ class WindowFilter:
         self._rank = rank
         self._configured_window = configured_window
         self._state = FilterState()
-        self._has_warned_of_larger = self._has_warned_of_groups = False
+        self._said: set[str] = set()
         self._counts = FilterStatistics()
 
     def admit(self, event: EngineEvent) -> tuple[PassedEvent, ...]:
@@ -133,14 +133,9 @@ class WindowFilter:
     def _created(self, event: EngineCreated) -> None:
         if not self._state.is_created_phase:
             self._counts.num_late_created += 1
-            if self._counts.num_late_created == 1:
-                _logger.warning(
-                    "created event ignored: the published window is fixed once blocks are reported "
-                    "rank=%d window=%s published_window=%s",
-                    self._rank,
-                    event.window,
-                    self._window,
-                )
+            self._warn_once(
+                "created event ignored: the published window is fixed once blocks are reported", event.window
+            )
             return
         self._show(event.group, event.window)
         if event.window is UNKNOWN:
@@ -169,7 +164,9 @@ class WindowFilter:
         if event.window is UNKNOWN or (self._window is not None and not _is_larger(event.window, self._window)):
             return False
         if not self._state.is_learning:
-            self._warn_of_larger(event.window)
+            self._warn_once(
+                "the engine has a larger window than the published one, and its events are dropped", event.window
+            )
             return False
         old_window, self._state.window, self._state.group = self._window, event.window, None
         # With one group shown, what was published before its window was known is its own.
@@ -177,40 +174,26 @@ class WindowFilter:
         if must_clear:
             self._counts.num_window_grew += 1
             self._state.has_published = self._state.has_published_unknown = False
-            if self._counts.num_window_grew == 1:
-                _logger.warning(
-                    "a larger window appeared: the rank is cleared and the larger group published; "
-                    "configure the window to avoid this rank=%d window=%s old_window=%s",
-                    self._rank,
-                    self._window,
-                    old_window,
-                )
+            self._warn_once(
+                "a larger window appeared: the rank is cleared and the larger group published; configure the window to "
+                "avoid this",
+                old_window,
+            )
         return must_clear
 
-    def _warn_of_larger(self, window: Window) -> None:
-        if not self._has_warned_of_larger:
-            self._has_warned_of_larger = True
-            _logger.warning(
-                "the engine has a larger window than the published one, and its events are dropped "
-                "rank=%d window=%s published_window=%s",
-                self._rank,
-                window,
-                self._window,
-            )
+    def _warn_once(self, text: str, window: Window | None) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _logger.warning("%s rank=%d window=%s published_window=%s", text, self._rank, window, self._window)
 
     def _is_unknown_ambiguous_now(self) -> bool:
         """Return True once, when a second group shows that published blocks of unknown window may be either's."""
         if not (self._state.has_published_unknown and self._has_several_groups):
             return False
         self._state.has_published = self._state.has_published_unknown = False
-        if not self._has_warned_of_groups:
-            self._has_warned_of_groups = True
-            _logger.warning(
-                "several groups, and the engine does not say their windows: the rank is cleared, each time "
-                "rank=%d published_window=%s",
-                self._rank,
-                self._window,
-            )
+        self._warn_once(
+            "several groups, and the engine does not say their windows: the rank is cleared, each time", None
+        )
         return True
 
     def _is_largest(self, event: EngineStored | EngineRemoved) -> bool:

@@ -106,8 +106,11 @@ class KvEventPublisher:
         self._inbox = Inbox()
         # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
         self._lossy_ranks: set[int] = set()
-        self._num_lost_events = self._num_heartbeats = self._num_malformed = 0
-        self._failure: BaseException | None = None
+        self.num_lost_events = 0
+        """How many events were lost since the start because the background thread lagged, or had ended."""
+        self.failure: BaseException | None = None
+        """What ended publishing, None while all is well; `close` raises it."""
+        self._num_heartbeats = self._num_malformed = 0
         self._is_inherited = False
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -118,16 +121,6 @@ class KvEventPublisher:
     def endpoint(self) -> str:
         """The URL a subscriber connects to, with real port numbers."""
         return self._publication.endpoint
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What ended publishing, None while all is well; `close` raises it."""
-        return self._failure
-
-    @property
-    def num_lost_events(self) -> int:
-        """How many events were lost since the start because the background thread lagged, or had ended."""
-        return self._num_lost_events
 
     def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
         """Report a layer group, before anything is stored."""
@@ -186,7 +179,7 @@ class KvEventPublisher:
     def report(self, event: EngineEvent) -> None:
         """Report any engine event; its sequences are kept as they are and must not be changed any more."""
         try:
-            if len(self._inbox) >= self._limits.inbox_capacity or self._closing.is_set() or self._failure is not None:
+            if len(self._inbox) >= self._limits.inbox_capacity or self._closing.is_set() or self.failure is not None:
                 self._lose(event.rank)
                 return
             self._lossy_ranks.discard(event.rank)
@@ -228,7 +221,7 @@ class KvEventPublisher:
         """Return the counters as they are now; from any thread."""
         return PublisherStatistics(
             num_waiting_events=len(self._inbox),
-            num_lost_events=self._num_lost_events,
+            num_lost_events=self.num_lost_events,
             num_malformed=self._num_malformed,
             num_waiting_batches=len(self._outbox),
             num_dropped_batches=self._outbox.num_dropped,
@@ -236,7 +229,7 @@ class KvEventPublisher:
             num_sent_bytes=self._outbox.num_sent_bytes,
             num_heartbeats=self._num_heartbeats,
             num_snapshots=self._answers.num_snapshots,
-            failure=None if self._failure is None else str(self._failure),
+            failure=None if self.failure is None else str(self.failure),
             ranks=MappingProxyType({rank: stream.statistics() for rank, stream in tuple(self._streams.items())}),
         )
 
@@ -245,8 +238,8 @@ class KvEventPublisher:
 
         What does not get out in time is counted as lost. Idempotent; what is reported afterwards is counted as lost.
         """
-        if self._is_inherited and self._failure is not None:
-            raise self._failure  # the locks, threads and sockets are another process's
+        if self._is_inherited and self.failure is not None:
+            raise self.failure  # the locks, threads and sockets are another process's
         is_first = not self._closing.is_set()
         if is_first:
             # A quarter of the time is the transport's, to deliver what it was given.
@@ -255,11 +248,11 @@ class KvEventPublisher:
             self._wake.set()
         self._thread.join()
         if is_first:
-            self._num_lost_events += self._inbox.drop()  # what came while the thread ended
+            self.num_lost_events += self._inbox.drop()  # what came while the thread ended
             self._answers.close()
             self._publication.close(self._limits.close_timeout_s * 0.25)
-            if self._failure is not None:
-                raise self._failure
+            if self.failure is not None:
+                raise self.failure
 
     def __enter__(self) -> Self:
         """Return the publisher, which runs already."""
@@ -299,20 +292,20 @@ class KvEventPublisher:
 
     def _lose(self, rank: int) -> None:
         """Count an event that does not fit, and mark the place once: what the rank holds is unknown from there on."""
-        self._num_lost_events += 1
+        self.num_lost_events += 1
         if _is_rank(rank) and rank not in self._lossy_ranks:
             self._lossy_ranks.add(rank)
             self._inbox.append(EngineCleared(rank))
-            if self._num_lost_events == 1:
-                reason = self._failure if self._is_inherited else "the rank is published as cleared"
+            if self.num_lost_events == 1:
+                reason = self.failure if self._is_inherited else "the rank is published as cleared"
                 _logger.error("engine event lost: %s rank=%d", reason, rank)
 
     def on_fork(self) -> None:
         """Take note that this is a copy in another process; called there, before anything else."""
         self._is_inherited = True
-        self._num_lost_events = 0
+        self.num_lost_events = 0
         self._lossy_ranks.clear()
-        self._failure = InvalidValueError("publisher", "inherited by a fork", "one made in the process that reports")
+        self.failure = InvalidValueError("publisher", "inherited by a fork", "one made in the process that reports")
 
     def _run(self) -> None:
         try:
@@ -321,10 +314,10 @@ class KvEventPublisher:
                 self._publish_pass()
                 time.sleep(_RETRY_S if self._outbox else 0)
             self._send_heartbeats()
-            self._num_lost_events += self._inbox.drop()
+            self.num_lost_events += self._inbox.drop()
         except BaseException as error:
-            self._num_lost_events += self._inbox.drop()
-            self._failure = error
+            self.num_lost_events += self._inbox.drop()
+            self.failure = error
             _logger.error("publishing stopped: %r endpoint=%s", error, self._publication.endpoint)
             if not isinstance(error, OSError):
                 raise

@@ -73,7 +73,8 @@ class RankStream:
         self._hold(Residency())
         self._num_events = 0
         self._num_malformed = 0
-        self._next_sequence = 0
+        self.next_sequence = 0
+        """The number of the next batch."""
 
     @property
     def is_complete(self) -> bool:
@@ -83,7 +84,7 @@ class RankStream:
     @is_complete.setter
     def is_complete(self, is_complete: bool) -> None:
         self._is_complete = is_complete
-        self._residency.counts_copies = self._counts_copies and is_complete
+        self.residency.counts_copies = self._counts_copies and is_complete
 
     def admit(self, event: EngineEvent) -> None:
         """Take one engine event into the batch being built; never raises for what the engine reported.
@@ -103,7 +104,7 @@ class RankStream:
         self._clear_for(error)
 
     def _hold(self, residency: Residency) -> None:
-        self._residency = residency
+        self.residency = residency  # what is held after everything admitted
         residency.counts_copies = self._counts_copies and self._is_complete
         self._normaliser = Normaliser(
             self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
@@ -125,7 +126,7 @@ class RankStream:
         batches = []
         for events in self._coalescer.drain():
             batches.append(self._batch(timestamp_s, events))
-            self._next_sequence += 1
+            self.next_sequence += 1
         return batches
 
     def heartbeat(self, timestamp_s: float) -> Batch:
@@ -134,7 +135,7 @@ class RankStream:
 
     def state(self) -> RankState:
         """Return a copy of what is held, O(blocks), and how events are filtered."""
-        return RankState(self._filter.state, self._residency.copy())
+        return RankState(self._filter.state, self.residency.copy())
 
     def resume(self, state: RankState) -> None:
         """Hold what another stream held, unless anything was reported here already.
@@ -145,33 +146,23 @@ class RankStream:
             return
         self._filter.resume(state.filter)
         self._hold(state.residency)
-        self._next_sequence = 1
+        self.next_sequence = 1
 
     def forget_groups(self) -> None:
         """Learn anew how the engine's layer groups differ: another process may run another model."""
         self._filter.resume(WindowFilter().state)
 
     @property
-    def next_sequence(self) -> int:
-        """Return the number of the next batch."""
-        return self._next_sequence
-
-    @property
-    def residency(self) -> Residency:
-        """Return what is held after everything admitted."""
-        return self._residency
-
-    @property
     def num_blocks(self) -> int:
         """Return how many (block, tier) pairs are held."""
-        return self._residency.num_blocks
+        return self.residency.num_blocks
 
     def statistics(self) -> StreamStatistics:
         """Return the counters as they are now."""
         return StreamStatistics(
             num_events=self._num_events,
             num_malformed=self._num_malformed,
-            num_batches=self._next_sequence,
+            num_batches=self.next_sequence,
             filter=self._filter.statistics(),
             normaliser=self._normaliser.statistics(),
         )
@@ -181,7 +172,7 @@ class RankStream:
             worker=self._source.worker,
             rank=self._source.rank,
             epoch=self._epoch,
-            sequence=self._next_sequence,
+            sequence=self.next_sequence,
             block_size=self._block_size,
             timestamp_s=timestamp_s,
             events=events,

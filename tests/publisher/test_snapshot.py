@@ -30,7 +30,7 @@ class Publisher:
 
     def __init__(self, num_kept: int = 1000, first_sequence: int = 0) -> None:
         self.stream = RankStream(WorkerRank("w", 0), BLOCK_SIZE, EPOCH)
-        self.stream._next_sequence = first_sequence
+        self.stream.next_sequence = first_sequence
         self.buffer = ReplayBuffer(num_kept, 1 << 30)
         self.answers = Answers("w", EPOCH, {0: self.stream}, self.buffer, self._between_events)
         self.messages: list[Message] = []

@@ -45,27 +45,13 @@ _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456
 _RANK = re.compile(rb"0|[1-9][0-9]{0,8}")
 
 
-class _Scheme(NamedTuple):
-    """What a URL of this scheme may say."""
-
-    default_port: int
-    separator: str
-    has_tls: bool
-    options: tuple[str, ...]
-
-
 _NATS_OPTIONS = ("creds", "nkey", "jetstream", "max_age_s", "max_bytes", "deliver")
-_SCHEMES = {
-    "nats": _Scheme(4222, ".", False, _NATS_OPTIONS),
-    "nats+tls": _Scheme(4222, ".", True, _NATS_OPTIONS),
-    "mqtt": _Scheme(1883, "/", False, ()),
-    "mqtts": _Scheme(8883, "/", True, ()),
-}
+_DEFAULT_PORTS = {"nats": 4222, "nats+tls": 4222, "mqtt": 1883, "mqtts": 8883}
 
 
 def is_broker_url(url: str) -> bool:
     """Return whether the URL's scheme is a broker's."""
-    return url.partition("://")[0] in _SCHEMES
+    return url.partition("://")[0] in _DEFAULT_PORTS
 
 
 def redacted(text: str) -> str:
@@ -104,8 +90,8 @@ class BrokerUrl:
     def parse(cls, url: str) -> BrokerUrl:
         """Parse and check a URL; raises InvalidValueError, which shows no secret."""
         scheme, _, rest = url.partition("://")
-        if scheme not in _SCHEMES:
-            raise _invalid(url, f"one of the schemes {', '.join(_SCHEMES)}")
+        if scheme not in _DEFAULT_PORTS:
+            raise _invalid(url, f"one of the schemes {', '.join(_DEFAULT_PORTS)}")
         rest, _, query = rest.partition("?")
         authority, _, path = rest.partition("/")
         userinfo, _, hosts = authority.rpartition("@")
@@ -115,7 +101,7 @@ class BrokerUrl:
             raise _invalid(url, f"{scheme}://host:port/MODEL[/WORKER], a slash within a name written as %2F")
         return cls(
             scheme,
-            tuple(_hosts(url, hosts, _SCHEMES[scheme].default_port)),
+            tuple(_hosts(url, hosts, _DEFAULT_PORTS[scheme])),
             unquote(segments[0]),
             unquote(segments[1]) if len(segments) > 1 else None,
             unquote(user) if user else None,
@@ -131,7 +117,7 @@ class BrokerUrl:
     @property
     def has_tls(self) -> bool:
         """Return whether the connection must be encrypted, and the broker's certificate checked."""
-        return _SCHEMES[self.scheme].has_tls
+        return self.scheme in ("nats+tls", "mqtts")
 
     @property
     def public(self) -> str:
@@ -180,7 +166,7 @@ class BrokerUrl:
     def name(self, kind: str, *tokens: str) -> str:
         """Return the subject or topic of this worker that begins with `kind` and ends with these tokens."""
         assert self.worker is not None, "with_worker() comes first"
-        return _SCHEMES[self.scheme].separator.join((kind, escape(self.model), escape(self.worker), *tokens))
+        return ("/" if self.is_mqtt else ".").join((kind, escape(self.model), escape(self.worker), *tokens))
 
     def token_of(self, topic: bytes) -> str:
         """Return the last token of a message's subject: the rank, or for a topic that is no rank's, all of it."""
@@ -223,7 +209,8 @@ def unpack(topic: bytes, data: bytes, malformed: MalformedCounter) -> tuple[int,
 
 def _options(url: str, scheme: str, query: str) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
-    allowed = (*_SCHEMES[scheme].options, *(_TLS_OPTIONS if _SCHEMES[scheme].has_tls else ()), "engine")
+    is_mqtt, has_tls = scheme in ("mqtt", "mqtts"), scheme in ("nats+tls", "mqtts")
+    allowed = (*(() if is_mqtt else _NATS_OPTIONS), *(_TLS_OPTIONS if has_tls else ()), "engine")
     for name, value in options.items():
         if name not in allowed:
             shown = name.rpartition("@")[2]  # before it is the end of a password with a question mark

@@ -27,72 +27,68 @@ class Inbox:
     def __init__(self, max_bytes: int) -> None:
         """Hold messages up to almost `max_bytes`, each, commands between their frames included."""
         self._max_bytes = max_bytes
-        self._filling = Half(HALF_BYTES)
+        self.filling = Half(HALF_BYTES)
+        """The half that is being filled; another one after each `take`."""
         self._spare = Half(HALF_BYTES)
-
-    @property
-    def filling(self) -> Half:
-        """Return the half that is being filled; another one after each `take`."""
-        return self._filling
 
     @property
     def num_messages(self) -> int:
         """How many messages can be taken."""
-        return self._filling.num_messages
+        return self.filling.num_messages
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is here, not even part of a message."""
-        return self._filling.end == 0
+        return self.filling.end == 0
 
     @property
     def is_full(self) -> bool:
         """Whether messages must be taken before more can be read."""
-        half = self._filling
+        half = self.filling
         return half.num_messages > 0 and (half.num_messages == MAX_DRAIN or half.room < MIN_READ_BYTES)
 
     def space(self) -> memoryview:
         """Return where to read into, unless it is full; raises PeerError when a message does not fit."""
-        half = self._filling
+        half = self.filling
         if half.end == 0:
             return half.whole
         if half.num_messages == 0 and half.begin > 0:
             half.compact()
         if half.room < MIN_READ_BYTES and half.num_messages == 0 and half.capacity < self._max_bytes:
-            half = self._filling = half.moved_to(Half(min(half.capacity * 2, self._max_bytes)))
+            half = self.filling = half.moved_to(Half(min(half.capacity * 2, self._max_bytes)))
         if half.room == 0:
             raise PeerError(f"a message needs more than {self._max_bytes} bytes")
         return half.view[half.end : half.capacity]
 
     def look(self) -> MessageBlock:
         """Return the messages that are here; the block is valid until `drop`, or as that of a `take` before it."""
-        return self._filling.block()
+        return self.filling.block()
 
     def drop(self) -> None:
         """Forget the messages that are here."""
-        self._filling.drop()
+        self.filling.drop()
 
     def take(self) -> MessageBlock:
         """Return the messages that are here; the block is valid until the next call."""
-        taken = self._filling
+        taken = self.filling
         num_rest_bytes = taken.end - taken.begin
         capacity = HALF_BYTES if num_rest_bytes <= HALF_BYTES // 2 else taken.capacity
         spare = self._spare if self._spare.capacity == capacity else Half(capacity)
-        self._filling = taken.moved_to(spare)
+        self.filling = taken.moved_to(spare)
         self._spare = taken
         return taken.block()
 
     def reset(self) -> None:
         """Drop what is not split, and room that only a large message needed: the connection is gone."""
-        self._filling.end = self._filling.begin
-        if self._filling.capacity > HALF_BYTES:
-            self._filling = Half(HALF_BYTES)
+        self.filling.end = self.filling.begin
+        if self.filling.capacity > HALF_BYTES:
+            self.filling = Half(HALF_BYTES)
         if self._spare.capacity > HALF_BYTES:
             self._spare = Half(HALF_BYTES)
 
     def close(self) -> None:
         """Give all memory back; a block that is out keeps its own."""
-        self._filling = self._spare = Half(0)
+        self.filling = self._spare = Half(0)
 
 
 class Half:
