@@ -6,7 +6,8 @@ Engine events pass the window filter (`filter`), get their canonical hashes (`no
 from an engine that is polled, and `Sidecar` does it beside an engine that streams events of its own.
 """
 
-from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
+from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
+from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.trtllm import AsyncTrtllmPoller, TrtllmPoller
 
 __all__ = ["AsyncTrtllmPoller", "KvEventPublisher", "PublisherLimits", "PublisherStatistics", "TrtllmPoller"]

@@ -17,7 +17,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from kvist.errors import InvalidValueError
-from kvist.events.codec import encode_batch
 from kvist.events.engine_events import (
     UNKNOWN,
     EngineCleared,
@@ -29,8 +28,8 @@ from kvist.events.engine_events import (
     KnownWindow,
     Window,
 )
-from kvist.events.transports import Message, Publication, open_publication
-from kvist.events.types import MAX_RANKS, Batch, Tier, WorkerRank
+from kvist.events.transports import Publication, open_publication
+from kvist.events.types import MAX_RANKS, Tier, WorkerRank
 from kvist.publisher.buffers import (
     Between,
     Inbox,
@@ -41,9 +40,7 @@ from kvist.publisher.buffers import (
     ReplayBuffer,
 )
 from kvist.publisher.snapshot import Answers
-from kvist.publisher.stream import RankState, RankStream, Streams, new_epoch, topic_of
-
-__all__ = ["KvEventPublisher", "PublisherLimits", "PublisherStatistics"]
+from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of
 
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
@@ -115,7 +112,13 @@ class KvEventPublisher:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._close_at_s = float("inf")
-        self._start(transport)
+        self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
+        ask = partial(self.between_events, is_urgent=True)
+        self._answers = Answers(worker, self._epoch, self._streams, self._replay_buffer, ask)
+        self._publication.serve_replay(self._answers)
+        self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
+        self._thread.start()
+        _publishers.add(self)
 
     @property
     def endpoint(self) -> str:
@@ -240,8 +243,7 @@ class KvEventPublisher:
         """
         if self._is_inherited and self.failure is not None:
             raise self.failure  # the locks, threads and sockets are another process's
-        is_first = not self._closing.is_set()
-        if is_first:
+        if is_first := not self._closing.is_set():
             # A quarter of the time is the transport's, to deliver what it was given.
             self._close_at_s = time.monotonic() + self._limits.close_timeout_s * 0.75
             self._closing.set()
@@ -261,17 +263,6 @@ class KvEventPublisher:
     def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
-
-    def _start(self, transport: str | Publication) -> None:
-        """Answer questions, and publish what is reported, from here on."""
-        self._publication = open_publication(transport, self._worker) if isinstance(transport, str) else transport
-        self._answers = Answers(
-            self._worker, self._epoch, self._streams, self._replay_buffer, partial(self.between_events, is_urgent=True)
-        )
-        self._publication.serve_replay(self._answers)
-        self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
-        self._thread.start()
-        _publishers.add(self)
 
     def _report_read(self, rank: int, read: Callable[[], EngineEvent]) -> None:
         """Report an event that is read from an engine's own objects."""
@@ -337,10 +328,9 @@ class KvEventPublisher:
 
     def _publish_pass(self) -> None:
         """Hash and send a bounded part of the inbox, then do what is to be done between two events, if that comes."""
-        num_events = min(len(self._inbox), _NUM_EVENTS_A_PASS)
         num_events_a_slice = self._limits.num_events_a_slice
         between = None
-        for event_idx in range(num_events):
+        for event_idx in range(min(len(self._inbox), _NUM_EVENTS_A_PASS)):
             item = self._inbox.popleft()
             if isinstance(item, Between):
                 between = item
@@ -355,7 +345,7 @@ class KvEventPublisher:
         timestamp_s = time.time()
         for stream in self._streams.values():
             for batch in stream.close_batches(timestamp_s):
-                message = _message(batch)
+                message = message_of(batch)
                 self._replay_buffer.append(message)  # before it is sent, or a subscriber could ask in vain
                 self._outbox.put(message)
         self._outbox.flush(self._publication)
@@ -379,7 +369,7 @@ class KvEventPublisher:
             return  # a heartbeat would only report what is still on its way as missing
         timestamp_s = time.time()
         for stream in self._streams.values():
-            message = _message(stream.heartbeat(timestamp_s))
+            message = message_of(stream.heartbeat(timestamp_s))
             self._replay_buffer.note_heartbeat(message)
             self._outbox.put(message)
             self._num_heartbeats += 1
@@ -401,10 +391,6 @@ class KvEventPublisher:
 
 _publishers: weakref.WeakSet[KvEventPublisher] = weakref.WeakSet()
 os.register_at_fork(after_in_child=lambda: [*map(KvEventPublisher.on_fork, _publishers)])
-
-
-def _message(batch: Batch) -> Message:
-    return Message(topic_of(batch.source), batch.sequence, encode_batch(batch))
 
 
 def _is_rank(rank: object) -> bool:

@@ -20,7 +20,8 @@ from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events import EngineStored
 from kvist.events.dialects import decode_block_events
 from kvist.events.transports import Publication, open_publication
-from kvist.publisher.publisher import KvEventPublisher, PublisherLimits
+from kvist.publisher.buffers import PublisherLimits
+from kvist.publisher.publisher import KvEventPublisher
 
 _logger = logging.getLogger(__name__)
 

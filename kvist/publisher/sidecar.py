@@ -29,7 +29,8 @@ from kvist.events.transports import (
 )
 from kvist.events.transports.base import ReplaySource
 from kvist.files import in_thread
-from kvist.publisher.publisher import KvEventPublisher, PublisherLimits, PublisherStatistics
+from kvist.publisher.buffers import PublisherLimits, PublisherStatistics
+from kvist.publisher.publisher import KvEventPublisher
 from kvist.publisher.sidecar_feed import SidecarFeed
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore
 from kvist.publisher.stream import RankState, RankStream, topic_of

@@ -11,7 +11,9 @@ from typing import TypeAlias
 import numpy as np
 
 from kvist.errors import InvalidValueError
+from kvist.events.codec import encode_batch
 from kvist.events.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, KnownWindow
+from kvist.events.transports import Message
 from kvist.events.types import Batch, Event, Removed, Stored, Tier, WorkerRank
 from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
@@ -200,6 +202,11 @@ def topic_of(source: WorkerRank) -> bytes:
     if not worker or not worker.isprintable() or any(character in " /+#*>" for character in worker):
         raise InvalidValueError("worker", worker, "a printable name without spaces and / + # * >")
     return f"kv/{worker}/{source.rank}".encode()
+
+
+def message_of(batch: Batch) -> Message:
+    """Return a batch as it travels."""
+    return Message(topic_of(batch.source), batch.sequence, encode_batch(batch))
 
 
 def new_epoch(now_s: float, rng: random.Random) -> int:

@@ -13,7 +13,7 @@ from kvist.events.codec import is_snapshot_part
 from kvist.events.transports import Message, open_publication
 from kvist.indexer import Indexer
 from kvist.publisher import KvEventPublisher
-from kvist.publisher.publisher import PublisherLimits
+from kvist.publisher.buffers import PublisherLimits
 from kvist.radix import RadixIndex
 from kvist.replay import RecordingReader, RecordingWriter
 from kvist.replay import recorder as recorder_module
