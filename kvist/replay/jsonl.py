@@ -14,11 +14,11 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Any, BinaryIO, Literal, Self, TypeAlias
+from typing import Annotated, Any, BinaryIO, Literal, TypeAlias
 
 import msgspec
 
@@ -27,11 +27,11 @@ from kvist.events.transports import Message
 from kvist.events.transports.base import MAX_MESSAGE_BYTES
 from kvist.events.types import NonNegative
 from kvist.replay.reader import Torn
-from kvist.replay.recording import Engine, Record, RecordedSource, RecordingError
+from kvist.replay.recording import Closable, Engine, Record, RecordedSource, RecordingError
 
 JsonlForm: TypeAlias = Literal["message", "batch"]
 
-_CHUNK_BYTES = 1 << 20
+_MAX_RECORDS_AT_ONCE = 1024
 _MAX_LINE_BYTES = 8 * MAX_MESSAGE_BYTES
 _HEX = re.compile("0x((?:[0-9a-f]{2})*)")
 _Time: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -80,8 +80,8 @@ def to_line(record: Record, form: JsonlForm) -> bytes | None:
     return _encoder.encode(line) + b"\n"
 
 
-class JsonlReader:
-    """Reads records from lines of either form; memory for about a megabyte of them.
+class JsonlReader(Closable):
+    """Reads records from lines of either form; memory for a thousand of them.
 
     Lines without a source are of one named after the file, and timed by their batches' timestamps.
     """
@@ -92,39 +92,35 @@ class JsonlReader:
         self._file: BinaryIO = path.open("rb")
         self._unnamed = RecordedSource(path.stem, "", engine)
         self._last_ns = 0
+        self._records = self._read_lines()
+        self._damage: RecordingError | None = None
         self.num_bytes_read = 0
         self.is_ended = True  # such a file is not followed while it is written
         self.torn: Sequence[Torn] = ()  # a line that was cut off is an error
 
-    def __enter__(self) -> Self:
-        """Return the reader, which is open."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close the file."""
         self._file.close()
 
     def read(self) -> list[Record] | None:
         """Return the next records, None at the end; raises RecordingError, after everything before it was returned."""
-        records: list[Record] = []
-        begun_at = self.num_bytes_read
-        while self.num_bytes_read - begun_at < _CHUNK_BYTES:
-            text = self._file.readline(_MAX_LINE_BYTES)
-            if not text:
-                break
+        if records := list(islice(self._records, _MAX_RECORDS_AT_ONCE)):
+            return records
+        if self._damage is not None:
+            raise self._damage
+        return None
+
+    def _read_lines(self) -> Iterator[Record]:
+        """Yield a record a line, up to the end or to one that is wrong."""
+        while text := self._file.readline(_MAX_LINE_BYTES):
             try:
                 if text.strip():
-                    records.append(self._record(text))
+                    yield self._record(text)
             except (*DECODE_ERRORS, OverflowError) as error:
-                if records:  # they count; this line is read once more
-                    self._file.seek(self.num_bytes_read)
-                    break
                 expected = "a JSON object with seq and batch or payload"
-                raise RecordingError(self._path, self.num_bytes_read, str(error), expected) from error
+                self._damage = RecordingError(self._path, self.num_bytes_read, str(error), expected)
+                return
             self.num_bytes_read += len(text)
-        return records or None
 
     def sources(self) -> list[RecordedSource]:
         """Return whoever is named in what is left to read, or up to a wrong line, in order of appearance."""

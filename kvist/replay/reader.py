@@ -15,8 +15,7 @@ from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
 
 import msgspec
 import zstandard
@@ -38,6 +37,7 @@ from kvist.replay.recording import (
     PROFILE,
     VERSION,
     About,
+    Closable,
     Record,
     RecordedSource,
     RecordingError,
@@ -135,6 +135,7 @@ class _Part:
         """Read the next record; return False while it is not all there."""
         if self.is_closed:
             return False
+        size_bytes = self.size_bytes  # looked at once: a writer may go on at any moment
         start = self.read_at(self.offset, _RECORD_START.size)
         kind, length = _RECORD_START.unpack(start) if len(start) == _RECORD_START.size else (Opcode.HEADER, 0)
         if kind not in _KINDS or length > _MAX_RECORD_BYTES:
@@ -142,9 +143,9 @@ class _Part:
             raise self._damage(found, f"one that MCAP knows, of {_MAX_RECORD_BYTES} at most")
         end = self.offset + _RECORD_START.size + length
         is_footer = kind == Opcode.FOOTER
-        if self.size_bytes < end + (len(MCAP0_MAGIC) if is_footer else 0):
-            last = self.read_at(max(0, self.size_bytes - len(MCAP0_MAGIC)), len(MCAP0_MAGIC))
-            if last == MCAP0_MAGIC and self.size_bytes > len(MCAP0_MAGIC):
+        if size_bytes < end + (len(MCAP0_MAGIC) if is_footer else 0):
+            last = self.read_at(max(0, size_bytes - len(MCAP0_MAGIC)), len(MCAP0_MAGIC))
+            if last == MCAP0_MAGIC and size_bytes > len(MCAP0_MAGIC):
                 raise self._damage("a record that goes on behind the end of the file", "all of it: the file was closed")
             return False
         data = start + self.read_at(self.offset + len(start), length)
@@ -239,7 +240,7 @@ def _chunk_data(chunk: Chunk) -> bytes:
     return stream.read(size_bytes)
 
 
-class RecordingReader:
+class RecordingReader(Closable):
     """Reads a recording's messages in order; memory for one chunk, however large the files are.
 
     Everything up to the last whole chunk of each part is read. What is left behind it is `torn`; if more is written to
@@ -260,13 +261,7 @@ class RecordingReader:
         self._was_closed = False
         self._torn: list[Torn] = []
 
-    def __enter__(self) -> Self:
-        """Return the reader, which is open."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close the file."""
         self._part.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, Self, TypeAlias
 
 import msgspec
 
@@ -69,6 +69,22 @@ class RecordingError(KvistError):
         self.offset = offset
         self.found = found
         self.expected = expected
+
+
+class Closable:
+    """What is closed at the end of its `with` block."""
+
+    def __enter__(self) -> Self:
+        """Return what is open."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+        self.close()
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        raise NotImplementedError
 
 
 def part_path(path: Path, part: int) -> Path:

@@ -8,8 +8,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import msgspec
 from mcap.writer import IndexType, Writer
@@ -26,6 +25,7 @@ from kvist.replay.recording import (
     PROFILE,
     VERSION,
     About,
+    Closable,
     RecordedSource,
     impossible,
     part_numbers,
@@ -45,7 +45,7 @@ _MAX_SHOWN_BYTES = 200  # of a topic, to whoever looks at a file with other tool
 _U32_MASK, _MAX_NS = (1 << 32) - 1, (1 << 63) - 1
 
 
-class RecordingWriter:
+class RecordingWriter(Closable):
     """Writes messages to a new part of a recording; what `flush` wrote survives this process, however it ends.
 
     It survives a power failure once the part is closed. A file that is there is never changed. Messages are to be added
@@ -88,16 +88,6 @@ class RecordingWriter:
                 if (before := read_about(last)) is not None:
                     about = replace(about, recording=before.recording, session=before.session + 1)
             self._part = self._begin(about)
-
-    def __enter__(self) -> Self:
-        """Return the writer, whose file is open."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close; if the file could not be written, without trying to write more."""
-        self.close()
 
     @property
     def num_written_bytes(self) -> int:

@@ -329,6 +329,24 @@ def test_a_reader_takes_a_half_written_record_once_it_is_whole(whole, tmp_path):
         assert reader.read() == whole[1][:3]
 
 
+def test_a_file_that_is_closed_while_a_record_of_it_is_looked_at_is_whole(whole, tmp_path, monkeypatch):
+    path, look = tmp_path / "r", os.fstat
+    _, start, _ = next(record for record in records_of(whole[0]) if record[0] == Opcode.CHUNK)
+    path.write_bytes(whole[0][: start + 30])
+
+    def look_and_go_on(file):
+        seen = look(file)
+        path.write_bytes(whole[0])
+        return seen
+
+    with RecordingReader(path) as reader:
+        assert reader.read() is None
+        with monkeypatch.context() as writing:
+            writing.setattr(os, "fstat", look_and_go_on)
+            read = reader.read() or []
+        assert [*read, *reader] == whole[1]
+
+
 def test_a_part_that_was_cut_amid_a_session_is_an_error_and_not_an_end(make, tmp_path):
     records = make.records(*(make.batch(i, make.stored(*range(i * 9, i * 9 + 9))) for i in range(300)), step_ms=400)
     path = make.write(tmp_path / "r", records, rotate_bytes=4096)
