@@ -19,21 +19,24 @@ from kvist.events.types import NonEmpty, NonNegative, Positive, Rank
 _HEARTBEAT_START = b"\xa9heartbeat"
 
 
-class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False):
-    """A canonical batch around its events."""
-
+class _RankEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     worker: NonEmpty
     rank: Rank
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive
-    timestamp_s: float
-    events: list[msgspec.Raw]
 
     @property
     def source(self) -> WorkerRank:
         """Return whose it is."""
         return WorkerRank(self.worker, self.rank)
+
+
+class CanonicalEnvelope(_RankEnvelope, tag="kvist1", array_like=True, frozen=True, gc=False):
+    """A canonical batch around its events."""
+
+    timestamp_s: float
+    events: list[msgspec.Raw]
 
     @property
     def is_heartbeat(self) -> bool:
@@ -51,23 +54,13 @@ class CanonicalEnvelope(msgspec.Struct, tag="kvist1", array_like=True, frozen=Tr
         return self.is_heartbeat and bytes(self.events[0])[11:12] == b"\x00"
 
 
-class SnapshotEnvelope(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
+class SnapshotEnvelope(_RankEnvelope, tag="kvist-snapshot", array_like=True, frozen=True, gc=False):
     """A part of a snapshot without its blocks: what a rank held before the batch `sequence`."""
 
-    worker: NonEmpty
-    rank: Rank
-    epoch: NonNegative
-    sequence: NonNegative
-    block_size: Positive
     part_idx: NonNegative
     num_parts: Positive
     num_blocks: NonNegative
     digest: NonNegative
-
-    @property
-    def source(self) -> WorkerRank:
-        """Return whose it is."""
-        return WorkerRank(self.worker, self.rank)
 
     @property
     def is_last(self) -> bool:

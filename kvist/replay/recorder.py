@@ -209,14 +209,12 @@ class _Stream:
 
     def report(self) -> SourceReport:
         recovery, live = self.recovery, self.recovery.numbering
+        counted = ("num_gaps", "num_missing", "num_duplicates", "num_restarts")
         return SourceReport(
             name=self.spec.name,
             num_messages=live.total("num_messages") + live.num_heartbeats,
             num_connects=self._num_connects,
-            num_gaps=live.total("num_gaps"),
-            num_missing=live.total("num_missing"),
-            num_duplicates=live.total("num_duplicates"),
-            num_restarts=live.total("num_restarts"),
+            **{name: live.total(name) for name in counted},
             num_malformed=live.num_malformed + self._num_malformed,
             num_snapshots=recovery.num_snapshots,
             num_recovered=recovery.num_recovered,

@@ -183,7 +183,6 @@ class SourceRecovery:
         self._name = name
         self._max_held_bytes = max_held_bytes
         self._ranks: dict[WorkerRank | None, _RankRecovery] = {}
-        self._waiting: dict[WorkerRank | None, None] = {}  # in the order in which they began
         self._held_bytes = 0
         self._recorded = SourceNumbering()
         self._recorded_topics: dict[WorkerRank | None, bytes] = {}
@@ -212,7 +211,7 @@ class SourceRecovery:
     @property
     def is_waiting(self) -> bool:
         """Return whether messages are held back for an answer."""
-        return bool(self._waiting)
+        return any(rank.is_waiting for rank in self._ranks.values())
 
     def skip(self, message: Message) -> None:
         """Take what an earlier part of the recording has: it is not written again, and asked for no more."""
@@ -235,13 +234,13 @@ class SourceRecovery:
             return []
         ready = engine.give_up(now_s)
         engine.session.doubt(now_s)
-        self._note_waiting(None)
         return ready
 
     def receive(self, messages: Sequence[Message], mono_ns: int) -> list[Timed]:
         """Take live messages; return what is to be written now."""
         ready: list[Timed] = []
         now_s = mono_ns * 1e-9
+        self._held_bytes = self._held_bytes if self.is_waiting else 0
         for message in messages:
             envelope, timed = read_envelope(message.payload), Timed(message, mono_ns)
             self.numbering.note_message(envelope, message)
@@ -250,8 +249,7 @@ class SourceRecovery:
                 ready.append(timed)
                 continue
             ready += rank.receive(envelope, timed, now_s)
-            if rank.is_waiting or self._waiting:
-                self._note_waiting(_rank_of(envelope))
+            if rank.is_waiting:
                 self._held_bytes += MESSAGE_BYTES + len(message.topic) + len(message.payload)
                 if self._held_bytes > self._max_held_bytes:
                     ready += self.give_up(now_s)
@@ -259,10 +257,8 @@ class SourceRecovery:
 
     def question(self, now_s: float) -> Question | None:
         """Return what to ask now, the same until it is answered or given up."""
-        for key in self._waiting:
-            if (request := self._ranks[key].question(now_s)) is not None:
-                return Question(key, request)
-        return None
+        requests = ((key, rank.question(now_s)) for key, rank in self._ranks.items() if rank.is_waiting)
+        return next((Question(key, request) for key, request in requests if request is not None), None)
 
     def answer(
         self, question: Question, messages: Sequence[Message] | None, now_s: float
@@ -270,35 +266,25 @@ class SourceRecovery:
         """Take the answer, None for none; return what is to be written before all else. Yields between messages."""
         rank = self._ranks[question.rank]
         ready = yield from rank.answer(question.request, messages, now_s)
-        if question.rank not in self._waiting:
-            return []
-        if ready is None:
+        if ready is None and rank.is_waiting:  # or it was given up meanwhile
             self._count_unanswered(question.rank)
-            ready = rank.unanswered(now_s)
-        self._note_waiting(question.rank)
-        return ready
+            return rank.unanswered(now_s)
+        return ready or []
 
     def give_up(self, now_s: float) -> list[Timed]:
         """Wait for no answer; return what was held back."""
         ready: list[Timed] = []
-        for key in tuple(self._waiting):
-            self._count_unanswered(key)
-            ready += self._ranks[key].give_up(now_s)
-            self._note_waiting(key)
+        for key, rank in self._ranks.items():
+            if rank.is_waiting:
+                self._count_unanswered(key)
+                ready += rank.give_up(now_s)
+        self._held_bytes = 0
         return ready
 
     def _count_unanswered(self, rank: WorkerRank | None) -> None:
         self.num_unanswered += 1
         if self.num_unanswered == 1:
             _logger.warning("what came before is not answered: recorded without source=%s rank=%s", self._name, rank)
-
-    def _note_waiting(self, rank: WorkerRank | None) -> None:
-        if self._ranks[rank].is_waiting:
-            self._waiting[rank] = None
-        else:
-            self._waiting.pop(rank, None)
-        if not self._waiting:
-            self._held_bytes = 0
 
     def _rank(self, envelope: Envelope | None, message: Message) -> _RankRecovery | None:
         if envelope is None or isinstance(envelope, SnapshotEnvelope):

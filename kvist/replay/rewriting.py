@@ -30,7 +30,8 @@ from kvist.replay.recording import Record, RecordedSource
 
 EVENT_KINDS = ("stored", "removed", "cleared", "heartbeat")
 
-_KIND_OF_TYPE = {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}
+_KINDS = {kind: kind for kind in EVENT_KINDS}
+_KINDS |= {"BlockStored": "stored", "BlockRemoved": "removed", "AllBlocksCleared": "cleared"}  # as engines say it
 _WORKER, _EPOCH, _EVENTS = 1, 3, 7  # places in a canonical batch, the tag being the first; two are a snapshot's, too
 # The one part of a snapshot of nothing: part_idx, num_parts, num_blocks, digest, hashes, depths, tiers.
 _EMPTY_SNAPSHOT: dict[int, Any] = {6: 0, 7: 1, 8: 0, 9: 0, 10: b"", 11: b"", 12: b""}
@@ -40,17 +41,7 @@ _MAX_EPOCH = (1 << 64) - 1
 _EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
 
 
-class _Tagged(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    tag: str
-
-
-class _Typed(msgspec.Struct, frozen=True, gc=False):
-    type: str
-
-
 _fields_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
-_tagged_decoder = msgspec.msgpack.Decoder(_Tagged)
-_typed_decoder = msgspec.msgpack.Decoder(_Typed)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -181,10 +172,15 @@ def _is_map(event: msgspec.Raw) -> bool:
 def _kind(event: msgspec.Raw) -> str | None:
     """Return of which kind an event is, None for one that no index knows."""
     try:
-        tag = _typed_decoder.decode(event).type if _is_map(event) else _tagged_decoder.decode(event).tag
+        fields = msgspec.msgpack.decode(event)
     except DECODE_ERRORS:
         return None
-    return tag if tag in EVENT_KINDS else _KIND_OF_TYPE.get(tag)
+    tag = None
+    if isinstance(fields, dict):
+        tag = fields.get("type")
+    elif isinstance(fields, list) and fields:
+        tag = fields[0]
+    return _KINDS.get(tag) if isinstance(tag, str) else None
 
 
 def _with_fields(array: bytes | msgspec.Raw, changed: Mapping[int, Any]) -> bytes:
