@@ -65,7 +65,7 @@ class Patience:
         """Have a question put at a time; None for none."""
         self._ask_at_s = at_s
 
-    def asks_again(self, now_s: float) -> bool:
+    def ask_again(self, now_s: float) -> bool:
         """Have the question put again later, if patience is left and what is asked for is needed; return whether."""
         if self.is_healing or self._num_unanswered + 1 >= self._limits.max_asks:
             return False
@@ -80,11 +80,11 @@ class Patience:
     def heal(self, now_s: float) -> None:
         """Have everything asked for, if it may be."""
         if self.may_heal(now_s):
-            self.heals_later(now_s)
+            self.delay_heal(now_s)
             self.is_healing = True
             self.ask(now_s)
 
-    def heals_later(self, now_s: float) -> None:
+    def delay_heal(self, now_s: float) -> None:
         """Ask for everything after a wait that is longer each time."""
         self._num_heals_in_a_row += 1
         wait_s = self.retry_after_s(self._num_heals_in_a_row)
@@ -95,11 +95,11 @@ class Patience:
         self._ask_at_s = None
         self.is_healing = False
 
-    def renew(self) -> None:
+    def reset(self) -> None:
         """Be as patient as ever: nothing is missing any more."""
         self._num_unanswered = 0
 
-    def healed(self) -> None:
+    def reset_heals(self) -> None:
         """Ask for everything at once when that is called for next."""
         self._num_heals_in_a_row = 0
 

@@ -248,7 +248,7 @@ class Session(Generic[T]):
             return self.on_answer(epoch, messages, now_s)
         # What was forgotten is not learnt again.
         self._num_heals_left = self._num_heals_left - 1 if messages is None else 0
-        self._patience.heals_later(now_s)
+        self._patience.delay_heal(now_s)
         return []
 
     def resume(self, epoch: int, next_sequence: int, *, is_complete: bool, asks_at_s: float | None = None) -> None:
@@ -320,7 +320,7 @@ class Session(Generic[T]):
         self.expected_sequence = 0
         self.is_complete = True
         self.is_unproven = False
-        self._patience.renew()
+        self._patience.reset()
         self._settle()
 
     def _settle(self) -> None:
@@ -340,14 +340,14 @@ class Session(Generic[T]):
         self.held.append((sequence, body))
 
     def _unanswered(self, now_s: float) -> list[Step[T]]:
-        if self._patience.asks_again(now_s):
+        if self._patience.ask_again(now_s):
             return []
         was_healing = self._patience.is_healing
         is_torn = self._is_doubted or (self.is_unproven and len(self.held) > 0)
         self._settle()
         if not was_healing and not self._has_snapshots:
             self._num_heals_left = self._limits.max_heals
-            self._patience.heals_later(now_s)
+            self._patience.delay_heal(now_s)
         steps: list[Step[T]] = []
         if is_torn:
             self.is_unproven = False
@@ -381,7 +381,7 @@ class Session(Generic[T]):
         self._settle()
         steps: list[Step[T]] = []
         for sequence, body in answer:
-            if self._lacks(sequence, asks_again_at_s):
+            if self._asks_again_before(sequence, asks_again_at_s):
                 return steps
             steps += self._skip_to(sequence)
             if self._is_due(sequence):
@@ -396,20 +396,20 @@ class Session(Generic[T]):
         steps: list[Step[T]] = []
         while self.held:
             sequence, body = self.held[0]
-            if self._lacks(sequence, now_s):
+            if self._asks_again_before(sequence, now_s):
                 return steps
             self.held.popleft()
             steps += self._skip_to(sequence)
             if self._is_due(sequence):
                 steps.append(Apply(body))
-        if self._lacks(self._announced, now_s):
+        if self._asks_again_before(self._announced, now_s):
             return steps
-        self._patience.renew()
+        self._patience.reset()
         return steps + self._skip_to(self._announced)
 
-    def _lacks(self, sequence: int, now_s: float | None) -> bool:
+    def _asks_again_before(self, sequence: int, now_s: float | None) -> bool:
         """Return whether something before a message is missing, and asked for again."""
-        return sequence > self.expected_sequence and now_s is not None and self._patience.asks_again(now_s)
+        return sequence > self.expected_sequence and now_s is not None and self._patience.ask_again(now_s)
 
     def _skip_to(self, sequence: int) -> list[Step[T]]:
         if sequence <= self.expected_sequence:
@@ -426,7 +426,7 @@ class Session(Generic[T]):
         if published == held:
             self.is_complete = True
             self._num_divergences_in_a_row = 0
-            self._patience.healed()
+            self._patience.reset_heals()
             return []
         if not self.is_complete and held.num_blocks <= published.num_blocks:
             if self._has_snapshots:  # a partial copy is good for something, and kept if there is no answer

@@ -55,7 +55,7 @@ class SidecarFeed:
         # The same for each rank that said so itself since the stream, which it may share, was last cleared.
         self._num_lost_before_of: dict[int, int] = {}
         # What the publisher was told last: which ranks are complete, and how many there were.
-        self._told: tuple[frozenset[int], int] = (frozenset(), 0)
+        self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
 
     @property
     def name(self) -> str:
@@ -120,7 +120,7 @@ class SidecarFeed:
             yield from self._wait_for_room()
             self.feed.receive(message, now_s)
             yield
-        self._tell()
+        self._publish_completeness()
 
     def on_reconnect(self, now_s: float) -> None:
         """Trust nothing until a replay proves that it is the same process."""
@@ -145,8 +145,8 @@ class SidecarFeed:
         finally:
             self._is_taking_answer = False
         if self.feed.session.state is not SourceState.RESYNCING:
-            self._put_back()
-        self._tell()
+            self._resume_ranks()
+        self._publish_completeness()
 
     def _wait_for_room(self) -> Iterator[None]:
         """Yield until the publisher's thread has caught up: meanwhile nothing is received of this endpoint."""
@@ -158,7 +158,7 @@ class SidecarFeed:
 
     def apply(self, batch: DecodedEngineBatch) -> None:
         """Report a batch's events to the publisher, once there is one (called by the feed)."""
-        self._put_back()
+        self._resume_ranks()
         self._publisher = self._publisher or self._publisher_for(batch)
         if self._publisher is None:
             return
@@ -193,7 +193,7 @@ class SidecarFeed:
             self.feed.session.on_cleared()
             self._num_lost_before = self._num_lost
 
-    def _put_back(self) -> None:
+    def _resume_ranks(self) -> None:
         """Believe what was restored: nothing is applied, and nothing settled, before the engine has proven it."""
         if self._restored is None:
             return
@@ -205,15 +205,15 @@ class SidecarFeed:
         num_blocks = sum(rank.residency.num_blocks for rank in restored.values())
         _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
 
-    def _tell(self) -> None:
+    def _publish_completeness(self) -> None:
         """Have the publisher say whether it lacks blocks."""
         if not self._is_asking:
             self._tell_ranks(self._complete_ranks)
 
     def _tell_ranks(self, complete_ranks: frozenset[int]) -> None:
         told = (complete_ranks, len(self._ranks))
-        if self._publisher is not None and told != self._told:
-            self._told = told
+        if self._publisher is not None and told != self._published_completeness:
+            self._published_completeness = told
             self._publisher.between_events(partial(_mark, ranks=tuple(self._ranks), complete_ranks=complete_ranks))
 
 

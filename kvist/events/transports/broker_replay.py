@@ -228,16 +228,16 @@ class Asking:
             raise MalformedMessageError("a replay", str(error)) from None
         if page.id != self._id or page.page_idx != self.num_pages or self.is_done:
             return
-        if not self._messages.grows(len(page.data)):
+        if not self._messages.reserve(len(page.data)):
             raise MalformedMessageError("a replay", "too many bytes")
         self.num_pages += 1
         self._left += page.data
-        self._take_messages()
+        self._append_messages()
         if page.is_last and self._left:
             raise MalformedMessageError("a replay", f"{len(self._left)} bytes after its last message")
         self.is_done = page.is_last
 
-    def _take_messages(self) -> None:
+    def _append_messages(self) -> None:
         start = 0
         while len(self._left) - start >= _RECORD.size:
             topic_bytes, sequence, payload_bytes = _RECORD.unpack_from(self._left, start)
@@ -246,7 +246,7 @@ class Asking:
             if end > len(self._left):
                 break
             topic = bytes(self._left[start + _RECORD.size : topic_end])
-            if not self._messages.grows(base.MESSAGE_BYTES):
+            if not self._messages.reserve(base.MESSAGE_BYTES):
                 raise MalformedMessageError("a replay", "too many messages")
             self._messages.append(Message(topic, sequence, bytes(self._left[topic_end:end])))
             start = end

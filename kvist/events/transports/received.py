@@ -118,7 +118,7 @@ class AnswerBudget:
         self.taken_bytes = 0
         self._lock = threading.Lock()
 
-    def takes(self, size_bytes: int) -> bool:
+    def reserve(self, size_bytes: int) -> bool:
         """Count so many bytes more, if there is room for them; return whether."""
         with self._lock:
             if self.taken_bytes + size_bytes > MAX_ANSWERS_BYTES:
@@ -128,7 +128,7 @@ class AnswerBudget:
             self.taken_bytes += size_bytes
             return True
 
-    def give_back(self, size_bytes: int) -> None:
+    def release(self, size_bytes: int) -> None:
         """Count so many bytes less."""
         with self._lock:
             self.taken_bytes -= size_bytes
@@ -145,19 +145,19 @@ class Collected(list[Message]):
         super().__init__()
         self._size_bytes = 0
 
-    def grows(self, size_bytes: int) -> bool:
+    def reserve(self, size_bytes: int) -> bool:
         """Count so many bytes more; return whether there is room for them, in this answer and beside the others."""
-        if self._size_bytes + size_bytes > base.MAX_ANSWER_BYTES or not BUDGET.takes(size_bytes):
+        if self._size_bytes + size_bytes > base.MAX_ANSWER_BYTES or not BUDGET.reserve(size_bytes):
             return False
         self._size_bytes += size_bytes
         return True
 
-    def takes(self, message: Message) -> bool:
+    def add(self, message: Message) -> bool:
         """Append a message; return whether there was room for it."""
-        has_room = self.grows(base.MESSAGE_BYTES + len(message.topic) + len(message.payload))
+        has_room = self.reserve(base.MESSAGE_BYTES + len(message.topic) + len(message.payload))
         if has_room:
             self.append(message)
         return has_room
 
     def __del__(self) -> None:
-        BUDGET.give_back(self._size_bytes)
+        BUDGET.release(self._size_bytes)

@@ -169,7 +169,7 @@ class ReplayClient:
                 if len(frames) >= 3 and frames[-2] == END:
                     return answer
                 message = message_of(frames[1:] if len(frames) == 4 else frames, self._malformed)
-                if message is not None and not answer.takes(message):
+                if message is not None and not answer.add(message):
                     return None
 
 

@@ -16,13 +16,13 @@ def test_an_answer_that_does_not_fit_beside_the_others_is_refused_until_they_are
     before_bytes, num_before = BUDGET.taken_bytes, BUDGET.num_refused
     monkeypatch.setattr("kvist.events.transports.received.MAX_ANSWERS_BYTES", before_bytes + 3 * SIZE_BYTES)
     first, second = Collected(), Collected()
-    assert first.takes(MESSAGE)
-    assert first.takes(MESSAGE)
-    assert second.takes(MESSAGE)
-    assert not second.takes(MESSAGE)
+    assert first.add(MESSAGE)
+    assert first.add(MESSAGE)
+    assert second.add(MESSAGE)
+    assert not second.add(MESSAGE)
     assert (second, BUDGET.num_refused) == ([MESSAGE], num_before + 1)
     del first
-    assert second.takes(MESSAGE)
+    assert second.add(MESSAGE)
     del second
     assert BUDGET.taken_bytes == before_bytes
 
@@ -30,8 +30,8 @@ def test_an_answer_that_does_not_fit_beside_the_others_is_refused_until_they_are
 def test_an_answer_that_is_too_large_by_itself_takes_nothing_from_the_others(monkeypatch):
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_BYTES", SIZE_BYTES)
     num_before, answer = BUDGET.num_refused, Collected()
-    assert answer.takes(MESSAGE)
-    assert not answer.takes(MESSAGE)
+    assert answer.add(MESSAGE)
+    assert not answer.add(MESSAGE)
     assert (len(answer), BUDGET.num_refused) == (1, num_before)
 
 
@@ -39,7 +39,7 @@ def test_an_answer_that_is_too_large_by_itself_takes_nothing_from_the_others(mon
 def test_what_was_counted_before_an_answer_has_messages_is_given_back_too(size_bytes):
     before_bytes = BUDGET.taken_bytes
     answer = Collected()
-    assert answer.grows(size_bytes)
+    assert answer.reserve(size_bytes)
     assert BUDGET.taken_bytes == before_bytes + size_bytes
     del answer
     assert BUDGET.taken_bytes == before_bytes

@@ -176,7 +176,7 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
         while page := await reader.page():
             for message in page:
                 unpacked = unpack(topic, message.data, malformed)
-                if unpacked is not None and is_wanted(unpacked) and not answer.takes(unpacked[1]):
+                if unpacked is not None and is_wanted(unpacked) and not answer.add(unpacked[1]):
                     return None
     return answer
 

@@ -17,7 +17,6 @@ from kvist.events.transports.broker_replay import Asking
 from kvist.events.transports.nats.history import read_kept, read_stream
 from kvist.events.transports.nats.link import FAILURES, shared_link
 from kvist.events.transports.received import MalformedCounter, MessageQueue
-from kvist.events.types import MAX_RANKS
 
 HISTORY_TIMEOUT_S = 60.0
 """How long reading a replay from JetStream may take."""
@@ -40,7 +39,6 @@ class NatsSubscription:
         self._malformed = MalformedCounter(url.public)
         self._queue = MessageQueue(url.public)
         self._publications: deque[int] = deque(maxlen=_MAX_KNOWN_PUBLICATIONS)
-        self._topics: dict[str, bytes] = {}
         self._problem: str | None = None
         self._next_sequence = 1
         """The first message of the stream that was not read yet, with `deliver=all`."""
@@ -121,12 +119,7 @@ class NatsSubscription:
                 await subscription.unsubscribe()
 
     def _take(self, received: Msg) -> None:
-        token = received.subject.rpartition(".")[2]
-        topic = self._topics.get(token)
-        if topic is None:
-            if len(self._topics) == MAX_RANKS:
-                self._topics.clear()  # tokens that no publisher of ours sends
-            topic = self._topics[token] = self._url.topic_of(token)
+        topic = self._url.topic_of(received.subject.rpartition(".")[2])
         unpacked = unpack(topic, received.data, self._malformed)
         if unpacked is None:
             return

@@ -71,7 +71,7 @@ class Connection:
         while self._stage != _TRAFFIC:
             if not (self._greet() if self._stage == _GREETING else self._shake_hands()):
                 return
-        while self._take_traffic():
+        while self._read_traffic():
             pass
 
     def _greet(self) -> bool:
@@ -108,7 +108,7 @@ class Connection:
         self._stage = _TRAFFIC
         return True
 
-    def _take_traffic(self) -> bool:
+    def _read_traffic(self) -> bool:
         half = self._inbox.filling
         if self._num_skip_bytes:
             num_bytes = min(self._num_skip_bytes, half.end - half.begin)
@@ -117,7 +117,7 @@ class Connection:
         if half.begin == half.end or half.num_messages == base.MAX_DRAIN:
             return False
         if self._message is not None:
-            return self._take_frame(self._message)
+            return self._read_frame(self._message)
         if self._splitter is not None:
             num_messages, begin, reason = self._splitter(
                 half.buffer, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
@@ -129,7 +129,7 @@ class Connection:
         self._message = _FrameByFrame()
         return True
 
-    def _take_frame(self, message: _FrameByFrame) -> bool:
+    def _read_frame(self, message: _FrameByFrame) -> bool:
         """Take the next frame of a message that is not ordinary, or a command; return whether there was one."""
         half = self._inbox.filling
         header = wire.read_frame_header(half.buffer, half.begin + message.offset, half.end)
@@ -139,7 +139,7 @@ class Connection:
             body = self._command_body(header)
             if body is None:
                 return False
-            self._obey(*wire.read_command(body))
+            self._on_command(*wire.read_command(body))
             self._pass_command(message, header.end)
         elif message.is_refused or not self._is_expected(message, header):
             self._refuse_frame(message, header)
@@ -205,7 +205,7 @@ class Connection:
         half = self._inbox.filling
         return half.buffer[header.start : header.end] if header.end <= half.end else None
 
-    def _obey(self, name: bytes, body: bytes) -> None:
+    def _on_command(self, name: bytes, body: bytes) -> None:
         """Do what a command says; one that nobody knows says nothing."""
         if name == b"PING":
             self.has_pong = True

@@ -125,7 +125,7 @@ class Link:
         finally:
             self._close()
 
-    def taken(self) -> None:
+    def on_taken(self) -> None:
         """Go on with what was not split yet, and read on if that had to stop; to be called after each take."""
         self._advance()
         if not (self._has_reader or self._next_read or self._inbox.is_full or self._ended.done()):

@@ -114,7 +114,7 @@ class ZmtpSubscription:
                 self._waiter = None
         block = self._inbox.take()
         if self._link is not None:
-            self._link.taken()
+            self._link.on_taken()
         if self._inbox.num_messages == 0:
             self._is_emptied.set()
         return block
