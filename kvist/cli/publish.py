@@ -7,15 +7,20 @@ the engine that runs in the same PID namespace.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvist.cli._engine_process import EngineProcess, find_engines
+from kvist.cli._terminal import finish, on_signal
+from kvist.errors import InvalidValueError
+from kvist.events.transports import Endpoint
+
 if TYPE_CHECKING:
-    from kvist.cli._engine_process import EngineProcess
     from kvist.events.engine_events import KnownWindow
-    from kvist.events.transports import Endpoint
     from kvist.publisher.sidecar import Sidecar
 
 _logger = logging.getLogger(__name__)
@@ -112,8 +117,6 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Publish until SIGINT or SIGTERM; return 0."""
-    import asyncio
-
     from kvist.publisher.sidecar import Sidecar
 
     with Sidecar(
@@ -141,9 +144,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> None:
     """Run the sidecar until it fails or a signal asks it to end."""
-    import asyncio
-
-    from kvist.cli._terminal import finish, on_signal
 
     task = asyncio.get_running_loop().create_task(sidecar.run(), name="kvist-publish")
     on_signal(task.cancel)
@@ -154,7 +154,6 @@ async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> No
 
 def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
     """Return where the engine's streams are."""
-    from kvist.errors import InvalidValueError
     from kvist.publisher.engine_config import engine_endpoints
 
     if args.kv_events_config is not None:
@@ -176,9 +175,6 @@ def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
 
 def _running_engine(engine: str | None) -> EngineProcess | None:
     """Return the engine whose command line says where its events are, None if there is none that does."""
-    from kvist.cli._engine_process import find_engines
-    from kvist.errors import InvalidValueError
-
     found = [each for each in find_engines() if engine in (None, each.engine)]
     if len(found) > 1:
         listed = "; ".join(f"pid {each.pid}: {each.engine} {each.config_json}" for each in found)
@@ -191,10 +187,6 @@ def _running_engine(engine: str | None) -> EngineProcess | None:
 
 
 def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
-    from dataclasses import replace
-
-    from kvist.errors import InvalidValueError
-    from kvist.events.transports import Endpoint
 
     if args.engine is None:
         if args.endpoint is not None:
@@ -206,8 +198,6 @@ def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
 
 
 def _lora_names(texts: list[str]) -> dict[int, str]:
-    from kvist.errors import InvalidValueError
-
     names: dict[int, str] = {}
     for text in texts:
         number, _, name = text.partition("=")
@@ -219,7 +209,6 @@ def _lora_names(texts: list[str]) -> dict[int, str]:
 
 
 def _window(text: str | None) -> KnownWindow | None:
-    from kvist.errors import InvalidValueError
     from kvist.events.engine_events import FULL
 
     if text is None:

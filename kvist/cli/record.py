@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
+from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from kvist.replay.recorder import Recorder
@@ -41,9 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Record until SIGINT, SIGTERM or the end of the duration; return 0."""
-    import asyncio
-
-    from kvist.errors import InvalidValueError
     from kvist.replay.recorder import Recorder, parse_sources
     from kvist.replay.writer import RecordingWriter
 
@@ -82,9 +83,6 @@ def _skip(recorder: Recorder, earlier: Path) -> None:
 
 async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Namespace) -> None:
     """Record until it fails, a signal asks it to end, or its time is up."""
-    import asyncio
-
-    from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
 
     loop = asyncio.get_running_loop()
     task = loop.create_task(recorder.run(), name="kvist-record")
@@ -114,8 +112,6 @@ def _shown(names: Sequence[str]) -> str:
 
 def _num_bytes(text: str | None) -> int | None:
     """Return a size as a number of bytes: digits, and perhaps k, M or G behind them."""
-    from kvist.errors import InvalidValueError
-
     if text is None:
         return None
     digits, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvist.errors import InvalidValueError
+
 if TYPE_CHECKING:
     from kvist.replay.script import Moment
 
@@ -110,8 +112,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidValueError where flags do not go together."""
-    from kvist.errors import InvalidValueError
-
     given = ["--" + name.replace("_", "-") for name in _ACTIONS if getattr(args, name)]
     if len(given) != 1:
         raise InvalidValueError("what to do", " ".join(given) or None, "one of --to, --into-index, --stats, …")
@@ -128,8 +128,6 @@ def _check(args: argparse.Namespace) -> None:
 
 def _names(args: argparse.Namespace) -> dict[str, str]:
     """Return what --map-worker says."""
-    from kvist.errors import InvalidValueError
-
     mapped: dict[str, str] = {}
     for text in args.map_worker:
         old, separator, new = text.partition("=")

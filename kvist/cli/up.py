@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from kvist.cli._terminal import on_signal
 from kvist.cli.serve import add_tracing_argument
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
@@ -76,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def _up(args: argparse.Namespace) -> int:
     from rich.console import Console
-
-    from kvist.cli._terminal import on_signal
 
     task = asyncio.current_task()
     assert task is not None
