@@ -164,12 +164,15 @@ class _Kept:
         self.before = before
         self.next_sequence = 0 if before is None else before.sequence
         self.messages: deque[Message] = deque()
-        self._blocks = RankBlocks()
-        self._blocks.restore(slices)
+        self._slices = slices  # of a snapshot, until something is applied to it: a tenth of the memory, and no time
+        self._applied = RankBlocks()
 
     @property
-    def holding(self) -> Holding:
-        return Holding(self._blocks.num_blocks, self._blocks.digest)
+    def blocks(self) -> RankBlocks:
+        if self._slices:
+            self._applied.restore(self._slices)
+            self._slices = ()
+        return self._applied
 
     def append(self, message: Message) -> None:
         if message.sequence > self.next_sequence:
@@ -189,9 +192,11 @@ class _Kept:
         starts_at = request.start_sequence if request.epoch in (None, self.epoch) else 0
         if request.epoch is None or self.before is None or starts_at >= self.before.sequence:
             return iter(()), [message for message in self.messages if message.sequence >= starts_at]
-        state = replace(self.before, events=(Heartbeat(*self.holding),))
+        slices = self._slices
+        held = HeldBlocks(*map(np.concatenate, zip(*slices, strict=True))) if slices else self._applied.to_arrays()
+        state = replace(self.before, events=(Heartbeat(*held.holding()),))
         # Parts are made one by one, without what is applied from now on.
-        parts = cut(state, self._blocks.to_arrays())
+        parts = cut(state, held)
         return (Message(topic, state.sequence, encode_snapshot_part(part)) for part in parts), list(self.messages)
 
     def _apply(self, message: Message, before: Batch) -> Batch | None:
@@ -199,9 +204,10 @@ class _Kept:
             batch, num_unknown_events = decode_batch(message.payload, before.worker)
         except MalformedMessageError:
             return None
+        blocks = self.blocks
         for event in batch.events:
             parent = event.parent if isinstance(event, Stored) else None
-            self._blocks.apply(event, count(0 if parent is None else self._blocks.depth_of(parent) + 1))
+            blocks.apply(event, count(0 if parent is None else blocks.depth_of(parent) + 1))
         return replace(before, sequence=batch.sequence + 1) if num_unknown_events == 0 else None
 
 
@@ -282,7 +288,9 @@ class SentBuffer:
     def holding(self, topic: bytes) -> Holding | None:
         """Return what a rank held before the oldest message that is kept of it, None where that is not known."""
         kept = self._kept.get(topic)
-        return None if kept is None or kept.before is None else kept.holding
+        if kept is None or kept.before is None:
+            return None
+        return Holding(kept.blocks.num_blocks, kept.blocks.digest)
 
     def _restore(self, recorded: RecordedSnapshot) -> None:
         """Let a snapshot stand for all that was before it, also where that had holes."""
