@@ -189,13 +189,13 @@ class EngineCore:
         self._is_stuck = False
         match report:
             case OfferReleased(remote_request_id, is_fetched):
-                handoffs.release(remote_request_id, is_fetched)
+                handoffs.offer_released(remote_request_id, is_fetched)
             case FetchReleased(request_id):
-                handoffs.released(request_id)
+                handoffs.fetch_released(request_id)
             case FetchCompleted(request_id):
-                self._run_fetched(handoffs.completed(request_id))
+                self._run_fetched(handoffs.fetch_completed(request_id))
             case FetchFailed(request_id, reason):
-                self._do_without(handoffs.failed(request_id, reason), reason, handoffs.limits.is_fallback_allowed)
+                self._do_without(handoffs.fetch_failed(request_id, reason), reason, handoffs.limits.is_fallback_allowed)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return what it added to each request that got a token, or an error."""

@@ -82,7 +82,7 @@ class Handoffs:
         self._command(Offer(remote_request_id, num_tokens, _lists(blocks)))
         return remote_request_id
 
-    def release(self, remote_request_id: str, is_fetched: bool) -> None:
+    def offer_released(self, remote_request_id: str, is_fetched: bool) -> None:
         """Give back what was held under this name."""
         if not is_fetched:
             logger.info("held prompt given up remote_request_id=%s", remote_request_id)
@@ -105,18 +105,18 @@ class Handoffs:
         counts = (blocks.num_tokens, blocks.num_final_tokens)
         self._command(Fetch(request.request_id, *remote, *counts, _lists(blocks)))
 
-    def completed(self, request_id: str) -> Request | None:
+    def fetch_completed(self, request_id: str) -> Request | None:
         """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""
         request = self._receiving.pop(request_id, None)
         if request is None:
-            self.released(request_id)
+            self.fetch_released(request_id)
             return None
         assert request.blocks is not None
         self._kv_cache.accept(request.blocks, request.token_ids)
         self._num_fetched += 1
         return request
 
-    def failed(self, request_id: str, reason: str) -> Request | None:
+    def fetch_failed(self, request_id: str, reason: str) -> Request | None:
         """Return the request whose blocks will not be filled, without them: they may still be written to."""
         request = self._receiving.get(request_id)
         if request is None:
@@ -127,7 +127,7 @@ class Handoffs:
         self._num_fallbacks += self.limits.is_fallback_allowed
         return request
 
-    def released(self, request_id: str) -> None:
+    def fetch_released(self, request_id: str) -> None:
         """Give back the blocks of a fetch that failed, or that nobody waits for."""
         self._kv_cache.close(self._abandoned.pop(request_id))
 
