@@ -59,13 +59,14 @@ class Stream:
 class IndexService:
     """One index in a process of its own."""
 
-    def __init__(self, stack: ExitStack, side: str) -> None:
-        """Start it, and return once it answers."""
+    def __init__(self, stack: ExitStack, side: str, has_full_reports: bool) -> None:
+        """Start it, told that its engines are asked for full reports or not; return once it answers."""
         self.side, self.port = side, free_ports(1)
         environment = {**os.environ, "RUST_LOG": "error"}
         if side == "dynamo":
             environment["PYTHONPATH"] = str(FOLDER)
         command = [*COMMANDS[side], "--port", str(self.port)]
+        command += ["--full-reports"] if has_full_reports and side != "dynamo" else []
         process = subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL if side == "dynamo" else None
         )
@@ -150,11 +151,12 @@ class IndexService:
             pass
 
 
-def start_sidecar(stack: ExitStack, stream: Stream) -> str:
+def start_sidecar(stack: ExitStack, stream: Stream, has_full_reports: bool) -> str:
     """Start `kvist publish` beside an engine; return where it publishes."""
     command = [*KVIST, "publish", "--kv-events-config", stream.config_json(), "--engine", stream.engine]
     command += ["--data-parallel-size", str(stream.num_ranks), "--block-size", str(stream.block_size)]
     command += ["--to", "tcp://127.0.0.1:0", "--worker", "engine"]
+    command += ["--full-reports"] if has_full_reports else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     stack.callback(_end, process)
     assert process.stdout is not None

@@ -87,14 +87,15 @@ class Traffic:
 
     rng: random.Random
     mix: Mix
-    _systems: list[Prompt] = field(default_factory=list)
+    _systems: list[Prompt] = field(init=False)
     _ended: list[Prompt] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._systems = [self._opened(self.rng.randint(20, 160)) for _ in range(3 * len(self.mix.loras))]
 
     def request(self) -> list[Prompt]:
         """Return a request: a conversation's next turn, a new one, or an old one again; at times twice at once."""
         rng = self.rng
-        if not self._systems:
-            self._systems = [self._opened(rng.randint(20, 160)) for _ in range(3 * len(self.mix.loras))]
         ended = [each for each in self._ended[-24:] if len(each.token_ids) < MAX_TOKENS]
         choice = rng.random()
         if ended and choice < 0.5:

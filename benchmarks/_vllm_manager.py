@@ -197,6 +197,10 @@ class VllmEngine:
         num_hit = self.manager.get_computed_blocks(request)[1]
         return [num_hit] if self._host is None else [num_hit, num_hit + self._host.num_hit(request, num_hit)]
 
+    def wire_hashes(self, prompt: Prompt) -> list[Any]:
+        """Return the hashes of a prompt's blocks as events have them."""
+        return [files().utils.maybe_convert_block_hash(each) for each in self._request(prompt).block_hashes]
+
     def _request(self, prompt: Prompt) -> Any:
         self._num_requests += 1
         lora = prompt.lora_name and SimpleNamespace(

@@ -6,7 +6,8 @@ evicted and told is decided without. The events go over ZMQ to `kvist index`, to
 `dynamo.indexer`. After every few steps all are asked the same prompts, and the engine itself says what is right:
 vLLM's `get_computed_blocks`, SGLang's `match_prefix`. An answer is *short* if the engine would take more from its
 cache, *long* if it would take less, and *blind* if it is not exact though nobody said that the rank is `partial`. A
-side is *deaf* if it did not show a block that it was told of; it is asked all the same.
+side is *deaf* if it did not show a block that it was told of; it is asked all the same. *Events* is what vLLM's events
+tell by themselves, had nobody lost any: copies counted, and a hit found by the rule that its groups follow.
 
     make engines                    # once: fetches the engines' wheels, keeps their Python files
     python benchmarks/verify_engines.py [--quick] [--save] [--only PART]
@@ -35,12 +36,14 @@ from _engine_followers import SIDES, IndexService, Stream, free_ports, start_sid
 from _engine_traffic import Engine, Mix, Prompt, Traffic
 from _sglang_cache import SglangEngine, SglangModel
 from _vllm_manager import VllmEngine, VllmModel
+from _vllm_rule import CountedBlocks
 
 NUM_ROUNDS, NUM_STEPS, NUM_PROBES = 60, 24, 10
 NUM_LATE_STEPS = 300
 SETTLE_S, LATE_S = 15.0, 0.2
 """How long a side may take to show what was sent; one that never does is given a little while each time."""
 PLAIN = Mix()
+EVENTS = "events"
 VERDICTS = ("probes", "exact", "short", "long", "over a block long", "blind")
 RESET_SHARE = 0.05
 """Of rounds that begin with the cache dropped."""
@@ -60,6 +63,11 @@ class Scenario:
     """Whether the engine has served for a while when it is first followed."""
     restarts: float = 0.0
     """Share of rounds that begin with an engine that has just started."""
+
+    @property
+    def has_full_reports(self) -> bool:
+        """Return whether requests ask the engine to report again what it has, which who follows has to be told."""
+        return self.mix.reported > 0
 
     @property
     def engine(self) -> str:
@@ -145,6 +153,8 @@ class Rank:
 
     def _start(self) -> None:
         self.engine = self._scenario.start(self._rng)
+        model = self._scenario.model
+        self._told = CountedBlocks(model) if isinstance(model, VllmModel) else None
         module = _vllm_manager if self._scenario.engine == "vllm" else _sglang_cache
         for num_tries in count():
             try:
@@ -182,6 +192,14 @@ class Rank:
     def _publish(self, batch: Any | None) -> None:
         if batch is not None:
             self._publisher.publish(batch)
+            if self._told is not None:
+                self._told.receive(batch)
+
+    def told_hits(self, prompt: Prompt) -> list[int] | None:
+        """Return the hit that the events tell of, on the GPU."""
+        if self._told is None or not isinstance(self.engine, VllmEngine):
+            return None
+        return [self._told.hit(self.engine.wire_hashes(prompt), len(prompt.token_ids))]
 
     def _await_sent(self) -> None:
         while self._publisher._event_queue.unfinished_tasks:
@@ -214,7 +232,7 @@ class Judge:
             if scenario.is_late:
                 rank.run(NUM_LATE_STEPS)
         for side, service in services.items():
-            url = start_sidecar(stack, self._stream) if side == "sidecar" else None
+            url = start_sidecar(stack, self._stream, scenario.has_full_reports) if side == "sidecar" else None
             for number in range(scenario.num_ranks if url is None else 1):
                 service.register(self._model, self._stream, number, url)
             stack.callback(service.unregister, self._model)
@@ -239,19 +257,23 @@ class Judge:
     def _probe(self, number: int, rank: Rank, states: dict[str, dict[int, str]]) -> None:
         prompt, engine = rank.traffic.probe(), rank.engine
         true = engine.hits(prompt)
+        told = rank.told_hits(prompt)
+        if told is not None:
+            self._note(EVENTS, told, true[:1], engine.block_size, "live")
         for side in self._services:
             given = self._ask(side, prompt, engine).get(number, [0] * 3)[: engine.num_tiers]
-            counts = self.counts[side]
-            is_long = any(told > held for told, held in zip(given, true, strict=True))
-            verdict = "exact" if given == true else "long" if is_long else "short"
-            counts["probes"] += 1
-            counts[verdict] += 1
-            counts["blind"] += verdict != "exact" and states[side].get(number, "live") == "live"
-            counts["over a block long"] += any(
-                told - held > engine.block_size for told, held in zip(given, true, strict=True)
-            )
-            counts["hit tokens"] += true[-1]
-            counts["missed tokens"] += max(0, true[-1] - given[-1])
+            self._note(side, given, true, engine.block_size, states[side].get(number, "live"))
+
+    def _note(self, side: str, given: list[int], true: list[int], block_size: int, state: str) -> None:
+        counts = self.counts.setdefault(side, Counter())
+        too_many = max(told - held for told, held in zip(given, true, strict=True))
+        verdict = "exact" if given == true else "long" if too_many > 0 else "short"
+        counts["probes"] += 1
+        counts[verdict] += 1
+        counts["blind"] += verdict != "exact" and state == "live"
+        counts["over a block long"] += too_many > block_size
+        counts["hit tokens"] += true[-1]
+        counts["missed tokens"] += max(0, true[-1] - given[-1])
 
     def _ask(self, side: str, prompt: Prompt, engine: Engine) -> dict[int, list[int]]:
         return self._services[side].ask(self._model, prompt, engine.block_size, engine.names_ahead)
@@ -285,11 +307,14 @@ def run(names: list[str], num_rounds: int, show: Callable[[str], None]) -> dict[
     """Run scenarios one after the other; return the verdicts by scenario and side."""
     results = {}
     with ExitStack() as stack:
-        services = {side: IndexService(stack, side) for side in SIDES}
+        services: dict[bool, dict[str, IndexService]] = {}
         for name in names:
+            is_told = SCENARIOS[name].has_full_reports
+            if is_told not in services:
+                services[is_told] = {side: IndexService(stack, side, is_told) for side in SIDES}
             with ExitStack() as scene:
                 started_s = time.monotonic()
-                results[name] = Judge(scene, name, services).run(num_rounds)
+                results[name] = Judge(scene, name, services[is_told]).run(num_rounds)
                 exact = ", ".join(f"{side} {counts['exact']}" for side, counts in results[name].items())
                 show(f"{time.monotonic() - started_s:5.1f} s  {name}: exact {exact}")
     return results
@@ -298,7 +323,9 @@ def run(names: list[str], num_rounds: int, show: Callable[[str], None]) -> dict[
 def rows_of(results: dict[str, dict[str, Counter[str]]]) -> list[list[object]]:
     """Return a row a scenario and side."""
     rows: list[list[object]] = []
-    total = {side: sum((sides[side] for sides in results.values()), Counter()) for side in SIDES}
+    total = {
+        side: sum((sides.get(side, Counter()) for sides in results.values()), Counter()) for side in (*SIDES, EVENTS)
+    }
     for name, sides in [*results.items(), ("all", total)]:
         for side, counts in sides.items():
             missed = counts["missed tokens"] / max(1, counts["hit tokens"])

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import pytest
 from _engine_files import MISSING, versions
 from _engine_followers import mm_hashes_of
 from _engine_traffic import Engine, Prompt, Traffic
+from _vllm_rule import CountedBlocks
 from verify_engines import SCENARIOS
 
 from kvist.events import Tier, WorkerRank
@@ -39,16 +41,18 @@ class Listener:
 
     engine: str
     block_size: int
+    counts_copies: bool
     publisher: RankStream | None = None
     index: RadixIndex = field(default_factory=RadixIndex)
     num_messages: int = 0
 
     def __post_init__(self) -> None:
         url = f"tcp://127.0.0.1:1?engine={self.engine}"
-        self._source = Source(RANK.worker, url, self.block_size, self.index, set())
+        self._source = Source(RANK.worker, url, self.block_size, self.index, set(), counts_copies=self.counts_copies)
 
-    def receive(self, payload: bytes) -> None:
+    def receive(self, batch: Any) -> None:
         """Take what the engine sends."""
+        payload = msgspec.msgpack.encode(batch)
         payloads = [payload]
         if self.publisher is not None:
             for event in decode_block_events(payload, "test", self.engine).events:
@@ -77,7 +81,7 @@ class Listener:
         return self._source.states()[0]
 
 
-def lives_of(name: str, listeners: list[Listener], engine: Engine, rng: random.Random) -> Iterator[Prompt]:
+def lives_of(name: str, listeners: list[Callable[[Any], None]], engine: Engine, rng: random.Random) -> Iterator[Prompt]:
     """Let an engine serve a scenario's requests, told of at each step; yield probes at some of them."""
     traffic = Traffic(rng, SCENARIOS[name].mix)
     for step in range(NUM_STEPS):
@@ -90,21 +94,22 @@ def lives_of(name: str, listeners: list[Listener], engine: Engine, rng: random.R
         batch = engine.take_batch()
         if batch is not None:
             for listener in listeners:
-                listener.receive(msgspec.msgpack.encode(batch))
+                listener(batch)
         if step % 4 == 3:
             yield traffic.probe()
 
 
-def play(name: str) -> list[tuple[list[int], list[int]]]:
+def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[int]]]:
     """Return what the engine would have taken from its cache, and what was said of it, for each probe and listener."""
     scenario, rng = SCENARIOS[name], random.Random(name)
     engine = scenario.start(rng)
+    publisher = RankStream(RANK, engine.block_size, epoch=1, counts_copies=counts_copies and scenario.engine == "vllm")
     listeners = [
-        Listener(scenario.engine, engine.block_size),
-        Listener(scenario.engine, engine.block_size, RankStream(RANK, engine.block_size, epoch=1)),
+        Listener(scenario.engine, engine.block_size, counts_copies),
+        Listener(scenario.engine, engine.block_size, counts_copies, publisher),
     ]
     answers = []
-    for prompt in lives_of(name, listeners, engine, rng):
+    for prompt in lives_of(name, [listener.receive for listener in listeners], engine, rng):
         for listener in listeners:
             answers.append((engine.hits(prompt), listener.hits(prompt, engine)))
             assert listener.state is SourceState.LIVE
@@ -112,25 +117,53 @@ def play(name: str) -> list[tuple[list[int], list[int]]]:
     return answers
 
 
-@pytest.mark.parametrize("name", ["SGLang", "SGLang, pages of 64", "SGLang, LoRA and salts", "SGLang, HiCache"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "full attention, blocks of 16",
+        "concurrent duplicates",
+        "EAGLE, lookahead hashes",
+        "LoRA",
+        "cache salts",
+        "images",
+        "context parallelism",
+        "hashes as bytes",
+        "offloaded, by hash",
+        "offloaded, with tokens",
+        "SGLang",
+        "SGLang, pages of 64",
+        "SGLang, LoRA and salts",
+        "SGLang, HiCache",
+    ],
+)
 def test_an_index_says_what_the_engine_would_take_from_its_cache(name):
     if "HiCache" in name:
         pytest.importorskip("torch")
     assert all(said == held for held, said in play(name))
 
 
+@pytest.mark.parametrize("name", ["full reports", "offloaded, not reset", "full attention, blocks of 32"])
+def test_an_index_that_counts_no_copies_never_says_more_than_the_engine_would_take(name):
+    answers = play(name, counts_copies=False)
+    assert all(told <= true for held, said in answers for true, told in zip(held, said, strict=True))
+
+
 @pytest.mark.parametrize(
     "name",
     [
-        "full attention, blocks of 16",
-        "concurrent duplicates",
-        "LoRA",
-        "cache salts",
-        "images",
-        "full reports",
-        "offloaded, by hash",
+        "full + sliding",
+        "full + three sliding",
+        "two sliding",
+        "sliding only",
+        "EAGLE, last block computed again",
+        "full + sliding, EAGLE",
+        "blocks of 32 full, 16 sliding",
+        "full + sliding, sparsely kept",
+        "full attention + states",
     ],
 )
-def test_an_index_never_says_more_than_the_engine_would_take_where_all_attention_is_full(name):
-    answers = play(name)
-    assert all(told <= true for held, said in answers for true, told in zip(held, said, strict=True))
+def test_the_events_of_vllm_tell_what_it_would_take_by_the_rule_of_its_groups(name):
+    scenario, rng = SCENARIOS[name], random.Random(name)
+    engine, told = scenario.start(rng), CountedBlocks(scenario.model)
+    for prompt in lives_of(name, [told.receive], engine, rng):
+        assert engine.hits(prompt) == [told.hit(engine.wire_hashes(prompt), len(prompt.token_ids))]

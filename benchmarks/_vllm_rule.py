@@ -1,0 +1,65 @@
+"""What vLLM's events alone tell of its cache: copies counted, and the rule by which its groups agree on a hit.
+
+It takes the engine's own hashes, and is plain and slow: a reference for what an index can know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from _vllm_manager import VllmModel
+
+
+class CountedBlocks:
+    """How many copies of each block each group holds, as far as was told."""
+
+    def __init__(self, model: VllmModel) -> None:
+        self._groups = [(size * model.num_context_ranks, window) for size, window in model.groups]
+        sizes = [size for size, _ in self._groups]
+        self._step, self._hash_size = math.lcm(*sizes), math.gcd(*sizes)
+        self._num_dropped = int(model.eagle == "drop")
+        self._copies: Counter[tuple[int, Any]] = Counter()
+
+    def receive(self, batch: Any) -> None:
+        """Take the events of a step: each store is a copy more, each removal one less."""
+        for event in batch.events:
+            kind = type(event).__name__
+            if kind == "AllBlocksCleared":
+                self._copies.clear()
+            elif event.medium == "GPU":
+                for block_hash in event.block_hashes:
+                    self._copies[event.group_idx, block_hash] += 1 if kind == "BlockStored" else -1
+
+    def hit(self, hashes: Sequence[Any], num_tokens: int) -> int:
+        """Return the longest hit of a prompt, given the engine's hashes of it, in the smallest of its blocks.
+
+        It is a multiple of all groups' block sizes and leaves the last token; each group holds what it needs up to
+        there. With EAGLE's last block computed again they hold one block more, which is of the hit itself if there is
+        one group alone.
+        """
+        longest = (num_tokens - 1) // self._step * self._step
+        if len(self._groups) == 1:
+            longest -= self._num_dropped * self._step
+        return next((end for end in range(longest, 0, -self._step) if self._all_hold(hashes, end)), 0)
+
+    def _all_hold(self, hashes: Sequence[Any], end: int) -> bool:
+        return all(
+            self._holds(group, hashes, size, idx)
+            for group, (size, window) in enumerate(self._groups)
+            for idx in self._needed(size, window, end)
+        )
+
+    def _needed(self, size: int, window: int | None, end: int) -> range:
+        """Return which blocks a group needs for a hit: all, those of its window, or its state at the end."""
+        last = end // size + (self._num_dropped if window != 0 else 0)
+        if window is None:
+            return range(last)
+        num_needed = 1 if window == 0 else -(-(window - 1) // size) + self._num_dropped
+        return range(max(0, last - num_needed), last)
+
+    def _holds(self, group: int, hashes: Sequence[Any], size: int, idx: int) -> bool:
+        place = (idx + 1) * size // self._hash_size - 1  # a larger block has the hash of its last small one
+        return place < len(hashes) and self._copies[group, hashes[place]] > 0
