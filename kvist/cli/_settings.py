@@ -30,6 +30,8 @@ def add_settings(parser: argparse.ArgumentParser, kind: type, special: Mapping[s
         options: dict[str, Any] = {"help": text, "default": argparse.SUPPRESS}
         if get_origin(hints[name]) is Literal:
             options |= {"type": str.lower, "choices": get_args(hints[name])}
+        elif hints[name] is bool:
+            options["action"] = argparse.BooleanOptionalAction
         elif "action" not in special.get(name, {}):
             options["metavar"] = "VALUE"
         if get_origin(hints[name]) is tuple and name not in special:

@@ -20,8 +20,7 @@ _JOINT = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_end
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
     joined = {name: {"nargs": None} for name in _JOINT}
-    replay = {"action": argparse.BooleanOptionalAction}
-    add_settings(parser, IndexConfig, {**joined, "replay": replay})
+    add_settings(parser, IndexConfig, joined)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,9 +20,7 @@ _EVENT_SOURCES = "kv_event_sources"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
     sources = {"flag": "--kv-event-source", "action": "append", "metavar": "URL=ENDPOINT"}
-    add_settings(
-        parser, RouterConfig, {_EVENT_SOURCES: sources, "debug_headers": {"action": argparse.BooleanOptionalAction}}
-    )
+    add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources})
 
 
 def run(args: argparse.Namespace) -> int:

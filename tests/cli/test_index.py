@@ -51,6 +51,7 @@ def test_flags_are_read_in_their_keys_types() -> None:
     assert (read.peers, read.allow_endpoints) == (("http://a:8090", "http://b:8091/"), ("10.0.0.0/8",))
     assert not read.replay
     assert config("--replay").replay
+    assert config("--full-reports").full_reports
 
 
 def test_a_comma_between_a_brokers_hosts_parts_no_workers() -> None:
