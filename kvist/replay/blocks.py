@@ -217,7 +217,7 @@ class SentBuffer:
     Unlike a publisher's buffer it takes what was recorded: holes, duplicates, and publishers that were started anew,
     whose earlier messages are of no use to anyone. Of a rank that was recorded from its publisher's start, or with a
     snapshot, it knows what was held before the oldest message, and answers with that, as the publisher did: for each
-    block held then, 200 bytes beside `max_bytes`.
+    block held then, some 150 bytes beside `max_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -119,7 +119,7 @@ class Pace:
 class Script:
     """Tells what to play, line by line; memory for one chunk of the recording and what the rewriter keeps.
 
-    Where something is left out at the beginning, also for the blocks that were held then: 200 bytes each.
+    Where something is left out at the beginning, also for the blocks that were held then: some 150 bytes each.
     """
 
     def __init__(
