@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -86,10 +87,14 @@ class Engine:
         has_created: bool = True,
         max_blocks: int = 150,
         has_clears: bool = True,
+        has_copies: bool = False,
         num_branches: int = NUM_BRANCHES,
         max_depth: int = MAX_DEPTH,
     ) -> None:
-        """With groups there is one of full attention and one that slides, which the index must not hear of."""
+        """With groups there is one of full attention and one that slides, which the index must not hear of.
+
+        With copies, what is stored again is held until it is removed as often, as by vLLM.
+        """
         self.rank = rank
         self.num_stored = 0
         self.held_in_part: set[Pair] = set()
@@ -99,11 +104,13 @@ class Engine:
         self._has_groups = has_groups
         self._max_blocks = max_blocks
         self._has_clears = has_clears
+        self._has_copies = has_copies
         self._num_branches = num_branches
         self._max_depth = max_depth
         # A list beside their places in it: one is picked, stored or dropped in constant time, the same in every run.
         self._names: list[tuple[Name, Tier]] = []
         self._held: dict[tuple[Name, Tier], int] = {}
+        self._num_copies: Counter[tuple[Name, Tier]] = Counter()
         self._pairs: dict[Pair, int] = {}
         self._num_by_block: dict[int, int] = {}
         if has_groups and has_created:
@@ -176,6 +183,7 @@ class Engine:
         """Drop everything."""
         self._report(EngineCleared(self.rank))
         self._held.clear()
+        self._num_copies.clear()
         self._names.clear()
         self._pairs.clear()
         self._num_by_block.clear()
@@ -207,6 +215,7 @@ class Engine:
 
     def _hold(self, name: Name, tier: Tier) -> None:
         self.num_stored += 1
+        self._num_copies[name, tier] += 1
         if (name, tier) not in self._held:
             self._held[name, tier] = len(self._names)
             self._names.append((name, tier))
@@ -215,6 +224,10 @@ class Engine:
             self._num_by_block[block] = self._num_by_block.get(block, 0) + 1
 
     def _drop(self, name: Name, tier: Tier) -> None:
+        num_copies = self._num_copies.pop((name, tier)) - 1
+        if num_copies and self._has_copies:
+            self._num_copies[name, tier] = num_copies
+            return
         place, last = self._held.pop((name, tier)), self._names.pop()
         if last != (name, tier):
             self._names[place] = last

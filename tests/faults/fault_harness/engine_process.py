@@ -96,7 +96,7 @@ def main(kind: str, url: str, worker: str, seed: int, num_ranks: int, rate: floa
         publisher: StockPublisher | EmbeddedPublisher = StockPublisher(publication, rng, rate)
     else:
         publisher = EmbeddedPublisher(publication, rng, rate, worker, num_ranks)
-    options = {"max_blocks": max_blocks}
+    options = {"max_blocks": max_blocks, "has_copies": kind == "stock"}
     if max_blocks > 1000:  # prompts of which nearly all differ
         options |= {"num_branches": 1 << 20, "max_depth": 16}
     rngs = [random.Random(rng.getrandbits(32)) for _ in range(num_ranks)]

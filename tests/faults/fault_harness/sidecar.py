@@ -60,6 +60,7 @@ class SidecarWorker(Worker):
     """An engine and its sidecar, each of which may end alone; what the next sidecar knows, the engine must tell it."""
 
     tells_groups_first = False
+    has_copies = True
 
     def __init__(
         self, name: str, link: Link, world: World, rng: random.Random, settings: dict[str, Any], network: Network
@@ -125,7 +126,7 @@ class SidecarWorker(Worker):
 
     def new_publisher(self, publication: AnsweringPublication) -> SteppedPublisher:
         """Return the publisher of a sidecar, of whose batches account is kept."""
-        options: dict[str, Any] = {"worker": "any", "block_size": BLOCK_SIZE, "num_ranks": 0}
+        options: dict[str, Any] = {"worker": "any", "block_size": BLOCK_SIZE, "num_ranks": 0, "counts_copies": True}
         publisher = SteppedPublisher(publication, limits=self._settings["limits"], **options)
         publisher.noted = self._note
         return publisher

@@ -50,6 +50,8 @@ class Worker:
     """Whether whatever was lost can be learnt again."""
     tells_groups_first = True
     """Whether its engines may say which layer groups they have, before anything else."""
+    has_copies = False
+    """Whether they report each copy of a block, as vLLM does."""
 
     def __init__(self, name: str, link: Link, world: World, rng: random.Random, settings: dict[str, Any]) -> None:
         self.name = name
@@ -110,6 +112,7 @@ class Worker:
                 report,
                 has_groups=self._settings["has_groups"],
                 has_created=self._settings["has_created"] and self.tells_groups_first,
+                has_copies=self.has_copies,
             )
             for rank in range(self._settings["num_ranks"])
         ]
@@ -213,6 +216,7 @@ class StockWorker(Worker):
     """An engine that streams events of its own, which the index follows."""
 
     tells_groups_first = False
+    has_copies = True
     process: StockProcess | None = None
     _num_starts = 0
 
