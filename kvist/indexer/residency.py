@@ -23,6 +23,8 @@ from kvist.radix import RadixIndex
 
 _LOOKED_AT = 2
 """Accounts that are looked through for each irregular block."""
+_MAX_COPIES = 1 << 32
+"""Believed of a hash that a dump tells of: more than any engine has blocks."""
 
 
 class EngineResidency:
@@ -185,7 +187,7 @@ class EngineResidency:
     def resume_copies(self, told: bytes) -> None:
         """Count copies of blocks that `resume` is to account for."""
         for name, tier, num_copies in np.frombuffer(told[: len(told) // 24 * 24], "<u8").reshape(-1, 3).tolist():
-            self.copies.add(name, tier & 3, num_copies)
+            self.copies.add(name, tier & 3, min(num_copies, _MAX_COPIES))
 
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""

@@ -129,3 +129,11 @@ def test_a_block_with_another_name_in_another_tier_is_told_under_neither():
     told = {int(name): int(block) for names in residency.names() for name, block in zip(*names, strict=True)}
     assert told == {3: 33}
     assert not residency.is_told_by_names
+
+
+def test_copies_that_no_engine_can_have_are_bounded_whatever_a_dump_says():
+    index = RadixIndex(seed=1)
+    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
+    told = np.array([[1, 0, 2**64 - 1], [1, 0, 2**63], [2, 2**64 - 1, 1]], "<u8").tobytes()
+    residency.resume_copies(told + b"and some more")
+    assert [residency.copies.of(1, Tier.GPU), residency.copies.of(2, Tier.EXTERNAL)] == [2 << 32, 1]
