@@ -9,6 +9,7 @@
     heartbeat ahead of sequence     -                                 from the first one missing
     heartbeat, another digest       clear                             from 0
     heartbeat, and partial          -                                 from 0, ever more rarely
+    the last again, and partial     -                                 likewise, if there are snapshots
     later epoch                     clear, then as above              -
     epoch earlier or left before    -, unless the current is silent   -
     range fills the gap             apply it, then what was held      -
@@ -158,6 +159,8 @@ class Session(Generic[T]):
             self._hold(sequence, body)
         elif not self._is_due(sequence):
             self.num_duplicates += 1
+            if sequence == self.expected_sequence - 1 and not self.is_complete and self._has_snapshots:
+                self._patience.heal(now_s)
         else:
             steps.append(Apply(body))
         return steps

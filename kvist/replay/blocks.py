@@ -281,9 +281,10 @@ class SentBuffer:
         yield from last.values()
 
     def last_messages(self) -> list[Message]:
-        """Return the last message of each canonical rank: sent again, it tells who lost what was before it."""
+        """Return the last message of each rank, and of an engine: sent again, it tells who lost what was before it."""
         with self._lock:
-            return list(self._last.values())
+            engine = self._kept.get(None)
+            return [*self._last.values(), *([] if engine is None else list(engine.messages)[-1:])]
 
     def holding(self, topic: bytes) -> Holding | None:
         """Return what a rank held before the oldest message that is kept of it, None where that is not known."""

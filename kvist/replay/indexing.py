@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.events import Batch, EngineStored, Heartbeat, WorkerRank
-from kvist.events.codec import encode_batch
+from kvist.events import EngineStored, WorkerRank
 from kvist.events.dialects import decode_block_events
 from kvist.events.session import SourceState
 from kvist.events.transports import Message
@@ -23,7 +22,6 @@ from kvist.replay.script import Line, Pace, RecordReader, worker_of
 
 _RETRY_S, _NUM_RETRIES = 0.6, 6  # after which each question was answered, or given up
 _ASKS_AGAIN_S = 60.0  # after which a rank that is partial is asked about again
-_UNLIKE_ANY = Heartbeat((1 << 63) - 1, 0)  # more blocks than any rank holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +91,8 @@ class _Stream:
     def settle(self, now_s: float) -> None:
         """Answer all that is left, and let the index ask anew where it misses something that was told meanwhile."""
         now_s = self._answer_all([], now_s)
-        states, repeated = self.source.states(), []
-        for message in self.sent.last_messages():
-            last = read_envelope(message.payload)
-            assert isinstance(last, CanonicalEnvelope)
-            if states.get(last.rank) is SourceState.PARTIAL and self.sent.holding(message.topic) is not None:
-                state = Batch(*last.source, last.epoch, last.next_sequence, last.block_size, 0.0, (_UNLIKE_ANY,))
-                message = Message(message.topic, state.sequence, encode_batch(state))
-            repeated.append(message)
-        self._answer_all(repeated, now_s + _ASKS_AGAIN_S)
+        last = [message for message in self.sent.last_messages() if self.sent.holding(message.topic) is not None]
+        self._answer_all(last, now_s + _ASKS_AGAIN_S)
 
     def _answer_all(self, messages: Sequence[Message], now_s: float) -> float:
         for _ in range(_NUM_RETRIES):

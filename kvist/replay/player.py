@@ -20,7 +20,7 @@ POLL_S = 0.1
 RETRY_S = 0.002
 """The wait before a message is offered again to a transport that is full."""
 REPEAT_S = 1.0
-"""How often, once all is played, each rank's last message is repeated."""
+"""How often, once all is played, each stream's last message is repeated."""
 
 _TURN_S = 0.001  # how long messages are sent before the event loop's other tasks get a turn
 _MIN_SLEEP_S = 0.0005  # shorter waits are not worth a turn of the loop
@@ -78,10 +78,9 @@ class Player:
                 await self._send(line)
 
     async def repeat(self) -> None:
-        """Repeat each canonical rank's last message every `REPEAT_S`, until cancelled.
+        """Repeat the last message of each rank, or engine, every `REPEAT_S`, until cancelled.
 
-        So a subscriber learns that it lost the end, and asks for it. Engines' streams need no such thing: who follows
-        one asks by itself after a few seconds of silence.
+        So a subscriber learns that it lost the end, or that there is anything at all, and asks for it.
         """
         while True:
             await self._sleep(REPEAT_S)

@@ -82,10 +82,11 @@ class _RankRecovery:
             published = _NOTHING if session.is_complete else _published(timed.message)
             session.on_heartbeat(epoch, sequence, published, _NOTHING, now_s)
             return ready if self.is_waiting else [*ready, timed]
+        was_waiting = self.is_waiting
         applied = _applied(session.receive(epoch, sequence, timed, now_s))
         if applied:
             self._answered_before = 0
-        elif not self.is_waiting and sequence >= self._answered_before:
+        elif not was_waiting and self._answered_before <= sequence < session.expected_sequence:
             ready.append(timed)  # what comes again, or too late, is written as it came
         return ready + applied
 

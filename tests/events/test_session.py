@@ -268,6 +268,11 @@ LOST_ONE = [("0", "a0"), ("5", "ask 1"), ("?", ""), ("+1", "ask 1"), ("?", ""), 
             id="partial, and healed by all the messages there are",
         ),
         pytest.param(
+            [*LOST_ONE, ("4", ""), ("5", "ask 0"), ("5", "ask 0"), ("r0-5", "anew a0 a1 a2 a3 a4 a5"), ("5", "")],
+            LIVE,
+            id="partial, and healed where the last message comes again",
+        ),
+        pytest.param(
             [
                 *LOST_ONE,
                 ("hb6/less", "ask 0"),

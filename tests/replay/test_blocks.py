@@ -64,10 +64,10 @@ def test_beyond_its_bound_the_oldest_goes(make):
     assert sequences(buffer, None, 0) == [6, 7, 8, 9]
 
 
-def test_each_canonical_ranks_last_message_is_known_heartbeats_included(make):
-    beat = make.heartbeat(2, 0, 0)
-    buffer = filled(make.batch(0), make.batch(1), beat, make.batch(7, rank=1), make.engine_batch(5))
-    assert buffer.last_messages() == [beat, make.batch(7, rank=1)]
+def test_the_last_message_of_each_rank_and_of_an_engine_is_known_heartbeats_included(make):
+    beat, engines = make.heartbeat(2, 0, 0), [make.engine_batch(4), make.engine_batch(5)]
+    buffer = filled(make.batch(0), make.batch(1), beat, make.batch(7, rank=1), *engines)
+    assert buffer.last_messages() == [beat, make.batch(7, rank=1), engines[1]]
 
 
 def test_a_bound_of_nothing_is_refused():

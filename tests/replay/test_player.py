@@ -10,6 +10,7 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.events.transports import Endpoint, ReplayRequest, open_publication, open_subscription
+from kvist.events.transports.memory import MemoryPublication
 from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter
@@ -245,6 +246,45 @@ async def heard_by_an_indexer(make, path, until, state, **options):
         await until(lambda: indexer.states("w") == {0: state})
     publication.close()
     return index.digest(WorkerRank("w", 0)).digest
+
+
+class Unheard(MemoryPublication):
+    """Loses what is played until told otherwise, and does not answer the first questions: who asks is too busy."""
+
+    def __init__(self, num_unanswered):
+        self.is_heard = False
+        self._num_unanswered = num_unanswered
+        wire = lambda message: (message,) if self.is_heard else ()  # noqa: E731
+        super().__init__(Endpoint.parse(f"memory://replay-{next(_names)}"), wire)
+
+    def replay(self, request):
+        if self.is_heard and self._num_unanswered > 0:
+            self._num_unanswered -= 1
+            return None
+        return super().replay(request)
+
+
+@pytest.mark.parametrize("num_unanswered", [0, 4])
+@pytest.mark.parametrize("kind", ["canonical", "engine"])
+async def test_an_index_that_is_just_starting_ends_with_all_of_it(make, recording, until, kind, num_unanswered):
+    """It was connected, and asked, before the first message; heard none, and was too busy to read the answers."""
+    if kind == "canonical":
+        messages = [make.batch(idx, make.stored(idx)) for idx in range(231)]  # and no heartbeat at the end
+    else:
+        stored = [make.engine_stored(idx, tokens=[idx] * 4) for idx in range(231)]
+        messages = [make.engine_batch(idx, each) for idx, each in enumerate(stored)]
+    index, publication = RadixIndex(), Unheard(num_unanswered)
+    player = Player(script_of(recording(*messages)), {make.source: publication}, pace=Pace(None))
+    async with Indexer(index, block_size=4) as indexer:
+        indexer.add_source("w", publication.endpoint)
+        await until(lambda: player.num_asked == 2)
+        await player.play()
+        publication.is_heard = True
+        repeating = asyncio.create_task(player.repeat())
+        await until(lambda: index.digest(WorkerRank("w", 0)).num_blocks == 231)
+        await until(lambda: indexer.is_exact("w", 0))
+        repeating.cancel()
+    publication.close()
 
 
 async def test_what_was_never_recorded_is_lost_to_a_subscriber_and_the_rank_partial(make, recording, until):

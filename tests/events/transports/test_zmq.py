@@ -13,6 +13,7 @@ import zmq
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication
 from kvist.events.transports.zmq import ZmqSubscription
+from kvist.events.transports.zmq_replay import LoopSocket
 
 END = b"\xff" * 8
 
@@ -181,6 +182,41 @@ async def test_the_client_understands_old_and_new_replies(open_socket, replies_h
     assert requests == [[b"", be64(4)]]
     assert [(message.sequence, message.payload) for message in replayed] == [(4, b"four"), (5, b"five")]
     assert {message.topic for message in replayed} == {b"kv-events" if replies_have_topics else b""}
+
+
+class LateSource:
+    """Answers once it may."""
+
+    def __init__(self):
+        self.may_answer = threading.Event()
+
+    def replay(self, _):
+        assert self.may_answer.wait(60)
+        yield Message(b"t", 4, b"four")
+
+
+async def test_a_reply_that_is_there_counts_however_late_the_event_loop_is(monkeypatch):
+    publication, source = open_publication("tcp://127.0.0.1:0"), LateSource()
+    publication.serve_replay(source)
+    loop, receive, late_s = asyncio.get_running_loop(), LoopSocket.receive, 0
+
+    def receive_while_the_loop_is_late(dealer):
+        def be_late():
+            nonlocal late_s
+            source.may_answer.set()
+            dealer.socket.poll(60_000)
+            late_s += 100
+
+        loop.call_soon(be_late)
+        return receive(dealer)
+
+    time_s = loop.time
+    monkeypatch.setattr(loop, "time", lambda: time_s() + late_s)
+    monkeypatch.setattr(LoopSocket, "receive", receive_while_the_loop_is_late)
+    async with ZmqSubscription(Endpoint.parse(publication.endpoint)) as subscription:
+        assert await subscription.replay(ReplayRequest(None, 0), 60) == [Message(b"", 4, b"four")]
+    assert late_s >= 100
+    publication.close()
 
 
 async def test_frames_of_another_shape_or_size_are_counted_logged_once_and_skipped(open_socket, monkeypatch, caplog):
