@@ -221,10 +221,12 @@ async def _serve(
                 transfers.observe(spans)
             transfers.start()
         await exits.enter_async_context(engine)
+        num_blocks = max(pool.num_blocks for pool in engine.statistics().kv_cache.pools)
         model = ServedModel(
             names=names,
             block_size=args.block_size,
             max_model_len=loaded.core.limits.max_model_len,
+            max_total_num_tokens=0 if args.no_prefix_cache else num_blocks * args.block_size,
             kv_events_endpoint=None if publisher is None else publisher.endpoint,
             transfers=served,
             tensor_parallel_size=args.tensor_parallel_size,

@@ -14,6 +14,7 @@ from kvist.events.types import MAX_RANKS
 from kvist.http import Headers
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
+from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
 from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
 from kvist.router.policy.cost import DEFAULT_DECODE_SCALE, DEFAULT_RECENT_SCALE, DEFAULT_TIER_CREDITS, KvPolicy
 from kvist.router.policy.decision import Policy, Role
@@ -26,6 +27,10 @@ POLICY_NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 256
 """A GPU computes so many tokens in 10 to 30 ms, about one step of a full batch of decodes: they ride along. Handing
 them over costs as much again, in two more exchanges and a wait for the blocks. Estimated, not measured."""
+
+DEFAULT_EXPECTED_CACHE_TOKENS = 200_000
+"""Between what an 8B model leaves room for on a GPU of 24 GB (35,000 tokens) and of 80 GB (410,000): estimated. With
+too many, prompts that are gone draw requests to where they were; with too few, prompts that are there draw none."""
 
 TRANSFER_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
@@ -73,6 +78,17 @@ class RouterConfig:
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="kv: distinct blocks that are kept; without it, what fits half of memory"),
     ] = None
+    expected_cache_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="kv: prompt tokens a worker without KV events is expected to cache, where it does not tell; 0 "
+            "expects nothing",
+        ),
+    ] = DEFAULT_EXPECTED_CACHE_TOKENS
+    expected_time_to_live_s: Annotated[
+        float, Meta(gt=0, description="kv: how long after its last use such a worker is expected to hold a prompt")
+    ] = DEFAULT_TIME_TO_LIVE_S
     model_path: Annotated[
         str | None,
         Meta(description="directory of the tokenizer and chat template; without it, only token ids are matched"),

@@ -213,6 +213,7 @@ class _Forwarding:
                 self._fall_back(Local.PREFILL_FAILED)
         elif attempt.status == HTTPStatus.OK and (handoff := read_handoff(answer)) is not None:
             self.handover = Handover(handoff, worker, router.now_s() - started_s)
+            router.routing.computed(self.ask, worker)
         else:
             self._fall_back(Local.PREFILL_REFUSED)
 
@@ -273,6 +274,8 @@ class _Forwarding:
         first_byte_at_s = self.router.now_s()
         first_byte_s = first_byte_at_s - self.started_s
         metrics.first_byte(decision, first_byte_s)
+        if piece and response.status == HTTPStatus.OK:
+            self.router.routing.computed(self.ask, decision.chosen.target.worker)
         self.trace.set(spans.of_answer, response.status, first_byte_s)
         if handover is not None:
             handover.transfer_s = first_byte_at_s - handover.sent_s

@@ -3,6 +3,9 @@
 The index joins when it is compiled, or loaded from what was compiled before; until then nobody holds anything. An
 indexer needs the block size. Where none is configured, the first worker or stream that names one decides; streams that
 are to be followed wait for it.
+
+A worker that no stream has told of yet is expected to hold what it was given last. Those blocks are in the same index,
+held by a rank that no stream can name, and count until the first stream tells of the worker.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,12 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError, MissingExtraError, only_cause
-from kvist.events import WorkerRank
+from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, open_subscription, public_url
 from kvist.indexer import Indexer, SourceStatistics, compilation, learn_block_size
 from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS, SourceCounters
+from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S, ExpectedBlocks
 
 if TYPE_CHECKING:
     from kvist.indexer.dumps.dumper import Namespaced
@@ -39,18 +44,32 @@ _logger = logging.getLogger(__name__)
 Overlaps: TypeAlias = Mapping[WorkerRank, tuple[int, ...]]
 """Leading blocks a rank holds in each tier or a faster one; a rank that holds none is absent."""
 
+DEFAULT_BLOCK_SIZE = 16
+"""What prompts are cut into, and load is counted in, while no block size is known: then no stream is followed yet."""
+
+APPROXIMATE = "approximate"
+_SWEEP_INTERVAL_S = 1.0
+_EXPECTED = "expected "
+
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """How well one rank's cache is known; `state` is None where no stream tells of it.
 
-    `clearing` is a number for the last time that its blocks were dropped, another one each time.
+    `clearing` is a number for the last time that its blocks were dropped, another one each time. An approximate rank
+    stands for all of a worker that no stream tells of, and is expected to hold what the worker was given.
     """
 
     target: WorkerRank
     state: SourceState | None = None
     num_blocks: int = 0
     clearing: int | None = None
+    is_approximate: bool = False
+
+    @property
+    def known_as(self) -> str | None:
+        """Return what an operator reads: the state, or that it is an expectation."""
+        return APPROXIMATE if self.is_approximate else self.state
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,13 +116,16 @@ class FleetIndex:
         num_ranks: int = DEFAULT_NUM_RANKS,
         has_full_reports: bool = False,
         max_blocks: int | None = None,
+        expected_time_to_live_s: float = DEFAULT_TIME_TO_LIVE_S,
     ) -> None:
         """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start."""
         self.block_size = block_size
         """Tokens per block of the whole fleet, None until it is configured or adopted."""
         self._num_ranks = num_ranks
         self._has_full_reports = has_full_reports
-        self._max_blocks = max_blocks
+        self._max_blocks = max_blocks or default_max_blocks()
+        self._time_to_live_s = expected_time_to_live_s
+        self._expected: dict[WorkerRank, ExpectedBlocks] = {}
         self._limits: dict[str, int] = {}
         self._now_s = now_s
         self.radix: RadixIndex | None = None
@@ -155,6 +177,11 @@ class FleetIndex:
                 await self._keeper.__aexit__(None, None, None)
 
     @property
+    def hashed_block_size(self) -> int:
+        """Return how many tokens prompts are cut into."""
+        return self.block_size or DEFAULT_BLOCK_SIZE
+
+    @property
     def has_joined(self) -> bool:
         """Return whether the index is compiled, so that prompts can be hashed and matched."""
         return self.joined_at_s is not None
@@ -163,6 +190,8 @@ class FleetIndex:
         """Take the block size if none is known yet."""
         if self.block_size is None:
             self.block_size = block_size
+            for holder in [*self._expected]:  # their blocks may be of another size
+                self.forget_expected(holder.worker.removeprefix(_EXPECTED))
             self._has_block_size.set()
             for learner in self._learners:
                 learner.cancel()
@@ -203,35 +232,88 @@ class FleetIndex:
         """Return the streams followed for the worker."""
         return self._endpoints.get(worker, ())
 
+    def expect(self, worker: str, num_tokens: int) -> None:
+        """Expect the worker to keep what it is given, up to so many tokens, while no stream tells of it.
+
+        To be called again now and then, which also forgets what has come of age.
+        """
+        if num_tokens == 0 or self.is_told(worker):
+            self.forget_expected(worker)
+            return
+        holder = _holder_of(worker)
+        expected = self._expected.setdefault(holder, ExpectedBlocks(0, self._time_to_live_s))
+        # Of all such workers together no more than the index may keep, whatever they say of themselves.
+        expected.capacity = min(num_tokens // self.hashed_block_size, self._max_blocks // len(self._expected))
+        self._remove(holder, expected.forget(self._now_s()))
+
+    def is_told(self, worker: str) -> bool:
+        """Return whether some stream has told of the worker."""
+        return self._indexer is not None and bool(self._indexer.states(worker))
+
+    def is_expecting(self, worker: str) -> bool:
+        """Return whether what the worker was given is all that is known of its cache."""
+        return self.radix is not None and _holder_of(worker) in self._expected and not self.is_told(worker)
+
+    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
+        assert self.radix is not None
+        holder = _holder_of(worker)
+        forgotten = self._expected[holder].use(hashes.tolist(), self._now_s())
+        self.radix.store(holder, Tier.GPU, None, hashes)  # all of them: the index may have evicted some
+        self._remove(holder, forgotten)
+
+    def forget_expected(self, worker: str) -> None:
+        """Expect nothing of the worker any more: it has restarted, is gone, or its stream tells."""
+        if self._expected.pop(_holder_of(worker), None) is not None and self.radix is not None:
+            self.radix.remove_worker(_holder_of(worker).worker)
+
     def match(self, hashes: NDArray[np.uint64]) -> Overlaps:
         """Return who holds how many leading blocks, but for ranks whose blocks may be gone."""
-        if self._indexer is None or self.radix is None:
+        if self.radix is None:
             return {}
         match = self.radix.match(hashes)
         # Plain tuples, made by the column: with hundreds of holders half the time of `to_dict`.
         overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
+        expected = {
+            WorkerRank(holder.worker.removeprefix(_EXPECTED), 0): overlaps.pop(holder)
+            for holder in self._expected.keys() & overlaps.keys()
+        }
+        if self._indexer is None:
+            return expected  # what is loaded just now does not count yet
         for target in self._indexer.resyncing & overlaps.keys():
             del overlaps[target]
+        for target, depths in expected.items():
+            if not self.is_told(target.worker):
+                overlaps[target] = depths
         return overlaps
 
     def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
-        """Return the ranks that this worker's events came from, in order, as they were up to `max_age_s` ago."""
+        """Return the ranks that this worker's events came from, in order, as they were up to `max_age_s` ago.
+
+        One that is expected to hold what it was given has one rank, 0.
+        """
         now_s = self._now_s()
         if worker in self._statuses:
             known_at_s, statuses = self._statuses[worker]
             if now_s - known_at_s < max_age_s:
                 return statuses
-        if self._indexer is None or self.radix is None:
+        if self.radix is None:
             return []
-        statuses = [
-            RankStatus(
-                target := WorkerRank(worker, rank),
-                state,
-                self.radix.digest(target).num_blocks,
-                self.radix.clearing_of(target),
-            )
-            for rank, state in sorted(self._indexer.states(worker).items())
-        ]
+        if self.is_expecting(worker):
+            num_blocks = self.radix.digest(_holder_of(worker)).num_blocks
+            statuses = [RankStatus(WorkerRank(worker, 0), num_blocks=num_blocks, is_approximate=True)]
+        elif self._indexer is None:
+            return []
+        else:
+            statuses = [
+                RankStatus(
+                    target := WorkerRank(worker, rank),
+                    state,
+                    self.radix.digest(target).num_blocks,
+                    self.radix.clearing_of(target),
+                )
+                for rank, state in sorted(self._indexer.states(worker).items())
+            ]
         self._statuses[worker] = (now_s, statuses)
         return statuses
 
@@ -268,7 +350,7 @@ class FleetIndex:
         await compilation.load()
         from kvist.radix import RadixIndex
 
-        self.radix = RadixIndex(max_blocks=self._max_blocks or default_max_blocks())
+        self.radix = RadixIndex(max_blocks=self._max_blocks)
         await self._open_state()
         self.joined_at_s = self._now_s()
         _logger.info("the index has joined")
@@ -276,9 +358,12 @@ class FleetIndex:
     async def _follow(self) -> None:
         if self.radix is None:
             await self._join()
-        await self._has_block_size.wait()
-        assert self.block_size is not None
         assert self.radix is not None
+        while self.block_size is None:  # an indexer sweeps, once there is one
+            self.radix.sweep()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_INTERVAL_S):
+                    await self._has_block_size.wait()
         async with Indexer(
             self.radix,
             block_size=self.block_size,
@@ -296,6 +381,10 @@ class FleetIndex:
                 self._add_sources(worker)
             await asyncio.Event().wait()  # until cancelled
 
+    def _remove(self, holder: WorkerRank, block_hashes: list[int]) -> None:
+        if block_hashes and self.radix is not None:
+            self.radix.remove(holder, Tier.GPU, np.array(block_hashes, np.uint64))
+
     def _add_sources(self, worker: str) -> None:
         if self._indexer is not None:
             if worker in self._limits:
@@ -312,3 +401,8 @@ class FleetIndex:
             folder = Path(self._state_dir)
             keeper = StateKeeper(folder, "router", self._state_interval_s, lambda: self._kept, Dumper(), self._now_s)
             self._keeper = await keeper.__aenter__()
+
+
+def _holder_of(worker: str) -> WorkerRank:
+    """Return who holds, in the index, what is expected of a worker: no worker's name begins like that."""
+    return WorkerRank(_EXPECTED + worker, 0)

@@ -18,7 +18,7 @@ from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import WorkerState
-from kvist.router.index import FleetIndex
+from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
 from kvist.router.routing import Routing
 from kvist.router.usage import ReportedUsage
@@ -259,8 +259,8 @@ class Gauges:
         blocks = GaugeMetricFamily("kvist_router_worker_blocks", "Blocks that its ranks hold", labels=["worker"])
         for worker in self.fleet.workers:
             statuses = index.ranks(worker.url)
-            for state in SourceState:
-                ranks.add_metric([worker.url, state.value], sum(status.state is state for status in statuses))
+            for state in (*SourceState, APPROXIMATE):
+                ranks.add_metric([worker.url, state], sum(status.known_as == state for status in statuses))
             blocks.add_metric([worker.url], sum(status.num_blocks for status in statuses))
             yield None
         yield from (ranks, blocks)

@@ -18,13 +18,10 @@ from kvist.openai.errors import RequestError
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
-from kvist.router.index import FleetIndex, Overlaps, RankStatus
+from kvist.router.index import DEFAULT_BLOCK_SIZE, FleetIndex, Overlaps, RankStatus
 from kvist.router.policy.decision import Candidate, Decision, Policy, Prompt, Role, decide
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
-
-DEFAULT_BLOCK_SIZE = 16
-"""What load is counted in while no block size is known; nothing is matched then."""
 
 RANKS_MAX_AGE_S = 0.05
 """How long the list of a worker's ranks is reused: asking anew would cost each request 10 µs a rank."""
@@ -57,9 +54,9 @@ class Routing:
 
     def overlaps(self, ask: Ask) -> Overlaps:
         """Return what each rank holds of the prompt; empty where it cannot be known."""
-        block_size = self._index.block_size if self._index is not None else None
-        if self._index is None or not self._index.has_joined or ask.token_ids is None or block_size is None:
+        if self._index is None or not self._index.has_joined or ask.token_ids is None:
             return {}
+        block_size = self._index.hashed_block_size
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
             return {}
@@ -80,6 +77,13 @@ class Routing:
             return []
         hashes: list[int] = self._hashes_of(ask, block_size)(ask.token_ids[:num_tokens]).tolist()
         return hashes
+
+    def computed(self, ask: Ask, worker: str) -> None:
+        """Take note that a worker has computed the prompt: of one that streams no events nothing else is known."""
+        if self._index is not None and ask.token_ids is not None and self._index.is_expecting(worker):
+            hashes = self._hashes_of(ask, self._index.hashed_block_size)(ask.token_ids)
+            if len(hashes):
+                self._index.computed(worker, hashes)
 
     def plan(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = (), obstacle: Local | None = None) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
@@ -114,7 +118,13 @@ class Routing:
         prompt = Prompt(ask.num_tokens, block_size, is_tokenized=ask.token_ids is not None)
         now_s = self._now_s()
         candidates = [
-            Candidate(rank.target, self._load.load(rank.target, now_s), overlaps.get(rank.target, ()), rank.num_blocks)
+            Candidate(
+                rank.target,
+                self._load.load(rank.target, now_s),
+                overlaps.get(rank.target, ()),
+                rank.num_blocks,
+                rank.is_approximate,
+            )
             for worker in workers
             for rank in self.ranks(worker)
         ]
@@ -129,7 +139,7 @@ class Routing:
         return bool(self._fleet.routable(ask.model, excluded))
 
     def ranks(self, worker: Worker) -> list[RankStatus]:
-        """Return the worker's ranks; one that no stream tells of is one rank, 0."""
+        """Return the worker's ranks; one that no stream tells of has one, 0."""
         known = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else None
         return known or [RankStatus(WorkerRank(worker.url, 0))]
 

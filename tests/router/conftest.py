@@ -68,11 +68,14 @@ class ScriptedWorker:
 
     models: list[dict[str, Any]] | None = field(default_factory=lambda: [{"id": "m", "object": "model"}])
     server_info: dict[str, Any] | None = None
+    metrics: str | None = None
     health_status: int = 200
     release_status: int = 204
     cached_tokens: int | None = None
     answer: Answer | None = None
     received: list[Received] = field(default_factory=list)
+    health_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """While it is not set, health checks wait."""
     port: int = 0
     num_disconnects: int = 0
     _server: asyncio.Server | None = None
@@ -80,6 +83,7 @@ class ScriptedWorker:
     _tasks: set[Any] = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
+        self.health_gate.set()
         await self.start()
         return self
 
@@ -142,10 +146,14 @@ class ScriptedWorker:
 
     async def _reply(self, received: Received, writer: asyncio.StreamWriter) -> None:
         if received.target == "/health":
+            await self.health_gate.wait()
             writer.write(response(b"", status=self.health_status))
         elif received.target == "/server_info":
             known = self.server_info is not None
             writer.write(response(json.dumps(self.server_info).encode(), status=200 if known else 404))
+        elif received.target == "/metrics":
+            known = self.metrics is not None
+            writer.write(response((self.metrics or "").encode(), status=200 if known else 404))
         elif received.target == "/v1/models":
             known = self.models is not None
             writer.write(response(json.dumps({"data": self.models}).encode(), status=200 if known else 404))

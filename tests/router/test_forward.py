@@ -368,6 +368,6 @@ async def test_round_robin_takes_turns(worker, router) -> None:
 async def test_paced_clients_spread_over_the_fleet(worker, router) -> None:
     """Nothing is ever in flight when a request comes, and still no worker gets everything."""
     async with worker() as a, worker() as b, worker() as c, router(a.url, b.url, c.url) as front:
-        for _ in range(12):
-            await front.complete([1] * 64)
+        for number in range(12):
+            await front.complete([number] * 64)
         assert [len(each.completions) for each in (a, b, c)] == [4, 4, 4]

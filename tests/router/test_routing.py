@@ -65,7 +65,8 @@ async def test_without_a_block_size_requests_are_routed_by_load(worker, router) 
 
 async def test_a_silent_index_routes_by_load(worker, router) -> None:
     """Nothing is known of any cache, and still every request is served and the fleet shares them."""
-    async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
+    nothing_expected = {"block_size": 16, "expected_cache_tokens": 0}
+    async with worker() as a, worker() as b, router(a.url, b.url, **nothing_expected) as front:
         for _ in range(6):
             assert (await front.complete(TOKENS)).status_code == 200
         assert len(a.completions) == len(b.completions) == 3

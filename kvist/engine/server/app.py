@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -57,11 +57,15 @@ class ServedTransfers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What the server says about itself. The first name is the one in answers; requests may use any."""
+    """What the server says about itself. The first name is the one in answers; requests may use any.
+
+    `max_total_num_tokens` is what its prefix cache has room for.
+    """
 
     names: tuple[str, ...]
     block_size: int
     max_model_len: int
+    max_total_num_tokens: int
     kv_events_endpoint: str | None = None
     transfers: ServedTransfers | None = None
     tensor_parallel_size: int = 1
@@ -97,6 +101,7 @@ class _Server:
         self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)  # with the time of its start, by which a restart shows
         for collector in (EngineCollector(engine), *collectors):
             self._registry.register(collector)
         self._timings = Timings(self._registry, spans)
@@ -166,6 +171,7 @@ class _Server:
                 "model": self._model.names[0],
                 "block_size": self._model.block_size,
                 "max_model_len": self._model.max_model_len,
+                "max_total_num_tokens": self._model.max_total_num_tokens,
                 "tensor_parallel_size": self._model.tensor_parallel_size,
                 "data_parallel_size": 1,
                 "kv_events": None if endpoint is None else {"endpoint": endpoint},

@@ -90,6 +90,7 @@ def _explain_candidate(candidate: Candidate, probability: float, cost: float | N
         **explain_load(candidate.target, candidate.load),
         "overlap_blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, depths, strict=False)},
         "cached_blocks": candidate.num_cached_blocks,
+        "approximate": candidate.is_approximate,
         "cost": cost,
         "probability": probability,
     }
@@ -127,7 +128,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
             "error": worker.event_error,
             "sources": [_explain_source(source) for source in index.sources(worker.url)] if index else [],
             "ranks": [
-                {"rank": status.target.rank, "state": status.state, "blocks": status.num_blocks}
+                {"rank": status.target.rank, "state": status.known_as, "blocks": status.num_blocks}
                 for status in (index.ranks(worker.url) if index else ())
             ],
         },
@@ -203,7 +204,11 @@ def _explain_sources(workers: list[Worker], index: FleetIndex) -> dict[str, Any]
                     "last_event_age_s": age_s,
                 }
             )
-    unfollowed = [{"worker": worker.url, "reason": worker.event_error} for worker in workers if worker.event_error]
+    unfollowed = [
+        {"worker": worker.url, "reason": worker.event_error, "approximate": index.is_expecting(worker.url)}
+        for worker in workers
+        if worker.event_error
+    ]
     return {
         **{condition.value: counts[condition] for condition in Condition},
         "problems": problems[:MAX_TOLD],

@@ -125,6 +125,7 @@ class RouterService:
                 num_ranks=config.data_parallel_size,
                 has_full_reports=config.full_reports,
                 max_blocks=config.max_blocks,
+                expected_time_to_live_s=config.expected_time_to_live_s,
             )
             await exits.enter_async_context(index)
         self._index = index

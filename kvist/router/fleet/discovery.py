@@ -1,6 +1,7 @@
 """What a worker says about itself: whether it is up, which models it serves, where it streams its KV events.
 
-A bundled engine answers `GET /server_info` with `"engine": "kvist"`; of any other engine only the model list is read.
+A bundled engine answers `GET /server_info` with `"engine": "kvist"`; of any other engine only the model list is read,
+and how much it caches: `max_total_num_tokens` there (SGLang), or what /metrics has (vLLM, SGLang).
 What is announced is a claim: an event endpoint is dialled only where `event_endpoint` allows it.
 """
 
@@ -11,6 +12,8 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.events.transports import Endpoint
@@ -20,6 +23,9 @@ from kvist.networks import is_in_networks
 from kvist.router.policy.decision import Role
 
 MAX_ANSWER_BYTES = 1024 * 1024
+_VLLM_CACHE, _SGLANG_CACHE = "vllm:cache_config_info", "sglang:max_total_num_tokens"
+_START = "process_start_time_seconds"
+_MAX_TOKENS = 1 << 53
 _WILDCARD_HOSTS = frozenset({"*", "0.0.0.0", "::"})
 
 
@@ -32,7 +38,10 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """What a worker said; None where it did not. Without a model list it is taken to serve any model."""
+    """What a worker said; None where it did not. Without a model list it is taken to serve any model.
+
+    `num_cache_tokens` is what its prefix cache holds, 0 where it has none; `started_s` the Unix time of its start.
+    """
 
     engine: str | None = None
     version: str | None = None
@@ -42,6 +51,12 @@ class Identity(msgspec.Struct, frozen=True):
     role: Role = Role.BOTH
     transfer_endpoints: tuple[str, ...] = ()
     models: tuple[ServedModel, ...] | None = None
+    num_cache_tokens: int | None = None
+    started_s: float | None = None
+
+    def has_restarted(self, earlier: Identity) -> bool:
+        """Return whether this is another process than the one that said so earlier, by what both said."""
+        return None not in (self.started_s, earlier.started_s) and self.started_s != earlier.started_s
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -71,8 +86,10 @@ class _ModelList(msgspec.Struct, frozen=True):
     data: list[dict[str, Any]]
 
 
-async def probe(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+async def probe(pool: UpstreamPool, url: str, authorization: Headers, *, asks_for_metrics: bool = False) -> Identity:
     """Return the identity of a healthy worker, which is sent this authorization.
+
+    Its /metrics are of interest where no stream tells what it caches.
 
     Raises UpstreamError when it is unreachable or says it is not healthy, MalformedMessageError for an answer that is
     not what it should be. The caller bounds the time.
@@ -81,7 +98,8 @@ async def probe(pool: UpstreamPool, url: str, authorization: Headers) -> Identit
     if not 200 <= status < 300:
         raise UpstreamError(url, f"GET /health answered {status}")
     identity = await _server_info(pool, url, authorization)
-    return msgspec.structs.replace(identity, models=await _models(pool, url, authorization))
+    identity = msgspec.structs.replace(identity, models=await _models(pool, url, authorization))
+    return await _with_metrics(identity, pool, url, authorization) if asks_for_metrics else identity
 
 
 def event_endpoint(url: str, announced: str, allowed_networks: Sequence[str]) -> str:
@@ -126,7 +144,7 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
     except msgspec.DecodeError:
         answer = None  # another engine's page
     if not isinstance(answer, dict) or answer.get("engine") != "kvist":
-        return Identity()
+        return Identity(num_cache_tokens=_num_cache_tokens(answer) if isinstance(answer, dict) else None)
     try:
         info = msgspec.convert(answer, _ServerInfo)
     except msgspec.ValidationError as error:
@@ -134,7 +152,49 @@ async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> 
     events = info.kv_events.endpoint if info.kv_events else None
     transfers = info.kv_transfer.endpoints if info.kv_transfer else ()
     size = info.data_parallel_size
-    return Identity(info.engine, info.version, info.block_size, events, size, info.role, transfers)
+    num_tokens = _num_cache_tokens(answer)
+    return Identity(
+        info.engine, info.version, info.block_size, events, size, info.role, transfers, num_cache_tokens=num_tokens
+    )
+
+
+def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
+    if server_info.get("disable_radix_cache") is True:  # SGLang's
+        return 0
+    num_tokens = server_info.get("max_total_num_tokens")
+    return num_tokens if type(num_tokens) is int and 0 <= num_tokens < _MAX_TOKENS else None
+
+
+async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
+    """Return the identity with what /metrics tells; a page that is of no use changes nothing."""
+    try:
+        status, body = await _get(pool, url, "/metrics", authorization)
+        told = (_VLLM_CACHE, _SGLANG_CACHE, _START)
+        lines = [line for line in body.decode().splitlines() if line.startswith(told)] if status == 200 else []
+        families = text_string_to_metric_families("\n".join(lines))
+        samples = [sample for family in families for sample in family.samples]
+    except (MalformedMessageError, ValueError):
+        return identity
+    started_s = next((sample.value for sample in samples if sample.name == _START), None)
+    caches = [sample for sample in samples if sample.name in (_VLLM_CACHE, _SGLANG_CACHE)]
+    # A data-parallel rank has a cache of its own, which all its tensor-parallel ranks tell of.
+    by_rank = {each.labels.get("engine", each.labels.get("dp_rank")): _num_tokens(each) for each in caches}
+    sizes = [size for size in by_rank.values() if size is not None]
+    num_tokens = sum(sizes) if sizes else identity.num_cache_tokens
+    return msgspec.structs.replace(identity, num_cache_tokens=num_tokens, started_s=started_s)
+
+
+def _num_tokens(cache: Sample) -> int | None:
+    """Return how many tokens a cache holds, None where its metric does not tell (yet)."""
+    if cache.name == _SGLANG_CACHE:
+        return int(cache.value) if 0 <= cache.value < _MAX_TOKENS else None
+    if cache.labels.get("enable_prefix_caching") == "False":
+        return 0
+    size, num_blocks, block_size = (
+        int(text) if (text := cache.labels.get(name, "")).isdecimal() and len(text) < 16 else None
+        for name in ("kv_cache_size_tokens", "num_gpu_blocks", "block_size")
+    )
+    return num_blocks * block_size if size is None and num_blocks is not None and block_size is not None else size
 
 
 async def _models(pool: UpstreamPool, url: str, authorization: Headers) -> tuple[ServedModel, ...] | None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
-from kvist.http import UpstreamError, UpstreamPool
+from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, probe
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
@@ -177,6 +177,7 @@ class Fleet:
         self._checks.pop(worker.url).cancel()
         if self._index is not None:
             self._index.follow(worker.url, ())
+            self._index.forget_expected(worker.url)
         self._load.forget(worker.url)
         del self._workers[worker.url]
         self._on_removed(worker.url)
@@ -192,10 +193,14 @@ class Fleet:
 
     async def _check(self, worker: Worker) -> None:
         """Probe once and take in what the worker said of itself."""
+        is_untold = self._index is not None and not self._index.is_told(worker.url)
+        authorization = self._config.authorization(worker.url)
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
-                identity = await probe(self._pool, worker.url, self._config.authorization(worker.url))
+                identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold)
         except (UpstreamError, MalformedMessageError) as error:
+            if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # who is busy forgets nothing
+                self._index.forget_expected(worker.url)
             self._checked(worker, str(error))
         except TimeoutError:
             self._checked(worker, f"no answer to the health check within {self._config.health_timeout_s:g} s")
@@ -217,6 +222,7 @@ class Fleet:
             )
 
     def _identified(self, worker: Worker, identity: Identity) -> None:
+        has_restarted = identity.has_restarted(worker.identity)
         worker.identify(identity)
         self._adapters = frozenset[str | None]().union(*(each.adapters for each in self._workers.values()))
         if self._index is None or worker.is_draining:
@@ -232,6 +238,11 @@ class Fleet:
             self._index.follow(worker.url, worker.configured_event_sources)
         else:
             self._follow_announced(worker, identity.event_endpoint, self._index)
+        if has_restarted or worker.error is not None:
+            self._index.forget_expected(worker.url)
+        if worker.error is None:
+            num_tokens = identity.num_cache_tokens
+            self._index.expect(worker.url, self._config.expected_cache_tokens if num_tokens is None else num_tokens)
 
     def _check_block_size(self, worker: Worker, block_size: int | None) -> None:
         """Hashes of other block sizes never match, so a worker that has one cannot be routed to by prefix."""
@@ -254,6 +265,6 @@ class Fleet:
             except InvalidValueError as refusal:
                 error = str(refusal)
         if error is not None and error != worker.event_error:
-            logger.warning("worker is routed to by load alone url=%s reason=%s", worker.url, error)
+            logger.warning("worker is expected to hold what it is given url=%s reason=%s", worker.url, error)
         worker.event_error = error
         index.follow(worker.url, endpoints)

@@ -41,13 +41,15 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A rank that may take the request.
 
     `overlap_blocks[tier]` counts the leading blocks of the prompt held in this tier or a faster one, so it never falls.
-    `num_cached_blocks` is all that the rank holds.
+    `num_cached_blocks` is all that the rank holds. Both are an expectation, not what the worker told, where
+    `is_approximate`.
     """
 
     target: WorkerRank
     load: Load = Load()
     overlap_blocks: tuple[int, ...] = ()
     num_cached_blocks: int = 0
+    is_approximate: bool = False
 
 
 class Weighing(msgspec.Struct, frozen=True, gc=False):

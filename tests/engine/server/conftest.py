@@ -56,7 +56,11 @@ def served() -> Iterator[Served]:
 
     async def serve() -> None:
         model = ServedModel(
-            names=("tiny", "alias"), block_size=16, max_model_len=8192, kv_events_endpoint="tcp://127.0.0.1:5557"
+            names=("tiny", "alias"),
+            block_size=16,
+            max_model_len=8192,
+            max_total_num_tokens=8192,
+            kv_events_endpoint="tcp://127.0.0.1:5557",
         )
         tokenizer = ChatTokenizer.load(bundled_model_path())
         async with AsyncEngine(core, max_num_open=40) as engine:

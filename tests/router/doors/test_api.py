@@ -161,7 +161,8 @@ async def test_workers_and_loads_show_what_is_known(worker, router) -> None:
     async with worker() as one, router(one.url) as front:
         explained = (await front.workers())[one.url]
         assert (explained["state"], explained["circuit"], explained["models"]) == ("healthy", "closed", ["m"])
-        assert explained["kv_events"]["ranks"] == explained["kv_events"]["sources"] == []
+        assert explained["kv_events"]["sources"] == []
+        assert explained["kv_events"]["ranks"] == [{"rank": 0, "state": "approximate", "blocks": 0}]
         assert "announces no KV events" in explained["kv_events"]["error"]
         loads = (await front.client.get("/get_loads")).json()["loads"]
         assert [(load["rank"], load["running_requests"]) for load in loads] == [(0, 0)]
@@ -188,7 +189,9 @@ async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(wor
         assert sample("kvist_router_worker_state", worker=one.url, state="draining") == 0
         assert sample("kvist_router_circuit_state", worker=one.url, state="closed") == 1
         assert samples["kvist_router_event_answers_refused_total"] == BUDGET.num_refused  # counted for the process
-        assert samples["kvist_index_blocks"] == 2
+        assert sample("kvist_router_ranks", worker=one.url, state="approximate") == 1
+        assert sample("kvist_router_worker_blocks", worker=one.url) == 4
+        assert samples["kvist_index_blocks"] == 4
         refused = await front.complete(model="?")
         assert refused.status_code == 404
         assert (await front.metrics())['kvist_router_refusals_total{status="404"}'] == 1

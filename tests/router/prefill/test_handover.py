@@ -117,8 +117,10 @@ async def test_a_long_prompt_is_computed_by_one_worker_and_answered_by_another(w
         params = json.loads(sent)["kv_transfer_params"]
         assert sent == decode_body(front_sent, json.dumps(params).encode())
         assert p.completions[0].headers["x-request-id"] == d.completions[0].headers["x-request-id"]
-        assert (await front.complete(LONG)).json()["choices"][0]["text"] == "".join(TOKENS)
+        assert (await front.complete(LONG[::-1])).json()["choices"][0]["text"] == "".join(TOKENS)
         assert await count(front, "disaggregated_total") == 2
+        prefill = (await front.explain(LONG + LONG))["prefill"]  # it streams no events: what it computed is expected
+        assert (prefill["worker"], prefill["overlap_tokens"]) == (p.url, len(LONG) // 16 * 16)
         assert await count(front, "prefill_seconds_count") == await count(front, "transfer_seconds_count") == 2
         assert total_load(front) == 0
         assert not simulated.held

@@ -1,0 +1,49 @@
+"""What an engine that tells nothing of its cache should still hold, from what it was given. No I/O, no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+DEFAULT_TIME_TO_LIVE_S = 3600.0
+"""Engines forget nothing by age. What nobody sees here, a restart between two health checks or others' requests, makes
+an expectation wrong until its prompt comes again, and costs computing it once, at a worker that then has it: so long
+that users come back to a conversation, and short enough that a quiet worker's past does not draw requests for days."""
+
+
+class ExpectedBlocks:
+    """The blocks that were used last: at most `capacity` of them, and none for longer than its time to live.
+
+    A chain counts as used from its end to its beginning, so that no block is forgotten before those that continue it,
+    as engines free them. Each block costs O(1) when it is used and when it is forgotten, and 141 bytes meanwhile.
+    """
+
+    __slots__ = ("_used_at_s", "capacity", "time_to_live_s")
+
+    def __init__(self, capacity: int, time_to_live_s: float) -> None:
+        self.capacity = capacity
+        self.time_to_live_s = time_to_live_s
+        self._used_at_s: OrderedDict[int, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._used_at_s)
+
+    def use(self, chain: Sequence[int], now_s: float) -> list[int]:
+        """Take note that a chain, from its root on, was computed or found now; return what is forgotten for it.
+
+        Times never go back from one call to the next.
+        """
+        for block_hash in reversed(chain):
+            self._used_at_s[block_hash] = now_s
+            self._used_at_s.move_to_end(block_hash)
+        return self.forget(now_s)
+
+    def forget(self, now_s: float) -> list[int]:
+        """Forget what is beyond the capacity or its time to live, and return it: the least recently used first."""
+        used_at_s, forgotten = self._used_at_s, []
+        while used_at_s:
+            first_used_at_s = next(iter(used_at_s.values()))
+            if len(used_at_s) <= self.capacity and now_s - first_used_at_s <= self.time_to_live_s:
+                break
+            forgotten.append(used_at_s.popitem(last=False)[0])
+        return forgotten

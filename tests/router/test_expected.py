@@ -1,0 +1,305 @@
+"""What a worker without events is expected to hold: pure, then behind a router and real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvist.events import WorkerRank
+from kvist.events.hashing import block_hashes
+from kvist.router.expected import ExpectedBlocks
+from kvist.router.index import FleetIndex
+
+TOKENS = list(range(1000, 1160))  # ten blocks
+VLLM = 'vllm:cache_config_info{{engine="{}",block_size="16",num_gpu_blocks="{}",enable_prefix_caching="{}"}} 1.0\n'
+SGLANG = 'sglang:max_total_num_tokens{{{}_rank="{}"}} {}\n'
+
+
+@dataclass
+class BruteForce:
+    """Least recently used, as slowly as it can be said: each block by when it was used, and how deep in its chain."""
+
+    capacity: int
+    time_to_live_s: float
+    used: dict[tuple[int, ...], tuple[int, float, int]] = field(default_factory=dict)
+    num_uses: int = 0
+
+    def use(self, chain: tuple[int, ...], now_s: float) -> None:
+        self.num_uses += 1
+        for depth in range(1, len(chain) + 1):
+            self.used[chain[:depth]] = (self.num_uses, now_s, depth)
+        self.forget(now_s)
+
+    def forget(self, now_s: float) -> None:
+        fresh = {block: use for block, use in self.used.items() if now_s - use[1] <= self.time_to_live_s}
+        newest_first = sorted(fresh, key=lambda block: (-fresh[block][0], fresh[block][2]))
+        self.used = {block: fresh[block] for block in newest_first[: self.capacity]}
+
+
+_steps = st.lists(
+    st.tuples(st.lists(st.integers(0, 2), max_size=6).map(tuple), st.integers(0, 4), st.none() | st.integers(0, 12)),
+    max_size=60,
+)
+
+
+@given(_steps, st.integers(0, 12), st.integers(1, 12))
+def test_what_is_expected_is_what_a_brute_force_lru_holds_and_whole_chains_alone(
+    steps: list[tuple[tuple[int, ...], int, int | None]], capacity: int, time_to_live_s: int
+) -> None:
+    blocks, oracle = ExpectedBlocks(capacity, time_to_live_s), BruteForce(capacity, time_to_live_s)
+    names: dict[tuple[int, ...], int] = {}
+    held: set[int] = set()
+    now_s = 0.0
+    for chain, passed_s, new_capacity in steps:
+        now_s += passed_s
+        if new_capacity is not None:
+            blocks.capacity = oracle.capacity = new_capacity
+        hashes = [names.setdefault(chain[: idx + 1], len(names)) for idx in range(len(chain))]
+        oracle.use(chain, now_s)
+        held.update(hashes)
+        forgotten = blocks.use(hashes, now_s)
+        assert len(set(forgotten)) == len(forgotten)
+        held.difference_update(forgotten)
+        assert held == {names[block] for block in oracle.used}
+        assert len(blocks) == len(held) <= blocks.capacity
+        assert all(block[:-1] in oracle.used for block in oracle.used if len(block) > 1)
+
+
+@dataclass
+class Clock:
+    now_s: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def hashes(tokens: list[int], block_size: int = 16) -> Any:
+    return np.array(block_hashes(tokens, block_size), np.uint64)
+
+
+def overlap(index: FleetIndex, worker: str, tokens: list[int]) -> int:
+    return index.match(hashes(tokens)).get(WorkerRank(worker, 0), (0,))[0]
+
+
+async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_again() -> None:
+    clock = Clock()
+    async with FleetIndex(16, clock, expected_time_to_live_s=60) as index:
+        index.expect("w", 1000)
+        index.computed("w", hashes(TOKENS[:64]))
+        index.computed("w", hashes(TOKENS[80:]))
+        clock.now_s += 59
+        index.computed("w", hashes(TOKENS[:32]))
+        clock.now_s += 2
+        index.expect("w", 1000)
+        assert (overlap(index, "w", TOKENS), overlap(index, "w", TOKENS[80:])) == (2, 0)
+        index.radix.check_invariants()
+
+
+async def test_all_workers_together_are_expected_to_hold_no_more_than_the_index_may() -> None:
+    async with FleetIndex(16, Clock(), max_blocks=8) as index:
+        for _ in range(2):
+            for worker in ("a", "b"):
+                index.expect(worker, 1 << 50)
+        for worker in ("a", "b"):
+            index.computed(worker, hashes(TOKENS))
+        assert [overlap(index, worker, TOKENS) for worker in ("a", "b")] == [4, 4]
+
+
+async def test_a_prompt_counts_once_the_first_byte_of_its_answer_is_there(worker, router, http_bytes) -> None:
+    goes_on, ends = asyncio.Event(), asyncio.Event()
+
+    async def slow(_: Any, writer: Any) -> None:
+        await goes_on.wait()
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(b"data: {}\n\n"))
+        await ends.wait()
+        writer.write(http_bytes.chunk(b"data: [DONE]\n\n") + http_bytes.chunk(b""))
+
+    async def is_sent() -> bool:
+        return bool(one.completions)
+
+    async with worker(answer=slow) as one, router(one.url, block_size=16) as front:
+        answer = asyncio.create_task(front.complete(TOKENS, stream=True))
+        await front.until(is_sent)
+        assert (await front.explain(TOKENS))["overlap_tokens"] == 0
+        goes_on.set()
+        await front.until_overlap(one.url, [*TOKENS, 1], 10)  # and so of all full blocks, the last one too
+        ends.set()
+        assert (await answer).status_code == 200
+
+
+async def test_the_next_turn_goes_where_the_conversation_is_and_brings_the_answers_blocks(worker, router) -> None:
+    async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
+        first = (await front.complete(TOKENS[:64])).headers["x-kvist-worker"]
+        other = b.url if first == a.url else a.url
+        assert (await front.complete([5] * 64)).headers["x-kvist-worker"] == other
+        for length, overlap_tokens in ((128, 64), (160, 128)):
+            answer = await front.complete(TOKENS[:length])
+            assert answer.headers["x-kvist-worker"] == first
+            assert answer.headers["x-kvist-overlap-tokens"] == str(overlap_tokens)
+
+
+async def test_what_is_expected_says_that_it_is_approximate(worker, router, engine) -> None:
+    async with worker() as silent, worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(TOKENS[:32])
+            async with router(silent.url, one.url) as front:
+                await front.until_overlap(one.url, TOKENS, 2)
+                await front.client.delete("/workers", params={"url": one.url})
+                await front.until_state(one.url, "gone")
+                await front.complete(TOKENS)
+                await front.client.post("/workers", json={"url": one.url})
+                await front.until_overlap(one.url, TOKENS, 2)
+                ranks = {url: explained["kv_events"]["ranks"] for url, explained in (await front.workers()).items()}
+                assert ranks[silent.url] == [{"rank": 0, "state": "approximate", "blocks": 10}]
+                assert ranks[one.url] == [{"rank": 0, "state": "live", "blocks": 2}]
+                candidates = {each["worker"]: each for each in (await front.explain(TOKENS))["candidates"]}
+                assert (candidates[silent.url]["approximate"], candidates[one.url]["approximate"]) == (True, False)
+                assert candidates[silent.url]["overlap_blocks"]["gpu"] == 9
+                unfollowed = (await front.client.get("/readiness")).json()["event_sources"]["unfollowed_workers"]
+                assert [(each["worker"], each["approximate"]) for each in unfollowed] == [(silent.url, True)]
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 500])
+async def test_a_prompt_that_was_refused_is_not_expected(worker, router, http_bytes, status: int) -> None:
+    async def refuse(_: Any, writer: Any) -> None:
+        writer.write(http_bytes.response(b"{}", status=status))
+
+    async with worker(answer=refuse) as one, router(one.url, block_size=16) as front:
+        assert (await front.complete(TOKENS)).status_code == status
+        one.answer = None
+        assert (await front.complete(TOKENS)).headers["x-kvist-overlap-tokens"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("tells", "capacity"),
+    [
+        ({"metrics": VLLM.format(0, 4, True)}, 4),
+        ({"metrics": VLLM.format(0, 4, True) + VLLM.format(1, 2, True)}, 6),
+        ({"metrics": VLLM.format(0, 4, True).replace("num_gpu", 'kv_cache_size_tokens="48",num_gpu')}, 3),
+        ({"metrics": VLLM.format(0, 4, False)}, 0),
+        ({"metrics": VLLM.format(0, "None", True)}, 5),
+        ({"metrics": SGLANG.format("tp", 0, 64) + SGLANG.format("tp", 1, 64)}, 4),
+        ({"metrics": SGLANG.format("dp", 0, 64) + SGLANG.format("dp", 1, 32)}, 6),
+        ({"metrics": SGLANG.format("tp", 0, "NaN")}, 5),
+        ({"metrics": 'vllm:cache_config_info{block_size="16'}, 5),
+        ({"metrics": "\N{SNOWMAN}" * (1 << 19)}, 5),
+        ({"server_info": {"max_total_num_tokens": 64, "tp_size": 2}}, 4),
+        ({"server_info": {"max_total_num_tokens": 64, "disable_radix_cache": True}}, 0),
+        ({"server_info": {"engine": "kvist", "block_size": 16, "max_total_num_tokens": 64}}, 4),
+        ({"server_info": {"max_total_num_tokens": "64"}}, 5),
+        ({}, 5),
+    ],
+)
+async def test_a_worker_is_expected_to_hold_as_much_as_it_says(worker, router, tells: Any, capacity: int) -> None:
+    async with worker(**tells) as one, router(one.url, expected_cache_tokens=80) as front:
+        await front.complete(TOKENS)
+        (candidate,) = (await front.explain(TOKENS))["candidates"]
+        assert (candidate["overlap_blocks"]["gpu"], candidate["approximate"]) == (capacity, capacity > 0)
+        ranks = (await front.workers())[one.url]["kv_events"]["ranks"]
+        assert [rank["blocks"] for rank in ranks] == ([capacity] if capacity else [])
+        await front.complete([5] * 48)  # drives out the ends of what was there
+        assert (await front.explain(TOKENS))["candidates"][0]["overlap_blocks"]["gpu"] == max(0, capacity - 3)
+
+
+async def test_a_worker_that_restarts_is_expected_to_hold_nothing(worker, router) -> None:
+    async with worker(metrics="process_start_time_seconds 1.5") as one, router(one.url, block_size=16) as front:
+        await front.complete(TOKENS)
+        await front.until_overlap(one.url, TOKENS, 9)
+        one.metrics = "process_start_time_seconds 2.5"  # it was back before anybody looked
+        await front.until_overlap(one.url, TOKENS, 0)
+        await front.complete(TOKENS)
+        await front.until_overlap(one.url, TOKENS, 9)
+        one.metrics = None
+        one.kill()
+        await front.until_state(one.url, "unhealthy")
+        await one.start()
+        await front.until_state(one.url, "healthy")
+        assert (await front.explain(TOKENS))["overlap_tokens"] == 0
+        await front.complete(TOKENS)
+        await front.until_overlap(one.url, TOKENS, 9)
+
+
+async def test_a_worker_that_is_too_busy_to_be_checked_forgets_nothing(worker, router) -> None:
+    async with worker() as one, router(one.url, block_size=16, health_timeout_s=0.1) as front:
+        await front.complete(TOKENS)
+        one.health_gate.clear()
+        await front.until_state(one.url, "unhealthy")
+        one.health_gate.set()
+        await front.until_state(one.url, "healthy")
+        assert (await front.explain(TOKENS))["overlap_tokens"] == 144
+
+
+async def test_a_worker_that_is_removed_takes_along_what_it_was_expected_to_hold(worker, router) -> None:
+    async with worker() as one, worker() as other, router(one.url, other.url, block_size=16) as front:
+        url = (await front.complete(TOKENS)).headers["x-kvist-worker"]
+        await front.client.delete("/workers", params={"url": url})
+        await front.until_state(url, "gone")
+
+        async def is_swept() -> bool:
+            return (await front.metrics())["kvist_index_blocks"] == 0
+
+        await front.until(is_swept)
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_the_first_event_of_a_worker_replaces_what_was_expected(worker, router, engine, is_announced) -> None:
+    with engine("one") as cache:
+        endpoint = cache.publisher.endpoint
+    async with worker() as one:
+        sources = {} if is_announced else {"kv_event_sources": {one.url: (endpoint,)}}
+        async with router(one.url, block_size=16, **sources) as front:
+            await front.complete(TOKENS)
+            await front.until_overlap(one.url, TOKENS, 9)
+            with engine("one", endpoint) as cache:
+                cache.store(list(range(32)))
+                if is_announced:
+                    one.server_info = cache.server_info
+                await front.until_overlap(one.url, list(range(48)), 2)
+                assert (await front.explain(TOKENS))["overlap_tokens"] == 0
+                explained = (await front.workers())[one.url]["kv_events"]
+                assert explained["ranks"] == [{"rank": 0, "state": "live", "blocks": 2}]
+                await front.complete(TOKENS)  # of which its stream tells nothing: it is not there
+                assert (await front.explain(TOKENS))["candidates"][0]["overlap_blocks"]["gpu"] == 0
+
+
+async def test_no_block_size_is_needed_and_expectations_begin_anew_when_one_is_known(worker, router) -> None:
+    sized = {"engine": "kvist", "block_size": 32}
+    async with worker() as one, worker(server_info=sized) as other, router(one.url) as front:
+
+        async def is_expecting() -> bool:
+            return bool((await front.workers())[one.url]["kv_events"]["ranks"])
+
+        await front.complete(TOKENS)
+        decision = await front.explain(TOKENS)
+        assert (decision["overlap_tokens"], decision["block_size"]) == (144, 16)
+        await front.client.post("/workers", json={"url": other.url})
+        await front.until_state(other.url, "healthy")
+        await front.until_overlap(one.url, TOKENS, 0)
+        await front.client.delete("/workers", params={"url": other.url})
+        await front.until_state(other.url, "gone")
+        await front.until(is_expecting)
+        await front.complete(TOKENS)
+        decision = await front.explain(TOKENS)
+        assert (decision["overlap_tokens"], decision["block_size"]) == (128, 32)
+
+
+async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_path) -> None:
+    async with worker() as silent, worker() as one:
+        with engine("one") as cache:
+            one.server_info = cache.server_info
+            cache.store(list(range(32)))
+            for _ in range(2):
+                async with router(silent.url, one.url, state_dir=str(tmp_path)) as front:
+                    await front.until_overlap(one.url, list(range(48)), 2)
+                    assert [each.worker for each in front.service._index.radix.ranks()] == [one.url]
+                    for number in range(4):  # more than one worker gets
+                        await front.complete([number] * 64)
+                    (rank,) = (await front.workers())[silent.url]["kv_events"]["ranks"]
+                    assert (rank["state"], rank["blocks"] > 0) == ("approximate", True)
