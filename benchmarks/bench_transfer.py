@@ -3,11 +3,11 @@
 Senders in processes of their own write to this one, both ways in turns and in a random order, for each agent, fragment
 size and number of fragments, which lie in random order at both ends. Last come the fragments of a model whose heads are
 split over two senders: 32 layers, 8 KV heads of 128, blocks of 16 tokens. Both ways are timed from being asked until
-every byte is in its place, which for a bounce includes the check of its tail.
+every byte is in its place.
 
 Moving the bytes of a bounce is bound by 1/(1/gather + 1/write + 1/scatter), each measured alone in the same turns. The
-baseline is the better way, and what a worker would choose (`BounceConfig.pays_off`) is held against it. Fragments are
-written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
+baseline is the better way, and what a worker would choose (`BounceThreshold.pays_off`) is held against it. Fragments
+are written twice a turn: by how much the same seems to take longer is the noise, and a choice has lost where it takes
 longer by more than that.
 
     python benchmarks/bench_transfer.py [--quick] [--runs N] [--save]
@@ -35,9 +35,8 @@ from _common import report, table
 
 from kvist.errors import MissingExtraError
 from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
-from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
-from kvist.transfer.tails import BounceTail, decode_tail, plan_scatter
 
 POOL_BYTES = 64 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))
@@ -61,17 +60,12 @@ class Shape:
         """Return the bytes of all senders."""
         return self.size_bytes * self.num_fragments * self.num_writers
 
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes of the receiver's blocks, which fragments are all or a part of."""
-        return self.size_bytes * (self.num_writers * HEADS_PIECES if self.has_split_heads else 1)
-
     def offsets(self, rank: int, seed: int) -> tuple[Any, Any]:
         """Return where one sender's fragments lie in its pool, and where they belong in the receiver's."""
         there, here = np.random.default_rng(seed), np.random.default_rng((seed, rank))
         if self.has_split_heads:
             num_blocks, pieces = self.num_fragments // HEADS_PIECES, np.arange(HEADS_PIECES)
-            num_slots = POOL_BYTES // self.block_bytes
+            num_slots = POOL_BYTES // (self.size_bytes * self.num_writers * HEADS_PIECES)
             ours, theirs = (rng.permutation(num_slots)[:num_blocks, None] * HEADS_PIECES for rng in (here, there))
             theirs = ((theirs + pieces) * self.num_writers + rank).ravel()
             return (ours + pieces).ravel() * self.size_bytes, theirs * self.size_bytes
@@ -109,8 +103,8 @@ class Case:
     @property
     def of_bound(self) -> float:
         """Return the share of the bound that moving the bytes reaches."""
-        steps = zip(*(self.seconds[way] for way in ("gather", "write", "scatter", "bounced", "told")), strict=True)
-        return median((gather + write + scatter) / (bounced - told) for gather, write, scatter, bounced, told in steps)
+        steps = zip(*(self.seconds[way] for way in ("gather", "write", "scatter", "bounced")), strict=True)
+        return median((gather + write + scatter) / bounced for gather, write, scatter, bounced in steps)
 
     @property
     def chosen_over_other(self) -> float:
@@ -138,7 +132,7 @@ class End:
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
         self.memory: list[TensorRegion] = []
         self.bounce = Bounce(
-            agent, self.copier, self._region, BounceConfig(min_fragments=1, max_fragment_bytes=1 << 40)
+            agent, self.copier, self._region, BounceThreshold(min_fragments=1, max_fragment_bytes=1 << 40)
         )
 
     def _region(self) -> TensorRegion:
@@ -233,7 +227,6 @@ class Receiver:
     def __init__(self, kind: str, end: End) -> None:
         self.end, self._kind = end, kind
         self._senders: list[Sender] = []
-        self.told_s: list[float] = []
 
     def close(self) -> None:
         """Let go of everything."""
@@ -250,22 +243,20 @@ class Receiver:
             self._senders[-1].say(metadata=metadata, pool=self.end.base)
         lease = self.end.bounce.reserve(shape.total_bytes, shape.num_fragments, shape.num_writers)
         assert lease is not None
-        self.lease, self._tails = lease, []
+        self.lease, self._parts = lease, []
         for rank, sender in enumerate(self._senders[: shape.num_writers]):
-            sender.say(shape=asdict(shape), seed=seed, base=lease.extents[rank].base)
+            base = lease.address + rank * shape.size_bytes * shape.num_fragments
+            sender.say(shape=asdict(shape), seed=seed, base=base)
             targets = self.end.base + shape.offsets(rank, seed)[1]
-            self._tails.append(BounceTail(targets, np.full_like(targets, shape.size_bytes), lease.extents[rank].base))
+            self._parts.append((base, np.stack([targets, np.full_like(targets, shape.size_bytes)], axis=1)))
             sender.hear()
-        targets = np.concatenate([tail.dst_addresses for tail in self._tails]) - self.end.base
-        blocks = np.unique(targets // shape.block_bytes) * shape.block_bytes + self.end.base
-        self._blocks = np.stack([blocks, np.full_like(blocks, shape.block_bytes)], axis=1)
 
     def move(self, way: str) -> float:
         """Return the seconds of one way, or of one step of a bounce."""
         if way == "scatter":
-            copies = plan_scatter(self._tails)
+            targets, sizes = np.concatenate([pieces for _, pieces in self._parts]).T
             room = self.end.memory[1].part(self.lease.offset, self._shape.total_bytes)
-            return timed(lambda: self.end.copier.scatter(copies[:, 1], copies[:, 2], room))
+            return timed(lambda: self.end.copier.scatter(targets, sizes, room))
         began = perf_counter()
         for sender in self._senders[: self._shape.num_writers]:
             sender.say(way="fragments" if way == "again" else way)
@@ -273,21 +264,14 @@ class Receiver:
         if way in ("gather", "write"):
             return alone_s
         if way == "bounced":
-            self.told_s.append(timed(self._check))
-            scattering = self.end.bounce.scatter(self.lease, plan_scatter(self._tails))
-            scattering.result(_TIMEOUT_S)
+            self.end.bounce.scatter(self._parts).result(_TIMEOUT_S)
         return perf_counter() - began
-
-    def _check(self) -> None:
-        for tail, region in zip(self._tails, self.lease.extents, strict=True):
-            decode_tail(tail.encode(), region, self._blocks, "bench")
 
 
 def measure(kind: str, receiver: Receiver, shape: Shape, num_turns: int) -> Case:
     """Time both ways and each step in turns, in a random order, after a turn that does not count."""
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     order = random.Random(shape.size_bytes * shape.num_fragments)
-    receiver.told_s.clear()
     for turn in range(num_turns + 1):
         receiver.prepare(shape, turn)
         for way in order.sample(WAYS, len(WAYS)):
@@ -295,8 +279,10 @@ def measure(kind: str, receiver: Receiver, shape: Shape, num_turns: int) -> Case
             if turn:
                 seconds[way].append(taken)
         receiver.end.bounce.release(receiver.lease)
-    is_chosen = BounceConfig().pays_off(shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers)
-    return Case(kind, shape, seconds | {"told": receiver.told_s[1:]}, is_chosen)
+    is_chosen = BounceThreshold().pays_off(
+        shape.num_fragments * shape.num_writers, shape.total_bytes, shape.num_writers
+    )
+    return Case(kind, shape, seconds, is_chosen)
 
 
 def shapes(quick: bool) -> list[Shape]:
@@ -335,7 +321,7 @@ def row(runs: Sequence[Case]) -> list[object]:
     rates = [f"{shape.total_bytes / seconds / 1e9:.2f}" for seconds in middles]
     ratio = median(1 / case.bounced_of_fragments for case in runs)
     last = [f"{ratio:.2f}", f"{median(case.noise for case in runs):.2f}", f"{median(c.of_bound for c in runs):.2f}"]
-    taken = [of_all(way) for way in (*ways, "told")]
+    taken = [of_all(way) for way in ways]
     return [
         runs[0].agent,
         size,
@@ -380,7 +366,7 @@ def main() -> None:
                     cases.setdefault((kind, case.shape), []).append(case)
     every = [case for runs in cases.values() for case in runs]
     headers = ["agent", "fragment", "descriptors", "as they are GB/s", "bounced GB/s", "as they are ms", "bounced ms"]
-    headers += ["check ms", "as they are / bounced", "noise", "of bound", "is bounced"]
+    headers += ["as they are / bounced", "noise", "of bound", "is bounced"]
     markdown = table(headers, [row(runs) for runs in cases.values()])
     counts = losses(every)
     markdown += "\n\n" + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items())
@@ -393,7 +379,7 @@ def facts(runs: Sequence[Case]) -> dict[str, Any]:
     named = {"agent": runs[0].agent, **asdict(runs[0].shape), "is_chosen": runs[0].is_chosen}
     for name in ("bounced_of_fragments", "noise", "of_bound"):
         named[name] = [round(getattr(case, name), 3) for case in runs]
-    return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in (*WAYS, "told")}
+    return named | {way: round(median(s for case in runs for s in case.seconds[way]), 6) for way in WAYS}
 
 
 if __name__ == "__main__":

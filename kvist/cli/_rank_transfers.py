@@ -15,7 +15,7 @@ import torch
 from kvist.engine.handoff import HandoffLimits
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
-from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.bounce import Bounce, region_bytes
 from kvist.transfer.commands import Report, TransferLimits
 from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
 from kvist.transfer.heads import Part
@@ -105,8 +105,7 @@ class RankTransfers:
                 return TensorRegion(torch.zeros(size_bytes, dtype=torch.uint8, device=tensors.device))
             return host_region(self._agent, size_bytes)
 
-        config = BounceConfig(self._settings.bounce_mib)
-        return Bounce(self._agent, TorchCopier(tensors.pools), allocate, config)
+        return Bounce(self._agent, TorchCopier(tensors.pools), allocate)
 
     def _open_service(
         self,
@@ -131,17 +130,17 @@ class RankTransfers:
 
     def _bounce_bytes(self, device: torch.device) -> int:
         """Return the size of each rank's two regions, 0 for none: what is asked for, or what memory here allows."""
-        config = BounceConfig(self._settings.bounce_mib)
-        if not config.size_mib:
+        size_mib = self._settings.bounce_mib
+        if not size_mib:
             return 0
         if device.type == "cuda":  # each rank has one of its own
             free = torch.cuda.mem_get_info(device)[0]
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGESIZE") // self._part.num_ranks
-        size_bytes = config.region_bytes(free)
-        if size_bytes is None:
+        size_bytes = region_bytes(size_mib, free)
+        if not size_bytes:
             expected = f"two regions of 32 MiB or more in half of the {free // 2**20} MiB that are free for each rank"
-            raise InvalidValueError("kv_transfer_bounce_mib", config.size_mib, expected)
+            raise InvalidValueError("kv_transfer_bounce_mib", size_mib, expected)
         return size_bytes
 
 

@@ -64,7 +64,7 @@ class TransferCollector(Collector):
         yield _counter(
             "transfer_fetch_seconds", "Seconds from asking for a prompt to having it.", statistics.fetch_seconds
         )
-        yield _counter("transfer_refused_greetings", "Workers whose blocks are not like ours.", num_refused)
+        yield _counter("transfer_refused_greetings", "Requests of workers whose blocks are not like ours.", num_refused)
         yield _counter("transfer_malformed", "Messages that were ignored.", statistics.num_malformed)
         yield _gauge("transfer_bounce_used_bytes", "Bytes in use of both regions.", num_used_bytes)
         yield _gauge(

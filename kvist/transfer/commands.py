@@ -133,13 +133,12 @@ def check_endpoints(endpoints: Sequence[str]) -> None:
 class FetchTimes:
     """One fetch of this rank, as the receiver saw it.
 
-    All its senders had greeted at `greeted_s`, and all had written at `arrived_s`; None where it did not get so far.
-    Until `ended_s` bytes were scattered, where they had bounced.
+    All its senders had written at `arrived_s`, None where it did not get so far; until `ended_s` bytes were scattered,
+    where they had bounced.
     """
 
     request_id: str
     began_s: float
-    greeted_s: float | None
     arrived_s: float | None
     ended_s: float
     num_bytes: int

@@ -20,6 +20,10 @@ class Part(NamedTuple):
     rank: int = 0
     num_ranks: int = 1
 
+    def __str__(self) -> str:
+        """Return it in words, for error messages."""
+        return f"rank {self.rank} of {self.num_ranks}"
+
 
 WHOLE: Final = Part()
 """The one rank of a model that is not split."""

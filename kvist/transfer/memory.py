@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvist.errors import KvistError
+from kvist.errors import InvalidValueError, KvistError
 from kvist.events.engine_events import FULL, KnownWindow
 from kvist.kvcache import ABSENT, num_blocks_for, num_stale_blocks
-from kvist.transfer.heads import Part, heads_of, num_copies, written_heads
+from kvist.transfer.agents.base import Int64s
+from kvist.transfer.heads import Part, heads_of, written_heads
 from kvist.transfer.messages import GroupShape, Hello, ReceiveRequest
-from kvist.transfer.tails import Int64s
 
 BlockIds = Sequence[Sequence[int]]
 
@@ -117,36 +117,35 @@ class KvMemory:
         pools = self.hello.pools
         return sum(len(ids) * pool.slot_bytes for ids, pool in zip(block_ids_per_group, pools, strict=True))
 
-    def extents(self, block_ids_per_group: BlockIds) -> Int64s:
-        """Return where these blocks lie, `[num_extents, 2]`: address and bytes, sorted; neighbours are one piece."""
-        extents = []
-        for pool, ids in zip(self.hello.pools, block_ids_per_group, strict=True):
-            addresses = pool.base_address + np.sort(np.array(ids, np.int64)) * pool.slot_bytes
-            extents.append(_runs(addresses, addresses, pool.slot_bytes)[:, ::2])
-        extents.sort(key=lambda pieces: pieces[:1].tolist())
-        return np.concatenate(extents)
-
     def shares(self, block_ids_per_group: BlockIds, num_senders: int) -> tuple[Share, ...]:
         """Return what each of a sender's ranks writes into these blocks; together that is every byte of them once.
 
         Raises InvalidValueError for so many ranks as cannot split the heads.
         """
-        return tuple(self._share(block_ids_per_group, Part(rank, num_senders)) for rank in range(num_senders))
+        ranks = (self.pieces_of(block_ids_per_group, Part(rank, num_senders)) for rank in range(num_senders))
+        return tuple(Share(int(pieces[:, 1].sum()), len(pieces)) for pieces in ranks)
 
-    def has_equal_shares(self, shares: Sequence[Share]) -> bool:
-        """Return whether the ranks that write can have equal parts of one bounce region."""
-        sizes = [share.num_bytes for share in shares if share.num_bytes]
-        copies = max(num_copies(group.num_kv_heads, len(shares)) for group in self.hello.groups)
-        return len(set(sizes)) == 1 and (len(sizes) == 1 or copies == 1)
+    def pieces_of(self, block_ids_per_group: BlockIds, sender: Part) -> Int64s:
+        """Return where what a sender's rank writes into these blocks belongs, `[num_pieces, 2]`: address and bytes.
 
-    def fragments(self, tables: BlockIds, num_tokens: int, request: ReceiveRequest, peer: Hello) -> Int64s:
+        In the order of `fragments`, in which it lies in a room where it was bounced.
+        """
+        pieces = []
+        for group, pool, ids in zip(self.hello.groups, self.hello.pools, block_ids_per_group, strict=True):
+            cut = _pieces(group, self.hello.block_size, sender, self.hello.part)
+            starts = pool.base_address + np.array(ids, np.int64) * pool.slot_bytes
+            targets = np.add.outer(starts, cut.remote_offsets).ravel()
+            pieces.append(np.stack([targets, np.full_like(targets, cut.size_bytes)], axis=1))
+        return np.concatenate(pieces)
+
+    def fragments(self, tables: BlockIds, num_tokens: int, request: ReceiveRequest) -> Int64s:
         """Return what to write for a request, `[num_fragments, 3]`: local address, address at the peer, bytes.
 
         `tables` are a held prompt's, by ordinal. What touches on both sides is one piece. Raises
         BlockCountMismatchError when the peer has counted the prompt, its groups or its blocks differently, and
         InvalidValueError for a block that it does not have.
         """
-        groups, block_size = self.hello.groups, self.hello.block_size
+        groups, block_size, peer = self.hello.groups, self.hello.block_size, request.hello
         if request.num_tokens != num_tokens:
             raise BlockCountMismatchError(0, f"asked for {request.num_tokens} tokens, have {num_tokens}")
         if len(request.block_ids_per_group) != len(groups):
@@ -157,8 +156,9 @@ class KvMemory:
             held = prompt_blocks(tables[group_id], num_tokens, block_size)
             wanted = request.block_ids_per_group[group_id]
             pairs = pair_blocks(group_id, window, block_size, num_tokens, held, wanted)
-            if pairs.destination_ids:
-                theirs.block(max(pairs.destination_ids))
+            largest = max(pairs.destination_ids, default=-1)
+            if largest >= theirs.num_slots:
+                raise InvalidValueError("block_id", largest, f"0 to {theirs.num_slots - 1}")
             pieces = _pieces(group, block_size, self.hello.part, peer.part)
             local = ours.base_address + np.array(pairs.source_ids, np.int64) * ours.slot_bytes
             remote = theirs.base_address + np.array(pairs.destination_ids, np.int64) * theirs.slot_bytes
@@ -170,14 +170,6 @@ class KvMemory:
                 )
             )
         return np.concatenate(fragments)
-
-    def _share(self, block_ids_per_group: BlockIds, sender: Part) -> Share:
-        num_bytes = num_pieces = 0
-        for group, ids in zip(self.hello.groups, block_ids_per_group, strict=True):
-            pieces = _pieces(group, self.hello.block_size, sender, self.hello.part)
-            num_pieces += len(ids) * len(pieces.local_offsets)
-            num_bytes += len(ids) * len(pieces.local_offsets) * pieces.size_bytes
-        return Share(num_bytes, num_pieces)
 
 
 def _pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) -> _Pieces:

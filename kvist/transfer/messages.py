@@ -1,16 +1,16 @@
-"""What two workers say to each other before and around a transfer: a msgpack array in one frame each.
+"""What two workers say to each other around a transfer: a msgpack array in one frame each.
 
-The handshake comes first: both send a `Hello` and refuse the other's, with a reason and both values, unless their
-blocks mean the same. Each rank of a worker speaks for itself; their numbers may differ, and then heads are split
-differently (`kvist.transfer.heads`). Fields are only appended, with defaults; `protocol_version` stays the first field
-of a `Hello` for ever, so that any version can be refused by name.
+The receiver asks, and introduces itself with each request; the sender refuses, with a reason and both values, unless
+the blocks of both mean the same. Each rank of a worker speaks for itself; their numbers may differ, and then heads are
+split differently (`kvist.transfer.heads`). Fields are only appended, with defaults; version and id stay the first
+fields of a request for ever, so that one of any version can be refused by name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum, IntEnum
-from itertools import zip_longest
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -19,15 +19,15 @@ from kvist.events.engine_events import FULL
 from kvist.kvcache.plan import KvDtype, WindowPlan
 from kvist.transfer.commands import MAX_NAME_LEN
 from kvist.transfer.heads import Part, heads_of
-from kvist.transfer.tails import Count, EncodedTail, Extent
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 MAX_MESSAGE_BYTES: Final = 64 * 2**20  # a million blocks, and room
 
 # Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
 _DECODE_ERRORS: Final = (ValueError, RecursionError)
 
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_LEN)]
 
@@ -42,12 +42,20 @@ class RefusalReason(Enum):
     DTYPE = "dtype"
     LAYER_PLAN = "layer_plan"
     AGENT = "agent"
+    RANK = "rank"
     MALFORMED = "malformed"
     UNKNOWN_REQUEST = "unknown_request"
     ALREADY_ENDED = "already_ended"
     BLOCK_COUNT_MISMATCH = "block_count_mismatch"
     UNKNOWN_BLOCK = "unknown_block"
     BUSY = "busy"
+
+
+class Extent(NamedTuple):
+    """A piece of memory."""
+
+    base: Count
+    size_bytes: Count
 
 
 class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -61,14 +69,9 @@ class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
     layer_indices: tuple[Count, ...]
 
     @property
-    def num_layers(self) -> int:
-        """Return how many layers the group has."""
-        return len(self.layer_indices)
-
-    @property
     def num_planes(self) -> int:
         """Return how many keys or values a slot has of each head and token: one a layer, or two."""
-        return self.num_layers * self.kv_factor
+        return len(self.layer_indices) * self.kv_factor
 
     def head_bytes(self, block_size: int) -> int:
         """Return the bytes of one head's part of a block, in one plane."""
@@ -86,21 +89,14 @@ class PoolPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):
     slot_bytes: Positive
     num_slots: Count
 
-    def block(self, block_id: int) -> Extent:
-        """Return where a block is; raises InvalidValueError for one that the pool does not have."""
-        if not 0 <= block_id < self.num_slots:
-            raise InvalidValueError("block_id", block_id, f"0 to {self.num_slots - 1}")
-        return Extent(self.base_address + block_id * self.slot_bytes, self.slot_bytes)
 
-
-class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
+class Hello(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Who a worker's rank is, what its blocks mean, and how its memory is reached.
 
     `hash_seed` tells whether equal tokens get equal names; `agent_metadata` is for the agent called `agent`, and
     `pools` are this rank's, a pool a group.
     """
 
-    protocol_version: Count
     worker: Name
     model: Name
     block_size: Positive
@@ -118,26 +114,29 @@ class Hello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False)
         return Part(self.tensor_parallel_rank, self.tensor_parallel_size)
 
 
-class ForeignHello(msgspec.Struct, tag="hello", array_like=True, frozen=True, gc=False):
-    """The greeting of another version, of which nothing but its number is understood."""
-
-    protocol_version: Count
-
-
 class ReceiveRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
-    """The receiver asks one rank of the sender for a held request's blocks, into blocks that it has reserved.
+    """A receiver's rank asks for a held request's blocks, into blocks that it has reserved.
 
     A receiver never uses a `transfer_id` twice, not even after a restart under the same name: late results name it.
-    The lists end at the prompt's end, so that their lengths say where they start. `room` is where this sender may put
-    everything in one piece.
+    `sender` is which rank, of how many, it takes the other for. The lists end at the prompt's end, so that their
+    lengths say where they start. `room` is where this sender may put everything in one piece.
     """
 
+    protocol_version: Count
     transfer_id: Count
+    hello: Hello
+    sender: Part
     request_id: Name
     num_tokens: Count
     block_ids_per_group: tuple[tuple[Count, ...], ...]
-    num_receivers: Positive = 1
     room: Extent | None = None
+
+
+class ForeignRequest(msgspec.Struct, tag="receive", array_like=True, frozen=True, gc=False):
+    """The request of another version, of which nothing else is understood."""
+
+    protocol_version: Count
+    transfer_id: Count
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True, gc=False):
@@ -153,15 +152,15 @@ class ResultStatus(IntEnum):
     SUCCESS = 0
     FAILED = 1
     CANCELLED = 2
+    BOUNCED = 3
+    """All of it is in the request's room, one piece behind the other."""
 
 
 class Result(msgspec.Struct, tag="result", array_like=True, frozen=True, gc=False):
-    """What one rank of the sender has to say at the end; `tail` is that of a write through the receiver's room."""
+    """What a sender's rank has to say at the end."""
 
-    rank: Count
     transfer_id: Count
     status: ResultStatus
-    tail: EncodedTail | None = None
 
 
 class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
@@ -169,9 +168,9 @@ class Ping(msgspec.Struct, tag="ping", array_like=True, frozen=True, gc=False):
 
 
 class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=False):
-    """A greeting or a request is not accepted; nothing is or will be written for it.
+    """A request is not accepted; nothing is or will be written for it. None of a receiver's is, without an id.
 
-    For a greeting there is no transfer, and `ours` and `theirs` are what differs, as the one who refuses sees it.
+    Where the two workers differ, `ours` and `theirs` are what in, as the one who refuses sees it.
     """
 
     reason: RefusalReason
@@ -184,13 +183,12 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=Fa
         return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
 
 
-Message: TypeAlias = Hello | ReceiveRequest | Cancel | Result | Refusal | Ping
+Message: TypeAlias = ReceiveRequest | Cancel | Result | Refusal | Ping
+Fact: TypeAlias = tuple[RefusalReason, object, object]
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Hello | ReceiveRequest | Cancel | Result | Refusal | Ping
-)
-_foreign_decoder = msgspec.msgpack.Decoder(ForeignHello)
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ReceiveRequest | Cancel | Result | Refusal | Ping)
+_foreign_decoder = msgspec.msgpack.Decoder(ForeignRequest)
 
 
 def encode_message(message: Message) -> bytes:
@@ -198,16 +196,19 @@ def encode_message(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_message(payload: bytes, source: str) -> Message | ForeignHello:
+def decode_message(payload: bytes, source: str) -> Message | ForeignRequest:
     """Return the message in `payload`, checked; raises MalformedMessageError, naming `source` and the wrong field."""
     try:
         message = _decoder.decode(payload)
     except _DECODE_ERRORS as error:
         return _decode_foreign(payload, source, error)
-    if isinstance(message, Hello):
-        if message.protocol_version != PROTOCOL_VERSION:
-            return ForeignHello(message.protocol_version)
-        _check_hello(message, source)
+    if isinstance(message, ReceiveRequest):
+        hello = message.hello
+        rank, size = hello.part
+        if rank >= size:
+            raise MalformedMessageError(source, f"tensor_parallel_rank is {rank}, expected less than {size}")
+        if len(hello.pools) != len(hello.groups):
+            raise MalformedMessageError(source, f"{len(hello.pools)} pools, expected {len(hello.groups)}")
     return message
 
 
@@ -226,61 +227,51 @@ def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
     )
 
 
-def judge_hello(ours: Hello, theirs: Hello | ForeignHello) -> Refusal | None:
-    """Return why the two must not exchange blocks, None if they may; symmetric but for which value is whose.
+def judge_request(ours: Hello, request: ReceiveRequest | ForeignRequest) -> Refusal | None:
+    """Return why nothing must be written for a request, None if it may: the blocks of both must mean the same.
 
-    Of what they say of themselves alone, only theirs is looked at: whether their slots have the heads of their rank.
+    What a receiver says of itself alone is looked at too: whether its slots have the heads of its rank.
     """
-    if isinstance(theirs, ForeignHello) or theirs.protocol_version != ours.protocol_version:
-        return _refusal(RefusalReason.PROTOCOL_VERSION, ours.protocol_version, theirs.protocol_version)
-    facts = (
-        (RefusalReason.MODEL, ours.model, theirs.model),
-        (RefusalReason.BLOCK_SIZE, ours.block_size, theirs.block_size),
-        (RefusalReason.HASH_SEED, ours.hash_seed, theirs.hash_seed),
-        (RefusalReason.AGENT, ours.agent, theirs.agent),
-    )
-    for reason, our_value, their_value in facts:
+    for reason, our_value, their_value in _facts(ours, request):
         if our_value != their_value:
-            return _refusal(reason, our_value, their_value)
-    for group_id, (our_group, their_group) in enumerate(zip_longest(ours.groups, theirs.groups)):
-        if our_group != their_group:
-            return _group_refusal(group_id, our_group, their_group)
-    return pools_refusal(theirs)
-
-
-def pools_refusal(hello: Hello) -> Refusal | None:
-    """Return why a worker's pools are not what its groups and its rank come to; `ours` is what they should be."""
-    for group_id, (group, pool) in enumerate(zip(hello.groups, hello.pools, strict=True)):
-        try:
-            expected = group.slot_bytes(hello.block_size, hello.part)
-        except InvalidValueError as error:
-            told = f"group {group_id} num_kv_heads {group.num_kv_heads}"
-            return _refusal(RefusalReason.LAYER_PLAN, told, f"{error.field} {error.value}")
-        if pool.slot_bytes != expected:
-            told, theirs = (f"group {group_id} in slots of {size} bytes" for size in (expected, pool.slot_bytes))
-            return _refusal(RefusalReason.LAYER_PLAN, told, theirs)
+            return Refusal(reason, request.transfer_id, str(our_value), str(their_value))
     return None
 
 
-def _refusal(reason: RefusalReason, our_value: object, their_value: object) -> Refusal:
-    return Refusal(reason, None, str(our_value), str(their_value))
+def slot_facts(hello: Hello) -> Iterator[Fact]:
+    """Yield what a worker's slots come to by its groups and its rank, and what its pools say."""
+    for group_id, (group, pool) in enumerate(zip(hello.groups, hello.pools, strict=True)):
+        try:
+            sizes = group.slot_bytes(hello.block_size, hello.part), pool.slot_bytes
+        except InvalidValueError as error:
+            told = f"group {group_id} num_kv_heads {group.num_kv_heads}"
+            yield RefusalReason.LAYER_PLAN, told, f"{error.field} {error.value}"
+            return
+        expected, told = (f"group {group_id} in slots of {size} bytes" for size in sizes)
+        yield RefusalReason.LAYER_PLAN, expected, told
 
 
-def _group_refusal(group_id: int, ours: GroupShape | None, theirs: GroupShape | None) -> Refusal:
-    """Name the first field of a group that differs; the group itself where one side has none."""
-    if ours is None or theirs is None:
-        return _refusal(RefusalReason.LAYER_PLAN, _told(group_id, ours), _told(group_id, theirs))
-    name = next(name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(theirs, name))
-    reason = RefusalReason.DTYPE if name == "dtype" else RefusalReason.LAYER_PLAN
-    values = (f"group {group_id} {name} {getattr(group, name)}" for group in (ours, theirs))
-    return _refusal(reason, *values)
+def _facts(ours: Hello, request: ReceiveRequest | ForeignRequest) -> Iterator[Fact]:
+    """Yield what must be the same on both sides, in the order in which it is refused for."""
+    yield RefusalReason.PROTOCOL_VERSION, PROTOCOL_VERSION, request.protocol_version
+    if isinstance(request, ForeignRequest):
+        return
+    theirs = request.hello
+    yield RefusalReason.MODEL, ours.model, theirs.model
+    yield RefusalReason.BLOCK_SIZE, ours.block_size, theirs.block_size
+    yield RefusalReason.HASH_SEED, ours.hash_seed, theirs.hash_seed
+    yield RefusalReason.AGENT, ours.agent, theirs.agent
+    yield RefusalReason.RANK, ours.part, request.sender
+    for group_id, groups in enumerate(zip(ours.groups, theirs.groups, strict=False)):
+        for name in GroupShape.__struct_fields__:
+            reason = RefusalReason.DTYPE if name == "dtype" else RefusalReason.LAYER_PLAN
+            our_value, their_value = (f"group {group_id} {name} {getattr(each, name)}" for each in groups)
+            yield reason, our_value, their_value
+    yield RefusalReason.LAYER_PLAN, f"{len(ours.groups)} groups", f"{len(theirs.groups)} groups"
+    yield from slot_facts(theirs)
 
 
-def _told(group_id: int, group: GroupShape | None) -> str:
-    return f"no group {group_id}" if group is None else f"group {group_id} of {group.num_layers} layers"
-
-
-def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignHello:
+def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignRequest:
     try:
         foreign = _foreign_decoder.decode(payload)
     except _DECODE_ERRORS:
@@ -288,12 +279,3 @@ def _decode_foreign(payload: bytes, source: str, error: Exception) -> ForeignHel
     if foreign.protocol_version == PROTOCOL_VERSION:  # it should have been understood
         raise MalformedMessageError(source, str(error)) from error
     return foreign
-
-
-def _check_hello(hello: Hello, source: str) -> None:
-    """Raise MalformedMessageError for fields that contradict each other."""
-    rank, size = hello.tensor_parallel_rank, hello.tensor_parallel_size
-    if rank >= size:
-        raise MalformedMessageError(source, f"tensor_parallel_rank is {rank}, expected less than {size}")
-    if len(hello.pools) != len(hello.groups):
-        raise MalformedMessageError(source, f"{len(hello.pools)} pools, expected {len(hello.groups)}")

@@ -50,16 +50,8 @@ RanksAction: TypeAlias = Tell | Report  # a report is for the engine
 
 
 @dataclass(slots=True)
-class _Offered:
-    """`unreleased` ranks may be read; `is_fetched` until the first rank has given it up."""
-
-    unreleased: set[int]
-    is_fetched: bool = True
-
-
-@dataclass(slots=True)
-class _Fetched:
-    """`unended` ranks may be written to."""
+class _Shared:
+    """An offer or a fetch: `unended` ranks may be read, or written to; it has failed when the first gives it up."""
 
     unended: set[int]
     has_failed: bool = False
@@ -76,8 +68,8 @@ class Ranks:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._lost: list[int] = []
-        self._offers: dict[str, _Offered] = {}
-        self._fetches: dict[str, _Fetched] = {}
+        self._offers: dict[str, _Shared] = {}
+        self._fetches: dict[str, _Shared] = {}
         self._num_quarantined = self.num_fetched = self.num_given_up = self.num_completed = self.num_failed = 0
 
     def count(self, total: TransferStatistics) -> TransferStatistics:
@@ -96,35 +88,31 @@ class Ranks:
 
     def command(self, command: Command) -> list[RanksAction]:
         """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
+        ranks = set(range(self._num_ranks))
         match command:
-            case Offer(remote_request_id):
-                if self._lost:
-                    return [OfferReleased(remote_request_id, False)]
-                ranks = set(range(self._num_ranks))
-                self._offers[remote_request_id] = _Offered(ranks)
-            case Fetch(request_id):
-                if self._lost:
-                    return [FetchFailed(request_id, self._loss()), FetchReleased(request_id)]
-                ranks = set(range(self._num_ranks))
-                self._fetches[request_id] = _Fetched(ranks)
-            case WithdrawOffer(remote_request_id):
-                offer = self._offers.get(remote_request_id)
-                ranks = set() if offer is None else offer.unreleased
-            case CancelFetch(request_id):
-                fetch = self._fetches.get(request_id)
-                ranks = set() if fetch is None else fetch.unended
+            case Offer(name) if self._lost:
+                return [OfferReleased(name, False)]
+            case Fetch(name) if self._lost:
+                return [FetchFailed(name, self._loss()), FetchReleased(name)]
+            case Offer(name):
+                self._offers[name] = _Shared(set(ranks))
+            case Fetch(name):
+                self._fetches[name] = _Shared(set(ranks))
+            case WithdrawOffer(name) | CancelFetch(name):
+                shared = (self._offers if isinstance(command, WithdrawOffer) else self._fetches).get(name)
+                ranks = set() if shared is None else shared.unended
         return self._tell(ranks, command)
 
     def reported(self, rank: int, report: Report) -> list[RanksAction]:
         """Take a rank's report."""
         match report:
-            case OfferReleased(remote_request_id, is_fetched):
-                return self._released(rank, remote_request_id, is_fetched)
-            case FetchFailed(request_id, reason):
-                told = reason if self._num_ranks == 1 else f"at rank {rank}: {reason}"
-                return self._failed(rank, request_id, told)
-            case FetchCompleted(request_id) | FetchReleased(request_id):
-                return self._ended(rank, request_id)
+            case OfferReleased(name, is_fetched):
+                given_up = [] if is_fetched else self._given_up(rank, name)
+                return given_up + self._offer_ended(rank, name)
+            case FetchFailed(name, reason):
+                return self._failed(rank, name, reason if self._num_ranks == 1 else f"at rank {rank}: {reason}")
+            case FetchCompleted(name) | FetchReleased(name):
+                return self._fetch_ended(rank, name)
 
     def lost(self, rank: int) -> list[RanksAction]:
         """Take note that a rank's transfers have stopped: it reports nothing any more."""
@@ -132,51 +120,37 @@ class Ranks:
         offers = [action for each in list(self._offers) for action in self._given_up(rank, each)]
         return offers + [action for each in list(self._fetches) for action in self._failed(rank, each, self._loss())]
 
-    def _released(self, rank: int, remote_request_id: str, is_fetched: bool) -> list[RanksAction]:
-        actions = [] if is_fetched else self._given_up(rank, remote_request_id)
-        offer = self._offers.get(remote_request_id)
-        if offer is None:
-            return []
-        offer.unreleased.discard(rank)
-        if offer.unreleased:
-            return actions
-        del self._offers[remote_request_id]
-        self.num_fetched += offer.is_fetched
-        self.num_given_up += not offer.is_fetched
-        return [*actions, OfferReleased(remote_request_id, offer.is_fetched)]
-
-    def _given_up(self, rank: int, remote_request_id: str) -> list[RanksAction]:
+    def _given_up(self, rank: int, name: str) -> list[RanksAction]:
         """Withdraw an offer from the others, once, if this rank has not released it."""
-        offer = self._offers.get(remote_request_id)
-        if offer is None or rank not in offer.unreleased or not offer.is_fetched:
-            return []
-        offer.is_fetched = False
-        return self._tell(offer.unreleased - {rank}, WithdrawOffer(remote_request_id))
+        return self._tell(_fail(self._offers.get(name), rank), WithdrawOffer(name))
 
-    def _failed(self, rank: int, request_id: str, reason: str) -> list[RanksAction]:
+    def _failed(self, rank: int, name: str, reason: str) -> list[RanksAction]:
         """Fail a fetch and cancel it on the others, once, if this rank has not ended it."""
-        fetch = self._fetches.get(request_id)
-        if fetch is None or rank not in fetch.unended or fetch.has_failed:
+        others = _fail(self._fetches.get(name), rank)
+        if others is None:
             return []
-        fetch.has_failed = True
         self.num_failed += 1
         self._num_quarantined += 1
-        return [FetchFailed(request_id, reason), *self._tell(fetch.unended - {rank}, CancelFetch(request_id))]
+        return [FetchFailed(name, reason), *self._tell(others, CancelFetch(name))]
 
-    def _ended(self, rank: int, request_id: str) -> list[RanksAction]:
-        fetch = self._fetches.get(request_id)
+    def _offer_ended(self, rank: int, name: str) -> list[RanksAction]:
+        offer = _pop_ended(self._offers, rank, name)
+        if offer is None:
+            return []
+        self.num_fetched += not offer.has_failed
+        self.num_given_up += offer.has_failed
+        return [OfferReleased(name, not offer.has_failed)]
+
+    def _fetch_ended(self, rank: int, name: str) -> list[RanksAction]:
+        fetch = _pop_ended(self._fetches, rank, name)
         if fetch is None:
             return []
-        fetch.unended.discard(rank)
-        if fetch.unended:
-            return []
-        del self._fetches[request_id]
         self.num_completed += not fetch.has_failed
         self._num_quarantined -= fetch.has_failed
-        return [FetchReleased(request_id) if fetch.has_failed else FetchCompleted(request_id)]
+        return [FetchReleased(name) if fetch.has_failed else FetchCompleted(name)]
 
-    def _tell(self, ranks: set[int], command: Command) -> list[RanksAction]:
-        return [Tell(rank, command) for rank in sorted(ranks.difference(self._lost))]
+    def _tell(self, ranks: set[int] | None, command: Command) -> list[RanksAction]:
+        return [Tell(rank, command) for rank in sorted((ranks or set()).difference(self._lost))]
 
     def _loss(self) -> str:
         return f"rank {self._lost[0]}'s transfers have stopped"
@@ -288,6 +262,23 @@ class RankedTransfers:
         logger.critical("transfers of a rank have stopped rank=%d", rank)
         self._has_lost = True
         self._submit(lambda: self._do(self._ranks.lost(rank)))
+
+
+def _fail(shared: _Shared | None, rank: int) -> set[int] | None:
+    """Return the other ranks that have not ended what this one is the first to give up; None if it is not."""
+    if shared is None or rank not in shared.unended or shared.has_failed:
+        return None
+    shared.has_failed = True
+    return shared.unended - {rank}
+
+
+def _pop_ended(shared: dict[str, _Shared], rank: int, name: str) -> _Shared | None:
+    """Return what this rank is the last to end; None if it is not."""
+    each = shared.get(name)
+    if each is None:
+        return None
+    each.unended.discard(rank)
+    return None if each.unended else shared.pop(name)
 
 
 def _sum(values: Sequence[T]) -> T:

@@ -1,4 +1,4 @@
-"""A rank's half that receives: greets the ranks that hold prompts, asks each for its part, and hears how that went."""
+"""A rank's half that receives: asks each rank that holds a prompt for its part, and hears how that went."""
 
 from __future__ import annotations
 
@@ -16,41 +16,29 @@ from kvist.transfer import receiver_protocol as protocol
 from kvist.transfer.bounce import Bounce, Lease
 from kvist.transfer.heads import Part
 from kvist.transfer.memory import KvMemory, Share
-from kvist.transfer.sender_connections import SenderConnection, SenderConnections
-from kvist.transfer.tails import Extent
+from kvist.transfer.sender_connections import SenderConnections
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Fetching:
-    """A fetch under way; it is started once none of its ranks is still to greet."""
+    """A fetch under way; `rooms` is where each rank may put all of its part, None for who must not."""
 
     fetch: commands.Fetch
     block_ids_per_group: tuple[tuple[int, ...], ...]
     num_bytes: int
     lease: Lease | None
-    rooms: tuple[Extent | None, ...]
-    ungreeted: set[str]
+    rooms: tuple[messages.Extent | None, ...]
     began_s: float
-    greeted_s: float | None = None
     arrived_s: float | None = None
     has_failed: bool = False
 
     def times(self, ended_s: float, error: str | None) -> commands.FetchTimes:
         """Return what is told of the fetch, which has just ended."""
         arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
-        steps_s = (self.began_s, self.greeted_s, arrived_s, ended_s)
-        return commands.FetchTimes(self.fetch.request_id, *steps_s, self.num_bytes, len(self.fetch.endpoints), error)
-
-    def misfit(self, sender: SenderConnection) -> str | None:
-        """Return why a rank that has greeted is not the one that is wanted there."""
-        endpoints = self.fetch.endpoints
-        expected = Part(endpoints.index(sender.endpoint), len(endpoints))
-        if sender.hello is None or sender.hello.part == expected:
-            return None
-        told = (f"rank {part.rank} of {part.num_ranks}" for part in (sender.hello.part, expected))
-        return "{} is {}, expected {}".format(sender.endpoint, *told)
+        counts = (self.num_bytes, len(self.fetch.endpoints))
+        return commands.FetchTimes(self.fetch.request_id, self.began_s, arrived_s, ended_s, *counts, error)
 
 
 class Receiver:
@@ -67,10 +55,9 @@ class Receiver:
     ) -> None:
         self._bounce = bounce
         self._memory = memory
-        self._hello = memory.hello
         self._report = report
         self._protocol = protocol.ReceiverProtocol(limits)
-        self._senders = SenderConnections(context, poller, self._hello.worker.encode())
+        self._senders = SenderConnections(context, poller, memory.hello.worker.encode())
         self._fetching: dict[int, _Fetching] = {}
         self._transfer_ids: dict[str, int] = {}
         self._scatterings: dict[int, Future[None]] = {}
@@ -98,11 +85,13 @@ class Receiver:
         return replace(statistics, num_failed=statistics.num_failed + self._num_refused)
 
     def fetch(self, fetch: commands.Fetch, now_s: float) -> None:
-        """Begin to fetch; what comes of it is reported."""
+        """Ask every rank that holds the prompt; what comes of it is reported."""
         block_ids = self._memory.missing(fetch.block_ids_per_group, fetch.num_tokens, fetch.num_cached_tokens)
+        busy = {endpoint for each in self._fetching.values() for endpoint in each.fetch.endpoints}
         try:
             commands.check_endpoints(fetch.endpoints)
             shares = self._memory.shares(block_ids, len(fetch.endpoints))
+            senders = [self._senders.connect(endpoint, busy.union(fetch.endpoints)) for endpoint in fetch.endpoints]
         except InvalidValueError as error:
             self._num_refused += 1
             self._report(commands.FetchFailed(fetch.request_id, str(error)))
@@ -110,12 +99,24 @@ class Receiver:
             return
         transfer_id = next(self._ids)
         lease, rooms = self._reserve(shares)
-        fetching = _Fetching(fetch, block_ids, self._memory.num_bytes(block_ids), lease, rooms, set(), now_s)
+        fetching = _Fetching(fetch, block_ids, self._memory.num_bytes(block_ids), lease, rooms, now_s)
         self._fetching[transfer_id] = fetching
         self._transfer_ids[fetch.request_id] = transfer_id
-        destinations = () if lease is None else self._memory.extents(block_ids)
-        self._protocol.open(protocol.TransferPlan(transfer_id, fetch.endpoints, rooms, destinations), now_s)
-        self._greet(transfer_id, fetching, now_s)
+        ranks_with_room = [rank for rank, room in enumerate(rooms) if room is not None]
+        self._protocol.open(transfer_id, fetch.endpoints, ranks_with_room, now_s)
+        for rank, (sender, room) in enumerate(zip(senders, rooms, strict=True)):
+            sender.send(
+                messages.ReceiveRequest(
+                    messages.PROTOCOL_VERSION,
+                    transfer_id,
+                    self._memory.hello,
+                    Part(rank, len(senders)),
+                    fetch.remote_request_id,
+                    fetch.num_tokens,
+                    block_ids,
+                    room,
+                )
+            )
 
     def cancel(self, request_id: str, now_s: float) -> None:
         """End a fetch that nobody waits for; one that has ended is no error."""
@@ -131,13 +132,10 @@ class Receiver:
                 try:
                     if len(frames) != 1:
                         raise MalformedMessageError(sender.endpoint, f"{len(frames)} frames, expected a message")
-                    self._handle(sender, frames[0], now_s)
+                    self._handle(sender.endpoint, frames[0], now_s)
                 except MalformedMessageError as error:
                     self.num_malformed += 1
                     logger.warning("malformed transfer message source=%s reason=%s", error.source, error.reason)
-                    if sender.hello is None:  # it may have been the greeting that is waited for
-                        refusal = messages.Refusal(messages.RefusalReason.MALFORMED, None, "a message", error.reason)
-                        self._refuse(sender, f"refused by us: {refusal}", now_s)
             if has_lost:  # what it said before counts
                 self.tick(now_s)
 
@@ -160,10 +158,8 @@ class Receiver:
             if not transfer_ids:
                 self._senders.drop(sender)
                 continue
-            probe = self._senders.pop_probe(sender, transfer_ids)
-            if probe is not None and probe.has_ended:
-                sender.hello = None
-                self._do(self._protocol.sender_gone(sender.endpoint, probe.transfer_ids, now_s), now_s)
+            ended_ids = self._senders.asked_before_its_end(sender, transfer_ids)
+            self._do(self._protocol.sender_gone(sender.endpoint, ended_ids, now_s), now_s)
 
     def fail_all(self, reason: str) -> None:
         """Report what is under way as failed, for good: its blocks stay out of use."""
@@ -171,80 +167,29 @@ class Receiver:
             if not each.has_failed:
                 self._report(commands.FetchFailed(each.fetch.request_id, reason))
 
-    def _reserve(self, shares: Sequence[Share]) -> tuple[Lease | None, tuple[Extent | None, ...]]:
+    def _reserve(self, shares: Sequence[Share]) -> tuple[Lease | None, tuple[messages.Extent | None, ...]]:
         """Return room to bounce through, and which part of it is whose; none for who writes nothing."""
         lease = None
-        if self._bounce is not None and self._memory.has_equal_shares(shares):
-            num_writers = sum(share.num_bytes > 0 for share in shares)
+        if self._bounce is not None:
             num_bytes, num_pieces = (sum(counts) for counts in zip(*shares, strict=True))
-            lease = self._bounce.reserve(num_bytes, num_pieces, num_writers)
+            lease = self._bounce.reserve(num_bytes, num_pieces, sum(share.num_bytes > 0 for share in shares))
         if lease is None:
             return None, (None,) * len(shares)
-        extents = iter(lease.extents)
-        return lease, tuple(next(extents) if share.num_bytes else None for share in shares)
+        ends = itertools.accumulate((share.num_bytes for share in shares), initial=lease.address)
+        rooms = (messages.Extent(base, share.num_bytes) for base, share in zip(ends, shares, strict=False))
+        return lease, tuple(room if room.size_bytes else None for room in rooms)
 
-    def _greet(self, transfer_id: int, fetching: _Fetching, now_s: float) -> None:
-        """Greet the ranks that have not greeted, or as another rank: it may be another process by now."""
-        busy = {endpoint for each in self._fetching.values() for endpoint in each.fetch.endpoints}
-        for endpoint in fetching.fetch.endpoints:
-            try:
-                sender = self._senders.connect(endpoint, busy)
-            except zmq.ZMQError as error:
-                reason = f"cannot connect to {endpoint!r}: {error}"
-                self._do(self._protocol.fail(transfer_id, reason, now_s), now_s)
-                return
-            if sender.hello is None or fetching.misfit(sender) is not None:
-                fetching.ungreeted.add(endpoint)
-                sender.send(self._hello)
-        self._start(transfer_id, fetching, now_s)
-
-    def _start(self, transfer_id: int, fetching: _Fetching, now_s: float) -> None:
-        if not fetching.ungreeted:
-            fetching.greeted_s = now_s
-            self._do(self._protocol.start(transfer_id), now_s)
-
-    def _handle(self, sender: SenderConnection, payload: bytes, now_s: float) -> None:
-        match messages.decode_message(payload, sender.endpoint):
+    def _handle(self, endpoint: str, payload: bytes, now_s: float) -> None:
+        match messages.decode_message(payload, endpoint):
             case messages.Result() as result:
-                self._do(self._protocol.reported(sender.endpoint, result, now_s), now_s)
+                self._do(self._protocol.reported(endpoint, result, now_s), now_s)
             case messages.Ping():
                 pass
-            case messages.Hello() | messages.ForeignHello() as hello:
-                refusal = messages.judge_hello(self._hello, hello)
-                if refusal is None and isinstance(hello, messages.Hello):
-                    sender.hello = hello
-                    self._greeted(sender, now_s)
-                else:
-                    self._refuse(sender, f"refused by us: {refusal}", now_s)
-            case messages.Refusal(transfer_id=None) as refusal:
-                self._refuse(sender, f"refused by {sender.endpoint}: {refusal}", now_s)
-            case messages.Refusal(transfer_id=int(transfer_id)) as refusal:
-                self._do(self._protocol.refused(sender.endpoint, transfer_id, str(refusal), now_s), now_s)
+            case messages.Refusal(transfer_id=transfer_id) as refusal:
+                for each in self._ids_of(endpoint) if transfer_id is None else [transfer_id]:
+                    self._do(self._protocol.refused(endpoint, each, str(refusal), now_s), now_s)
             case _:
-                raise MalformedMessageError(sender.endpoint, "a message for a sender")
-
-    def _greeted(self, sender: SenderConnection, now_s: float) -> None:
-        """Go on with the fetches that have waited for a greeting; all fail that want another rank there.
-
-        Those that have not waited may have asked another process than had greeted: it greets before it serves them.
-        """
-        for transfer_id in self._ids_of(sender.endpoint):
-            fetching = self._fetching[transfer_id]
-            misfit = fetching.misfit(sender)
-            if misfit is not None:
-                self._do(self._protocol.fail(transfer_id, misfit, now_s), now_s)
-            elif sender.endpoint in fetching.ungreeted:
-                fetching.ungreeted.discard(sender.endpoint)
-                self._start(transfer_id, fetching, now_s)
-
-    def _refuse(self, sender: SenderConnection, reason: str, now_s: float) -> None:
-        """Fail the fetches that have waited for a greeting."""
-        sender.hello = None
-        for transfer_id in self._ids_of(sender.endpoint):
-            if sender.endpoint in self._fetching[transfer_id].ungreeted:
-                self._do(self._protocol.fail(transfer_id, reason, now_s), now_s)
-        if not self._ids_of(sender.endpoint):
-            self._senders.drop(sender)
+                raise MalformedMessageError(endpoint, "a message for a sender")
 
     def _ids_of(self, endpoint: str) -> list[int]:
         return [item for item, fetching in self._fetching.items() if endpoint in fetching.fetch.endpoints]
@@ -254,11 +199,13 @@ class Receiver:
             transfer_id, fetching = action.transfer_id, self._fetching[action.transfer_id]
             request_id, lease, bounce = fetching.fetch.request_id, fetching.lease, self._bounce
             match action:
-                case protocol.SendRequest(rank=rank) | protocol.SendCancel(rank=rank):
-                    self._send(transfer_id, fetching, rank, isinstance(action, protocol.SendCancel))
-                case protocol.StartScatter() if bounce is not None and lease is not None:
+                case protocol.SendCancel(rank=rank):
+                    sender = self._senders.get(fetching.fetch.endpoints[rank])
+                    if sender is not None:
+                        sender.send(messages.Cancel(transfer_id, fetching.fetch.remote_request_id))
+                case protocol.StartScatter(ranks=ranks) if bounce is not None:
                     fetching.arrived_s = now_s
-                    self._scatterings[transfer_id] = bounce.scatter(lease, action.copies)
+                    self._scatterings[transfer_id] = self._scatter(bounce, fetching, ranks)
                 case protocol.Fail(reason=reason):
                     fetching.has_failed = True
                     if bounce is not None and lease is not None:
@@ -280,26 +227,14 @@ class Receiver:
                 case _:
                     pass
 
+    def _scatter(self, bounce: Bounce, fetching: _Fetching, ranks: Sequence[int]) -> Future[None]:
+        """Copy what these ranks have put into their rooms to where it belongs."""
+        parts, num_ranks = [], len(fetching.rooms)
+        for rank in ranks:
+            room = fetching.rooms[rank]
+            assert room is not None, "only who has room can have bounced"
+            parts.append((room.base, self._memory.pieces_of(fetching.block_ids_per_group, Part(rank, num_ranks))))
+        return bounce.scatter(parts)
+
     def _forget(self, transfer_id: int) -> None:
         del self._transfer_ids[self._fetching.pop(transfer_id).fetch.request_id]
-
-    def _send(self, transfer_id: int, fetching: _Fetching, rank: int, is_cancel: bool) -> None:
-        """Ask a rank, or ask it to stop; the greeting before is for whoever is another process by now."""
-        fetch = fetching.fetch
-        sender = self._senders.get(fetch.endpoints[rank])
-        if sender is None:
-            return
-        if is_cancel:
-            sender.send(messages.Cancel(transfer_id, fetch.remote_request_id))
-            return
-        sender.send(self._hello)
-        sender.send(
-            messages.ReceiveRequest(
-                transfer_id,
-                fetch.remote_request_id,
-                fetch.num_tokens,
-                fetching.block_ids_per_group,
-                num_receivers=self._hello.tensor_parallel_size,
-                room=fetching.rooms[rank],
-            )
-        )

@@ -1,4 +1,4 @@
-"""A rank's half that sends: greets receivers, writes held blocks into their memory, and reports."""
+"""A rank's half that sends: judges what receivers ask, writes held blocks into their memory, and reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
 from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
-from kvist.transfer.bounce import Bounce, BouncedWrite
+from kvist.transfer.bounce import Bounce
 from kvist.transfer.commands import (
     HoldTimes,
     Offer,
@@ -25,7 +25,7 @@ from kvist.transfer.commands import (
 from kvist.transfer.memory import BlockCountMismatchError, KvMemory
 from kvist.transfer.messages import (
     Cancel,
-    ForeignHello,
+    ForeignRequest,
     Hello,
     Message,
     Ping,
@@ -36,10 +36,9 @@ from kvist.transfer.messages import (
     ResultStatus,
     decode_message,
     encode_message,
-    judge_hello,
+    judge_request,
 )
 from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
-from kvist.transfer.tails import BounceTail, Int64s
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +47,9 @@ _MAX_REASON_LEN = 256
 _MAX_MESSAGES_READ = 256  # in a turn, so that writes are polled however many come
 
 
-@dataclass(frozen=True, slots=True)
-class _Receiver:
-    """A rank that has greeted, and how its memory is reached."""
+class _Receiver(NamedTuple):
+    """A rank that has asked, as it has introduced itself, and how its memory is reached."""
 
-    greeting: bytes
     hello: Hello
     peer: PeerId
 
@@ -67,23 +64,18 @@ class _Held(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class _Write:
     receiver: str
-    transfer_id: int
-    request_id: str
+    request: ReceiveRequest
     write: Write
+    is_bounced: bool
     began_s: float
 
     def times(self, ended_s: float) -> WriteTimes:
         """Return what is told of the write, which has just ended."""
-        write, is_bounced, error = self.write, isinstance(self.write, BouncedWrite), None
+        write, error = self.write, None
         if write.state is not WriteState.DONE:
             error = write.reason or write.state.value
         counts = (write.size_bytes, write.num_fragments)
-        return WriteTimes(self.request_id, self.began_s, ended_s, *counts, is_bounced, error)
-
-    @property
-    def tail(self) -> BounceTail | None:
-        """Return what a bounced write has left in the receiver's region."""
-        return self.write.tail if isinstance(self.write, BouncedWrite) else None
+        return WriteTimes(self.request.request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
 
 
 class Sender:
@@ -105,7 +97,6 @@ class Sender:
         self._bounce = bounce
         self._agent = agent
         self._memory = memory
-        self._hello = memory.hello
         self._report = report
         self.protocol = SenderProtocol(limits)
         self._held: dict[str, _Held] = {}
@@ -153,7 +144,7 @@ class Sender:
             except MalformedMessageError as error:
                 self.num_malformed += 1
                 logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
-                # If it was to be a greeting, somebody waits for an answer.
+                # If it was to be a request, somebody waits for an answer.
                 told = error.reason[:_MAX_REASON_LEN]
                 self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", told))
 
@@ -171,17 +162,18 @@ class Sender:
                 logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
                 self._forget(write.receiver)
             if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
-                self._do(self.protocol.give_up(write.request_id), now_s)
+                self._do(self.protocol.give_up(write.request.request_id), now_s)
                 continue
-            is_ok = state is WriteState.DONE
-            self._do(self.protocol.written(write.receiver, write.transfer_id, is_ok=is_ok), now_s, write.tail)
+            done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
+            status = done if state is WriteState.DONE else ResultStatus.FAILED
+            self._do(self.protocol.written(write.receiver, write.request.transfer_id, status), now_s)
 
     def tick(self, now_s: float) -> None:
         """Give up what nobody comes for."""
         self._do(self.protocol.tick(now_s), now_s)
 
     def ping(self, now_s: float) -> None:
-        """Forget receivers whose connection is gone, and let go of their memory; whoever lives greets again."""
+        """Forget receivers whose connection is gone, and let go of their memory; whoever lives will ask again."""
         for name in list(self._receivers):
             if not self._send(name, Ping()):
                 logger.info("receiver gone name=%s", name)
@@ -190,53 +182,50 @@ class Sender:
 
     def _handle_message(self, name: str, payload: bytes, now_s: float) -> None:
         match decode_message(payload, name):
-            case Hello() | ForeignHello() as hello:
-                self._greet(name, payload, hello)
-            case ReceiveRequest() as request if name in self._receivers:
-                self._do(self.protocol.requested(name, request, now_s), now_s)
-            case ReceiveRequest(transfer_id=transfer_id):
-                self._send(name, Refusal(RefusalReason.AGENT, transfer_id, "a greeting first", "no greeting"))
+            case ReceiveRequest() | ForeignRequest() as request:
+                self._handle_request(name, request, now_s)
             case Cancel() as cancel:
                 self._do(self.protocol.cancelled(name, cancel), now_s)
-            case Refusal() as refusal:
-                logger.warning("receiver refuses us name=%s reason=%s", name, refusal)
-            case Result() | Ping():
+            case _:
                 raise MalformedMessageError(name, "a message for a receiver")
 
-    def _greet(self, name: str, payload: bytes, hello: Hello | ForeignHello) -> None:
-        known = self._receivers.get(name)
-        if known is not None and known.greeting == payload:
-            self._receivers.move_to_end(name)
-            self._send(name, self._hello)
-            return
-        refusal = judge_hello(self._hello, hello)
-        if refusal is None and isinstance(hello, Hello):
-            try:
-                peer = self._agent.connect(hello.agent_metadata)
-            except PeerUnreachableError as error:
-                refusal = Refusal(RefusalReason.AGENT, None, self._hello.agent, error.reason)
-            else:
-                if known is not None and known.peer != peer:
-                    self._forget(name)
-                self._receivers[name] = _Receiver(payload, hello, peer)
-                for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
-                    self._forget(oldest)
-                self._send(name, self._hello)
+    def _handle_request(self, name: str, request: ReceiveRequest | ForeignRequest, now_s: float) -> None:
+        refusal = judge_request(self._memory.hello, request)
+        if refusal is None and isinstance(request, ReceiveRequest):
+            refusal = self._reach(name, request)
+            if refusal is None:
+                self._do(self.protocol.requested(name, request, now_s), now_s)
                 return
-        if refusal is not None:
-            self.num_refused_greetings += 1
-            logger.warning("greeting refused name=%s reason=%s", name, refusal)
-            self._send(name, refusal)
+        assert refusal is not None, "another version's request is refused"
+        self.num_refused_greetings += 1
+        logger.warning("request refused name=%s reason=%s", name, refusal)
+        self._send(name, refusal)
+        if isinstance(request, ReceiveRequest):  # what it will not fetch need not be held
+            self._do(self.protocol.cancelled(name, Cancel(request.transfer_id, request.request_id)), now_s)
 
-    def _do(self, actions: list[SenderAction], now_s: float, tail: BounceTail | None = None) -> None:
-        """Do what is to be done; `tail` is that of the write whose result is among it."""
+    def _reach(self, name: str, request: ReceiveRequest) -> Refusal | None:
+        """Connect to a receiver's memory, unless it is known as it is; return why that cannot be reached."""
+        known = self._receivers.get(name)
+        if known is None or known.hello != request.hello:
+            try:
+                peer = self._agent.connect(request.hello.agent_metadata)
+            except PeerUnreachableError as error:
+                return Refusal(RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason)
+            if known is not None and known.peer != peer:
+                self._forget(name)
+            self._receivers[name] = _Receiver(request.hello, peer)
+        self._receivers.move_to_end(name)
+        for oldest in list(self._receivers)[: len(self._receivers) - _MAX_RECEIVERS]:
+            self._forget(oldest)
+        return None
+
+    def _do(self, actions: list[SenderAction], now_s: float) -> None:
         for action in actions:
             match action:
                 case StartWrite(receiver=receiver, request=request):
                     self._write(receiver, request, now_s)
                 case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
-                    told = None if tail is None or status is not ResultStatus.SUCCESS else tail.encode()
-                    self._send(receiver, Result(self._hello.tensor_parallel_rank, transfer_id, status, told))
+                    self._send(receiver, Result(transfer_id, status))
                 case SendRefusal(receiver=receiver, refusal=refusal):
                     self._send(receiver, refusal)
                 case Free(request_id=request_id, is_fetched=is_fetched):
@@ -245,29 +234,24 @@ class Sender:
                     self._report(OfferReleased(request_id, is_fetched))
 
     def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:
-        receiver, offer = self._receivers[name], self._held[request.request_id].offer
+        """Write in one piece where the receiver has room for that and so have we, else as it is."""
+        offer, peer, room = self._held[request.request_id].offer, self._receivers[name].peer, request.room
         try:
-            fragments = self._memory.fragments(offer.block_ids_per_group, offer.num_tokens, request, receiver.hello)
-            write = self._begin(receiver.peer, fragments, request) if len(fragments) else None
+            fragments = self._memory.fragments(offer.block_ids_per_group, offer.num_tokens, request)
+            if not len(fragments):
+                self._do(self.protocol.written(name, request.transfer_id, ResultStatus.SUCCESS), now_s)
+                return
+            bounced = None
+            if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
+                bounced = self._bounce.send(peer, fragments, room.base)
+            write = bounced or self._agent.write(peer, fragments)
         except (BlockCountMismatchError, InvalidValueError) as error:
             logger.warning("kv write refused receiver=%s reason=%s", name, error)
             is_miscounted = isinstance(error, BlockCountMismatchError)
             reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
             self._do(self.protocol.rejected(name, request.transfer_id, reason), now_s)
-            return
-        if write is None:
-            self._do(self.protocol.written(name, request.transfer_id, is_ok=True), now_s)
         else:
-            self._writes.append(_Write(name, request.transfer_id, request.request_id, write, now_s))
-
-    def _begin(self, peer: PeerId, fragments: Int64s, request: ReceiveRequest) -> Write:
-        """Write in one piece where the receiver has room for that and so have we, else as it is."""
-        room = request.room
-        if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
-            bounced = self._bounce.send(peer, fragments, room.base)
-            if bounced is not None:
-                return bounced
-        return self._agent.write(peer, fragments)
+            self._writes.append(_Write(name, request, write, bounced is not None, now_s))
 
     def _forget(self, name: str) -> None:
         """Let go of a receiver that nothing is being written to: of one let go of, NIXL takes every write for over."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, Hello, ReceiveRequest, encode_message
+from kvist.errors import InvalidValueError
+from kvist.transfer.messages import MAX_MESSAGE_BYTES, Cancel, ReceiveRequest, encode_message
 
 logger = logging.getLogger(__name__)
 
@@ -22,34 +24,27 @@ _PROBE_TIMEOUT_S = 0.2
 _LOST = (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED)
 
 
-class Probe:
-    """Finds out, in a thread of its own, whether whoever listened at an endpoint has ended.
+class Probe(NamedTuple):
+    """Whether whoever listened at an endpoint has ended, found out by a thread.
 
     That is said of the process that was asked for `transfer_ids`: one that listens there later has not heard of them.
     """
 
-    def __init__(self, endpoint: str, transfer_ids: Collection[int]) -> None:
-        self.transfer_ids = transfer_ids
-        self.has_ended: bool | None = None
-        self._endpoint = endpoint
-        threading.Thread(target=self._run, name="kvist-probe", daemon=True).start()
-
-    def _run(self) -> None:
-        self.has_ended = has_process_ended(self._endpoint)
+    transfer_ids: Collection[int]
+    has_ended: Future[bool]
 
 
 @dataclass(slots=True, eq=False)
 class SenderConnection:
-    """A rank to fetch from, and its greeting; it is suspect while there is no connection."""
+    """A rank to fetch from; it is suspect while there is no connection."""
 
     endpoint: str
     dealer: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    hello: Hello | None = None
     is_suspect: bool = False
     probe: Probe | None = None
 
-    def send(self, message: Hello | ReceiveRequest | Cancel) -> None:
+    def send(self, message: ReceiveRequest | Cancel) -> None:
         """Send, or lose the message where a queue is full: timeouts and repeated cancels get over that."""
         try:
             self.dealer.send(encode_message(message), zmq.DONTWAIT)
@@ -81,6 +76,7 @@ class SenderConnections:
         self._poller = poller
         self._identity = identity
         self._senders: dict[str, SenderConnection] = {}
+        self._threads = ThreadPoolExecutor(_MAX_PROBES, "kvist-probe")
 
     def __iter__(self) -> Iterator[SenderConnection]:
         """Yield every sender; they may be dropped meanwhile."""
@@ -91,7 +87,10 @@ class SenderConnections:
         return self._senders.get(endpoint)
 
     def connect(self, endpoint: str, busy: Collection[str]) -> SenderConnection:
-        """Return the sender at an endpoint; one that is not busy goes when there are too many. Raises ZMQError."""
+        """Return the sender at an endpoint; one that is not busy goes when there are too many.
+
+        Raises InvalidValueError for what cannot be connected to.
+        """
         sender = self._senders.get(endpoint)
         if sender is not None:
             return sender
@@ -106,9 +105,9 @@ class SenderConnections:
         monitor = dealer.get_monitor_socket()
         try:
             dealer.connect(endpoint)
-        except zmq.ZMQError:
+        except zmq.ZMQError as error:
             _close(dealer, monitor)
-            raise
+            raise InvalidValueError("remote_endpoints", endpoint, f"one to connect to ({error})") from None
         self._poller.register(dealer, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
         sender = self._senders[endpoint] = SenderConnection(endpoint, dealer, monitor)
@@ -121,17 +120,14 @@ class SenderConnections:
         self._poller.unregister(sender.monitor)
         _close(sender.dealer, sender.monitor)
 
-    def pop_probe(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Probe | None:
-        """Return the probe of a suspect once it is over; until then there is one, of what it was asked for by now."""
+    def asked_before_its_end(self, sender: SenderConnection, transfer_ids: Collection[int]) -> Collection[int]:
+        """Return what a suspect was asked for before its process ended; nothing as long as that is not known."""
         if sender.probe is None:
-            probes = (each.probe for each in self._senders.values())
-            if sum(probe is not None and probe.has_ended is None for probe in probes) < _MAX_PROBES:
-                sender.probe = Probe(sender.endpoint, transfer_ids)
-            return None
-        if sender.probe.has_ended is None:
-            return None
+            sender.probe = Probe(transfer_ids, self._threads.submit(has_process_ended, sender.endpoint))
+        if not sender.probe.has_ended.done():
+            return ()
         probe, sender.probe = sender.probe, None
-        return probe
+        return probe.transfer_ids if probe.has_ended.result() else ()
 
 
 def has_process_ended(endpoint: str) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvist.errors import InvalidValueError
 from kvist.transfer.commands import TransferLimits
@@ -77,22 +77,6 @@ class _Held:
         return len(self.receivers) == self.num_receivers
 
 
-class _Latest(Generic[K]):
-    """The latest `capacity` things that have ended; the oldest is forgotten first."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._keys: OrderedDict[K, None] = OrderedDict()
-
-    def __contains__(self, key: K) -> bool:
-        return key in self._keys
-
-    def add(self, key: K) -> None:
-        self._keys[key] = None
-        if len(self._keys) > self._capacity:
-            self._keys.popitem(last=False)
-
-
 @dataclass(frozen=True, slots=True)
 class SenderStatistics:
     """What a sender holds and has seen."""
@@ -110,8 +94,8 @@ class SenderProtocol:
         self._limits = TransferLimits() if limits is None else limits
         self._held: dict[str, _Held] = {}
         self._request_ids: dict[TransferKey, str] = {}
-        self._ended: _Latest[TransferKey] = _Latest(self._limits.max_remembered)
-        self._freed: _Latest[str] = _Latest(self._limits.max_remembered)
+        self._ended: OrderedDict[TransferKey, None] = OrderedDict()  # the latest, as are those freed
+        self._freed: OrderedDict[str, None] = OrderedDict()
         self._num_fetched = self._num_given_up = 0
 
     def hold(self, request_id: str, now_s: float) -> None:
@@ -129,25 +113,25 @@ class SenderProtocol:
         if reason is not None:
             return [SendRefusal(receiver, Refusal(reason, request.transfer_id))]
         held = self._held[request.request_id]
-        held.num_receivers = held.num_receivers or request.num_receivers
+        held.num_receivers = held.num_receivers or request.hello.tensor_parallel_size
         held.receivers.add(receiver)
         held.write_deadlines_s[key] = now_s + self._limits.transfer_timeout_s
         self._request_ids[key] = request.request_id
         return [StartWrite(receiver, request)]
 
-    def written(self, receiver: str, transfer_id: int, *, is_ok: bool) -> list[SenderAction]:
-        """Take note that a write has ended, well or not: nothing is under way for it any more."""
+    def written(self, receiver: str, transfer_id: int, status: ResultStatus) -> list[SenderAction]:
+        """Take note that a write has ended, and how: nothing is under way for it any more."""
         key = TransferKey(receiver, transfer_id)
         request_id = self._request_ids.pop(key, None)
         if request_id is None:
             return []
         held = self._held[request_id]
         del held.write_deadlines_s[key]
-        ended = ResultStatus.SUCCESS if is_ok else ResultStatus.FAILED
-        status = ResultStatus.CANCELLED if held.is_given_up else ended
-        self._ended.add(key)
+        if held.is_given_up:
+            status = ResultStatus.CANCELLED
+        self._remember(self._ended, key)
         result = SendResult(receiver, transfer_id, status)
-        if status is not ResultStatus.SUCCESS:
+        if status in (ResultStatus.FAILED, ResultStatus.CANCELLED):
             return [result, *self.give_up(request_id)]
         held.num_fetched += 1
         return [result, *self._free_if_done(request_id)]
@@ -155,7 +139,7 @@ class SenderProtocol:
     def rejected(self, receiver: str, transfer_id: int, reason: RefusalReason) -> list[SenderAction]:
         """Take note that a write could not be begun because of what its request asks for: the receiver hears why."""
         refusal = SendRefusal(receiver, Refusal(reason, transfer_id))
-        actions = self.written(receiver, transfer_id, is_ok=False)
+        actions = self.written(receiver, transfer_id, ResultStatus.FAILED)
         return [refusal if isinstance(action, SendResult) else action for action in actions]
 
     def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
@@ -168,7 +152,7 @@ class SenderProtocol:
         request_id = self._request_ids.get(key)
         if request_id is not None:
             return self.give_up(request_id)
-        self._ended.add(key)
+        self._remember(self._ended, key)
         result = SendResult(receiver, cancel.transfer_id, ResultStatus.CANCELLED)
         held = self._held.get(cancel.request_id)
         if held is not None and held.has_all_receivers and receiver not in held.receivers:
@@ -219,7 +203,12 @@ class SenderProtocol:
         if held.write_deadlines_s or not (held.is_given_up or is_fetched):
             return []
         del self._held[request_id]
-        self._freed.add(request_id)
+        self._remember(self._freed, request_id)
         self._num_fetched += is_fetched
         self._num_given_up += not is_fetched
         return [Free(request_id, is_fetched)]
+
+    def _remember(self, latest: OrderedDict[K, None], key: K) -> None:
+        latest[key] = None
+        if len(latest) > self._limits.max_remembered:
+            latest.popitem(last=False)

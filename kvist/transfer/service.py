@@ -35,7 +35,7 @@ from kvist.transfer.commands import (
 )
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.memory import KvMemory
-from kvist.transfer.messages import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, GroupShape, Hello, PoolPlace, pools_refusal
+from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_facts
 from kvist.transfer.receiver import Receiver
 from kvist.transfer.receiver_protocol import ReceiverStatistics
 from kvist.transfer.sender import Sender
@@ -83,7 +83,6 @@ def make_hello(
     `groups` are the whole model's, `pools` the rank's own. Raises InvalidValueError where they do not fit each other.
     """
     hello = Hello(
-        protocol_version=PROTOCOL_VERSION,
         worker=uuid.uuid4().hex,
         model=model,
         block_size=block_size,
@@ -95,9 +94,9 @@ def make_hello(
         agent_metadata=agent.metadata(),
         pools=pools,
     )
-    refusal = pools_refusal(hello)
-    if refusal is not None:
-        raise InvalidValueError("pools", refusal.theirs, f"{refusal.ours} on rank {part.rank} of {part.num_ranks}")
+    for _, expected, got in slot_facts(hello):
+        if expected != got:
+            raise InvalidValueError("pools", got, f"{expected} on {part}")
     return hello
 
 

@@ -74,9 +74,9 @@ NIXL = ("--kv-transfer-agent", "nixl")
 BOUNCE = ("--kv-transfer-bounce-mib", "32")
 ALWAYS_BOUNCE = """
 import sys
-from kvist.transfer.bounce import BounceConfig
+from kvist.transfer.bounce import BounceThreshold
 
-BounceConfig.pays_off = lambda *_: True
+BounceThreshold.pays_off = lambda *_: True
 
 from kvist.cli import main
 

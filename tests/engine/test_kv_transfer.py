@@ -22,15 +22,17 @@ from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.transfer.agents import SharedMemoryAgent
-from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.commands import Report, TransferLimits, WithdrawOffer
 from kvist.transfer.copier import TorchCopier, host_region
+from kvist.transfer.heads import WHOLE
 from kvist.transfer.messages import (
-    Hello,
+    PROTOCOL_VERSION,
     Ping,
     PoolPlace,
     ReceiveRequest,
     RefusalReason,
+    ResultStatus,
     decode_message,
     encode_message,
     group_shapes,
@@ -95,7 +97,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         bounce = None
         if has_bounce:
             copier = TorchCopier(loaded.tensors.pools)
-            bounce = Bounce(agent, copier, lambda: host_region(agent, 1 << 20), BounceConfig(1, 1 << 40, 1))
+            bounce = Bounce(agent, copier, lambda: host_region(agent, 1 << 20), BounceThreshold(1 << 40, 1))
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent)
         engine = AsyncEngine(loaded.core, max_num_open=40)
 
@@ -269,16 +271,9 @@ async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_
         silent.setsockopt(zmq.LINGER, 0)
         silent.bind("tcp://127.0.0.1:*")
         endpoint = silent.getsockopt_string(zmq.LAST_ENDPOINT)
-        async with open_worker("gemma3", FAST, limits) as target, open_worker("gemma3") as other:
+        async with open_worker("gemma3", FAST, limits) as target:
             remote = RemotePrefill((endpoint,), "x", 30, (300,))
-            answering = asyncio.create_task(target.answer(make_prompt(30), greedy(3), remote))
-            async with asyncio.timeout(60):
-                while not await asyncio.to_thread(silent.poll, 100):
-                    pass
-            name = silent.recv_multipart()[0]
-            hello = other.service._sender._hello
-            silent.send_multipart([name, encode_message(hello)])
-            answer = await answering
+            answer = await target.answer(make_prompt(30), greedy(3), remote)
             assert answer.error == "kv transfer failed: no completion within 1 s"
             assert target.num_used > 0
             assert target.service.statistics().quarantined_bytes > 0
@@ -299,6 +294,10 @@ async def test_an_aborted_fetch_leaves_nothing_on_either_side(open_worker, greed
         await until(lambda: source.num_used == target.num_used == 0)
 
 
+def request_of(target: Any, name: str, block_ids: tuple[tuple[int, ...], ...]) -> ReceiveRequest:
+    return ReceiveRequest(PROTOCOL_VERSION, 7, target.service._sender._memory.hello, WHOLE, name, 30, block_ids)
+
+
 async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, greedy, until) -> None:
     prompt = make_prompt(30)
     async with open_worker("gemma3") as source, open_worker("gemma3") as target:
@@ -307,11 +306,14 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
             stranger.setsockopt(zmq.RCVTIMEO, 60_000)
             stranger.connect(source.service.endpoint)
 
-            async def answer_to(*frames: bytes) -> Any:
-                stranger.send_multipart(frames)
+            async def hear() -> Any:
                 while isinstance(answer := decode_message(await asyncio.to_thread(stranger.recv), "source"), Ping):
                     pass
                 return answer
+
+            async def answer_to(*frames: bytes) -> Any:
+                stranger.send_multipart(frames)
+                return await hear()
 
             async def ask(message: Any) -> Any:
                 return await answer_to(encode_message(message))
@@ -320,13 +322,11 @@ async def test_what_no_receiver_would_say_is_refused_or_counted(open_worker, gre
                 assert (await answer_to(*frames)).reason is RefusalReason.MALFORMED
             assert source.service.statistics().num_malformed == 4
             remote = await source.prefill(prompt, greedy(5))
-            wrong = ReceiveRequest(7, remote.remote_request_id, 30, ((1, 2, 3), (500,)))
-            assert (await ask(wrong)).reason is RefusalReason.AGENT, "it has not greeted"
-            hello = target.service._sender._hello
-            refusal = await ask(msgspec.structs.replace(hello, protocol_version=9))
+            wrong = request_of(target, remote.remote_request_id, ((1, 2, 3), (500,)))
+            refusal = await ask(msgspec.structs.replace(wrong, protocol_version=9, request_id="nobody's"))
             assert refusal.reason is RefusalReason.PROTOCOL_VERSION
-            assert isinstance(await ask(hello), Hello)
-            assert (await ask(wrong)).reason is RefusalReason.UNKNOWN_BLOCK
+            assert (await hear()).status is ResultStatus.CANCELLED, "what is refused is not held for it"
+            assert (await ask(msgspec.structs.replace(wrong, transfer_id=8))).reason is RefusalReason.UNKNOWN_BLOCK
         source.service.command(WithdrawOffer(remote.remote_request_id))
         good = await source.prefill(prompt, greedy(5))
         expected = await source.answer(prompt, greedy(5))
@@ -346,7 +346,7 @@ async def test_strangers_that_share_one_memory_and_leave_end_nothing(open_worker
                 stranger.setsockopt(zmq.RCVTIMEO, 60_000)
                 stranger.setsockopt(zmq.IDENTITY, name)
                 stranger.connect(source.service.endpoint)
-                stranger.send_multipart([encode_message(target.service._sender._hello)])
+                stranger.send_multipart([encode_message(request_of(target, "nobody's", ((), ())))])
                 await asyncio.to_thread(stranger.recv_multipart)
             assert len(outgoing._receivers) == 2
         await until(lambda: not outgoing._receivers or not source.service.is_alive)

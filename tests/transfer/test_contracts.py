@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 
-from kvist.transfer import commands, heads, memory, messages, receiver_protocol, sender_protocol, tails
+from kvist.transfer import commands, heads, memory, messages, receiver_protocol, sender_protocol
 
-MODULES = (commands, heads, memory, messages, receiver_protocol, sender_protocol, tails)
+MODULES = (commands, heads, memory, messages, receiver_protocol, sender_protocol)
 
 
 def public_parts(module: ModuleType) -> Iterator[tuple[str, object]]:

@@ -24,15 +24,15 @@ def hello_of(
         PoolPlace(base, shape.slot_bytes(block_size, part), num_slots)
         for base, shape in zip(bases, shapes, strict=True)
     )
-    return Hello(1, "worker", "tiny", block_size, 7, shapes, part.num_ranks, part.rank, "any", b"", pools)
+    return Hello("worker", "tiny", block_size, 7, shapes, part.num_ranks, part.rank, "any", b"", pools)
 
 
 OURS, THEIRS = hello_of(SHAPES, (10_000, 90_000), 50), hello_of(SHAPES, (500_000, 700_000), 40)
 MEMORY = KvMemory(OURS)
 
 
-def request(num_tokens: int, lists: tuple[tuple[int, ...], ...]) -> ReceiveRequest:
-    return ReceiveRequest(1, "held", num_tokens, lists)
+def request(num_tokens: int, lists: tuple[tuple[int, ...], ...], peer: Hello = THEIRS) -> ReceiveRequest:
+    return ReceiveRequest(2, 1, peer, WHOLE, "held", num_tokens, lists)
 
 
 @dataclass
@@ -100,12 +100,17 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
                 if block_id != ABSENT:
                     sender.view(group_id)[block_id] = whole[ordinal, :, heads]
     for rank in range(num_receivers):
-        target = make_rank(shapes, Part(rank, num_receivers), block_size, total + 2)
+        target, scattered = (make_rank(shapes, Part(rank, num_receivers), block_size, total + 2) for _ in range(2))
         shares = KvMemory(target.hello).shares(lists, num_senders)
         assert sum(share.num_bytes for share in shares) == KvMemory(target.hello).num_bytes(lists)
         for sender, share in zip(senders, shares, strict=True):
-            fragments = KvMemory(sender.hello).fragments(tables, num_tokens, request(num_tokens, lists), target.hello)
+            fragments = KvMemory(sender.hello).fragments(tables, num_tokens, request(num_tokens, lists, target.hello))
             assert (fragments[:, 2].sum(), len(fragments) > share.num_pieces) == (share.num_bytes, False)
+            room = b"".join(sender.memory[local : local + size].tobytes() for local, _, size in fragments.tolist())
+            pieces = KvMemory(target.hello).pieces_of(lists, sender.hello.part)
+            assert len(room) == pieces[:, 1].sum()
+            for (address, size), end in zip(pieces.tolist(), np.cumsum(pieces[:, 1]), strict=True):
+                scattered.memory[address : address + size] = np.frombuffer(room[end - size : end], np.uint8)
             for local, remote, size in fragments.tolist():
                 target.memory[remote : remote + size] = sender.memory[local : local + size]
                 target.num_writes[remote : remote + size] += 1
@@ -115,11 +120,12 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
             for ordinal, block_id in enumerate(ids, total - len(ids)):
                 expected.view(group_id)[block_id] = whole[ordinal, :, heads]
         np.testing.assert_array_equal(target.memory, expected.memory)
+        np.testing.assert_array_equal(scattered.memory, expected.memory)
         np.testing.assert_array_equal(target.num_writes, expected.memory > 0)
 
 
 def test_blocks_that_are_neighbours_on_both_sides_are_one_piece() -> None:
-    fragments = MEMORY.fragments([[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))), THEIRS)
+    fragments = MEMORY.fragments([[3, 4, 5, 9], [ABSENT, 7, 8, 2]], 16, request(16, ((20, 21, 22, 23), (5, 6))))
     expected = [[10_192, 501_280, 192], [10_576, 501_472, 64], [91_024, 700_640, 128], [90_256, 700_768, 128]]
     np.testing.assert_array_equal(fragments, expected)
 
@@ -136,30 +142,8 @@ def test_ranks_with_the_same_heads_exchange_whole_slots_and_others_a_piece_of_ea
         source, target = (
             KvMemory(hello_of(shapes, (base,), 1, part)) for base, part in ((1000, sender), (0, receiver))
         )
-        assert source.fragments([[0]], B, request(B, ((0,),)), target.hello).tolist() == expected
+        assert source.fragments([[0]], B, request(B, ((0,),), target.hello)).tolist() == expected
         assert target.shares(((0,),), sender.num_ranks) == shares
-
-
-@pytest.mark.parametrize(
-    ("num_heads", "num_senders", "part", "expected"),
-    [
-        ((4, 2), 1, Part(0, 1), True),
-        ((4, 2), 2, Part(0, 1), True),
-        ((4, 2), 2, Part(3, 4), True),
-        ((4, 4), 4, Part(0, 2), True),
-        ((4, 2), 4, Part(0, 1), False),  # heads of the second group are on two ranks
-        ((6, 6), 3, Part(0, 2), False),  # two heads of one rank, and one of another
-        ((2, 2), 4, Part(0, 1), False),
-        ((1, 1), 4, Part(0, 1), True),  # one of the copies writes it all
-    ],
-)
-def test_several_ranks_share_a_region_where_their_parts_are_equal_and_no_head_has_copies(
-    num_heads: tuple[int, int], num_senders: int, part: Part, expected: bool
-) -> None:
-    shapes = tuple(GroupShape(None, n, 2, "float32", 2, (0,)) for n in num_heads)
-    memory = KvMemory(hello_of(shapes, (0, 9000), 9, part))
-    assert memory.has_equal_shares(memory.shares(((1, 2), (3,)), num_senders)) is expected
-    assert not memory.has_equal_shares(memory.shares(((), ()), num_senders)), "nobody writes"
 
 
 def test_as_many_ranks_as_cannot_split_the_heads_are_refused() -> None:
@@ -169,7 +153,7 @@ def test_as_many_ranks_as_cannot_split_the_heads_are_refused() -> None:
 
 
 def test_nothing_to_send_is_no_piece() -> None:
-    assert MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((), ())), THEIRS).shape == (0, 3)
+    assert MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((), ()))).shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -182,14 +166,9 @@ def test_nothing_to_send_is_no_piece() -> None:
 )
 def test_a_peer_that_has_counted_differently_is_refused(asked: ReceiveRequest, reason: str) -> None:
     with pytest.raises(BlockCountMismatchError, match=reason):
-        MEMORY.fragments([[3, 4, 5, 9], [ABSENT, ABSENT, 8, 2]], 16, asked, THEIRS)
+        MEMORY.fragments([[3, 4, 5, 9], [ABSENT, ABSENT, 8, 2]], 16, asked)
 
 
 def test_a_block_that_the_peer_does_not_have_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="block_id"):
-        MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((1, 40), (2, 3))), THEIRS)
-
-
-def test_extents_are_sorted_and_touching_ones_are_one() -> None:
-    extents = MEMORY.extents([[7, 5, 6], [3]])
-    assert [tuple(extent) for extent in extents] == [(10_320, 192), (90_384, 128)]
+        MEMORY.fragments([[3, 4], [5, 6]], 8, request(8, ((1, 40), (2, 3))))

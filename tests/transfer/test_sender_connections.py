@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 
 import pytest
@@ -40,18 +41,15 @@ def test_of_too_many_senders_one_goes_that_nothing_is_fetched_from(
 def test_only_so_many_hosts_are_looked_at_at_once(
     senders: SenderConnections, monkeypatch: pytest.MonkeyPatch, until_true
 ) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(module, "_MAX_PROBES", 1)
-    monkeypatch.setattr(module, "has_process_ended", lambda _: go_on.wait(60))
+    go_on, looked_at = threading.Event(), []
+    monkeypatch.setattr(senders, "_threads", ThreadPoolExecutor(1))
+    monkeypatch.setattr(module, "has_process_ended", lambda endpoint: looked_at.append(endpoint) or go_on.wait(60))
     first, second = (senders.connect(endpoint, ()) for endpoint in ENDPOINTS[:2])
-    assert senders.pop_probe(first, [1]) is senders.pop_probe(second, [2]) is None
-    assert first.probe is not None
-    assert second.probe is None
+    assert senders.asked_before_its_end(first, [1]) == senders.asked_before_its_end(second, [2]) == ()
+    until_true(lambda: looked_at == ENDPOINTS[:1])
     go_on.set()
-    until_true(lambda: first.probe.has_ended)
-    assert senders.pop_probe(first, [1, 3]).transfer_ids == [1], "those that it was asked for"
-    assert senders.pop_probe(second, [2]) is None
-    assert second.probe is not None
+    until_true(lambda: senders.asked_before_its_end(second, [2, 4]) == [2])
+    assert senders.asked_before_its_end(first, [1, 3]) == [1], "those that it was asked for"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.transfer.commands import TransferLimits
-from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason, ResultStatus
+from kvist.transfer.heads import WHOLE
+from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, Refusal, RefusalReason, ResultStatus
 from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
 
 LIMITS = TransferLimits(transfer_timeout_s=10.0, hold_timeout_s=20.0)
@@ -16,15 +17,16 @@ Input = Callable[[SenderProtocol], list[SenderAction]]
 
 
 def request(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1) -> ReceiveRequest:
-    return ReceiveRequest(transfer_id, request_id, 4, ((1,),), num_receivers)
+    hello = Hello("d", "tiny", 4, 7, (), num_receivers, 0, "any", b"", ())
+    return ReceiveRequest(2, transfer_id, hello, WHOLE, request_id, 4, ((1,),))
 
 
 def asks(transfer_id: int = 7, request_id: str = "r", num_receivers: int = 1, name: str = D) -> Input:
     return lambda sender: sender.requested(name, request(transfer_id, request_id, num_receivers), 1.0)
 
 
-def written(transfer_id: int = 7, *, is_ok: bool = True, name: str = D) -> Input:
-    return lambda sender: sender.written(name, transfer_id, is_ok=is_ok)
+def written(transfer_id: int = 7, status: ResultStatus = ResultStatus.SUCCESS, name: str = D) -> Input:
+    return lambda sender: sender.written(name, transfer_id, status)
 
 
 def rejected(sender: SenderProtocol) -> list[SenderAction]:
@@ -55,7 +57,7 @@ def refusal(reason: RefusalReason, transfer_id: int = 7) -> SendRefusal:
     return SendRefusal(D, Refusal(reason, transfer_id))
 
 
-SUCCESS, FAILED, CANCELLED = ResultStatus.SUCCESS, ResultStatus.FAILED, ResultStatus.CANCELLED
+SUCCESS, FAILED, CANCELLED, BOUNCED = ResultStatus
 FETCHED, GIVEN_UP = Free("r", True), Free("r", False)
 ENDED = refusal(RefusalReason.ALREADY_ENDED)
 UNKNOWN = refusal(RefusalReason.UNKNOWN_REQUEST)
@@ -68,7 +70,7 @@ WAYS: dict[str, list[Input]] = {
     "waiting for the second": [asks(num_receivers=2), written()],
     "quarantined": [asks(), cancels()],
     "completed": [asks(), written()],
-    "failed": [asks(), written(is_ok=False)],
+    "failed": [asks(), written(status=FAILED)],
     "expired": [ticks(20)],
 }
 
@@ -85,7 +87,9 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
     ("active", asks(), []),
     ("active", asks(8), [refusal(RefusalReason.BUSY, 8)]),
     ("active", written(), [result(SUCCESS), FETCHED]),
-    ("active", written(is_ok=False), [result(FAILED), GIVEN_UP]),
+    ("active", written(status=BOUNCED), [result(BOUNCED), FETCHED]),
+    ("quarantined", written(status=BOUNCED), [result(CANCELLED), GIVEN_UP]),
+    ("active", written(status=FAILED), [result(FAILED), GIVEN_UP]),
     ("active", written(8), []),
     ("active", rejected, [refusal(RefusalReason.BLOCK_COUNT_MISMATCH), GIVEN_UP]),
     ("held", rejected, []),
@@ -98,7 +102,7 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
     ("active", ticks(10.9), []),
     ("active", ticks(11), []),
     ("active, one of two", written(), [result(SUCCESS), FETCHED]),
-    ("active, one of two", written(is_ok=False), [result(FAILED), GIVEN_UP]),
+    ("active, one of two", written(status=FAILED), [result(FAILED), GIVEN_UP]),
     ("active, one of two", cancels(8), [result(CANCELLED, 8)]),
     ("active, one of two", asks(9, name="decode-1"), [SendRefusal("decode-1", Refusal(RefusalReason.BUSY, 9))]),
     ("waiting for the second", asks(8, num_receivers=9, name=D1), [StartWrite(D1, request(8, num_receivers=9))]),
@@ -113,7 +117,7 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
     ("quarantined", asks(), []),
     ("quarantined", asks(8, num_receivers=2), [refusal(RefusalReason.ALREADY_ENDED, 8)]),
     ("quarantined", written(), [result(CANCELLED), GIVEN_UP]),
-    ("quarantined", written(is_ok=False), [result(CANCELLED), GIVEN_UP]),
+    ("quarantined", written(status=FAILED), [result(CANCELLED), GIVEN_UP]),
     ("quarantined", cancels(), []),
     ("quarantined", withdrawn, []),
     ("quarantined", gone, []),
@@ -156,7 +160,7 @@ def test_a_request_that_comes_after_its_cancel_writes_nothing() -> None:
 
 def test_a_receiver_that_fails_takes_the_writes_of_its_other_ranks_with_it() -> None:
     sender = held_sender(asks(num_receivers=2), asks(8, num_receivers=2, name=D1))
-    assert written(is_ok=False)(sender) == [result(FAILED)]
+    assert written(status=FAILED)(sender) == [result(FAILED)]
     last = [result(CANCELLED, 8, D1), GIVEN_UP]
     assert written(8, name=D1)(sender) == last, "blocks are freed when the last write has ended"
 
@@ -165,7 +169,7 @@ def test_receivers_may_number_their_transfers_alike() -> None:
     sender = held_sender(asks())
     sender.hold("s", 0.0)
     assert sender.requested("decode-1", request(7, "s"), 1.0) == [StartWrite("decode-1", request(7, "s"))]
-    assert sender.written("decode-1", 7, is_ok=True)[-1] == Free("s", True)
+    assert sender.written("decode-1", 7, SUCCESS)[-1] == Free("s", True)
     assert written()(sender) == [result(SUCCESS), FETCHED]
 
 

@@ -5,8 +5,7 @@ Spans have OpenTelemetry's names where it has them, else vLLM's:
     POST /v1/completions        the request, until its last byte has gone out
     ├─ queue                    until its first step, or until its blocks are reserved
     ├─ fetch                    of a prompt that another worker computed
-    │  ├─ greet                 until every rank that holds it has answered
-    │  ├─ transfer              until every rank has written its part
+    │  ├─ transfer              until every rank that holds it has written its part
     │  └─ scatter               out of the bounce region
     ├─ prefill                  until the first token
     ├─ decode                   the other tokens
@@ -199,13 +198,10 @@ def _tell_sequence(
 
 
 def _tell_fetch(step: Span, fetch: FetchTimes) -> None:
-    for name, began_s, ended_s in (
-        ("greet", fetch.began_s, fetch.greeted_s),
-        ("transfer", fetch.greeted_s, fetch.arrived_s),
-        ("scatter", fetch.arrived_s, fetch.ended_s),
-    ):
-        if began_s is not None and (ended_s is None or began_s < ended_s):
-            step.record(name, began_s, fetch.ended_s if ended_s is None else ended_s, {})
+    arrived_s = fetch.ended_s if fetch.arrived_s is None else fetch.arrived_s
+    step.record("transfer", fetch.began_s, arrived_s, {})
+    if arrived_s < fetch.ended_s:
+        step.record("scatter", arrived_s, fetch.ended_s, {})
 
 
 def _of_scope(scope: Scope, model_name: str) -> Attributes:

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvist.cli import main
 from kvist.transfer import service
-from kvist.transfer.bounce import BounceConfig
+from kvist.transfer.bounce import BounceThreshold
 from kvist.transfer.copier import TorchCopier
 
 IMPORTED = (  # what the command imports when it runs
@@ -45,7 +45,7 @@ def serve(asked: dict[str, Any]) -> None:
     faulthandler.register(signal.SIGUSR1)
     os.environ |= asked["environment"]
     if asked["is_bounced"]:
-        BounceConfig.pays_off = lambda *_: True  # type: ignore
+        BounceThreshold.pays_off = lambda *_: True  # type: ignore
     if asked["hash_root"] is not None:
         service.root_digest = lambda *_: bytes([asked["hash_root"]] * 32)
     if asked["scatter_gate"]:

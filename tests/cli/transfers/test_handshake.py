@@ -30,7 +30,7 @@ async def test_workers_with_another_block_size_hash_model_or_dtype_are_refused_w
                 text = await target.text({"prompt": PROMPT, "max_tokens": 4, "kv_transfer_params": params})
                 assert text == await target.text({"prompt": PROMPT, "max_tokens": 4})
                 (told,) = target.failures()
-                assert told.startswith(f"refused by tcp://127.0.0.1:{source.transfer_port}: {reason}")
+                assert told.startswith(reason)
                 await target.is_idle()
             assert await source.metric("transfer_refused_greetings") == num_refused
             await source.is_idle()

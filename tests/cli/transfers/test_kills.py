@@ -77,8 +77,8 @@ async def held(scene: Scene) -> None:
     assert (counts["transfer_held"], counts["engine_kv_blocks_used"]) == (1, scene.num_blocks)
 
 
-async def init(scene: Scene) -> None:
-    """D has greeted P, to which it has never spoken before, and P does not run."""
+async def first(scene: Scene) -> None:
+    """D has asked P, to which it has never spoken before, and P does not run."""
     await scene.hold()
     await scene.source.stop()
     scene.ask()
@@ -174,7 +174,7 @@ class State:
 
 STATES = {
     "held": State(held, GONE),
-    "greeted": State(init, GONE),
+    "asked first": State(first, GONE),
     "asked": State(asked, GONE),
     "copying": State(copying, GONE, LONG, is_bounced=False),
     "copying one piece": State(copying, GONE, LONG),
@@ -261,9 +261,7 @@ async def test_when_the_receiver_is_killed_the_sender_frees_what_it_held(
     name: str, set_scene: Callable[..., Any]
 ) -> None:
     state = STATES[name]
-    source_s = (
-        HASTY_S if state.reach in (held, init) else PATIENT_S
-    )  # nobody has asked: it waits for the end of its hold
+    source_s = HASTY_S if state.reach is held else PATIENT_S  # nobody has asked: it waits for the end of its hold
     target_s = HASTY_S if state.reach is quarantined else PATIENT_S
     async with set_scene(name, source_s, target_s) as scene:
         await state.reach(scene)

@@ -212,7 +212,7 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
             await until(lambda: served.transfers.wanted)
             request_id, at_s = served.transfers.wanted.pop().request_id, time.monotonic()
             arrived_s = None if reason else at_s + 2e-6
-            served.hear("fetched", FetchTimes(request_id, at_s, at_s + 1e-6, arrived_s, at_s + 3e-6, 640, 2, reason))
+            served.hear("fetched", FetchTimes(request_id, at_s, arrived_s, at_s + 3e-6, 640, 2, reason))
             if reason is None:
                 served.report(FetchCompleted(request_id))
             else:
@@ -227,8 +227,8 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
     assert [each.name for each in steps[computed.span_id]] == ["queue", "fetch", "prefill", "decode"]
     fetched, failed = steps[came.span_id][1], steps[computed.span_id][1]
     assert (fetched.attributes, fetched.error) == ({"kvist.bytes": 640, "kvist.senders": 2}, None)
-    assert [each.name for each in steps_below(trace_collector.spans, fetched)] == ["greet", "transfer", "scatter"]
-    assert [each.name for each in steps_below(trace_collector.spans, failed)] == ["greet", "transfer"]
+    assert [each.name for each in steps_below(trace_collector.spans, fetched)] == ["transfer", "scatter"]
+    assert [each.name for each in steps_below(trace_collector.spans, failed)] == ["transfer"]
     assert failed.error == "gone"
 
 
@@ -253,6 +253,6 @@ async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_col
 async def test_what_nobody_asks_for_any_more_is_forgotten(serve: Any) -> None:
     async with serve() as served:
         for number in range(3000):
-            served.spans.fetched(FetchTimes(str(number), 0, 0, 0, 0, 0, 1, None))
+            served.spans.fetched(FetchTimes(str(number), 0, 0, 0, 0, 1, None))
         await asyncio.sleep(0)
         assert len(served.spans._fetches) == 1024

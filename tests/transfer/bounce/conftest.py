@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from kvist.transfer.agents import PeerId, SharedMemoryAgent
-from kvist.transfer.bounce import Bounce, BounceConfig
+from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.copier import TorchCopier, host_region
 
 torch.set_num_threads(1)
 
 
-ANYTHING = BounceConfig(min_fragments=2, max_fragment_bytes=1 << 40, close_timeout_s=0.05)
+ANYTHING = BounceThreshold(min_fragments=2, max_fragment_bytes=1 << 40)
 """Bounces whatever is more than one fragment for each writer."""
 
 
@@ -51,8 +51,7 @@ def new_end() -> Iterator[Callable[..., End]]:
         pool_bytes: int = 1 << 16,
         region_bytes: int = 1 << 16,
         wrap: Callable[[Any], Any] = lambda copier: copier,
-        config: BounceConfig | None = None,
-        **options: Any,
+        threshold: BounceThreshold = ANYTHING,
     ) -> End:
         agent = SharedMemoryAgent(name)
         pool = agent.allocate(pool_bytes)
@@ -61,8 +60,8 @@ def new_end() -> Iterator[Callable[..., End]]:
             agent,
             wrap(TorchCopier([torch.from_numpy(pool)])),
             lambda: host_region(agent, region_bytes),
-            config or ANYTHING,
-            **options,
+            threshold,
+            close_timeout_s=0.05,
         )
         ends.append(End(agent, pool, bounce))
         return ends[-1]
@@ -74,6 +73,6 @@ def new_end() -> Iterator[Callable[..., End]]:
 
 
 @pytest.fixture
-def anything() -> BounceConfig:
+def anything() -> BounceThreshold:
     """Return what bounces whatever is more than one fragment for each writer."""
     return ANYTHING
