@@ -7,29 +7,22 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from kvist.cli._terminal import SHOW_INTERVAL_S, finish, on_signal, progress_line
-from kvist.replay.jsonl import JsonlReader, to_line
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import RecordingError
 from kvist.replay.report import statistics_json, statistics_text, svg_plot
 from kvist.replay.script import Line, Pace, Script
 from kvist.replay.statistics import StatisticsCollector
-from kvist.replay.writer import RecordingWriter
-
-
-def open_reader(args: argparse.Namespace) -> RecordingReader | JsonlReader:
-    """Open what is to be read."""
-    return RecordingReader(args.file) if args.from_jsonl is None else JsonlReader(args.from_jsonl, args.engine)
 
 
 def publish(args: argparse.Namespace, script: Script) -> None:
     """Play to publications until the end, or until SIGINT or SIGTERM."""
     pace = Pace(None if args.as_fast_as_possible else args.speed)
-    with open_reader(args) as reader:
+    with RecordingReader(args.file) as reader:
         publications = open_publications(args.to, reader.sources())
     try:
         for source, publication in publications.items():
@@ -47,7 +40,7 @@ def publish(args: argparse.Namespace, script: Script) -> None:
     )
 
 
-def index(args: argparse.Namespace, script: Script, names: Mapping[str, str]) -> None:
+def index(args: argparse.Namespace, script: Script) -> None:
     """Play into an index, and print what it holds then."""
     from kvist.indexer.compilation import load_and_wait
 
@@ -57,9 +50,9 @@ def index(args: argparse.Namespace, script: Script, names: Mapping[str, str]) ->
 
     block_size = args.block_size
     if block_size is None:
-        with open_reader(args) as reader:
+        with RecordingReader(args.file) as reader:
             block_size = find_block_size(reader)
-    player = IndexPlayer(RadixIndex(), block_size, names)
+    player = IndexPlayer(RadixIndex(), block_size)
     started_s = time.monotonic()
     with _read_all(args, script, player.apply):
         report = player.report()
@@ -77,47 +70,14 @@ def print_statistics(args: argparse.Namespace, script: Script) -> None:
 
     def count(lines: list[Line]) -> None:
         for line in lines:
-            collector.add(line.record)
+            if not line.is_early:
+                collector.add(line.record)
 
     with _read_all(args, script, count):
         statistics = collector.result()
         print(json.dumps(statistics_json(statistics)) if args.json else statistics_text(statistics))
         if args.plot is not None:
-            args.plot.write_text(svg_plot(statistics.spans, str(args.file or args.from_jsonl)))
-
-
-def write_recording(args: argparse.Namespace, script: Script) -> None:
-    """Write what is selected to a recording of its own."""
-
-    def write(lines: list[Line]) -> None:
-        for _, record in lines:
-            writer.begin_session(record.session)
-            writer.add(record.source, record.message, record.time_ns)
-
-    with open_reader(args) as reader:
-        sources = reader.sources()
-    with RecordingWriter(args.to_file, sources) as writer, _read_all(args, script, write):
-        print(f"kvist replay: {writer.num_messages} messages written to {args.to_file}", flush=True)
-
-
-def write_jsonl(args: argparse.Namespace, script: Script) -> None:
-    """Write what is selected as JSON lines, to a new file or to stdout."""
-    num_written = num_left_out = 0
-
-    def write(lines: list[Line]) -> None:
-        nonlocal num_written, num_left_out
-        texts = [to_line(line.record, args.jsonl_form) for line in lines]
-        written = [text for text in texts if text is not None]
-        num_written += len(written)
-        num_left_out += len(texts) - len(written)
-        file.write(b"".join(written))
-
-    with (
-        nullcontext(sys.stdout.buffer) if args.to_jsonl == "-" else open(args.to_jsonl, "xb") as file,
-        _read_all(args, script, write),
-    ):
-        left_out = f", {num_left_out} left out that are no batches" if num_left_out else ""
-        print(f"kvist replay: {num_written} lines written to {args.to_jsonl}{left_out}", file=sys.stderr)
+            args.plot.write_text(svg_plot(statistics.spans, str(args.file)))
 
 
 @contextmanager
@@ -125,7 +85,7 @@ def _read_all(args: argparse.Namespace, script: Script, use: Callable[[list[Line
     """Read the script to its end, with a line of progress; damage is raised once what came before it was used."""
     show_at_s = 0.0
     damage: RecordingError | None = None
-    with progress_line(is_wanted=args.to_jsonl != "-") as show:
+    with progress_line() as show:
         try:
             for lines in script.lines():
                 if lines is None:
@@ -150,7 +110,7 @@ def _print_end(args: argparse.Namespace, script: Script) -> None:
     for torn in script.torn:
         print(f"kvist replay: {torn.path}: {torn.num_bytes} torn bytes at byte {torn.offset}", file=sys.stderr)
     if script.num_recorded == 0:
-        print(f"kvist replay: {args.file or args.from_jsonl}: no message in it", file=sys.stderr)
+        print(f"kvist replay: {args.file}: no message in it", file=sys.stderr)
 
 
 async def _play(args: argparse.Namespace, script: Script, player: Player) -> None:

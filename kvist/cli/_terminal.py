@@ -45,14 +45,16 @@ async def finish(task: asyncio.Task[None]) -> None:
 
 
 @contextmanager
-def progress_line(*, is_wanted: bool = True) -> Iterator[ShowProgress]:
+def progress_line() -> Iterator[ShowProgress]:
     """Yield what shows progress on stderr until the context ends; silent if that is no terminal, or without rich."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     except ModuleNotFoundError:
-        is_wanted = False
-    if not is_wanted or not sys.stderr.isatty():
+        is_shown = False
+    else:
+        is_shown = sys.stderr.isatty()
+    if not is_shown:
         yield lambda *_: None
         return
     columns = (BarColumn(bar_width=30), TextColumn("{task.fields[text]}"), TimeElapsedColumn(), TimeRemainingColumn())

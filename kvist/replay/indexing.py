@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,9 @@ from kvist.radix import RadixIndex
 from kvist.replay.blocks import SentBuffer
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
 from kvist.replay.player import REPLAY_BYTES
+from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import Record, RecordedSource
-from kvist.replay.script import Line, Pace, RecordReader, worker_of
+from kvist.replay.script import Line, Pace, worker_of
 
 _RETRY_S, _NUM_RETRIES = 0.6, 6  # after which each question was answered, or given up
 _ASKS_AGAIN_S = 60.0  # after which a rank that is partial is asked about again
@@ -91,8 +92,7 @@ class _Stream:
     def settle(self, now_s: float) -> None:
         """Answer all that is left, and let the index ask anew where it misses something that was told meanwhile."""
         now_s = self._answer_all([], now_s)
-        last = [message for message in self.sent.last_messages() if self.sent.holding(message.topic) is not None]
-        self._answer_all(last, now_s + _ASKS_AGAIN_S)
+        self._answer_all(self.sent.last_messages(), now_s + _ASKS_AGAIN_S)
 
     def _answer_all(self, messages: Sequence[Message], now_s: float) -> float:
         for _ in range(_NUM_RETRIES):
@@ -108,11 +108,10 @@ class IndexPlayer:
     in the end.
     """
 
-    def __init__(self, index: RadixIndex, block_size: int, names: Mapping[str, str] | None = None) -> None:
-        """Feed `index`; an engine's own stream is of the worker that its source is called, or `names` calls it."""
+    def __init__(self, index: RadixIndex, block_size: int) -> None:
+        """Feed `index`; an engine's own stream is of the worker that its source is called."""
         self._index = index
         self._block_size = block_size
-        self._names = names or {}
         self._resyncing: set[WorkerRank] = set()
         self._pace = Pace()
         self._now_s = 0.0
@@ -122,9 +121,11 @@ class IndexPlayer:
         """Apply some lines."""
         messages: defaultdict[_Stream, list[Message]] = defaultdict(list)
         for line in lines:
-            self._now_s = max(self._now_s, self._pace.due_s(line.round_idx, line.record))
             stream = self._stream_of(line.record)
-            if stream.sent.append(line.record.message):
+            is_sent = stream.sent.append(line.record.message) and not line.is_early
+            if not line.is_early:
+                self._now_s = max(self._now_s, self._pace.due_s(line.round_idx, line.record))
+            if is_sent:
                 messages[stream].append(line.record.message)
         for stream, received in messages.items():
             stream.receive(received, self._now_s)
@@ -158,18 +159,16 @@ class IndexPlayer:
         stream = self._streams.get((recorded, worker))
         if stream is None:
             url = f"tcp://recording:1?engine={recorded.engine}"
-            name = self._names.get(worker, worker)
-            source = Source(name, url, self._block_size, self._index, self._resyncing)
+            source = Source(worker, url, self._block_size, self._index, self._resyncing)
             stream = self._streams[recorded, worker] = _Stream(source)
         return stream
 
 
-def find_block_size(reader: RecordReader) -> int:
+def find_block_size(reader: RecordingReader) -> int:
     """Return the tokens per block that the first message with blocks names; raises InvalidValueError if none does."""
-    while (records := reader.read()) is not None:
-        for record in records:
-            if (block_size := _block_size(record)) is not None:
-                return block_size
+    for record in reader:
+        if (block_size := _block_size(record)) is not None:
+            return block_size
     raise InvalidValueError("block_size", None, "the tokens in a block: nothing in the recording tells")
 
 

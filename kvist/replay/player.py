@@ -68,6 +68,9 @@ class Player:
                 await self._sleep(POLL_S)
                 continue
             for line in lines:
+                if line.is_early:
+                    self._outlet(line).sent.append(line.record.message)
+                    continue
                 due_s = started_s + self._pace.due_s(line.round_idx, line.record)
                 now_s = self._clock()
                 if due_s - now_s > _MIN_SLEEP_S or now_s >= turn_ends_s:
@@ -89,14 +92,18 @@ class Player:
                     await outlet.send(message, self._sleep)
 
     async def _send(self, line: Line) -> None:
-        outlet, message = self._outlets.get(line.record.source), line.record.message
-        if outlet is None:
-            raise InvalidValueError("source", line.record.source.name, "one that was there when playing began")
+        outlet, message = self._outlet(line), line.record.message
         if not outlet.sent.append(message):
             return
         await outlet.send(message, self._sleep)
         self.num_sent += 1
         self.num_sent_bytes += len(message.payload)
+
+    def _outlet(self, line: Line) -> _Outlet:
+        outlet = self._outlets.get(line.record.source)
+        if outlet is None:
+            raise InvalidValueError("source", line.record.source.name, "one that was there when playing began")
+        return outlet
 
 
 class _Outlet:

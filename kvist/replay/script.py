@@ -1,4 +1,4 @@
-"""What is played, in which order and when: a recording's messages, selected, rewritten, once or several times over."""
+"""What is played, in which order and when: a recording's messages, or some of them, once or several times over."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple, TypeAlias
+from typing import Final, NamedTuple
+
+import msgspec
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import ReplayRequest
-from kvist.replay.blocks import SentBuffer
-from kvist.replay.envelope import CanonicalEnvelope, EngineEnvelope, read_envelope
-from kvist.replay.jsonl import JsonlReader
+from kvist.events.restarts import RestartDetector
+from kvist.events.transports import Message
+from kvist.replay.envelope import EngineEnvelope, read_envelope
 from kvist.replay.reader import RecordingReader, Torn
 from kvist.replay.recording import Record, RecordedSource
-from kvist.replay.rewriting import Rewriter
-
-RecordReader: TypeAlias = RecordingReader | JsonlReader
 
 _MIN_UNIX_S = 1e9  # smaller numbers are seconds since a recording's beginning: 31 years are no recording
 _MAX_WAIT_NS = 15_000_000_000  # by how much a recorder may put messages behind later ones, and some
+_EPOCH_IDX: Final = 3  # the field of a canonical batch, and of a part of a snapshot
+_EPOCHS_A_ROUND = 1 << 50  # 35 years of the microseconds in which publishers count: more than any recording spans
+_MAX_U64 = (1 << 64) - 1
+_CLEARED: Final = "AllBlocksCleared"
+
+_decode_fields = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
+_encode = msgspec.msgpack.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +88,11 @@ def worker_of(record: Record) -> str:
 
 
 class Line(NamedTuple):
-    """A record to play, in which round."""
+    """A record to play, in which round; what is early is not played, but part of what may be asked for."""
 
     round_idx: int
     record: Record
+    is_early: bool = False
 
 
 class Pace:
@@ -117,17 +123,13 @@ class Pace:
 
 
 class Script:
-    """Tells what to play, line by line; memory for one chunk of the recording and what the rewriter keeps.
-
-    Where something is left out at the beginning, also for the blocks that were held then: some 150 bytes each.
-    """
+    """Tells what to play, line by line; memory for one chunk of the recording."""
 
     def __init__(
         self,
-        open_reader: Callable[[], RecordReader],
+        open_reader: Callable[[], RecordingReader],
         *,
         selection: Selection | None = None,
-        rewriter: Rewriter | None = None,
         num_rounds: int = 1,
         follows: bool = False,
     ) -> None:
@@ -136,13 +138,12 @@ class Script:
             raise InvalidValueError("loop", num_rounds, "at least 1 round")
         self._open_reader = open_reader
         self._selection = selection or Selection()
-        self._rewriter = rewriter or Rewriter()
         self._num_rounds = num_rounds
         self._follows = follows
         self._round_idx = 0
-        self._reader: RecordReader | None = None
+        self._engines: defaultdict[RecordedSource, _EngineNumbers] = defaultdict(_EngineNumbers)
+        self._reader: RecordingReader | None = None
         self._first_ns: int | None = None
-        self._skipped = _Skipped()
         self.num_recorded = 0
         """Messages read, in all rounds, of which some may not have been meant."""
         self.torn: Sequence[Torn] = ()
@@ -163,7 +164,7 @@ class Script:
         """
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
-                self._round_idx, self._reader, self._skipped = round_idx, reader, _Skipped()
+                self._round_idx, self._reader = round_idx, reader
                 is_over = False
                 while not is_over:
                     records = reader.read()
@@ -185,37 +186,67 @@ class Script:
                 return lines, True
             if selection.is_too_late(record, first_ns) or not selection.has_worker(record):
                 continue
-            if selection.is_too_early(record, first_ns):
-                self._skipped.skip(record)
-                continue
-            for meant in (*self._skipped.snapshots_before(record), record):
-                for message in self._rewriter.rewritten(meant, self._round_idx):
-                    lines.append(Line(self._round_idx, meant._replace(message=message)))
+            is_early = selection.is_too_early(record, first_ns)
+            messages = [record.message] if self._num_rounds == 1 else self._of_round(record)
+            lines += [Line(self._round_idx, record._replace(message=message), is_early) for message in messages]
         return lines, False
 
+    def _of_round(self, record: Record) -> list[Message]:
+        """Return what makes a record news to who heard the rounds before; in the first it is as it was recorded.
 
-class _Skipped:
-    """Turns the messages that are passed over into snapshots, for ranks of which they tell all; others stay unknown."""
+        Canonical batches are of a later epoch. An engine's stream goes on in number, behind what clears its ranks.
+        """
+        message, round_idx = record.message, self._round_idx
+        envelope = read_envelope(message.payload)
+        if isinstance(envelope, EngineEnvelope):
+            return self._engines[record.source].renumbered(message, envelope, round_idx)
+        if envelope is None or round_idx == 0:
+            return [message]
+        fields: list[object] = [*_decode_fields(message.payload)]
+        fields[_EPOCH_IDX] = _checked(envelope.epoch + round_idx * _EPOCHS_A_ROUND, round_idx)
+        return [message._replace(payload=_encode(fields))]
+
+
+class _EngineNumbers:
+    """The numbers of one engine's stream beyond the first round: they go on, and what would end them is a clearing."""
 
     def __init__(self) -> None:
-        # What keeps next to nothing knows what was held before it.
-        self._buffers: defaultdict[RecordedSource, SentBuffer] = defaultdict(lambda: SentBuffer(max_bytes=1))
-        self._begun: set[tuple[RecordedSource, bytes]] = set()
+        self._process = (0, 0)  # in which round, and as how many times restarted there
+        self._restarts = RestartDetector()
+        self._ranks: dict[int | None, None] = {}
+        self._last_sequence = -1
+        self._offset = 0
 
-    def skip(self, record: Record) -> None:
-        """Take a record that comes before what is meant."""
-        self._buffers[record.source].append(record.message)
+    def renumbered(self, message: Message, envelope: EngineEnvelope, round_idx: int) -> list[Message]:
+        """Return the message under its number in this round, behind what clears each rank if another process begins."""
+        if round_idx > self._process[0]:
+            self._restarts = RestartDetector()
+        process = round_idx, self._restarts.observe(message.sequence, message.payload)
+        clearings = []
+        if process != self._process:
+            self._process = process
+            if round_idx == 0:
+                self._last_sequence = -1
+            else:
+                cleared = {"type": _CLEARED} if _begins_with_map(envelope.events) else [_CLEARED]
+                for number, rank in enumerate(self._ranks, self._last_sequence + 1):
+                    payload = _encode([envelope.timestamp_s, [cleared], rank])
+                    clearings.append(Message(message.topic, number, payload))
+                self._offset = self._last_sequence + len(clearings) + 1 - message.sequence
+        self._ranks[envelope.rank] = None
+        sequence = _checked(message.sequence + self._offset, round_idx)
+        self._last_sequence = max(self._last_sequence, sequence)
+        return [*clearings, message._replace(sequence=sequence)]
 
-    def snapshots_before(self, record: Record) -> list[Record]:
-        """Return what is to be told before a record that is meant: a snapshot, once for each rank."""
-        key, buffer = (record.source, record.message.topic), self._buffers.get(record.source)
-        if buffer is None or key in self._begun:
-            return []
-        envelope = read_envelope(record.message.payload)
-        if envelope is None or isinstance(envelope, EngineEnvelope):
-            return []
-        self._begun.add(key)
-        if not isinstance(envelope, CanonicalEnvelope):
-            return []
-        request = ReplayRequest(record.message.topic, 0, envelope.epoch)
-        return [record._replace(message=message) for message in buffer.replay(request)]
+
+def _checked(number: int, round_idx: int) -> int:
+    """Return an epoch or a sequence; raises InvalidValueError for one that no message can have."""
+    if number > _MAX_U64:
+        raise InvalidValueError("loop", round_idx + 1, f"fewer rounds: no number follows {_MAX_U64}")
+    return number
+
+
+def _begins_with_map(events: Sequence[msgspec.Raw]) -> bool:
+    """Return whether an engine writes its events as maps, not as arrays."""
+    first = bytes(events[0])[0] if events else 0
+    return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)

@@ -94,11 +94,6 @@ class RecordingWriter(Closable):
         """Return the size of all parts that were written."""
         return self._num_bytes_of_parts_before + self._part.num_bytes
 
-    def begin_session(self, session: int) -> None:
-        """Let what follows be of another run of a recorder, in a part of its own."""
-        if session != self._part.about.session:
-            self._begin_next(session)
-
     def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
         """Add a message that came at this Unix time."""
         size_bytes = len(message.topic) + len(message.payload)
@@ -107,7 +102,7 @@ class RecordingWriter(Closable):
         self.flush_if_due(time_ns)
         is_large = self._rotate_bytes is not None and self._part.num_bytes >= self._rotate_bytes
         if self._part.num_chunks > 0 and (is_large or self._part.is_full):
-            self._begin_next(self._part.about.session)
+            self._begin_next()
         self._part.add(source, message, time_ns)
         self.num_messages += 1
         self.num_payload_bytes += len(message.payload)
@@ -130,11 +125,11 @@ class RecordingWriter(Closable):
         chunk_bytes = min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
         return _Part(part_path(self._first_path, about.part), about, chunk_bytes)
 
-    def _begin_next(self, session: int) -> None:
+    def _begin_next(self) -> None:
         """Begin the next part; this one is complete by then."""
         self._part.finish()
         self._num_bytes_of_parts_before += self._part.num_bytes
-        self._part = self._begin(replace(self._part.about, part=self._part.about.part + 1, session=session))
+        self._part = self._begin(replace(self._part.about, part=self._part.about.part + 1))
         self.num_parts += 1
 
 

@@ -81,9 +81,9 @@ ENGINE = ("torch", "safetensors")
     ("missing", "commands", "extra"),
     [
         ([*ROUTER, *ENGINE], ["up", SERVE], "engine"),
-        ([*ROUTER, *ENGINE], ["route", "index --port 0", "compile", "replay --into-index {jsonl}"], "router"),
-        (ROUTER, ["up", "route", "index --port 0", SERVE, "compile", "replay --into-index {jsonl}"], "router"),
-        (["numba", "llvmlite"], ["index --port 0", "compile", "replay --into-index {jsonl}"], "router"),
+        ([*ROUTER, *ENGINE], ["route", "index --port 0", "compile", "replay --into-index {new}"], "router"),
+        (ROUTER, ["up", "route", "index --port 0", SERVE, "compile", "replay --into-index {new}"], "router"),
+        (["numba", "llvmlite"], ["index --port 0", "compile", "replay --into-index {new}"], "router"),
         (ENGINE, ["up", SERVE], "engine"),
         (
             ["nats", "nkeys"],
@@ -109,9 +109,7 @@ ENGINE = ("torch", "safetensors")
 def test_each_command_whose_extra_is_missing_says_which(
     missing: list[str], commands: list[str], extra: str, tmp_path: Path
 ) -> None:
-    jsonl = tmp_path / "events.jsonl"
-    jsonl.touch()
-    commands = [each.format(jsonl=f"--from-jsonl {jsonl}", new=tmp_path / "recording") for each in commands]
+    commands = [each.format(new=tmp_path / "recording") for each in commands]
     argv = [sys.executable, "-c", WITHOUT, json.dumps([missing, commands])]
     process = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
     for command, line in zip(commands, process.stdout.splitlines(), strict=True):

@@ -15,7 +15,6 @@ from kvist.indexer import Indexer
 from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingError, RecordingReader, RecordingWriter
 from kvist.replay.player import Player, open_publications
-from kvist.replay.rewriting import Rewriter
 from kvist.replay.script import Moment, Pace, Script, Selection
 
 _names = itertools.count()
@@ -103,8 +102,7 @@ async def test_what_is_selected_is_played_and_nothing_else(make, recording):
 
 async def test_a_loop_plays_it_again_in_later_epochs(make, recording):
     messages = [make.batch(i, make.stored(i)) for i in range(3)]
-    options = {"num_rounds": 3, "rewriter": Rewriter(num_rounds=3)}
-    publication, _, time = await played(make, recording(*messages), **options)
+    publication, _, time = await played(make, recording(*messages), num_rounds=3)
     assert [message.sequence for message in publication.sent] == [0, 1, 2] * 3
     assert len({message.payload for message in publication.sent}) == 9
     assert time.now_s - 100.0 == pytest.approx(3 * 0.020, abs=0.001)

@@ -18,7 +18,6 @@ from kvist.radix import RadixIndex
 from kvist.replay import RecordedSource, RecordingReader, RecordingWriter
 from kvist.replay.envelope import read_envelope
 from kvist.replay.indexing import IndexPlayer
-from kvist.replay.jsonl import JsonlReader, to_line
 from kvist.replay.player import Player, close_publications, open_publications
 from kvist.replay.recorder import Recorder, SourceSpec, parse_sources
 from kvist.replay.script import Pace, Script
@@ -98,7 +97,7 @@ async def test_a_recorded_fleet_played_into_an_index_is_the_fleet_as_it_was(tmp_
     assert dict(replayed.match(prompt).items()) == dict(live.match(prompt).items())
 
 
-async def test_engines_own_bytes_are_recorded_as_they_are_and_come_back_through_json(golden, tmp_path, until):
+async def test_engines_own_bytes_are_recorded_as_they_are(golden, tmp_path, until):
     path = tmp_path / "r"
     publication = open_publication("tcp://127.0.0.1:0")
     url = publication.endpoint.partition("?")[0]
@@ -119,10 +118,6 @@ async def test_engines_own_bytes_are_recorded_as_they_are_and_come_back_through_
     publication.close()
     records = [record for record in read(path) if record.message != probe]
     assert [record.message for record in records] == sent
-    lines = tmp_path / "lines"
-    lines.write_bytes(b"".join(to_line(record, "message") for record in records))
-    with JsonlReader(lines) as reader:
-        assert reader.read() == records
 
 
 def test_the_window_groups_of_an_engines_own_bytes_are_told(golden, make):
