@@ -62,6 +62,10 @@ class StandIn(metaclass=_StandInType):
             raise AttributeError(name)
         return StandIn
 
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _source: Any, _handler: Any) -> Any:  # a field of it takes anything
+        return {"type": "any"}
+
     def __call__(self, *args: Any, **options: object) -> Any:
         return args[0] if len(args) == 1 and callable(args[0]) and not options else self
 

@@ -1,12 +1,15 @@
 """Chat templates: messages to the text that the model was trained on, as transformers renders them.
 
-Templates come with models and are untrusted code: they run in jinja2's immutable sandbox.
+What a template is given is what vLLM 0.33 gives it (`vllm/renderers`): messages and tools with the fields it knows, in
+its order. Templates come with models and are untrusted code: they run in jinja2's immutable sandbox.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -19,7 +22,8 @@ from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest, Message, is_text_part
 
-# Marks the end of the last message, where `continue_final_message` cuts; no text of a conversation contains it.
+# Marks where a text is cut: at an image, and where `continue_final_message` ends it; no text of a conversation contains
+# it. A template that trims the space behind it would have trimmed the text.
 _CUT = "\ue000kvist-cut\ue000"
 
 
@@ -57,61 +61,201 @@ class ChatTemplate:
             raise InvalidValueError("chat template", source[:80], f"jinja2 ({error}, line {error.lineno})") from None
         self._special_tokens = dict(special_tokens)
         self._takes_parts = _loops_over_content(environment.parse(source))
+        self._knows_developers = "'developer'" in source or '"developer"' in source
+        self._source = source
 
     def render(self, request: ChatCompletionRequest) -> str:
-        """Return the prompt's text; raises RequestError (400) with the template's own words when it refuses."""
-        messages = [self._message(message) for message in request.messages]
-        if request.continue_final_message:
-            messages[-1] = _marked(messages[-1])
+        """Return the prompt's text, up to its first image or other item; raises RequestError (400) if it is refused.
+
+        An engine puts an item's own tokens where the template puts a mark. In a template that takes plain text, vLLM
+        has them before the message's text.
+        """
+        if not has_items(request):
+            return self._rendered(request)
+        texts = [self._rendered(request, is_marked=is_marked).partition(_CUT)[0] for is_marked in (True, False)]
+        if texts[0] == texts[1]:
+            return texts[0]
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+        return "".join(char for char, _ in same)  # of a template that puts all items first
+
+    def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
+        given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
+        given |= (request.chat_template_kwargs or {}) | _effort(request)
+        given["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
+        if request.tools is not None:
+            given["tools"] = [_tool(tool) for tool in request.tools]
+        if request.documents is not None:
+            given["documents"] = request.documents
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=request.tools,
-                documents=request.documents,
-                add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
-                **self._special_tokens | (request.chat_template_kwargs or {}),
-            )
+            given["messages"] = self._messages(request, is_marked)
+            text = self._template.render(given)
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
-            raise RequestError(400, f"messages: the chat template refused them: {error}", param="messages") from None
+            message = f"messages: the chat template refused them: {error}"
+            raise RequestError(400, message, param="messages", code="template_refused") from None
         if not request.continue_final_message:
             return text
-        head, cut, _ = text.rpartition(_CUT)
+        head, cut, tail = text.rpartition(_CUT)
         if not cut:
             raise RequestError(400, "continue_final_message: the template drops the last message", param="messages")
-        return head
+        return head if tail.startswith(" ") else head.rstrip()
 
-    def _message(self, message: Message) -> Message:
-        """Return the message as templates expect it: parts joined to text, arguments of tool calls as objects."""
-        content = message.get("content")
-        if isinstance(content, list) and not self._takes_parts:
-            message = message | {"content": "\n".join(_texts(content))}
-        if message.get("tool_calls"):
-            message = message | {"tool_calls": [_with_parsed_arguments(call) for call in message["tool_calls"]]}
-        return message
+    @functools.cached_property
+    def effort_without_thinking(self) -> str:
+        """Return the effort that asks it not to think: `low` where it takes `none` for an effort like others."""
+        rendered: list[str | None] = []
+        for effort in ("none", "low", "medium", "high", "xhigh", "max"):
+            request = ChatCompletionRequest(messages=[{"role": "user", "content": "Hi"}], reasoning_effort=effort)
+            try:
+                rendered.append(self.render(request))
+            except RequestError:
+                rendered.append(None)
+        return "low" if rendered[0] is None or rendered[0] in rendered[1:] else "none"
+
+    @functools.cached_property
+    def is_system_first(self) -> bool:
+        """Return whether it takes a system message at the start alone, tried in the bare environment vLLM tries it."""
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        )
+        messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
+        try:
+            environment.from_string(self._source).render(messages=messages, add_generation_prompt=False)
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError):
+            return True
+        return False
+
+    def _messages(self, request: ChatCompletionRequest, is_marked: bool) -> list[Message]:
+        messages = [self._message(message, is_marked) for message in request.messages]
+        if not self._knows_developers and any(message.get("role") == "developer" for message in messages):
+            messages = _with_one_system_message(messages)
+        if request.continue_final_message:
+            messages[-1] = _marked(messages[-1])
+        return messages
+
+    def _message(self, message: Message, is_marked: bool) -> Message:
+        """Return the message with what it may have, its text as the template takes it, arguments as objects.
+
+        Where an item is there is a cut, and the item behind it if it `is_marked`.
+        """
+        content, role = message.get("content"), message.get("role")
+        parts = [content] if isinstance(content, str) else content or []
+        if not isinstance(parts, list):
+            raise RequestError(400, f"messages: got content {content!r:.100}, expected text or parts", param="messages")
+        known: Message = {"role": role}
+        texts: list[str] = []
+        shown: list[dict[str, str]] = []
+        for part in parts:
+            text = part if isinstance(part, str) else part["text"] if is_text_part(part) else None
+            if text is None:
+                shown.append({"type": "text", "text": _CUT})
+                if is_marked and isinstance(part, dict):
+                    shown.append({"type": str(part.get("type")).removeprefix("input_").removesuffix("_url")})
+            elif role != "system" or (text := without_billing_header(text)) is not None:
+                shown.append({"type": "text", "text": text})
+                texts.append(text)
+        if self._takes_parts and role != "tool":
+            known["content"] = shown
+        else:
+            joined = "\n".join(texts if self._takes_parts else filter(None, texts))
+            known["content"] = joined if len(shown) == len(texts) else _CUT + joined
+        if role == "assistant":
+            if message.get("tool_calls"):
+                known["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
+            thoughts = message.get("reasoning")
+            if thoughts is None:
+                thoughts = message.get("reasoning_content")
+            if thoughts is not None:
+                known["reasoning"] = known["reasoning_content"] = known["thinking"] = thoughts
+        for name in ("name", "tool_call_id") if role == "tool" else ("name",):
+            if isinstance(message.get(name), str):
+                known[name] = message[name]
+        if role == "developer":
+            known["tools"] = message.get("tools")
+        return known
 
 
-def _texts(parts: Sequence[Any]) -> list[str]:
-    return [part["text"] for part in parts if is_text_part(part)]
+def without_billing_header(text: str) -> str | None:
+    """Return a system prompt without the first line of Claude Code's that changes with each request."""
+    if not text.startswith("x-anthropic-billing-header"):
+        return text
+    return text.partition("\n")[2] or None
+
+
+def has_items(request: ChatCompletionRequest) -> bool:
+    """Return whether some part of a message is no text: an image, say."""
+    contents = [content for message in request.messages if isinstance(content := message.get("content"), list)]
+    return any(not isinstance(part, str) and not is_text_part(part) for content in contents for part in content)
+
+
+def _with_one_system_message(messages: list[Message]) -> list[Message]:
+    """Return them with developers' messages as the system's and, where one is not first, all those joined in one."""
+    renamed = [
+        {"role": "system"} | {name: value for name, value in message.items() if name not in ("role", "tools")}
+        if message.get("role") == "developer"
+        else message
+        for message in messages
+    ]
+    systems = [message for message in renamed if message.get("role") == "system"]
+    if renamed[0] is systems[0] and len(systems) == 1:
+        return renamed
+    contents = [message["content"] for message in systems]
+    texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in contents]
+    others = [message for message in renamed if message.get("role") != "system"]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
+
+
+def _effort(request: ChatCompletionRequest) -> dict[str, Any]:
+    """Return what the template is told of how much to think."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    is_settled = "enable_thinking" in (request.chat_template_kwargs or {})
+    return (
+        {"reasoning_effort": effort}
+        if is_settled
+        else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    )
+
+
+def _tool(tool: Any) -> Any:
+    """Return a tool with the fields that vLLM knows, in its order: templates print it as it stands."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict):
+        return tool
+    deferral = tool.get("defer_loading")
+    known = {name: function.get(name) for name in ("name", "description", "parameters")}
+    for name, value in (("strict", None), ("defer_loading", deferral)):
+        if (value := function.get(name, value)) is not None:
+            known[name] = value
+    shown = {"type": "function", "function": known}
+    return shown if deferral is None else shown | {"defer_loading": deferral}
 
 
 def _with_parsed_arguments(call: Any) -> Any:
-    """OpenAI sends the arguments of a call as a JSON string; templates print them as an object."""
+    """OpenAI sends the arguments of a call as a JSON string; templates print them as an object, before the name."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict):
         return call
+    if not isinstance(function.get("arguments"), dict):
+        function = {"arguments": parsed_arguments(function.get("arguments")), "name": function.get("name")}
+    return {"id": call.get("id"), "function": function, "type": "function"}
+
+
+def parsed_arguments(text: Any) -> dict[str, Any]:
+    """Return the object that the arguments of a call are in JSON; an empty one for whatever else they are."""
     try:
-        arguments = json.loads(function["arguments"])
-    except (ValueError, RecursionError):
-        return call
-    return call | {"function": function | {"arguments": arguments}}
+        arguments = json.loads(text)
+    except (TypeError, ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _marked(message: Message) -> Message:
     content = message.get("content")
     if isinstance(content, str):
-        return message | {"content": content + _CUT}
+        return message | {"content": f"{content}{_CUT} "}
     if isinstance(content, list) and content and isinstance(content[-1], dict) and "text" in content[-1]:
-        return message | {"content": [*content[:-1], content[-1] | {"text": content[-1]["text"] + _CUT}]}
+        return message | {"content": [*content[:-1], content[-1] | {"text": f"{content[-1]['text']}{_CUT} "}]}
     raise RequestError(400, "continue_final_message: expected a last message that ends in text", param="messages")
 
 

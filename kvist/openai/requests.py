@@ -45,6 +45,7 @@ class ChatCompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    reasoning_effort: str | None = None
     cache_salt: str | None = None
     swa_scratch: bool | None = None
     stream: bool | None = False
@@ -78,6 +79,14 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
         raise RequestError(
             400, "prompt: expected all strings, all token ids, or all lists of token ids", param="prompt"
         )
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What `POST /tokenize` asks beside a chat or a prompt; the fields are named as in vLLM."""
+
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = False
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -151,7 +160,7 @@ class _WithKvTransfer(msgspec.Struct, frozen=True):
     kv_transfer_params: KvTransferParams | None = None
 
 
-Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, SamplingParams, _WithKvTransfer)
+Request = TypeVar("Request", ChatCompletionRequest, CompletionRequest, TokenizeRequest, SamplingParams, _WithKvTransfer)
 
 MAX_DEPTH = 128
 """Levels of arrays and objects in a body; templates and engines walk them by recursion."""
@@ -230,6 +239,11 @@ def decode_chat_request(fields: Fields) -> ChatCompletionRequest:
 def decode_completion_request(fields: Fields) -> CompletionRequest:
     """Return the request that the fields are; raises RequestError (400) that names the field."""
     return _convert(fields, CompletionRequest)
+
+
+def decode_tokenize_request(fields: Fields) -> TokenizeRequest:
+    """Return what of the request is neither chat nor prompt; raises RequestError (400) that names the field."""
+    return _convert(fields, TokenizeRequest)
 
 
 def decode_sampling_params(fields: Fields) -> SamplingParams:

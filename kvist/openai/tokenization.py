@@ -12,7 +12,7 @@ import re
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,15 @@ class ChatTokenizer:
 
     def tokenize_chat(self, request: ChatCompletionRequest) -> list[int]:
         """Return the prompt's tokens; raises RequestError (400) when there is no template or it refuses."""
+        return self._encode_segments(self.template.render(request))
+
+    @property
+    def template(self) -> ChatTemplate:
+        """Return how chats become text; raises RequestError (400) when the model has no template."""
         if self._template is None:
-            raise RequestError(400, "messages: this model has no chat template; use /v1/completions", param="messages")
-        return self._encode_segments(self._template.render(request))
+            message = "messages: this model has no chat template; use /v1/completions"
+            raise RequestError(400, message, param="messages", code="no_chat_template")
+        return self._template
 
     def tokenize_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text prompt; token ids are returned as they are."""
@@ -86,7 +92,15 @@ class ChatTokenizer:
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special tokens included."""
-        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self.text([token_id])
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included; ids that are no token have none."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_strs(self, token_ids: Iterable[int]) -> list[str | None]:
+        """Return how the vocabulary spells each token; None for an id that is no token."""
+        return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]
 
     def detokenizer(self) -> Detokenizer:
         """Return a fresh incremental decoder for one output."""

@@ -147,6 +147,7 @@ class _Forwarding:
         with self.trace.step("read"):
             self.ask = await router.reader.read(path, self.request.body)
             self.body = without_report_mode(self.request.body, self.ask.fields)
+        router.metrics.read(path, self.ask)
         self.trace.set(spans.of_ask, self.ask)
         with self.trace.step("match"):
             self.overlaps = router.routing.overlaps(self.ask)

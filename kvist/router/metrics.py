@@ -20,6 +20,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
+from kvist.router.prompts import APIS, Ask
 from kvist.router.routing import Routing
 from kvist.router.usage import ReportedUsage
 
@@ -57,6 +58,11 @@ class RouterMetrics:
             "kvist_router_requests",
             "Requests sent to workers; status 0: the worker failed, 499: the client left",
             ["worker", "status", "policy"],
+        )
+        self._readings = counter(
+            "kvist_router_readings",
+            "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way",
+            ["api", "outcome", "obstacle"],
         )
         self._refusals = counter("kvist_router_refusals", "Requests the router answered itself", ["status"])
         self._retries = counter("kvist_router_retries", "Requests sent on to another worker", ["worker"])
@@ -122,6 +128,10 @@ class RouterMetrics:
         if (status, policy) not in requests:
             requests[status, policy] = self._requests.labels(worker, str(status), policy)
         requests[status, policy].inc()
+
+    def read(self, path: str, ask: Ask) -> None:
+        """Count a request by how much of its prompt is known."""
+        self._readings.labels(APIS.get(path, "other"), ask.outcome, ask.obstacle or "").inc()
 
     def refused(self, status: int) -> None:
         """Count an answer of the router's own."""

@@ -3,29 +3,29 @@
 A body is parsed here, once and strictly, and a client that says in it what only the router may say is refused.
 
 A prompt that cannot be tokenised here (no tokeniser, a template that refuses, an unknown endpoint) is not refused: it
-is routed by load, and `untokenized_reason` says why.
+is routed by load, and `untokenized_reason` says why. Chats come by three APIs, and are rendered alike.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvist.openai.chat_template import has_items
+from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH, chat_of
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
     Fields,
-    Message,
     Prompt,
     TokenId,
     decode_chat_request,
     decode_completion_request,
-    is_text_part,
     read_fields,
 )
 from kvist.openai.tokenization import ChatTokenizer
@@ -33,6 +33,8 @@ from kvist.router.reserved import refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
+APIS = {CHAT_PATH: "chat", COMPLETION_PATH: "completions", MESSAGES_PATH: "messages", RESPONSES_PATH: "responses"}
+"""Whose prompts are read, by their names in metrics."""
 FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"})
 """Endpoints that take a form; all others take JSON, whatever a request says of its content."""
 
@@ -48,7 +50,8 @@ CHARS_PER_TOKEN = 4
 class Ask:
     """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
 
-    `fields` is the whole body, but for a prompt that is in `token_ids` alone.
+    `fields` is the whole body, but for a prompt that is in `token_ids` alone. `chat` is what was rendered, all of it;
+    `obstacle` is a word for why the tokens are not all of the prompt's, or not known.
     """
 
     model: str | None
@@ -58,6 +61,15 @@ class Ask:
     untokenized_reason: str | None = None
     num_prompts: int = 1
     fields: Fields = field(default_factory=dict)
+    chat: ChatCompletionRequest | None = None
+    obstacle: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """Return how well the prompt could be read: `tokens` (all of them), `partly`, or `load only`."""
+        if self.token_ids is None:
+            return "load only"
+        return "tokens" if self.obstacle is None else "partly"
 
 
 class PromptReader:
@@ -92,18 +104,20 @@ class PromptReader:
             if fields.get("token_ids") is not None:
                 return _read_tokens(fields)
             path = COMPLETION_PATH if fields.get("messages") is None else CHAT_PATH
-        if path == CHAT_PATH:
-            return self._read_chat(fields, len(body))
-        return self._read_completion(fields) if path == COMPLETION_PATH else _read_other(fields, len(body))
+        if path == COMPLETION_PATH:
+            return self._read_completion(fields)
+        return self._read_chat(path, fields, len(body)) if path in APIS else _read_other(fields, len(body))
 
-    def _read_chat(self, fields: Fields, num_bytes: int) -> Ask:
-        request = decode_chat_request(fields)
+    def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> Ask:
+        chat = decode_chat_request(fields) if api == CHAT_PATH else None
         try:
-            token_ids = self._loaded_tokenizer().tokenize_chat(_text_before_first_image(request))
+            tokenizer = self._loaded_tokenizer()
+            chat = chat or chat_of(api, fields, tokenizer.template)
+            token_ids = tokenizer.tokenize_chat(chat)
         except RequestError as error:
-            num_tokens, reason = num_bytes // CHARS_PER_TOKEN, error.message
-            return Ask(request.model, num_tokens, None, request.cache_salt, reason, fields=fields)
-        return Ask(request.model, len(token_ids), token_ids, request.cache_salt, fields=fields)
+            return _read_other(fields, num_bytes, error)
+        obstacle = "image" if has_items(chat) else None
+        return Ask(chat.model, len(token_ids), token_ids, chat.cache_salt, fields=fields, chat=chat, obstacle=obstacle)
 
     def _read_completion(self, fields: Fields) -> Ask:
         request = decode_completion_request(fields)
@@ -115,17 +129,19 @@ class PromptReader:
                 longest if isinstance(longest, list) else self._tokenize_text(longest, request.add_special_tokens)
             )
         except RequestError as error:
-            num_tokens = num_other_tokens + _length_in_tokens(longest)
-            return Ask(request.model, num_tokens, None, request.cache_salt, error.message, len(prompts), fields)
-        num_tokens = num_other_tokens + len(token_ids)
-        return Ask(request.model, num_tokens, token_ids, request.cache_salt, None, len(prompts), fields)
+            num_tokens, reason = num_other_tokens + _length_in_tokens(longest), error.message
+            read = Ask(request.model, num_tokens, None, request.cache_salt, reason, len(prompts), fields)
+            return replace(read, obstacle=error.code)
+        num_tokens, obstacle = num_other_tokens + len(token_ids), "batch" if len(prompts) > 1 else None
+        read = Ask(request.model, num_tokens, token_ids, request.cache_salt, None, len(prompts), fields)
+        return replace(read, obstacle=obstacle)
 
     def _tokenize_text(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._loaded_tokenizer().tokenize_prompt(text, add_special_tokens=add_special_tokens)
 
     def _loaded_tokenizer(self) -> ChatTokenizer:
         if self._tokenizer is None:
-            raise RequestError(400, "the router has no model path, so text is not tokenised")
+            raise RequestError(400, "the router has no model path, so text is not tokenised", code="no_tokenizer")
         return self._tokenizer
 
 
@@ -165,32 +181,15 @@ def _client_fields(body: bytes) -> Fields:
     return fields
 
 
-def _read_other(fields: Fields, num_bytes: int) -> Ask:
+_OTHER = RequestError(400, "the endpoint is not routed by prefix", code="other_endpoint")
+
+
+def _read_other(fields: Fields, num_bytes: int, error: RequestError = _OTHER) -> Ask:
     """Take the model from a body of unknown shape, if it says one; the worker judges the rest."""
-    model = fields.get("model")
-    known_model = model if isinstance(model, str) else None
-    reason = "the endpoint is not routed by prefix"
-    return Ask(known_model, num_bytes // CHARS_PER_TOKEN, None, None, reason, fields=fields)
+    model, salt = [each if isinstance(each, str) else None for each in map(fields.get, ("model", "cache_salt"))]
+    read = Ask(model, num_bytes // CHARS_PER_TOKEN, None, salt, error.message, fields=fields)
+    return replace(read, obstacle=error.code or "not_understood")
 
 
 def _length_in_tokens(prompt: Prompt) -> int:
     return len(prompt) if isinstance(prompt, list) else len(prompt) // CHARS_PER_TOKEN + 1
-
-
-def _text_before_first_image(request: ChatCompletionRequest) -> ChatCompletionRequest:
-    """Return the request cut right before its first part that is not text.
-
-    The engine goes on with the item's own hash where the template now ends the prompt, so only blocks before it match.
-    """
-    for message_idx, message in enumerate(request.messages):
-        content = message.get("content")
-        if not isinstance(content, list):
-            continue
-        for part_idx, part in enumerate(content):
-            if not is_text_part(part):
-                texts = content[:part_idx]
-                kept: list[Message] = request.messages[:message_idx]
-                if texts or not kept:
-                    kept = [*kept, message | {"content": texts or ""}]
-                return msgspec.structs.replace(request, messages=kept, add_generation_prompt=False)
-    return request

@@ -25,7 +25,7 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-CALL = {"id": "abc123456", "type": "function", "function": {"name": "get_weather", "arguments": {"city": "Malmö"}}}
+CALL = {"id": "abc123456", "type": "function", "function": {"arguments": {"city": "Malmö"}, "name": "get_weather"}}
 
 SYSTEM = {"role": "system", "content": "You are terse.  Answer in one word.\n"}
 TURNS = [

@@ -371,3 +371,15 @@ async def test_paced_clients_spread_over_the_fleet(worker, router) -> None:
         for number in range(12):
             await front.complete([number] * 64)
         assert [len(each.completions) for each in (a, b, c)] == [4, 4, 4]
+
+
+async def test_readings_are_counted_by_api_and_outcome(worker, router) -> None:
+    async with worker() as one, router(one.url, policy="round-robin") as front:
+        await front.complete([1, 2, 3])
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/embeddings"):
+            await front.client.post(path, json={"model": "m", "messages": [{"role": "user", "content": "x"}]})
+        counted = {name: value for name, value in (await front.metrics()).items() if "readings_total" in name}
+        series = 'kvist_router_readings_total{{api="{}",obstacle="{}",outcome="{}"}}'
+        obstacles = dict.fromkeys(("chat", "messages", "responses"), "no_tokenizer") | {"other": "other_endpoint"}
+        expected = {series.format(api, obstacle, "load only"): 1 for api, obstacle in obstacles.items()}
+        assert counted == expected | {series.format("completions", "", "tokens"): 1}

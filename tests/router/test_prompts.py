@@ -9,7 +9,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from kvist.openai.chat_template import ChatTemplate
+from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
+from kvist.openai.requests import ChatCompletionRequest
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader
 
@@ -114,7 +116,7 @@ async def test_arguments_that_would_break_the_template_are_refused_by_name(reade
     assert refusal.value.status == 400
 
 
-async def test_only_the_text_before_the_first_image_is_matched(reader: PromptReader) -> None:
+async def test_a_template_of_plain_text_is_matched_up_to_the_message_with_the_first_image(reader: PromptReader) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     parts = [{"type": "text", "text": "hello"}, image, {"type": "text", "text": "world"}]
     messages = [
@@ -123,11 +125,28 @@ async def test_only_the_text_before_the_first_image_is_matched(reader: PromptRea
         {"role": "user", "content": "x"},
     ]
     ask = await reader.read(CHAT_PATH, body(messages=messages))
-    assert ask.token_ids == words("user : again end user : hello end")
+    assert ask.token_ids == words("user : again end user :")
     only_image = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": [image]}]))
-    assert only_image.token_ids == words("user : end")
-    after_text = await reader.read(CHAT_PATH, body(messages=[messages[0], {"role": "user", "content": [image]}]))
-    assert after_text.token_ids == words("user : again end")
+    assert only_image.token_ids == words("user :")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{% for p in m.content %}{{ p.text if p.type == 'text' else '<image>' }}{% endfor %}", "U:hello"),
+        (
+            "{% for p in m.content if p.type == 'image' %}<image>{% endfor %}"
+            "{% for p in m.content %}{{ p.text }}{% endfor %}",
+            "U:",
+        ),
+        ("{% for p in m.content %}{{ p.text | trim if p.type == 'text' }}{% endfor %}", "U:hello"),
+    ],
+)
+def test_only_what_comes_before_the_first_image_is_rendered(content: str, text: str) -> None:
+    template = ChatTemplate("{% for m in messages %}U:" + content + "{% endfor %}end", {})
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    parts = [{"type": "text", "text": "hello"}, image, {"type": "text", "text": "world"}, image]
+    assert template.render(ChatCompletionRequest(messages=[{"role": "user", "content": parts}])) == text
 
 
 async def test_other_endpoints_give_their_model_if_they_say_one(reader: PromptReader) -> None:
@@ -145,3 +164,55 @@ async def test_a_body_to_be_explained_may_be_of_any_kind(reader: PromptReader) -
         with pytest.raises(RequestError) as refusal:
             await reader.read(None, wrong)
         assert refusal.value.status == 400
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+TURN = {"role": "user", "content": "hello"}
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH])
+async def test_a_chat_is_the_same_prompt_by_every_api(reader: PromptReader, path: str) -> None:
+    name = "input" if path == RESPONSES_PATH else "messages"
+    ask = await reader.read(path, body(**{name: [TURN, {"role": "assistant", "content": "world"}], "cache_salt": "s"}))
+    assert ask.token_ids == [*words("user : hello end"), 0, *words(": world end")]
+    assert (ask.model, ask.cache_salt, ask.outcome, ask.obstacle) == ("m", "s", "tokens", None)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "outcome", "obstacle"),
+    [
+        (
+            CHAT_PATH,
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, IMAGE]}]},
+            "partly",
+            "image",
+        ),
+        (
+            MESSAGES_PATH,
+            {"messages": [TURN, {"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
+            "partly",
+            "image",
+        ),
+        (RESPONSES_PATH, {"input": [TURN, {"role": "user", "content": [{"type": "input_image"}]}]}, "partly", "image"),
+        (COMPLETION_PATH, {"prompt": ["hello", "world"]}, "partly", "batch"),
+        (COMPLETION_PATH, {"prompt": [1, 2]}, "tokens", None),
+        (MESSAGES_PATH, {"messages": 5}, "load only", "not_understood"),
+        (RESPONSES_PATH, {"input": [{"type": "image_generation_call"}]}, "load only", "unknown_part"),
+        ("/v1/embeddings", {"input": "x"}, "load only", "other_endpoint"),
+    ],
+)
+async def test_how_well_a_prompt_is_read_is_said(
+    reader: PromptReader, path: str, fields: dict[str, Any], outcome: str, obstacle: str | None
+) -> None:
+    ask = await reader.read(path, body(**fields))
+    assert (ask.outcome, ask.obstacle, ask.model) == (outcome, obstacle, "m")
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH])
+async def test_without_a_tokeniser_or_a_template_that_is_the_obstacle(path: str) -> None:
+    asked = body(messages=[TURN], input="hello")
+    assert (await PromptReader(None).read(path, asked)).obstacle == "no_tokenizer"
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    assert (await PromptReader(ChatTokenizer(tokenizer, None)).read(path, asked)).obstacle == "no_chat_template"
+    refusing = ChatTokenizer(tokenizer, ChatTemplate("{{ raise_exception('no') }}", {}))
+    assert (await PromptReader(refusing).read(path, asked)).obstacle == "template_refused"

@@ -2,6 +2,7 @@
 
 POST /v1/chat/completions   GET /v1/models     GET /health    GET /server_info
 POST /v1/completions        POST /flush_cache  GET /metrics   DELETE /kv_transfer/{remote_request_id}
+POST /tokenize
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvist import __version__
 from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, EngineStoppedError, Generation
 from kvist.engine.core import PromptTooLongError
 from kvist.engine.server.answers import ChatShape, CompletionShape, Heading, Shape, collect, stream_events
-from kvist.engine.server.intake import Job, read_body, read_chat, read_completion
+from kvist.engine.server.intake import Job, read_body, read_chat, read_completion, read_tokenize
 from kvist.engine.server.metrics import EngineCollector
 from kvist.engine.server.spans import Timings, WorkerSpans, span_of
 from kvist.errors import InvalidValueError, KvistError
@@ -109,6 +110,7 @@ class _Server:
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/completions", self._completion, methods=["POST"]),
+                Route("/tokenize", self._tokenize, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/metrics", self._metrics),
@@ -145,6 +147,13 @@ class _Server:
         if isinstance(answer, RequestError):
             raise answer
         return _json(answer)
+
+    async def _tokenize(self, request: Request) -> Response:
+        """Answer as vLLM does, so that who renders a chat elsewhere can see whether that gives the same tokens."""
+        body = await read_body(request, self._max_body_bytes)
+        tokens, spelt = await read_tokenize(body, self._tokenizer, self._model.names)
+        limit = self._model.max_model_len
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": spelt})
 
     async def _models(self, _: Request) -> Response:
         limit = self._model.max_model_len

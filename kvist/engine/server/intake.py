@@ -23,6 +23,7 @@ from kvist.openai.requests import (
     decode_completion_request,
     decode_kv_transfer_params,
     decode_sampling_params,
+    decode_tokenize_request,
     is_text_part,
     read_fields,
 )
@@ -115,12 +116,40 @@ async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tu
     return _job(request, params, await _off_loop(tokenize, len(body)), _handoff(fields))
 
 
-def _check(
-    request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, model_names: tuple[str, ...]
-) -> SamplingParams:
+async def read_tokenize(
+    body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]
+) -> tuple[list[int], list[str | None] | None]:
+    """Return the tokens of a chat or a text, and how they are spelt if that is asked for; raises RequestError."""
+    fields = read_fields(body)
+    asked = decode_tokenize_request(fields)
+    if asked.messages is not None:
+        chat = decode_chat_request(fields)
+        _check_model(chat, model_names)
+        _check_is_text(chat)
+        if asked.add_special_tokens:
+            message = "add_special_tokens: got true, expected it left out: a chat has those of its template"
+            raise RequestError(400, message, param="add_special_tokens")
+        prompt = await _off_loop(lambda: tokenizer.tokenize_chat(chat), len(body))
+    else:
+        text = decode_completion_request(fields)
+        _check_model(text, model_names)
+        if not isinstance(text.prompt, str):
+            raise RequestError(400, "prompt: expected text", param="prompt")
+        add, given = text.add_special_tokens, text.prompt
+        prompt = await _off_loop(lambda: tokenizer.tokenize_prompt(given, add_special_tokens=add), len(body))
+    return prompt, tokenizer.token_strs(prompt) if asked.return_token_strs else None
+
+
+def _check_model(request: ChatCompletionRequest | CompletionRequest, model_names: tuple[str, ...]) -> None:
     if request.model is not None and request.model not in model_names:
         message = f"model: got {request.model!r}, expected one of {list(model_names)}"
         raise RequestError(404, message, param="model", code="model_not_found")
+
+
+def _check(
+    request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, model_names: tuple[str, ...]
+) -> SamplingParams:
+    _check_model(request, model_names)
     for field, value in _unsupported(params):
         message = f"{field}: got {value!r:.100}, expected it left out: this engine cannot do it"
         raise RequestError(400, message, param=field)

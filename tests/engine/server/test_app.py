@@ -233,3 +233,34 @@ def test_the_server_says_what_it_is(served) -> None:
     }
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{served.url}/v1/models").json()["data"][0]["max_model_len"] == 8192
+
+
+def test_a_chat_and_a_text_are_tokenised_as_they_would_be_computed(post) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi – 🌞"}], "tools": [{"function": {"name": "f"}}]}
+    for asked, path, counted in (
+        (chat, "/v1/chat/completions", {}),
+        (chat | {"chat_template_kwargs": {"add_generation_prompt": True}}, "/v1/chat/completions", {}),
+        ({"prompt": "once upon a time"}, "/v1/completions", {}),
+        ({"prompt": "once", "add_special_tokens": False}, "/v1/completions", {"add_special_tokens": False}),
+    ):
+        answer = post("/tokenize", asked | {"model": "tiny", "return_token_strs": True}).json()
+        computed = post(path, {**asked, **counted, "max_tokens": 1}).json()["usage"]["prompt_tokens"]
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == computed
+        assert answer["max_model_len"] == 8192
+        again = post("/v1/completions", {"prompt": answer["tokens"], "max_tokens": 1}).json()["usage"]
+        assert again["prompt_tokens"] == computed
+    assert post("/tokenize", {"prompt": "x"}).json()["token_strs"] is None
+
+
+def test_what_cannot_be_tokenised_is_refused_by_name(post) -> None:
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    for asked, status, name in (
+        ({}, 400, "prompt"),
+        ({"prompt": [1, 2]}, 400, "prompt"),
+        (chat | {"add_special_tokens": True}, 400, "add_special_tokens"),
+        (chat | {"model": "other"}, 404, "model"),
+        ({"messages": 5}, 400, "messages"),
+    ):
+        refusal = post("/tokenize", asked)
+        assert refusal.status_code == status
+        assert name in refusal.json()["error"]["message"]
