@@ -17,8 +17,6 @@ from kvist.events.transports.base import Direct
 
 TICK_S = 0.2
 """How often those who wait for a message are looked at: questions fall due and peers connect without one."""
-TICKS_A_ROUND = 5
-"""How often, in ticks, those are looked at who have waited for a round already: most of a large fleet's streams."""
 REPLAY_TIMEOUT_S = 2.0
 """How long a publisher may be silent, after a question and between replies."""
 FEW_MESSAGES = 8
@@ -124,9 +122,7 @@ class Ticker:
     """Wakes who waits for a message when there is something else to do: one timer, however many wait."""
 
     def __init__(self) -> None:
-        self._num_ticks = 0
         self._waiting: dict[Callable[[], bool], asyncio.Timeout] = {}
-        self._waiting_long: dict[Callable[[], bool], asyncio.Timeout] = {}
         self.turns = Turns()
         """The turns of all whom it wakes."""
 
@@ -137,14 +133,8 @@ class Ticker:
             await self.tick()
 
     async def tick(self) -> None:
-        """Look at those who began to wait in this round, or were heard, and at its end at everyone."""
-        self._num_ticks += 1
-        looked_at = self._waiting
-        if self._num_ticks % TICKS_A_ROUND == 0:
-            looked_at = self._waiting_long
-            looked_at.update(self._waiting)
-            self._waiting.clear()
-        await self.turns.run_in_turns(_look(looked_at))
+        """Look at all who wait."""
+        await self.turns.run_in_turns(_look(self._waiting))
 
     async def receive(self, subscription: Subscription, is_due: Callable[[], bool]) -> Sequence[Message]:
         """Wait for messages, and no longer than until a tick finds `is_due`; then return none."""
@@ -157,13 +147,6 @@ class Ticker:
             return ()
         finally:
             self._waiting.pop(is_due, None)
-            self._waiting_long.pop(is_due, None)
-
-    def on_messages(self, is_due: Callable[[], bool]) -> None:
-        """Take note that messages came, and were taken, while their receiver waits on."""
-        wait = self._waiting_long.pop(is_due, None)
-        if wait is not None:
-            self._waiting[is_due] = wait
 
 
 async def follow(
@@ -181,7 +164,7 @@ async def follow(
     Around questions for all that a publisher holds it is `snapshot_gate`, if given, and until the answer is taken. The
     first `num_connects` connections are no news to the follower. Whoever owns the ticker runs it.
     """
-    following = _Following(subscription, follower, clock, ticker, num_connects)
+    following = _Following(subscription, follower, clock, ticker.turns, num_connects)
     if isinstance(subscription, Direct):
         subscription.deliver_with(following.deliver)
     try:
@@ -207,14 +190,13 @@ class _Following:
         subscription: Subscription,
         follower: Follower,
         clock: Callable[[], float],
-        ticker: Ticker,
+        turns: Turns,
         num_connects: int,
     ) -> None:
         self._subscription = subscription
         self._follower = follower
         self._clock = clock
-        self._ticker = ticker
-        self._turns = ticker.turns
+        self._turns = turns
         self._num_connects = num_connects
         self._has_departed = False
         self._begun: Iterator[None] = iter(())
@@ -244,7 +226,6 @@ class _Following:
         except Exception as error:  # noqa: BLE001 - it is raised again
             self._begun = _raising(error)
             return False
-        self._ticker.on_messages(self.is_due)
         now_s = self._clock()
         if now_s < self._look_at_s:
             return True

@@ -1,12 +1,10 @@
-"""A recording's statistics as text for people, as values for JSON, and as plots for a terminal or a small SVG file."""
+"""A recording's statistics as text for people, as values for JSON, and as a small SVG file."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -15,14 +13,12 @@ from kvist.events.engine_events import UnsizedWindow, Window
 from kvist.replay.statistics import RecordingStatistics, SourceStatistics, Span
 
 _MAX_RANKS_SHOWN = 32
-_BARS = " ▁▂▃▄▅▆▇█"
-_ROWS = 6
 _WIDTH, _PANEL_HEIGHT, _LEFT, _RIGHT, _TOP, _GAP = 720, 150, 84, 700, 40, 56
 _TEXT_STYLE = "font-family:sans-serif;font-size:12px;fill:#222"
 
 
 def statistics_text(statistics: RecordingStatistics) -> str:
-    """Return everything as lines of text, with a plot at the end."""
+    """Return everything but the spans as lines of text."""
     parts = [_overview(statistics), *map(_source_text, statistics.sources), "", *_rank_lines(statistics)]
     if statistics.windows:
         parts += ["", "window groups                   stored events       blocks      removed"]
@@ -30,7 +26,7 @@ def statistics_text(statistics: RecordingStatistics) -> str:
         name = f"{source} group {'-' if group is None else group} window {_window(window)}"
         counts = (each.num_stored_events, each.num_stored_blocks, each.num_removed_blocks)
         parts.append(f"  {name:<28} {counts[0]:>14} {counts[1]:>12} {counts[2]:>12}")
-    return "\n".join([*parts, "", *_block_lines(statistics), "", terminal_plot(statistics.spans)])
+    return "\n".join([*parts, "", *_block_lines(statistics)])
 
 
 def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
@@ -50,7 +46,7 @@ def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
 
 def _overview(statistics: RecordingStatistics) -> str:
     began = datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds")
-    rate = short_number(statistics.num_events / max(statistics.duration_s, 1e-9))
+    rate = _short_number(statistics.num_events / max(statistics.duration_s, 1e-9))
     return (
         f"{statistics.num_messages} messages with {statistics.num_events} events, {rate} events a second\n"
         f"{statistics.duration_s:.1f} s from {began}, in {statistics.num_sessions} sessions\n\nsources"
@@ -108,17 +104,6 @@ def _window(window: Window) -> str | int:
     return window.value if isinstance(window, UnsizedWindow) else window
 
 
-def terminal_plot(spans: Sequence[Span], width: int = 72) -> str:
-    """Return two bar charts of `width` columns, one above the other, with the time below."""
-    if not spans:
-        return ""
-    live = _resampled(spans, width, lambda part: max(span.num_live for span in part))
-    rate = _resampled(spans, width, lambda part: sum(span.events_per_s for span in part) / len(part))
-    end = f"{_duration_s(spans):.4g} s"
-    lines = [*_chart("live blocks", live), *_chart("events a second", rate)]
-    return "\n".join([*lines, " " * 9 + "0" + end.rjust(len(live) - 1), ""])
-
-
 def svg_plot(spans: Sequence[Span], title: str) -> str:
     """Return an SVG document with both curves."""
     height = _TOP + 2 * (_PANEL_HEIGHT + _GAP)
@@ -133,7 +118,7 @@ def svg_plot(spans: Sequence[Span], title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def short_number(value: float) -> str:
+def _short_number(value: float) -> str:
     """Return a number in few characters: 950, 1.5k, 10M."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
@@ -144,21 +129,6 @@ def short_number(value: float) -> str:
 def _duration_s(spans: Sequence[Span]) -> float:
     span_s = spans[1].start_s - spans[0].start_s if len(spans) > 1 else 0.0
     return spans[-1].start_s + span_s
-
-
-def _resampled(spans: Sequence[Span], width: int, join: Callable[[Sequence[Span]], float]) -> list[float]:
-    """Return one number a column; fewer columns where there are fewer spans."""
-    num_columns = min(width, len(spans))
-    bounds = [len(spans) * column // num_columns for column in range(num_columns + 1)]
-    return [join(spans[start:end]) for start, end in pairwise(bounds)]
-
-
-def _chart(name: str, values: Sequence[float]) -> list[str]:
-    highest = max(values) or 1.0
-    eighths = [math.ceil(value / highest * _ROWS * 8) for value in values]
-    labels = [short_number(highest), *[""] * (_ROWS - 2), "0"]
-    rows = ["".join(_BARS[min(8, max(0, each - row * 8))] for each in eighths) for row in reversed(range(_ROWS))]
-    return [f"{'':9}{name}", *(f"{label:>7} |{row}" for label, row in zip(labels, rows, strict=True))]
 
 
 def _panel(top: float, name: str, values: Sequence[float], spans: Sequence[Span], colour: str) -> Iterator[str]:
@@ -172,7 +142,7 @@ def _panel(top: float, name: str, values: Sequence[float], spans: Sequence[Span]
     for share in (0.0, 0.5, 1.0):
         y = bottom - _PANEL_HEIGHT * share
         yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
-        yield _text(_LEFT - 8, y + 4, short_number(highest * share), "end")
+        yield _text(_LEFT - 8, y + 4, _short_number(highest * share), "end")
     yield f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
     yield _text(_LEFT, bottom + 18, "0", "middle")
     yield _text(_RIGHT, bottom + 18, f"{duration_s:.4g} s", "middle")

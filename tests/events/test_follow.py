@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from kvist.events.follow import TICKS_A_ROUND, Question, Ticker, follow
+from kvist.events.follow import Question, Ticker, follow
 from kvist.events.transports import Message, ReplayRequest
 
 
@@ -236,24 +236,6 @@ async def test_a_stream_with_nothing_to_say_is_looked_at_and_left_asleep(followe
     assert subscription.num_receives == 1
 
 
-async def test_a_stream_that_has_been_silent_for_a_round_is_looked_at_once_a_round(until):
-    ticker, subscription, recorder = Ticker(), FakeSubscription(), Recorder()
-    following = follow(subscription, recorder, clock=lambda: 7.0, ticker=ticker, replay_gate=asyncio.Semaphore())
-    task = asyncio.create_task(following)
-    await asyncio.sleep(0)
-    for _ in range(10 * TICKS_A_ROUND):
-        await ticker.tick()
-    assert recorder.num_looks == TICKS_A_ROUND - 1 + 10
-    subscription.inbox.put_nowait([message(0)])
-    await until(lambda: recorder.log)
-    num_looks = recorder.num_looks
-    for _ in range(TICKS_A_ROUND):
-        await ticker.tick()
-    assert recorder.num_looks >= num_looks + TICKS_A_ROUND
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-
-
 async def test_one_stream_is_woken_while_others_sleep(start_following, until):
     pairs = [(FakeSubscription(), Recorder()) for _ in range(3)]
     for subscription, recorder in pairs:
@@ -372,22 +354,6 @@ async def test_a_question_that_what_arrives_raises_is_asked(direct, until):
     recorder.due = [Question(ReplayRequest(b"t", 3), rank=9)]
     assert not subscription.arrive(message(5))
     await until(lambda: recorder.log == [(5, 7.0), "answered 9"])
-
-
-async def test_a_stream_that_is_heard_is_looked_at_soon_again(until):
-    ticker, subscription, recorder = Ticker(), DirectSubscription(), Recorder()
-    following = follow(subscription, recorder, clock=lambda: 7.0, ticker=ticker, replay_gate=asyncio.Semaphore())
-    task = asyncio.create_task(following)
-    await until(lambda: subscription.is_waited_for)
-    for _ in range(2 * TICKS_A_ROUND):
-        await ticker.tick()
-    subscription.arrive(message(0))
-    num_looks = recorder.num_looks
-    await ticker.tick()
-    assert recorder.num_looks == num_looks + 1
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    assert subscription.take is None
 
 
 async def test_an_error_where_messages_arrive_ends_the_following_and_not_who_brought_them(until):

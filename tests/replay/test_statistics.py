@@ -11,7 +11,7 @@ import pytest
 from kvist.events import FULL, UNKNOWN, Cleared, WorkerRank
 from kvist.events.snapshot import blocks_digest
 from kvist.replay import RecordedSource
-from kvist.replay.report import statistics_json, statistics_text, svg_plot, terminal_plot
+from kvist.replay.report import statistics_json, statistics_text, svg_plot
 from kvist.replay.statistics import MAX_SPANS, Span, StatisticsCollector, Timeline
 
 
@@ -164,7 +164,6 @@ def test_the_text_and_the_json_have_the_figures(make):
     text = statistics_text(statistics)
     assert "50 messages with 50 events" in text
     assert "blocks: 50 distinct, 50 of them live at the end" in text
-    assert "live blocks" in text
     read = json.loads(json.dumps(statistics_json(statistics)))
     assert read["ranks"][0] | {"worker": "w", "rank": 0, "num_stored": 50, "num_live": 50} == read["ranks"][0]
     assert read["holders"] == {"1": 50}
@@ -175,18 +174,6 @@ def test_nothing_recorded_is_told_too():
     statistics = told([])
     assert "0 messages with 0 events" in statistics_text(statistics)
     assert ElementTree.fromstring(svg_plot(statistics.spans, "empty")).tag.endswith("svg")
-
-
-def test_the_terminal_plot_has_as_many_columns_as_asked_for_and_fits_its_highest():
-    spans = [Span(n * 0.5, float(n), n * 1000) for n in range(300)]
-    lines = terminal_plot(spans, width=40).splitlines()
-    bars = [line.split("|")[1] for line in lines if "|" in line]
-    assert len(bars) == 12
-    assert {len(bar) for bar in bars} == {40}
-    assert bars[0][-1] == bars[6][-1] == "█"
-    assert bars[0][0] == " "
-    assert "299k" in lines[1]
-    assert lines[-1].endswith("150 s")
 
 
 def test_the_svg_is_well_formed_and_escapes_its_title():

@@ -1,7 +1,7 @@
 """Transports behind one Protocol; `base` holds the delivery contract.
 
-A URL chooses one (`endpoint`), which is imported when it is first opened: ZeroMQ for tcp:// and ipc://, of which plain
-TCP is read without libzmq (`zmtp`), the brokers of nats:// and mqtt://, and memory:// within a process.
+A URL chooses one (`endpoint`), which is imported when it is first opened: ZeroMQ for tcp:// and ipc://, whose streams
+are read without libzmq (`zmtp`), the brokers of nats:// and mqtt://, and memory:// within a process.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ def open_publication(url: str, worker: str | None = None) -> Publication:
 def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> Subscription:
     """Return a subscription to all topics of the endpoint; entering it connects.
 
-    `splitter` finds ordinary messages in a stream over TCP that is read without ZeroMQ; without one each frame is
-    looked at in plain Python.
+    `splitter` finds ordinary messages in ZeroMQ's stream; without one each frame is looked at in plain Python.
     """
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription
@@ -73,19 +72,9 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> S
         from kvist.events.transports.nats import NatsSubscription
 
         return NatsSubscription(endpoint.broker)
-    if _is_plain_tcp(endpoint):
-        from kvist.events.transports.zmtp import ZmtpSubscription
+    from kvist.events.transports.zmtp import ZmtpSubscription
 
-        return ZmtpSubscription(endpoint, splitter)
-    from kvist.events.transports.zmq import ZmqSubscription
-
-    return ZmqSubscription(endpoint)
-
-
-def _is_plain_tcp(endpoint: Endpoint) -> bool:
-    """Return whether to connect to a host and port, and nothing more: ZeroMQ knows more that an address can say."""
-    host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
-    return endpoint.scheme == "tcp" and not endpoint.is_bound and port != "0" and host != "*" and ";" not in host
+    return ZmtpSubscription(endpoint, splitter)
 
 
 def __getattr__(name: str) -> object:

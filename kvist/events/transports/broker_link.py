@@ -69,7 +69,6 @@ class BrokerLink(ABC, Generic[ClientT]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close the connection."""
         await end(self._running)
 
     async def connected(self) -> ClientT:
@@ -79,7 +78,6 @@ class BrokerLink(ABC, Generic[ClientT]):
         return self.client
 
     async def lost(self) -> None:
-        """Wait for the end of the connection there is."""
         await self._lost.wait()
 
     async def stay(self, use: Callable[[ClientT], Coroutine[Any, Any, None]]) -> None:

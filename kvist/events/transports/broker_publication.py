@@ -170,24 +170,19 @@ class BrokerPublication(ABC, Generic[ClientT]):
 
     @property
     def endpoint(self) -> str:
-        """The URL a subscriber uses, without secrets."""
         return self._url.public
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be sent just now, None while all is well."""
         return self._link.problem
 
     def serve_replay(self, source: ReplaySource) -> None:
-        """Answer replay requests from `source`, in the publication's own threads."""
         self._answers.source = source
 
     def send(self, message: Message) -> None:
-        """Hand the message to the publication's thread; never waits."""
         self._loop.put(message)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Wait up to `timeout_s` for the broker to have what was sent, then disconnect."""
         self._loop.close(timeout_s)
 
     async def _serve(self) -> None:

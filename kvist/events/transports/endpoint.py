@@ -4,7 +4,7 @@ tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publis
 ?replay_port=N       where replay requests go: by default the port after the stream's (vLLM's 5557 and 5558) or,
                      for ipc, the path with `.replay` appended; `none` when the engine serves no replay
 ?engine=vllm|sglang  the dialect of an engine's own stream; Kvist's batches are recognised without it
-?bind=1              the subscriber binds, for engines whose side connects
+?bind=1              the subscriber binds, for engines whose side connects; one at a time is heard
 
 nats://…  mqtt://…   a stream on a broker: see `broker`
 """

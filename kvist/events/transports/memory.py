@@ -45,15 +45,12 @@ class MemoryPublication:
 
     @property
     def endpoint(self) -> str:
-        """The URL a subscriber connects to."""
         return self._address
 
     def serve_replay(self, source: ReplaySource) -> None:
-        """Answer replay requests from `source`, in a thread of the subscriber's."""
         self._source = source
 
     def send(self, message: Message) -> None:
-        """Put the message on every subscriber's queue."""
         if _publications.get(self._address) is not self:
             raise BrokenPipeError(f"{self._address} is closed")
         delivered = (message,) if self._wire is None else tuple(self._wire(message))
@@ -61,11 +58,9 @@ class MemoryPublication:
             subscription.deliver(delivered)
 
     def replay(self, request: ReplayRequest) -> list[Message] | None:
-        """Return what the replay source has, or None without one."""
         return None if self._source is None else list(self._source.replay(request))
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002 - nothing is left to drain: the queues have it
-        """Leave the endpoint; what was sent is already in the subscribers' queues."""
         with _lock:
             if _publications.get(self._address) is self:
                 del _publications[self._address]
@@ -86,7 +81,6 @@ class MemorySubscription:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
-        """Join the endpoint, whether or not a publication is there."""
         self._loop = asyncio.get_running_loop()
         with _lock:
             _subscriptions[self._address] = (*_subscriptions.get(self._address, ()), self)
@@ -94,7 +88,6 @@ class MemorySubscription:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Leave the endpoint."""
         with _lock:
             others = tuple(other for other in _subscriptions.pop(self._address) if other is not self)
             if others:
@@ -102,7 +95,6 @@ class MemorySubscription:
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether a publication is there and the queue empty."""
         return not self._queue and self._address in _publications
 
     def deliver(self, messages: Iterable[Message]) -> None:
@@ -114,7 +106,6 @@ class MemorySubscription:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def receive(self) -> list[Message]:
-        """Wait for at least one message; return at most `MAX_DRAIN`."""
         while not self._queue:
             self._arrived.clear()
             if not self._queue:
@@ -122,6 +113,5 @@ class MemorySubscription:
         return [self._queue.popleft() for _ in range(min(len(self._queue), MAX_DRAIN))]
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:  # noqa: ARG002
-        """Return what the publication still keeps; None, at once, when there is none."""
         publication = _publications.get(self._address)
         return None if publication is None else await asyncio.to_thread(publication.replay, request)

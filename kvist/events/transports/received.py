@@ -129,7 +129,6 @@ class AnswerBudget:
             return True
 
     def release(self, size_bytes: int) -> None:
-        """Count so many bytes less."""
         with self._lock:
             self.taken_bytes -= size_bytes
 

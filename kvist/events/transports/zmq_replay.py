@@ -37,8 +37,8 @@ class LoopSocket:
     asked once more, before waiting.
     """
 
-    def __init__(self, kind: int) -> None:
-        self.socket: Socket = zmq.Context.instance().socket(kind)
+    def __init__(self) -> None:
+        self.socket: Socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self._readable = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -69,7 +69,6 @@ class LoopSocket:
                 await self._readable.wait()
 
     def close(self) -> None:
-        """Stop listening and close the socket."""
         self._loop.remove_reader(self._fd)
         self.socket.close(linger=0)
 
@@ -148,7 +147,7 @@ class ReplayClient:
         """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
         if self._address is None or await _is_refused(self._address, timeout_s):
             return None
-        dealer = LoopSocket(zmq.DEALER)
+        dealer = LoopSocket()
         try:
             dealer.socket.setsockopt(zmq.RCVHWM, MAX_REPLIES_WAITING)
             connect(dealer.socket, self._address)
@@ -211,7 +210,7 @@ async def _is_refused(address: str, timeout_s: float) -> bool:
 
 def bind(zmq_socket: Socket, address: str) -> str:
     """Bind the socket and return its address with a real port; raises InvalidValueError when it cannot be."""
-    _refuse_to_steal(address)
+    refuse_to_steal(address)
     _allow_ipv6(zmq_socket, address)
     bindable = f"{address.removesuffix(':0')}:*" if address.endswith(":0") else address
     try:
@@ -221,7 +220,7 @@ def bind(zmq_socket: Socket, address: str) -> str:
     return zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _refuse_to_steal(address: str) -> None:
+def refuse_to_steal(address: str) -> None:
     """Raise if somebody listens at an ipc path: ZeroMQ would take it over without a word."""
     if not address.startswith("ipc://"):
         return

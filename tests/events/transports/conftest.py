@@ -18,7 +18,6 @@ from kvist.events.transports import (
     open_publication,
     open_subscription,
 )
-from kvist.events.transports.zmq import ZmqSubscription
 
 _names = count()
 
@@ -40,13 +39,12 @@ class KeptMessages:
 class Kit:
     """One address on one transport, with everything opened on it closed at the end."""
 
-    def __init__(self, url: str, subscription_of: Callable[[Endpoint], Subscription] = open_subscription) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
         self.is_shared = Endpoint.parse(url).broker is not None
         """Whether two publications may use the address at once, which a broker does not prevent."""
         self.loses_for_the_slow = True
         """Whether what a subscriber does not read is bounded."""
-        self._subscription_of = subscription_of
         self._publications: list[Publication] = []
 
     def publish(self, source: KeptMessages | None = None) -> Publication:
@@ -59,7 +57,7 @@ class Kit:
 
     def subscribe(self) -> Subscription:
         """Return a subscription that is not entered yet."""
-        return self._subscription_of(Endpoint.parse(self.url))
+        return open_subscription(Endpoint.parse(self.url))
 
     def close(self) -> None:
         """Close all publications."""
@@ -79,7 +77,7 @@ def kept() -> KeptMessages:
     return KeptMessages()
 
 
-@pytest.fixture(params=["memory", "zmtp", "zmq", "ipc", "nats", "jetstream", "mqtt"])
+@pytest.fixture(params=["memory", "zmtp", "ipc", "nats", "jetstream", "mqtt"])
 def kit(
     request: pytest.FixtureRequest,
     free_port: Callable[[], int],
@@ -104,11 +102,9 @@ def kit(
         "jetstream": lambda: nats_url(has_jetstream=True),
         "memory": lambda: f"memory://suite-{next(_names)}",
         "zmtp": lambda: f"tcp://127.0.0.1:{free_port()}",
-        "zmq": lambda: f"tcp://127.0.0.1:{free_port()}",
         "ipc": lambda: f"ipc://{tmp_path_factory.mktemp('s')}/k",
     }
-    subscription_of = ZmqSubscription if request.param == "zmq" else open_subscription
-    kit = Kit(urls[request.param](), subscription_of)
+    kit = Kit(urls[request.param]())
     kit.loses_for_the_slow = all(broker.is_mosquitto for broker in brokers)
     yield kit
     kit.close()

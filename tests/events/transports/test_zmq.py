@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from contextlib import suppress
@@ -11,8 +12,7 @@ import pytest
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication
-from kvist.events.transports.zmq import ZmqSubscription
+from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication, open_subscription
 from kvist.events.transports.zmq_replay import LoopSocket
 
 END = b"\xff" * 8
@@ -176,7 +176,7 @@ async def test_the_client_understands_old_and_new_replies(open_socket, replies_h
     server = threading.Thread(target=serve_one)
     server.start()
     endpoint = Endpoint("tcp://127.0.0.1:1", f"tcp://127.0.0.1:{port}")
-    async with ZmqSubscription(endpoint) as subscription:
+    async with open_subscription(endpoint) as subscription:
         replayed = await subscription.replay(ReplayRequest(None, 4), 60)
     server.join()
     assert requests == [[b"", be64(4)]]
@@ -213,7 +213,7 @@ async def test_a_reply_that_is_there_counts_however_late_the_event_loop_is(monke
     time_s = loop.time
     monkeypatch.setattr(loop, "time", lambda: time_s() + late_s)
     monkeypatch.setattr(LoopSocket, "receive", receive_while_the_loop_is_late)
-    async with ZmqSubscription(Endpoint.parse(publication.endpoint)) as subscription:
+    async with open_subscription(Endpoint.parse(publication.endpoint)) as subscription:
         assert await subscription.replay(ReplayRequest(None, 0), 60) == [Message(b"", 4, b"four")]
     assert late_s >= 100
     publication.close()
@@ -223,7 +223,7 @@ async def test_frames_of_another_shape_or_size_are_counted_logged_once_and_skipp
     monkeypatch.setattr("kvist.events.transports.base.MAX_MESSAGE_BYTES", 1000)
     publisher = open_socket(zmq.PUB)
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
-    async with ZmqSubscription(Endpoint(f"tcp://127.0.0.1:{port}", None)) as subscription:
+    async with open_subscription(Endpoint(f"tcp://127.0.0.1:{port}", None)) as subscription:
         await connected(publisher, subscription)
         publisher.send_multipart([b"only a topic"])
         publisher.send_multipart([b"t", b"short", b"x"])
@@ -235,19 +235,40 @@ async def test_frames_of_another_shape_or_size_are_counted_logged_once_and_skipp
     assert f"source=tcp://127.0.0.1:{port} num_frames=1 frame_bytes=[12]" in caplog.text
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "*", "0.0.0.0"])
-async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, free_port, host):
-    port = free_port()
-    async with ZmqSubscription(Endpoint.parse(f"tcp://{host}:{port}?bind=1")) as subscription:
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:{}", "tcp://*:{}", "tcp://0.0.0.0:{}", "ipc://{}", "ipc://@{}"])
+async def test_a_subscriber_can_bind_for_an_engine_that_connects(open_socket, free_port, tmp_path, address):
+    address = address.format(free_port() if address.startswith("tcp://") else tmp_path / "stream")
+    async with open_subscription(Endpoint.parse(f"{address}?bind=1")) as subscription:
         publisher = open_socket(zmq.PUB)
-        publisher.connect(f"tcp://127.0.0.1:{port}")
+        publisher.connect(re.sub(r"//(\*|0.0.0.0)", "//127.0.0.1", address))
         receiving = asyncio.create_task(subscription.receive())
         while not receiving.done():
             publisher.send_multipart([b"t", be64(0), b"x"])
             await asyncio.wait([receiving], timeout=0.02)
         assert receiving.result()[0] == Message(b"t", 0, b"x")
-        if host != "127.0.0.1":
+        if "*" in address or "0.0.0.0" in address:
             assert await subscription.replay(ReplayRequest(None, 0), timeout_s=60) is None
+
+
+async def test_one_engine_after_the_other_may_connect_to_who_binds(open_socket, tmp_path):
+    address = f"ipc://{tmp_path}/stream"
+    async with open_subscription(Endpoint.parse(f"{address}?bind=1")) as subscription:
+        for num_connects in (1, 2):
+            publisher = open_socket(zmq.PUB)
+            publisher.connect(address)
+            await connected(publisher, subscription)
+            assert (subscription.num_connects, subscription.is_caught_up) == (num_connects, True)
+            publisher.close(linger=0)
+
+
+def test_an_address_that_nobody_can_bind_or_connect_to_is_an_error_that_names_it(tmp_path):
+    async def enter(url):
+        async with open_subscription(Endpoint.parse(url)):
+            pass
+
+    for url in (f"ipc://{tmp_path}/no/stream?bind=1", "tcp://192.0.2.1:5557?bind=1", "tcp://*:5557", "tcp://h:0"):
+        with pytest.raises(InvalidValueError, match=re.escape(url.partition("?")[0])):
+            asyncio.run(enter(url))
 
 
 async def test_an_address_may_be_ipv6(kept):
@@ -257,7 +278,7 @@ async def test_an_address_may_be_ipv6(kept):
         pytest.skip("this machine has no IPv6")
     kept.messages = [Message(b"t", 0, b"x")]
     publication.serve_replay(kept)
-    async with ZmqSubscription(Endpoint.parse(publication.endpoint)) as subscription:
+    async with open_subscription(Endpoint.parse(publication.endpoint)) as subscription:
         assert await subscription.replay(ReplayRequest(b"", 0), timeout_s=60) == [Message(b"t", 0, b"x")]
         receiving = asyncio.create_task(subscription.receive())
         while not receiving.done():
@@ -281,7 +302,7 @@ def test_an_interface_this_machine_does_not_have_is_an_error_that_names_it():
 
 
 async def test_a_replay_that_nobody_serves_is_given_up_without_waiting(free_port):
-    async with ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:{free_port()}")) as subscription:
+    async with open_subscription(Endpoint.parse(f"tcp://127.0.0.1:{free_port()}")) as subscription:
         async with asyncio.timeout(60):
             assert await subscription.replay(ReplayRequest(None, 0), timeout_s=60) is None
 
@@ -301,39 +322,7 @@ async def test_an_answer_that_never_ends_is_given_up(open_socket, monkeypatch, l
     monkeypatch.setattr(f"kvist.events.transports.base.{limit}", value)
     router = open_socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    async with asyncio.timeout(60), ZmqSubscription(Endpoint.parse(f"tcp://127.0.0.1:1?replay_port={port}")) as asker:
+    async with asyncio.timeout(60), open_subscription(Endpoint.parse(f"tcp://127.0.0.1:1?replay_port={port}")) as asker:
         endless = asyncio.create_task(answer_for_ever(router, b""))
         assert await asker.replay(ReplayRequest(b"", 0), timeout_s=10) is None
         endless.cancel()
-
-
-async def counted(subscription, num_connects):
-    """Return once so many connections were counted, while nothing is received."""
-    async with asyncio.timeout(60):
-        while subscription.num_connects < num_connects:  # noqa: ASYNC110 - ZeroMQ tells it to who asks
-            await asyncio.sleep(0.01)
-
-
-async def test_what_a_connection_left_unread_is_told_apart_from_what_the_next_one_brings(open_socket, tmp_path):
-    address = f"ipc://{tmp_path}/stream"
-    async with ZmqSubscription(Endpoint.parse(f"{address}?bind=1")) as subscription:
-        first = open_socket(zmq.PUB)
-        first.connect(address)
-        await connected(first, subscription)
-        assert subscription.num_connects == 1
-        first.send_multipart([b"t", be64(0), b"old"])
-        first.close(linger=1000)
-        second = open_socket(zmq.PUB)
-        second.connect(address)
-        await counted(subscription, 2)
-        assert not subscription.is_caught_up
-        assert [message.payload for message in await subscription.receive()] == [b"old"]
-        assert subscription.num_connects == 2
-        receiving = asyncio.create_task(subscription.receive())
-        await counted(subscription, 3)
-        assert subscription.is_caught_up
-        while not receiving.done():
-            second.send_multipart([b"t", be64(0), b"new"])
-            await asyncio.wait([receiving], timeout=0.02)
-        assert receiving.result()[0].payload == b"new"
-        assert subscription.num_connects == 3

@@ -135,7 +135,6 @@ class _Doorway(asyncio.Queue[aiomqtt.Message]):
         self._hand_on = receive
 
     def put_nowait(self, item: aiomqtt.Message) -> None:
-        """Hand the message on."""
         self._hand_on(item)
 
 
@@ -166,7 +165,6 @@ class _TlsSocket(ssl.SSLSocket):
     """A socket that is closed when its handshake fails, which the client does not do."""
 
     def do_handshake(self, block: bool = False) -> None:
-        """Do the handshake."""
         try:
             super().do_handshake(block)
         except OSError:

@@ -46,7 +46,6 @@ class Announcement(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
 
     def gone(self) -> Announcement:
-        """Return the announcement that this publication has ended."""
         return msgspec.structs.replace(self, state="gone")
 
     def after(self, payload: bytes) -> Announcement:
@@ -61,7 +60,6 @@ class Announcement(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, epoch=batch.epoch, block_size=batch.block_size, ranks=ranks)
 
     def encode(self) -> bytes:
-        """Return the announcement as JSON."""
         return msgspec.json.encode(self)
 
 

@@ -43,21 +43,17 @@ class MqttSubscription:
 
     @property
     def num_malformed(self) -> int:
-        """How many messages were skipped because they are not the transport's."""
         return self._malformed.num
 
     @property
     def problem(self) -> str | None:
-        """Why the broker sends nothing, None while all is well."""
         return self._link.problem
 
     async def __aenter__(self) -> Self:
-        """Connect in the background."""
         await self._link.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Disconnect; unread messages are gone."""
         await self._link.__aexit__()
 
     async def receive(self) -> list[Message]:
@@ -126,7 +122,6 @@ class MqttSubscription:
             self._queue.return_now()
 
     def _note_publication(self, publication_id: int) -> None:
-        """Take note of who speaks."""
         if publication_id != self._publication_id:
             self._publication_id = publication_id
             self.num_connects += 1

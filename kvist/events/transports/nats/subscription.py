@@ -45,12 +45,10 @@ class NatsSubscription:
 
     @property
     def num_malformed(self) -> int:
-        """How many messages were skipped because they are not a publication's."""
         return self._malformed.num
 
     @property
     def problem(self) -> str | None:
-        """Why nothing can be received just now; None while all is well."""
         return self._link.problem or self._problem
 
     async def __aenter__(self) -> Self:
@@ -63,11 +61,9 @@ class NatsSubscription:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Unsubscribe; the last subscription of a loop disconnects."""
         await self._stack.aclose()
 
     async def receive(self) -> list[Message]:
-        """Wait for at least one message; return at most `MAX_DRAIN`."""
         return await self._queue.receive()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:

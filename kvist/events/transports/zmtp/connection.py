@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from kvist.events.transports import base
 from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmtp import wire
@@ -13,19 +11,10 @@ from kvist.events.transports.zmtp.wire import COMMAND, MORE, FrameHeader, PeerEr
 MAX_FRAMES = 1000
 """Frames of one message that are skipped in patience; a peer that sends more never means to end it."""
 
+MAX_COMMANDS_WITHIN = 16
+"""Commands between the frames of one message: a sign of life may fall there, and for each the frames before it move."""
+
 _GREETING, _HANDSHAKE, _TRAFFIC = range(3)
-
-
-@dataclass(slots=True)
-class _FrameByFrame:
-    """A message that no splitter found: frames of a good one wait in the inbox, those of a bad one go at once."""
-
-    frames: list[tuple[int, int]] = field(default_factory=list)
-    """Where each body is, from the message's first byte on, and its size."""
-    offset: int = 0
-    """Where the next frame is, from there on."""
-    num_frames: int = 0
-    is_refused: bool = False
 
 
 class Connection:
@@ -47,7 +36,8 @@ class Connection:
         self._stage = _GREETING
         self._minor_version = 0
         self._num_skip_bytes = 0
-        self._message: _FrameByFrame | None = None
+        self._num_refused_frames = 0  # of a message that is skipped just now
+        self._num_commands_within = 0  # the message that is coming just now
 
     @property
     def is_ready(self) -> bool:
@@ -116,87 +106,72 @@ class Connection:
             self._num_skip_bytes -= num_bytes
         if half.begin == half.end or half.num_messages == base.MAX_DRAIN:
             return False
-        if self._message is not None:
-            return self._read_frame(self._message)
-        if self._splitter is not None:
+        if self._splitter is not None and not self._num_refused_frames:
             num_messages, begin, reason = self._splitter(
                 half.buffer, half.begin, half.end, half.free_rows, base.MAX_MESSAGE_BYTES
             )
-            half.add(num_messages, begin)
-            self.num_messages += num_messages
+            if num_messages:
+                self._add(num_messages, begin)
             if reason != StopReason.UNUSUAL:
                 return False
-        self._message = _FrameByFrame()
-        return True
+        return self._read_frames()
 
-    def _read_frame(self, message: _FrameByFrame) -> bool:
-        """Take the next frame of a message that is not ordinary, or a command; return whether there was one."""
+    def _read_frames(self) -> bool:
+        """Take a command, a message frame by frame, or a frame of one that is none; return whether it was all there."""
         half = self._inbox.filling
-        header = wire.read_frame_header(half.buffer, half.begin + message.offset, half.end)
-        if header is None:
-            return False
-        if header.flags & COMMAND:
-            body = self._command_body(header)
-            if body is None:
+        frames: list[FrameHeader] = []
+        at = half.begin
+        while len(frames) < 3:
+            header = wire.read_frame_header(half.buffer, at, half.end)
+            if header is None:
                 return False
-            self._on_command(*wire.read_command(body))
-            self._pass_command(message, header.end)
-        elif message.is_refused or not self._is_expected(message, header):
-            self._refuse_frame(message, header)
-        elif header.end > half.end:
-            return False
-        else:
-            self._keep_frame(message, header)
+            if header.flags & COMMAND:
+                return self._take_command(at, header)
+            if self._num_refused_frames or not _is_expected(frames, header):
+                self._refuse_frame(frames, header)
+                return True
+            if header.end > half.end:
+                return False
+            frames.append(header)
+            at = header.end
+        topic, sequence, payload = frames
+        number = int.from_bytes(half.buffer[sequence.start : sequence.end], "big", signed=True)
+        half.free_rows[0] = topic.start, topic.num_bytes, number, payload.start, payload.num_bytes
+        self._add(1, at)
         return True
 
-    def _pass_command(self, message: _FrameByFrame, end: int) -> None:
-        half = self._inbox.filling
-        if message.frames:  # they stay where they are, and the command between them too
-            message.offset = end - half.begin
-            return
-        half.begin = end
-        if not message.is_refused:
-            self._message = None
+    def _add(self, num_messages: int, end: int) -> None:
+        """Count messages that were written to the table, and end there."""
+        self._inbox.filling.add(num_messages, end)
+        self.num_messages += num_messages
+        self._num_commands_within = 0
 
-    def _is_expected(self, message: _FrameByFrame, header: FrameHeader) -> bool:
-        """Return whether a frame can be the next one of topic, sequence and payload."""
-        idx = len(message.frames)
-        if idx < 2 and not header.flags & MORE:
+    def _take_command(self, at: int, header: FrameHeader) -> bool:
+        """Do what a command says, if it is all there; the frames before it move up to those behind it."""
+        body = self._command_body(header)
+        if body is None:
             return False
-        if idx == 1:
-            return header.num_bytes == 8
-        topic_bytes = message.frames[0][1] if idx else 0
-        return not (idx and header.flags & MORE) and topic_bytes + header.num_bytes <= base.MAX_MESSAGE_BYTES
+        self._on_command(*wire.read_command(body))
+        half, num_bytes = self._inbox.filling, header.end - at
+        self._num_commands_within += at > half.begin
+        if self._num_commands_within > MAX_COMMANDS_WITHIN:
+            raise PeerError(f"a message has more than {MAX_COMMANDS_WITHIN} commands between its frames")
+        half.buffer.move(half.begin + num_bytes, half.begin, at - half.begin)
+        half.begin += num_bytes
+        return True
 
-    def _keep_frame(self, message: _FrameByFrame, header: FrameHeader) -> None:
-        half = self._inbox.filling
-        message.frames.append((header.start - half.begin, header.num_bytes))
-        message.offset = header.end - half.begin
-        if len(message.frames) == 3:
-            (topic_at, topic_bytes), (sequence_at, _), (payload_at, payload_bytes) = message.frames
-            sequence_start = half.begin + sequence_at
-            sequence = int.from_bytes(half.buffer[sequence_start : sequence_start + 8], "big", signed=True)
-            row = half.begin + topic_at, topic_bytes, sequence, half.begin + payload_at, payload_bytes
-            half.free_rows[0] = row
-            half.add(1, header.end)
-            self.num_messages += 1
-            self._message = None
-
-    def _refuse_frame(self, message: _FrameByFrame, header: FrameHeader) -> None:
-        """Skip a frame of a message that is not ours, with all that was kept of it; its body is never buffered."""
-        if not message.is_refused:
-            self._malformed.skip_message([*(size for _, size in message.frames), header.num_bytes])
-            message.num_frames = len(message.frames)
-            message.frames.clear()
-            message.is_refused = True
-        message.num_frames += 1
-        if message.num_frames > MAX_FRAMES:
+    def _refuse_frame(self, before: list[FrameHeader], header: FrameHeader) -> None:
+        """Skip a frame of a message that is not ours, with all that came of it; its body is never buffered."""
+        if not self._num_refused_frames:
+            self._malformed.skip_message([*(frame.num_bytes for frame in before), header.num_bytes])
+            self._num_refused_frames, self._num_commands_within = len(before), 0
+        self._num_refused_frames += 1
+        if self._num_refused_frames > MAX_FRAMES:
             raise PeerError(f"a message has more than {MAX_FRAMES} frames")
         self._inbox.filling.begin = header.start
-        message.offset = 0
         self._num_skip_bytes = header.num_bytes
         if not header.flags & MORE:
-            self._message = None
+            self._num_refused_frames = 0
 
     def _command_body(self, header: FrameHeader) -> bytes | None:
         """Return a command's body, None while it is not whole."""
@@ -214,3 +189,13 @@ class Connection:
             self.has_pong = True
         elif name == b"ERROR":
             raise PeerError(f"it reports an error: {body[1:100]!r}")
+
+
+def _is_expected(before: list[FrameHeader], header: FrameHeader) -> bool:
+    """Return whether a frame can be the next one of topic, sequence and payload."""
+    is_last = len(before) == 2
+    if bool(header.flags & MORE) == is_last:
+        return False
+    if len(before) == 1:
+        return header.num_bytes == 8
+    return header.num_bytes + (before[0].num_bytes if is_last else 0) <= base.MAX_MESSAGE_BYTES

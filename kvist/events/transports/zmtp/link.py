@@ -6,10 +6,15 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
+from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.received import MalformedCounter
+from kvist.events.transports.zmq_replay import refuse_to_steal
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
@@ -31,26 +36,72 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _logger = logging.getLogger(__name__)
 
 
-async def connect(host: str, port: int, family: socket.AddressFamily) -> socket.socket:
-    """Look the name up and return a socket connected to the first of its addresses that can be; raises OSError."""
-    loop = asyncio.get_running_loop()
+async def connect(address: str) -> socket.socket:
+    """Return a socket connected to a tcp:// or ipc:// address, the first that its name has; raises OSError."""
+    if address.startswith("ipc://"):
+        return await _connected(socket.socket(socket.AF_UNIX), _path(address))
+    host, port, family = _split(address)
     last_error = OSError(f"{host} has no address")
-    for *kind, _, address in await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM):
-        sock = socket.socket(*kind)
+    addresses = await asyncio.get_running_loop().getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
+    for *kind, _, place in addresses:
         try:
-            sock.setblocking(False)
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await loop.sock_connect(sock, address)
-            _keep_alive(sock)
+            return await _connected(socket.socket(*kind), place)
         except OSError as error:
-            sock.close()
             last_error = error
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
     raise last_error
+
+
+async def _connected(sock: socket.socket, place: Any) -> socket.socket:
+    try:
+        sock.setblocking(False)
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_connect(sock, place)
+        _keep_alive(sock)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def listen(address: str) -> socket.socket:
+    """Return a socket for `accept`; raises InvalidValueError when nobody can listen at the address."""
+    refuse_to_steal(address)
+    sock: socket.socket | None = None
+    try:
+        if address.startswith("ipc://"):
+            with suppress(FileNotFoundError, ValueError):  # a name without a file has none to remove
+                Path(_path(address)).unlink()
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(_path(address))
+            sock.listen()
+        else:
+            host, port, family = _split(address)
+            sock = socket.create_server(("" if host == "*" else host, port), family=family)
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        raise InvalidValueError("endpoint", address, f"an address that can be bound ({error.strerror})") from error
+    sock.setblocking(False)
+    return sock
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+    """Return a socket of who connects next; raises OSError."""
+    sock, _ = await asyncio.get_running_loop().sock_accept(listener)
+    _keep_alive(sock)
+    return sock
+
+
+def _split(address: str) -> tuple[str, int, socket.AddressFamily]:
+    """Return host, port and family; a name is looked up as IPv4, for engines listen on that by default."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), int(port), socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+
+
+def _path(address: str) -> str:
+    """Return the path of an ipc:// address; `@` begins a name that is no file, as for ZeroMQ."""
+    path = address.removeprefix("ipc://")
+    return f"\0{path[1:]}" if path.startswith("@") else path
 
 
 class Pace:
@@ -238,6 +289,8 @@ class Link:
 
 def _keep_alive(sock: socket.socket) -> None:
     """Send answers at once, and let the kernel notice that a peer vanished which does not know a PING."""
+    if sock.family == socket.AF_UNIX:
+        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():

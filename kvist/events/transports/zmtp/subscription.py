@@ -1,11 +1,10 @@
-"""A subscription over plain TCP: connects, connects again, and hands out what has come."""
+"""A subscription over TCP or a Unix socket: connects, connects again, and hands out what has come."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-import socket
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
@@ -19,7 +18,7 @@ from kvist.events.transports.received import MalformedCounter
 from kvist.events.transports.zmq_replay import ReplayClient
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
-from kvist.events.transports.zmtp.link import Link, connect
+from kvist.events.transports.zmtp.link import Link, accept, connect, listen
 from kvist.events.transports.zmtp.wire import Splitter
 
 OVERHEAD_BYTES = 64 << 10
@@ -42,15 +41,15 @@ class ZmtpSubscription:
     def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None) -> None:
         self._malformed = MalformedCounter(endpoint.address)
         self._replay_client = ReplayClient(endpoint, self._malformed)
-        self._source = endpoint.address
-        host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
-        self._host, self._port = host.strip("[]"), int(port)
-        try:
-            self._host.encode("idna")
-        except UnicodeError as error:
-            raise InvalidValueError("endpoint", endpoint.address, "a host name that can be looked up") from error
-        # A name is looked up as IPv4, for engines listen on that by default.
-        self._family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+        self._address, self._is_bound = endpoint.address, endpoint.is_bound
+        if endpoint.scheme == "tcp":
+            host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
+            try:
+                host.strip("[]").encode("idna")
+            except UnicodeError as error:
+                raise InvalidValueError("endpoint", endpoint.address, "a host name that can be looked up") from error
+            if not endpoint.is_bound and (host == "*" or port == "0"):
+                raise InvalidValueError("endpoint", endpoint.address, "an address to connect to")
         self._splitter = splitter
         self._inbox = Inbox(base.MAX_MESSAGE_BYTES + OVERHEAD_BYTES)
         self._deliver: Callable[[Sequence[Message]], bool] | None = None
@@ -74,19 +73,17 @@ class ZmtpSubscription:
 
     @property
     def num_malformed(self) -> int:
-        """How many messages were skipped, and peers left, because they are not the transport's."""
         return self._malformed.num
 
     async def __aenter__(self) -> Self:
-        """Connect in the background."""
+        self._listener = listen(self._address) if self._is_bound else None
         await self._tasks.__aenter__()
-        self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._source}")
+        self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the connection; unread messages are gone."""
         self._connecting.cancel()
         # A task group would wrap an error of the body into a group; it has no part in that error.
         is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
@@ -96,15 +93,15 @@ class ZmtpSubscription:
             )
         finally:
             self._inbox.close()
+            if self._listener is not None:
+                self._listener.close()
             self._connection = self._link = None
             del self._connecting  # it held this subscription in turn
 
     def deliver_with(self, deliver: Callable[[Sequence[Message]], bool] | None) -> None:
-        """Have messages taken where they arrive, while somebody waits for them."""
         self._deliver = deliver
 
     async def receive(self) -> MessageBlock:
-        """Wait for at least one message; return at most `MAX_DRAIN`."""
         if self._inbox.num_messages == 0:
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -120,7 +117,6 @@ class ZmtpSubscription:
         return block
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
-        """Ask with a fresh socket, so that a late answer to an abandoned request cannot be taken for this one's."""
         return await self._replay_client.replay(request, timeout_s)
 
     def _arrived(self) -> bool:
@@ -148,7 +144,7 @@ class ZmtpSubscription:
                 was_good = await self._follow(Connection(self._inbox, self._splitter, self._malformed))
             except OSError as error:
                 if not has_logged:
-                    _logger.info("not connected, and tried again: %s source=%s", error, self._source)
+                    _logger.info("not connected, and tried again: %s source=%s", error, self._address)
                 has_logged = True
             if was_good:
                 wait_s, has_logged = base.MIN_RECONNECT_S, False
@@ -157,7 +153,7 @@ class ZmtpSubscription:
 
     async def _follow(self, connection: Connection) -> bool:
         """Connect, and stay until that has an end and its messages are taken; return whether it was a good one."""
-        sock = await connect(self._host, self._port, self._family)
+        sock = await (connect(self._address) if self._listener is None else accept(self._listener))
         link = Link(sock, connection, self._inbox, self._malformed, self._arrived)
         self._connection, self._link = connection, link
         await link.watch()

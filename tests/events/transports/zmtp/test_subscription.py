@@ -15,8 +15,6 @@ from zmtp_splitter import split
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, MessageBlock, open_subscription
-from kvist.events.transports.memory import MemorySubscription
-from kvist.events.transports.zmq import ZmqSubscription
 from kvist.events.transports.zmtp import ZmtpSubscription
 from kvist.events.transports.zmtp.inbox import HALF_BYTES
 from kvist.events.transports.zmtp.link import MAX_BURST, WAKES_PER_S, Pace
@@ -68,25 +66,6 @@ async def receive(subscription) -> list[Message]:
 
 def numbered(num_messages: int, num_bytes: int = 10) -> list[Message]:
     return [Message(b"t", sequence, sequence.to_bytes(4, "big") * (num_bytes // 4)) for sequence in range(num_messages)]
-
-
-@pytest.mark.parametrize(
-    ("url", "kind"),
-    [
-        ("tcp://127.0.0.1:5557", ZmtpSubscription),
-        ("tcp://[::1]:5557", ZmtpSubscription),
-        ("tcp://engine-7.fleet.local:5557", ZmtpSubscription),
-        ("tcp://*:5557?bind=1", ZmqSubscription),
-        ("tcp://127.0.0.1:5557?bind=1", ZmqSubscription),
-        ("tcp://*:5557", ZmqSubscription),
-        ("tcp://h:0", ZmqSubscription),
-        ("tcp://eth0:0;engine:5557", ZmqSubscription),
-        ("ipc:///tmp/x", ZmqSubscription),
-        ("memory://m", MemorySubscription),
-    ],
-)
-def test_what_only_connects_over_tcp_is_read_without_zeromq(url, kind):
-    assert type(open_subscription(Endpoint.parse(url))) is kind
 
 
 def test_a_name_that_no_host_can_have_is_an_error_that_names_it():
