@@ -38,39 +38,32 @@ class Patience:
     """Knows when to ask: after a random moment, then after ever longer ones, as often as it is worth it."""
 
     def __init__(self, limits: SessionLimits, rng: random.Random) -> None:
-        """Wait as long as the limits say; `rng` chooses the random moments."""
+        self.ask_at_s: float | None = None
+        """When the question may be put, None while there is none."""
         self.is_healing = False
         """Whether everything is asked for, to make a partial copy whole."""
+        self.num_unanswered = 0
+        """Questions in a row without the whole answer."""
+        self.num_heals_in_a_row = 0
         self._limits = limits
         self._rng = rng
-        self._ask_at_s: float | None = None
-        self._num_unanswered = 0
-        self._num_heals_in_a_row = 0
         self._heal_at_s = 0.0
 
     @property
     def is_asking(self) -> bool:
         """Return whether something is asked for, now or in a while."""
-        return self._ask_at_s is not None
-
-    def is_due(self, now_s: float) -> bool:
-        """Return whether a question may be put."""
-        return self._ask_at_s is not None and now_s >= self._ask_at_s
+        return self.ask_at_s is not None
 
     def ask(self, now_s: float, after_s: float = 0.0) -> None:
         """Have a question put after a while, and a random moment more."""
-        self._ask_at_s = now_s + after_s + self._rng.random() * self._limits.jitter_s
-
-    def ask_at(self, at_s: float | None) -> None:
-        """Have a question put at a time; None for none."""
-        self._ask_at_s = at_s
+        self.ask_at_s = now_s + after_s + self._rng.random() * self._limits.jitter_s
 
     def ask_again(self, now_s: float) -> bool:
         """Have the question put again later, if patience is left and what is asked for is needed; return whether."""
-        if self.is_healing or self._num_unanswered + 1 >= self._limits.max_asks:
+        if self.is_healing or self.num_unanswered + 1 >= self._limits.max_asks:
             return False
-        self._num_unanswered += 1
-        self.ask(now_s, self.retry_after_s(self._num_unanswered))
+        self.num_unanswered += 1
+        self.ask(now_s, self.retry_after_s(self.num_unanswered))
         return True
 
     def may_heal(self, now_s: float) -> bool:
@@ -86,22 +79,14 @@ class Patience:
 
     def delay_heal(self, now_s: float) -> None:
         """Ask for everything after a wait that is longer each time."""
-        self._num_heals_in_a_row += 1
-        wait_s = self.retry_after_s(self._num_heals_in_a_row)
+        self.num_heals_in_a_row += 1
+        wait_s = self.retry_after_s(self.num_heals_in_a_row)
         self._heal_at_s = now_s + wait_s + self._rng.random() * self._limits.jitter_s
 
     def settle(self) -> None:
         """Take the question as answered."""
-        self._ask_at_s = None
+        self.ask_at_s = None
         self.is_healing = False
-
-    def reset(self) -> None:
-        """Be as patient as ever: nothing is missing any more."""
-        self._num_unanswered = 0
-
-    def reset_heals(self) -> None:
-        """Ask for everything at once when that is called for next."""
-        self._num_heals_in_a_row = 0
 
     def retry_after_s(self, num_times: int) -> float:
         """Return the wait after something that happened so many times in a row."""
@@ -113,7 +98,6 @@ class Presence:
     """Follows the latest epoch, or an earlier one after silence; one that was left for an earlier one is no better."""
 
     def __init__(self, limits: SessionLimits) -> None:
-        """Count as silence what the limits say."""
         self.epoch: int | None = None
         """The epoch being followed, None before the first message."""
         self.is_silent = False
@@ -141,7 +125,6 @@ class Presence:
         self.is_silent = False
 
     def enter(self, epoch: int) -> None:
-        """Follow an epoch."""
         if self.epoch is not None and epoch < self.epoch:
             self._left_epochs.append(self.epoch)
         self.epoch = epoch
@@ -160,5 +143,4 @@ class Presence:
         return self.is_silent or (self.epoch is not None and self._heard_at_s < since_s)
 
     def tick(self, now_s: float) -> None:
-        """Notice silence."""
         self.is_silent |= self.has_heartbeat and now_s - self._heard_at_s > self._limits.silence_s

@@ -142,7 +142,8 @@ class Session(Generic[T]):
 
     def question(self, now_s: float) -> int | None:
         """Return the sequence to ask from, None while there is nothing to ask or it is too early."""
-        if not self._patience.is_due(now_s):
+        ask_at_s = self._patience.ask_at_s
+        if ask_at_s is None or now_s < ask_at_s:
             return None
         return 0 if self._patience.is_healing else self.expected_sequence
 
@@ -218,7 +219,7 @@ class Session(Generic[T]):
         self.is_unproven = is_unproven
         if is_beside_the_point and not is_from_start:
             # The question was about another epoch's numbers: ask this one from its beginning.
-            self._patience.ask_at(now_s)
+            self._patience.ask_at_s = now_s
             return steps
         if self._patience.is_healing and not is_from_start:
             return steps + self._unanswered(now_s)
@@ -264,7 +265,7 @@ class Session(Generic[T]):
         self._presence.is_silent = True
         self.expected_sequence, self.is_complete = next_sequence, is_complete
         self.num_epochs = 1
-        self._patience.ask_at(asks_at_s)
+        self._patience.ask_at_s = asks_at_s
 
     def on_cleared(self, *, by_loss: bool = False) -> None:
         """Take note that the step just taken cleared the rank: after a message that did, nothing is missing."""
@@ -323,7 +324,7 @@ class Session(Generic[T]):
         self.expected_sequence = 0
         self.is_complete = True
         self.is_unproven = False
-        self._patience.reset()
+        self._patience.num_unanswered = 0
         self._settle()
 
     def _settle(self) -> None:
@@ -407,7 +408,7 @@ class Session(Generic[T]):
                 steps.append(Apply(body))
         if self._asks_again_before(self._announced, now_s):
             return steps
-        self._patience.reset()
+        self._patience.num_unanswered = 0
         return steps + self._skip_to(self._announced)
 
     def _asks_again_before(self, sequence: int, now_s: float | None) -> bool:
@@ -429,7 +430,7 @@ class Session(Generic[T]):
         if published == held:
             self.is_complete = True
             self._num_divergences_in_a_row = 0
-            self._patience.reset_heals()
+            self._patience.num_heals_in_a_row = 0
             return []
         if not self.is_complete and held.num_blocks <= published.num_blocks:
             if self._has_snapshots:  # a partial copy is good for something, and kept if there is no answer

@@ -35,7 +35,6 @@ class RecordedSnapshot:
 
     @property
     def rank(self) -> WorkerRank:
-        """Return whose it is."""
         return self.heartbeat.source
 
 
@@ -150,7 +149,6 @@ class RankBlocks:
 
 
 def hashes_of(event: Stored | Removed) -> list[int]:
-    """Return an event's blocks as numbers."""
     blocks: list[int] = np.frombuffer(event.hashes, "<u8").tolist()
     return blocks
 

@@ -28,7 +28,6 @@ class _RankEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def source(self) -> WorkerRank:
-        """Return whose it is."""
         return WorkerRank(self.worker, self.rank)
 
 
@@ -42,11 +41,6 @@ class CanonicalEnvelope(_RankEnvelope, tag="kvist1", array_like=True, frozen=Tru
     def is_heartbeat(self) -> bool:
         """Return whether the batch takes no sequence number, but announces the next one."""
         return len(self.events) == 1 and bytes(self.events[0])[1:11] == _HEARTBEAT_START
-
-    @property
-    def next_sequence(self) -> int:
-        """Return the number of the rank's next batch."""
-        return self.sequence if self.is_heartbeat else self.sequence + 1
 
     @property
     def is_of_no_block(self) -> bool:
@@ -197,9 +191,7 @@ class SourceNumbering:
 
     @property
     def numberings(self) -> list[Numbering]:
-        """Return all there are."""
         return [*self.ranks.values(), *([self.engine] if self.engine is not None else [])]
 
     def total(self, name: str) -> int:
-        """Return the sum of one count over all numberings."""
         return sum(getattr(numbering, name) for numbering in self.numberings)

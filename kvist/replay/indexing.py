@@ -49,7 +49,6 @@ class IndexReport:
     failures: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as what JSON can say."""
         ranks = [
             {
                 **rank.source._asdict(),
@@ -62,7 +61,6 @@ class IndexReport:
         return {**{name: getattr(self, name) for name in self.__slots__}, "ranks": ranks}
 
     def to_text(self) -> str:
-        """Return everything as lines of text."""
         lines = [
             f"{worker} rank {number}: {rank.num_blocks} blocks, digest {rank.digest:016x}, {rank.state}"
             for rank in self.ranks
@@ -118,7 +116,6 @@ class IndexPlayer:
         self._streams: dict[tuple[RecordedSource, str], _Stream] = {}
 
     def apply(self, lines: Iterable[Line]) -> None:
-        """Apply some lines."""
         messages: defaultdict[_Stream, list[Message]] = defaultdict(list)
         for line in lines:
             stream = self._stream_of(line.record)

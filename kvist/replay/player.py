@@ -56,7 +56,6 @@ class Player:
 
     @property
     def num_asked(self) -> int:
-        """Return how many replay requests were answered."""
         return sum(outlet.sent.num_asked for outlet in self._outlets.values())
 
     async def play(self) -> None:
@@ -141,7 +140,6 @@ def open_publications(urls: Sequence[str], sources: Sequence[RecordedSource]) ->
 
 
 def close_publications(publications: Mapping[RecordedSource, Publication]) -> None:
-    """Drain and release all of them."""
     for publication in publications.values():
         publication.close()
 

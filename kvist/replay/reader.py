@@ -15,7 +15,7 @@ from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import zstandard
@@ -52,7 +52,6 @@ MAX_RECORDS_AT_ONCE = 8192
 _RECORD_START = struct.Struct("<BQ")
 _MAX_RECORD_BYTES = MAX_CHUNK_BYTES + 4096
 _KINDS = {int(kind) for kind in Opcode}
-_OLD_MAGIC: Final = b"\x89KVREC"
 _MALFORMED = (McapError, struct.error, OverflowError, zstandard.ZstdError, ValueError, KeyError, *DECODE_ERRORS)
 
 
@@ -122,9 +121,6 @@ class _Part:
 
     def _read_magic(self) -> bool:
         data = self.read_at(0, len(MCAP0_MAGIC))
-        if data.startswith(_OLD_MAGIC):
-            found = "a recording of the form before MCAP"
-            raise self._damage(found, "an MCAP file: this version reads no other, record anew")
         if not MCAP0_MAGIC.startswith(data):
             raise self._damage(repr(data), f"a recording, which is an MCAP file and begins with {MCAP0_MAGIC!r}")
         if data == MCAP0_MAGIC:
@@ -262,11 +258,9 @@ class RecordingReader(Closable):
         self._torn: list[Torn] = []
 
     def close(self) -> None:
-        """Close the file."""
         self._part.close()
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield what there is to read now."""
         while (records := self.read()) is not None:
             yield from records
 

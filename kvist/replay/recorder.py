@@ -137,7 +137,6 @@ class Recorder:
             raise only_cause(failed) from failed
 
     def reports(self) -> list[SourceReport]:
-        """Return what came of each source so far."""
         return [stream.report() for stream in self._streams]
 
     async def _record(self, stream: _Stream) -> None:

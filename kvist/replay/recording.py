@@ -75,15 +75,12 @@ class Closable:
     """What is closed at the end of its `with` block."""
 
     def __enter__(self) -> Self:
-        """Return what is open."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close it."""
         self.close()
 
     def close(self) -> None:
-        """Give back what was opened."""
         raise NotImplementedError
 
 

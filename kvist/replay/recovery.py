@@ -192,12 +192,10 @@ class SourceRecovery:
 
     @property
     def num_snapshots(self) -> int:
-        """Return how many snapshots answers brought."""
         return sum(rank.session.num_snapshots for rank in self._ranks.values())
 
     @property
     def num_recovered(self) -> int:
-        """Return how many messages answers brought."""
         return sum(rank.session.num_recovered for rank in self._ranks.values())
 
     @property

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from kvist.events.engine_events import UnsizedWindow, Window
 from kvist.replay.statistics import RecordingStatistics, SourceStatistics, Span
 
 _MAX_RANKS_SHOWN = 32
@@ -19,14 +18,8 @@ _TEXT_STYLE = "font-family:sans-serif;font-size:12px;fill:#222"
 
 def statistics_text(statistics: RecordingStatistics) -> str:
     """Return everything but the spans as lines of text."""
-    parts = [_overview(statistics), *map(_source_text, statistics.sources), "", *_rank_lines(statistics)]
-    if statistics.windows:
-        parts += ["", "window groups                   stored events       blocks      removed"]
-    for (source, group, window), each in statistics.windows.items():
-        name = f"{source} group {'-' if group is None else group} window {_window(window)}"
-        counts = (each.num_stored_events, each.num_stored_blocks, each.num_removed_blocks)
-        parts.append(f"  {name:<28} {counts[0]:>14} {counts[1]:>12} {counts[2]:>12}")
-    return "\n".join([*parts, "", *_block_lines(statistics)])
+    sources = map(_source_text, statistics.sources)
+    return "\n".join([_overview(statistics), *sources, "", *_rank_lines(statistics), "", *_block_lines(statistics)])
 
 
 def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
@@ -35,10 +28,6 @@ def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
     told["ranks"] = [
         {"worker": rank.worker, "rank": rank.rank, **msgspec.to_builtins(each)}
         for rank, each in statistics.ranks.items()
-    ]
-    told["windows"] = [
-        {"source": source, "group": group, "window": _window(window), **msgspec.to_builtins(each)}
-        for (source, group, window), each in statistics.windows.items()
     ]
     builtins: dict[str, Any] = msgspec.to_builtins(told, str_keys=True)
     return builtins
@@ -87,21 +76,14 @@ def _block_lines(statistics: RecordingStatistics) -> Iterator[str]:
     yield f"blocks: {statistics.num_distinct} distinct, {live} of them live at the end"
     yield f"  held by more than one rank: {shared} ({100 * shared / (live or 1):.1f} %)"
     yield f"  ranks that hold a live block:  {_histogram(statistics.holders)}"
-    yield f"  depth in the chain, from:      {_histogram(statistics.depths)}"
     yield f"  lifetime until removed, from:  {_histogram(statistics.lifetimes_s, ' s')}"
     stored = sum(rank.num_stored for rank in statistics.ranks.values())
     again = sum(rank.num_stored_again for rank in statistics.ranks.values())
     yield f"  stored again after removal:    {again} of {stored} ({100 * again / (stored or 1):.1f} %)"
-    if statistics.num_parents_unknown:
-        yield f"  chains behind a parent that was never recorded: {statistics.num_parents_unknown}"
 
 
 def _histogram(counts: Mapping[int, int] | Mapping[float, int], unit: str = "") -> str:
     return "  ".join(f"{key:g}{unit}: {count}" for key, count in counts.items()) or "none"
-
-
-def _window(window: Window) -> str | int:
-    return window.value if isinstance(window, UnsizedWindow) else window
 
 
 def svg_plot(spans: Sequence[Span], title: str) -> str:

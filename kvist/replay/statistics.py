@@ -12,12 +12,11 @@ from itertools import repeat
 from typing import NamedTuple
 
 from kvist.errors import MalformedMessageError
-from kvist.events import Cleared, EngineRemoved, EngineStored, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events import Cleared, EngineStored, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
-from kvist.events.engine_events import EngineEvent, Window
 from kvist.publisher.stream import RankStream
-from kvist.replay.blocks import Change, RankBlocks, SnapshotCollector, hashes_of
+from kvist.replay.blocks import Change, RankBlocks, SnapshotCollector
 from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, SourceNumbering, read_envelope
 from kvist.replay.recording import Record, RecordedSource
 
@@ -55,15 +54,6 @@ class RankStatistics:
 
 
 @dataclass(slots=True)
-class WindowStatistics:
-    """One layer group of an engine's own stream, before any is left out."""
-
-    num_stored_events: int = 0
-    num_stored_blocks: int = 0
-    num_removed_blocks: int = 0
-
-
-@dataclass(slots=True)
 class SourceStatistics:
     """One source; gaps as `kvist.replay.envelope` counts them."""
 
@@ -88,7 +78,7 @@ class SourceStatistics:
 
 @dataclass(frozen=True, slots=True)
 class RecordingStatistics:
-    """All of a recording. Histograms are by exact number of holders, and by powers of two of depth and lifetime."""
+    """All of a recording. Histograms are by exact number of holders, and by powers of two of lifetime."""
 
     num_messages: int
     num_events: int
@@ -97,15 +87,10 @@ class RecordingStatistics:
     duration_s: float
     sources: list[SourceStatistics]
     ranks: dict[WorkerRank, RankStatistics]
-    windows: dict[tuple[str, int | None, Window], WindowStatistics]
     num_distinct: int
     num_live_distinct: int
     holders: dict[int, int]
     """How many live blocks so many ranks hold."""
-    depths: dict[int, int]
-    """How many distinct blocks are at this depth or up to twice as deep; 1 is a prompt's first block."""
-    num_parents_unknown: int
-    """Stored chains whose parent was never recorded: they count as beginning at depth 1."""
     lifetimes_s: dict[float, int]
     """How many blocks were removed after at least so long, and less than twice that."""
     spans: list[Span]
@@ -128,7 +113,6 @@ class Timeline:
         self._spans[idx] = self._spans.get(idx, (0, 0))[0] + num_events, num_live
 
     def spans(self) -> list[Span]:
-        """Return all spans, in order."""
         spans: list[Span] = []
         num_live = 0
         for idx in range(max(self._spans, default=-1) + 1):
@@ -178,18 +162,15 @@ class StatisticsCollector:
     def __init__(self) -> None:
         self._sources: dict[RecordedSource, _Source] = {}
         self._sessions: set[int] = set()
-        self._depths: dict[int, int] = {}
+        self._distinct: set[int] = set()
         self._lifetimes: Counter[int] = Counter()
-        self._windows: defaultdict[tuple[str, int | None, Window], WindowStatistics] = defaultdict(WindowStatistics)
         self._timeline = Timeline()
         self._num_live = 0
         self._num_events = 0
-        self._num_parents_unknown = 0
         self._first_ns: int | None = None
         self._time_ms = 0
 
     def add(self, record: Record) -> None:
-        """Count the next message."""
         source = self._sources.get(record.source)
         if source is None:
             source = self._sources[record.source] = _Source(record.source)
@@ -212,7 +193,6 @@ class StatisticsCollector:
             source.statistics.num_malformed_events += 1
 
     def result(self) -> RecordingStatistics:
-        """Return the figures so far."""
         ranks = {key: rank for source in self._sources.values() for key, rank in source.ranks.items()}
         held = Counter(block for rank in ranks.values() for block in set().union(*rank.blocks.tiers))
         return RecordingStatistics(
@@ -223,12 +203,9 @@ class StatisticsCollector:
             duration_s=self._time_ms / 1000,
             sources=[source.result() for source in self._sources.values()],
             ranks={key: rank.statistics for key, rank in sorted(ranks.items())},
-            windows=dict(self._windows),
-            num_distinct=len(self._depths),
+            num_distinct=len(self._distinct),
             num_live_distinct=len(held),
             holders=dict(sorted(Counter(held.values()).items())),
-            depths=_by_power(Counter(self._depths.values())),
-            num_parents_unknown=self._num_parents_unknown,
             lifetimes_s={2.0**power / 1000: count for power, count in sorted(self._lifetimes.items())},
             spans=self._timeline.spans(),
         )
@@ -263,9 +240,6 @@ class StatisticsCollector:
             removed.difference_update(held)
         rank.statistics.num_restored += len(change.new)
         self._changed(rank, change, is_counted=False)
-        for told in snapshot.slices:
-            for block, depth in zip(told.hashes.tolist(), told.depths.tolist(), strict=True):
-                self._depths.setdefault(block, depth + 1)
 
     def _add_engine(self, source: _Source, record: Record) -> None:
         name = record.source.name
@@ -277,13 +251,12 @@ class StatisticsCollector:
             for rank in source.ranks.values():
                 self._changed(rank, rank.blocks.apply(Cleared()))
                 rank.stream = None
-        for event in decoded.events:
-            self._note_window(source, name, event)
+        sizes = [event.block_size for event in decoded.events if isinstance(event, EngineStored) and event.block_size]
+        source.block_sizes.update(sizes)
         key = WorkerRank(name, decoded.rank or 0)
         rank = source.ranks[key]
-        if rank.stream is None:
-            block_size = next((e.block_size for e in decoded.events if isinstance(e, EngineStored) and e.block_size), 0)
-            rank.stream = RankStream(key, block_size, epoch=0) if block_size > 0 else None
+        if rank.stream is None and sizes:
+            rank.stream = RankStream(key, sizes[0], epoch=0)
         if rank.stream is not None:
             for event in decoded.events:
                 rank.stream.admit(event)
@@ -291,15 +264,6 @@ class StatisticsCollector:
                 for canonical in batch.events:
                     self._apply(rank, canonical)
         self._count_events(len(decoded.events))
-
-    def _note_window(self, source: _Source, name: str, event: EngineEvent) -> None:
-        if isinstance(event, EngineStored):
-            source.block_sizes.add(event.block_size)
-            window = self._windows[name, event.group, event.window]
-            window.num_stored_events += 1
-            window.num_stored_blocks += len(event.block_hashes)
-        elif isinstance(event, EngineRemoved):
-            self._windows[name, event.group, event.window].num_removed_blocks += len(event.block_hashes)
 
     def _count_events(self, num_events: int) -> None:
         self._num_events += num_events
@@ -319,7 +283,6 @@ class StatisticsCollector:
             statistics.num_stored += len(change.new)
             statistics.num_stored_again += len(again)
             statistics.num_stored_in_vain += change.num_in_vain
-            self._note_depths(event)
         elif isinstance(event, Removed):
             rank.removed[event.tier].update(change.gone)
             lifetimes_ms = (self._time_ms - note for note in change.notes if note != _HELD_BEFORE)
@@ -329,24 +292,11 @@ class StatisticsCollector:
             statistics.num_cleared += 1
         self._changed(rank, change)
 
-    def _note_depths(self, event: Stored) -> None:
-        depth = 0 if event.parent is None else self._depths.get(event.parent, 0)
-        self._num_parents_unknown += event.parent is not None and depth == 0
-        for block in hashes_of(event):
-            depth = self._depths.setdefault(block, depth + 1)
-
     def _changed(self, rank: _Rank, change: Change, *, is_counted: bool = True) -> None:
         """Take note of what is live now; blocks that a snapshot does not tell of any more do not count as removed."""
         statistics = rank.statistics
+        self._distinct.update(change.new)
         self._num_live += len(change.new) - len(change.gone)
         statistics.num_removed += len(change.gone) if is_counted else 0
         statistics.num_live = rank.blocks.num_blocks
         statistics.num_live_peak = max(statistics.num_live_peak, statistics.num_live)
-
-
-def _by_power(counts: Counter[int]) -> dict[int, int]:
-    """Return counts of numbers put together by powers of two."""
-    powers: Counter[int] = Counter()
-    for number, count in counts.items():
-        powers[1 << (number.bit_length() - 1)] += count
-    return dict(sorted(powers.items()))

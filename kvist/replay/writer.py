@@ -91,7 +91,6 @@ class RecordingWriter(Closable):
 
     @property
     def num_written_bytes(self) -> int:
-        """Return the size of all parts that were written."""
         return self._num_bytes_of_parts_before + self._part.num_bytes
 
     def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
@@ -114,7 +113,6 @@ class RecordingWriter(Closable):
             self.flush()
 
     def flush(self) -> None:
-        """Write everything added so far."""
         self._part.write_chunk()
 
     def close(self) -> None:

@@ -214,14 +214,6 @@ def test_files_that_claim_to_be_larger_than_memory_are_errors_and_cost_none(whol
     assert (done.stdout.split(), done.stderr) == (["RecordingError"] * len(files), "")
 
 
-def test_a_recording_of_the_old_form_is_refused_by_a_sentence_that_says_so(tmp_path):
-    (tmp_path / "fleet.kvrec").write_bytes(b"\x89KVREC\x01\x00STRT and so on")
-    text = "found a recording of the form before MCAP, expected an MCAP file: this version reads no other, record anew"
-    with RecordingReader(tmp_path / "fleet.kvrec") as reader, pytest.raises(RecordingError, match=text) as refused:
-        reader.read()
-    assert refused.value.offset == 0
-
-
 def test_another_file_is_refused_at_once(tmp_path):
     path = tmp_path / "r"
     path.write_bytes(b"PK\x03\x04 something else")

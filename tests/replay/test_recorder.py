@@ -120,14 +120,6 @@ async def test_engines_own_bytes_are_recorded_as_they_are(golden, tmp_path, unti
     assert [record.message for record in records] == sent
 
 
-def test_the_window_groups_of_an_engines_own_bytes_are_told(golden, make):
-    collector = StatisticsCollector()
-    (record,) = make.records(Message(b"", 0, golden["vllm HYBRID"]))
-    collector.add(record)
-    windows = {(group, window): each for (_, group, window), each in collector.result().windows.items()}
-    assert (windows[0, FULL].num_stored_blocks, windows[1, 512].num_stored_blocks) == (2, 1)
-
-
 @pytest.mark.parametrize("broker", ["nats", "jetstream", "mqtt"])
 async def test_streams_are_recorded_from_a_broker_and_played_to_it(
     make, tmp_path, until, broker, start_nats_server, start_mqtt_broker

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from kvist.events import FULL, UNKNOWN, Cleared, WorkerRank
+from kvist.events import Cleared, WorkerRank
 from kvist.events.snapshot import blocks_digest
 from kvist.replay import RecordedSource
 from kvist.replay.report import statistics_json, statistics_text, svg_plot
@@ -41,7 +41,6 @@ def test_blocks_are_followed_from_store_to_removal_and_back(make):
     assert (rank.num_live, rank.num_live_peak) == (0, 4)
     assert (rank.num_heartbeats_agreeing, rank.num_heartbeats_differing) == (1, 1)
     assert (statistics.num_distinct, statistics.num_live_distinct) == (4, 0)
-    assert statistics.depths == {1: 1, 2: 2, 4: 1}
     assert statistics.lifetimes_s == {0.512: 1, 1.024: 1}
     assert statistics.duration_s == 6.0
 
@@ -70,12 +69,7 @@ def test_gaps_duplicates_and_a_beginning_amid_the_stream_are_told(make):
     assert statistics.ranks[WorkerRank("w", 0)].num_live == 0  # the later epoch holds nothing of the earlier one's
 
 
-def test_a_stored_chain_behind_an_unknown_parent_is_counted(make):
-    statistics = told(make.records(make.batch(0, make.stored(5, 6, parent=4))))
-    assert (statistics.num_parents_unknown, statistics.depths) == (1, {1: 1, 2: 1})
-
-
-def test_an_engines_window_groups_are_seen_and_its_blocks_counted_as_the_published_group(make):
+def test_an_engines_blocks_are_counted_as_those_of_the_published_group(make):
     full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     sliding = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 512}
     tokens = list(range(8))
@@ -87,11 +81,6 @@ def test_an_engines_window_groups_are_seen_and_its_blocks_counted_as_the_publish
         make.engine_batch(1, {**make.engine_removed(2), "group_idx": 0}, {"type": "Unheard"}),
     ]
     statistics = told(make.records(*messages, source=source))
-    assert {key: window.num_stored_blocks for key, window in statistics.windows.items()} == {
-        ("pod-1", 0, FULL): 2,
-        ("pod-1", 1, 512): 1,
-        ("pod-1", 0, UNKNOWN): 0,
-    }
     rank = statistics.ranks[WorkerRank("pod-1", 0)]
     assert (rank.num_stored, rank.num_removed, rank.num_live) == (2, 1, 1)
     assert (statistics.sources[0].num_ignored_events, statistics.sources[0].block_sizes) == (1, (4,))

@@ -54,7 +54,6 @@ class MessageBlock(Sequence[Message]):
         return cls(b"".join(parts), table)
 
     def __len__(self) -> int:
-        """Return the number of messages."""
         return len(self.table)
 
     @overload
@@ -68,7 +67,6 @@ class MessageBlock(Sequence[Message]):
         return self._message(*self.table[idx].tolist())
 
     def __iter__(self) -> Iterator[Message]:
-        """Yield a copy of each message."""
         for row in self.table.tolist():
             yield self._message(*row)
 

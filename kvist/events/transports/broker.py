@@ -111,7 +111,6 @@ class BrokerUrl:
 
     @property
     def is_mqtt(self) -> bool:
-        """Return whether the broker speaks MQTT."""
         return self.scheme.startswith("mqtt")
 
     @property

@@ -72,7 +72,6 @@ class BrokerLink(ABC, Generic[ClientT]):
         await end(self._running)
 
     async def connected(self) -> ClientT:
-        """Wait for a connection and return its client."""
         while self.client is None:
             await self._is_up.wait()
         return self.client

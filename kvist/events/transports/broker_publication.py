@@ -11,7 +11,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Generic
 
@@ -46,7 +45,7 @@ class BrokerLoop:
         self._num_bytes = 0
         self._is_closing = False
         self._failure: BaseException | None = None
-        self._opened: Future[None] = Future()
+        self._opened = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._arrived = asyncio.Event()
@@ -57,13 +56,13 @@ class BrokerLoop:
     def start(self, wait_s: float = OPEN_WAIT_S) -> None:
         """Start the thread, and wait up to `wait_s` for `opened`; raises InvalidValueError if `serve` did by then."""
         self._thread.start()
-        with suppress(TimeoutError):  # then `serve` goes on trying
-            self._opened.result(wait_s)
+        self._opened.wait(wait_s)  # if that is not enough, `serve` goes on trying
+        if self._failure is not None:
+            raise self._failure
 
     def opened(self) -> None:
         """Let `start` return; called by `serve` when it knows whether the broker can be used."""
-        if not self._opened.done():
-            self._opened.set_result(None)
+        self._opened.set()
 
     def put(self, message: Message) -> None:
         """Hand a message over without waiting.
@@ -97,8 +96,7 @@ class BrokerLoop:
     def fail(self, error: Exception) -> None:
         """End the publication with this error; called in the loop."""
         self._failure = error
-        if not self._opened.done():
-            self._opened.set_exception(error)
+        self._opened.set()
         assert self._task is not None
         self._task.cancel()
 
@@ -131,12 +129,10 @@ class BrokerLoop:
             pass  # did not drain in time
         except BaseException as error:
             self._failure = error
-            if not self._opened.done():
-                self._opened.set_exception(error)
             if not isinstance(error, (OSError, InvalidValueError)):
                 raise
         finally:
-            self.opened()
+            self._opened.set()
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -59,7 +59,6 @@ class Endpoint:
 
     @property
     def scheme(self) -> str:
-        """Return what stands before `://`."""
         return self.address.partition("://")[0]
 
     @property

@@ -33,7 +33,6 @@ class Inbox:
 
     @property
     def num_messages(self) -> int:
-        """How many messages can be taken."""
         return self.filling.num_messages
 
     @property
@@ -65,7 +64,6 @@ class Inbox:
         return self.filling.block()
 
     def drop(self) -> None:
-        """Forget the messages that are here."""
         self.filling.drop()
 
     def take(self) -> MessageBlock:
@@ -121,7 +119,6 @@ class Half:
         self.begin = begin
 
     def drop(self) -> None:
-        """Forget the messages."""
         self.num_messages = 0
         if self.begin == self.end:
             self.begin = self.end = 0
@@ -141,7 +138,6 @@ class Half:
         return other
 
     def block(self) -> MessageBlock:
-        """Return the messages of the table."""
         if self.num_messages == 1:
             return self._one_message
         return MessageBlock(self.buffer, self._table[: self.num_messages])
