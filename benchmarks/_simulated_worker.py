@@ -137,12 +137,15 @@ class Worker:
                 self._finish(job)
         self.decoding = [job for job in self.decoding if job.num_missing_tokens > 0]
         for job in self.finishing:
-            self._store(job.arrival.blocks)
-            job.ttft_s = self.now_s - job.at_s
-            job.active.end_prefill()
+            self._first_token(job)
             job.num_context_tokens, job.num_missing_tokens = job.arrival.num_tokens, job.arrival.num_output_tokens
             self.decoding.append(job)
         self.finishing.clear()
+
+    def _first_token(self, job: Job) -> None:
+        self._store(job.arrival.blocks)
+        job.ttft_s = self.now_s - job.at_s
+        job.active.end_prefill()
 
     def _store(self, blocks: Sequence[Hashable]) -> None:
         for block in reversed(blocks):  # the end of a prompt is forgotten first

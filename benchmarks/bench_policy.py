@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -50,7 +50,9 @@ class Workload:
     max_concurrency: float = inf
 
 
-def simulate(policy: Policy, workload: Workload) -> dict[str, float]:
+def simulate(
+    policy: Policy, workload: Workload, make_worker: Callable[[int, Machine, Callable[[Job], None]], Worker] = Worker
+) -> dict[str, float]:
     """Serve the workload and return what the clients and the fleet saw."""
     arrivals, ready, done, in_flight = list(workload.arrivals), deque(), [], 0
     heapify(arrivals)
@@ -64,7 +66,7 @@ def simulate(policy: Policy, workload: Workload) -> dict[str, float]:
 
     think_s = min((each.then.at_s for each in arrivals if each.then is not None), default=inf)
     workers = {
-        WorkerRank(f"w{idx}", 0): Worker(workload.block_size, workload.machine, on_done)
+        WorkerRank(f"w{idx}", 0): make_worker(workload.block_size, workload.machine, on_done)
         for idx in range(workload.num_workers)
     }
     load, random, turn, now_s, last_arrival_s = LoadTracker(), Random(1), 0, 0.0, 0.0

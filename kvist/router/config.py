@@ -28,9 +28,10 @@ DEFAULT_MAX_LOCAL_PREFILL_TOKENS = 256
 """A GPU computes so many tokens in 10 to 30 ms, about one step of a full batch of decodes: they ride along. Handing
 them over costs as much again, in two more exchanges and a wait for the blocks. Estimated, not measured."""
 
-DEFAULT_EXPECTED_CACHE_TOKENS = 200_000
-"""Between what an 8B model leaves room for on a GPU of 24 GB (35,000 tokens) and of 80 GB (410,000): estimated. With
-too many, prompts that are gone draw requests to where they were; with too few, prompts that are there draw none."""
+DEFAULT_EXPECTED_CACHE_TOKENS = 400_000
+"""What an 8B model leaves room for on a GPU of 80 GB. Taken to have twice to eight times what they have, simulated
+workers find up to 7 points more of their prompts cached than with events, and 13 less of conversations that outgrow the
+cache; with a half up to 13 less, with a quarter up to 28 (benchmarks/bench_expected.py, 2026-11-22)."""
 
 TRANSFER_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms

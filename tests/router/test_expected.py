@@ -269,8 +269,21 @@ async def test_the_first_event_of_a_worker_replaces_what_was_expected(worker, ro
                 assert (await front.explain(TOKENS))["candidates"][0]["overlap_blocks"]["gpu"] == 0
 
 
+async def test_the_block_size_of_a_worker_without_events_does_not_matter(worker, router) -> None:
+    async with worker(server_info={"engine": "kvist", "block_size": 32}) as one, router(one.url) as front:
+        await front.complete(TOKENS)
+        decision = await front.explain(TOKENS)
+        assert (decision["overlap_tokens"], decision["block_size"]) == (144, 16)
+    async with (
+        worker(server_info={"engine": "kvist", "block_size": 32}) as one,
+        router(one.url, block_size=64) as front,
+    ):
+        await front.complete(TOKENS)
+        assert (await front.explain(TOKENS))["overlap_tokens"] == 128
+
+
 async def test_no_block_size_is_needed_and_expectations_begin_anew_when_one_is_known(worker, router) -> None:
-    sized = {"engine": "kvist", "block_size": 32}
+    sized = {"engine": "kvist", "block_size": 32, "kv_events": {"endpoint": "tcp://127.0.0.1:1"}}
     async with worker() as one, worker(server_info=sized) as other, router(one.url) as front:
 
         async def is_expecting() -> bool:

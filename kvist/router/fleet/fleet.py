@@ -227,11 +227,13 @@ class Fleet:
         self._adapters = frozenset[str | None]().union(*(each.adapters for each in self._workers.values()))
         if self._index is None or worker.is_draining:
             return
-        if identity.block_size is not None:
-            self._index.adopt_block_size(identity.block_size)
+        has_events = bool(worker.configured_event_sources) or identity.event_endpoint is not None
+        streamed_size = identity.block_size if has_events else None
+        if streamed_size is not None:
+            self._index.adopt_block_size(streamed_size)
         if identity.data_parallel_size is not None:
             self._index.limit_ranks(worker.url, identity.data_parallel_size)
-        self._check_block_size(worker, self._index.block_size)
+        self._check_block_size(worker, streamed_size, self._index.block_size)
         if worker.error is not None:
             self._index.follow(worker.url, ())
         elif worker.configured_event_sources:
@@ -244,11 +246,11 @@ class Fleet:
             num_tokens = identity.num_cache_tokens
             self._index.expect(worker.url, self._config.expected_cache_tokens if num_tokens is None else num_tokens)
 
-    def _check_block_size(self, worker: Worker, block_size: int | None) -> None:
-        """Hashes of other block sizes never match, so a worker that has one cannot be routed to by prefix."""
+    def _check_block_size(self, worker: Worker, streamed_size: int | None, block_size: int | None) -> None:
+        """Hashes of other block sizes never match, so a worker that streams some cannot be routed to by prefix."""
         error = None
-        if worker.identity.block_size is not None and worker.identity.block_size != block_size:
-            error = f"block_size: the worker has {worker.identity.block_size}, the router {block_size}"
+        if streamed_size is not None and streamed_size != block_size:
+            error = f"block_size: the worker has {streamed_size}, the router {block_size}"
         if error is not None and error != worker.error:
             logger.error("worker misconfigured url=%s reason=%s", worker.url, error)
         worker.error = error
