@@ -98,6 +98,11 @@ class ChatTokenizer:
         """Return the text of tokens, special ones included; ids that are no token have none."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
+    @property
+    def added_tokens(self) -> list[str]:
+        """Return the texts that are tokens wherever they stand."""
+        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
+
     def token_strs(self, token_ids: Iterable[int]) -> list[str | None]:
         """Return how the vocabulary spells each token; None for an id that is no token."""
         return [self._tokenizer.id_to_token(token_id) for token_id in token_ids]

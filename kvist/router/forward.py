@@ -306,7 +306,8 @@ class _Forwarding:
         elif usage is not None:
             metrics.reported(decision, usage)
         if self.is_healing:
-            self.router.healer.answered(decision, usage, partial(self.router.routing.block_hashes, self.ask))
+            block_hashes = partial(self.router.routing.block_hashes, self.ask, decision.chosen.target.worker)
+            self.router.healer.answered(decision, usage, block_hashes)
 
     def _own_headers(self, decision: Decision) -> Headers:
         """Return what the client is told. Who knows what a worker held may learn what others have asked."""

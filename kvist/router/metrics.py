@@ -17,6 +17,7 @@ from kvist.events.transports.received import BUDGET
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.rendering import RenderingState
 from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
@@ -238,6 +239,11 @@ class Gauges:
         circuits = GaugeMetricFamily(
             "kvist_router_circuit_state", "Whether a worker's circuit is so", labels=["worker", "state"]
         )
+        renderings = GaugeMetricFamily(
+            "kvist_router_worker_rendering",
+            "Whether a worker makes of chats the tokens that the router makes of them",
+            labels=["worker", "state"],
+        )
         roles = GaugeMetricFamily("kvist_router_worker_role", "What a worker is there for", labels=["worker", "role"])
         for worker in self.fleet.workers:
             roles.add_metric([worker.url, worker.role.value], 1)
@@ -245,8 +251,11 @@ class Gauges:
                 states.add_metric([worker.url, state.value], worker.state is state)
             for circuit in CircuitState:
                 circuits.add_metric([worker.url, circuit.value], worker.breaker.state is circuit)
+            if (found := worker.rendering) is not None:
+                for rendering in RenderingState:
+                    renderings.add_metric([worker.url, rendering.value], found.state is rendering)
             yield None
-        yield from (states, circuits, roles)
+        yield from (states, circuits, roles, renderings)
 
     def _loads(self) -> Iterator[Metric | None]:
         labels = ["worker"]

@@ -68,10 +68,26 @@ class Routing:
         if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
             overlaps = {**overlaps, **self._index.match(eagle_hashes)}
-        return overlaps
+        return self._where_rendered_alike(ask, overlaps, self._index)
 
-    def block_hashes(self, ask: Ask, num_tokens: int) -> list[int]:
-        """Return the names of the blocks that the prompt's first tokens fill; none where its tokens are not known."""
+    def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, index: FleetIndex) -> Overlaps:
+        """Return the overlaps without blocks that a worker may know by other tokens than the router's."""
+        limits = self._fleet.renderings.limits(ask.chat, ask.fields)
+        limited = {}
+        for target, depths in overlaps.items() if limits else ():
+            num_same_tokens = limits.get(target.worker)
+            if num_same_tokens is not None and not index.is_expecting(target.worker):  # the router's own tokens
+                # The token behind a block may be in its name, too.
+                limit = max(0, num_same_tokens - 1) // index.hashed_block_size
+                limited[target] = tuple(min(depth, limit) for depth in depths)
+        return {**overlaps, **limited} if limited else overlaps
+
+    def block_hashes(self, ask: Ask, worker: str, num_tokens: int) -> list[int]:
+        """Return the names of the blocks that the prompt's first tokens fill; none where its tokens are not known.
+
+        The worker may know only the first of them by those tokens.
+        """
+        num_tokens = min(num_tokens, self._fleet.renderings.limits(ask.chat, ask.fields).get(worker, num_tokens))
         block_size = self._index.block_size if self._index is not None else None
         if self._index is None or not self._index.has_joined or ask.token_ids is None or block_size is None:
             return []

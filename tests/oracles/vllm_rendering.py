@@ -24,6 +24,7 @@ _REAL = (
     "vllm.entrypoints.anthropic.serving",
     "vllm.entrypoints.generate.base.protocol",
     "vllm.entrypoints.serve.engine.protocol",
+    "vllm.entrypoints.serve.tokenize.protocol",
     _CHAT,
     f"{_RESPONSES}.protocol",
     f"{_RESPONSES}.utils",
@@ -46,6 +47,7 @@ def _files() -> SimpleNamespace:
             "anthropic": importlib.import_module("vllm.entrypoints.anthropic.serving"),
             "anthropic_protocol": importlib.import_module("vllm.entrypoints.anthropic.protocol"),
             "responses": importlib.import_module(f"{_RESPONSES}.utils"),
+            "tokenize": importlib.import_module("vllm.entrypoints.serve.tokenize.protocol"),
             "responses_protocol": importlib.import_module(f"{_RESPONSES}.protocol"),
         }
     return SimpleNamespace(**modules)
@@ -54,6 +56,16 @@ def _files() -> SimpleNamespace:
 def text_of_chat(body: dict[str, Any], tokenizer: Any) -> str:
     """Return the prompt of a body of `/v1/chat/completions`, to a model with a tokeniser of transformers."""
     request = _files().chat.ChatCompletionRequest.model_validate(body)
+    return _rendered(request, request.messages, request.tools, tokenizer)
+
+
+def text_of_tokenize(body: dict[str, Any], tokenizer: Any) -> str:
+    """Return what a body of `/tokenize` has tokenised."""
+    protocol = _files().tokenize
+    if "prompt" in body:
+        prompt: str = protocol.TokenizeCompletionRequest.model_validate(body).prompt
+        return prompt
+    request = protocol.TokenizeChatRequest.model_validate(body)
     return _rendered(request, request.messages, request.tools, tokenizer)
 
 

@@ -12,6 +12,7 @@ from kvist.events.session import SourceState
 from kvist.indexer import SourceStatistics
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.rendering import RenderingState
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Candidate, Decision, Load
@@ -124,6 +125,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "block_size": identity.block_size,
         "kv_transfer_endpoints": list(identity.transfer_endpoints),
         "models": [model.id for model in identity.models] if identity.models is not None else None,
+        "rendering": None if worker.rendering is None else worker.rendering.described(),
         "kv_events": {
             "error": worker.event_error,
             "sources": [_explain_source(source) for source in index.sources(worker.url)] if index else [],
@@ -167,6 +169,16 @@ def explain_readiness(fleet: Fleet, index: FleetIndex | None) -> dict[str, Any]:
         "reason": None if is_ready else _why_not_ready(workers),
         "workers": {state.value: states.count(state) for state in WorkerState},
     }
+    renderings = [(worker.url, worker.rendering) for worker in workers if worker.rendering is not None]
+    if renderings:
+        counts = Counter(rendering.state for _, rendering in renderings)
+        page["rendering"] = {state.value: counts[state] for state in RenderingState} | {
+            "problems": [
+                {"worker": url, "state": rendering.state.value, "reason": rendering.reason}
+                for url, rendering in renderings
+                if rendering.reason is not None
+            ][:MAX_TOLD]
+        }
     if index is not None:
         page["index"] = "joined" if index.has_joined else "compiling"
         page["event_sources"] = _explain_sources(workers, index)

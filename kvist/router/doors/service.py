@@ -137,6 +137,8 @@ class RouterService:
         page = MetricsPage(Gauges(fleet, load, routing, index, now_s).collect, self._metrics.registry)
         self._fleet = await exits.enter_async_context(fleet)
         reader = PromptReader(await tokenizer, lambda: index is not None and index.has_joined)
+        if index is not None and (model := tokenizer.result()) is not None:
+            fleet.check_renderings(model)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics.released))
         self._forwarder = Forwarder(

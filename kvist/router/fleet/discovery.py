@@ -94,7 +94,7 @@ async def probe(pool: UpstreamPool, url: str, authorization: Headers, *, asks_fo
     Raises UpstreamError when it is unreachable or says it is not healthy, MalformedMessageError for an answer that is
     not what it should be. The caller bounds the time.
     """
-    status, _ = await _get(pool, url, "/health", authorization)
+    status, _ = await fetch(pool, url, "/health", authorization)
     if not 200 <= status < 300:
         raise UpstreamError(url, f"GET /health answered {status}")
     identity = await _server_info(pool, url, authorization)
@@ -138,7 +138,7 @@ def _broker_endpoint(own_host: str, announced: str, allowed_networks: Sequence[s
 
 
 async def _server_info(pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
-    status, body = await _get(pool, url, "/server_info", authorization)
+    status, body = await fetch(pool, url, "/server_info", authorization)
     try:
         answer = msgspec.json.decode(body) if status == 200 else None
     except msgspec.DecodeError:
@@ -168,7 +168,7 @@ def _num_cache_tokens(server_info: dict[str, Any]) -> int | None:
 async def _with_metrics(identity: Identity, pool: UpstreamPool, url: str, authorization: Headers) -> Identity:
     """Return the identity with what /metrics tells; a page that is of no use changes nothing."""
     try:
-        status, body = await _get(pool, url, "/metrics", authorization)
+        status, body = await fetch(pool, url, "/metrics", authorization)
         told = (_VLLM_CACHE, _SGLANG_CACHE, _START)
         lines = [line for line in body.decode().splitlines() if line.startswith(told)] if status == 200 else []
         families = text_string_to_metric_families("\n".join(lines))
@@ -198,7 +198,7 @@ def _num_tokens(cache: Sample) -> int | None:
 
 
 async def _models(pool: UpstreamPool, url: str, authorization: Headers) -> tuple[ServedModel, ...] | None:
-    status, body = await _get(pool, url, "/v1/models", authorization)
+    status, body = await fetch(pool, url, "/v1/models", authorization)
     if status != 200:
         return None
     try:
@@ -209,9 +209,15 @@ async def _models(pool: UpstreamPool, url: str, authorization: Headers) -> tuple
     return tuple(ServedModel(model.id, model.parent, entry) for model, entry in named)
 
 
-async def _get(pool: UpstreamPool, url: str, target: str, authorization: Headers) -> tuple[int, bytes]:
+async def fetch(
+    pool: UpstreamPool, url: str, target: str, authorization: Headers, body: bytes = b""
+) -> tuple[int, bytes]:
+    """Return status and body of a worker's answer to a GET, or to a POST of JSON; raises as `probe` does."""
     pieces, num_bytes = [], 0
-    async with pool.exchange(url, "GET", target, [(b"accept", b"application/json"), *authorization]) as response:
+    headers = [(b"accept", b"application/json"), *authorization]
+    if body:
+        headers.append((b"content-type", b"application/json"))
+    async with pool.exchange(url, "POST" if body else "GET", target, headers, body) as response:
         async for piece in response.body():
             pieces.append(piece)
             num_bytes += len(piece)

@@ -15,10 +15,12 @@ from typing import Self
 
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
+from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
 from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, probe
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.rendering import RenderingChecks
 from kvist.router.fleet.worker import Worker, WorkerState
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
@@ -65,6 +67,7 @@ class Fleet:
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
+        self.renderings = RenderingChecks(config, pool, now_s)
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -79,11 +82,18 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in [*self._checks.values(), *self._drains]:
+        for task in [*self._checks.values(), *self._drains, *self.renderings.tasks.values()]:
             task.cancel()
         # The group must see its own cancellation, and nothing else: it would wrap the body's error.
         is_cancelled = isinstance(error, asyncio.CancelledError)
         await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+
+    def check_renderings(self, tokenizer: ChatTokenizer) -> None:
+        """Have each worker's tokens compared with this model's, from now on."""
+        self.renderings.start(tokenizer)
+        for worker in self._workers.values():
+            if worker.was_checked.is_set():
+                self.renderings.on_health_check(worker, self._tasks)
 
     @property
     def block_size(self) -> int | None:
@@ -179,6 +189,7 @@ class Fleet:
             self._index.follow(worker.url, ())
             self._index.forget_expected(worker.url)
         self._load.forget(worker.url)
+        self.renderings.forget(worker.url)
         del self._workers[worker.url]
         self._on_removed(worker.url)
         logger.info("worker removed url=%s", worker.url)
@@ -186,6 +197,7 @@ class Fleet:
     async def _watch(self, worker: Worker) -> None:
         while True:
             await self._check(worker)
+            self.renderings.on_health_check(worker, self._tasks)
             interval_s = self._config.health_interval_s
             if worker.health.is_healthy is None:
                 interval_s = min(interval_s, STARTING_INTERVAL_S)
@@ -224,6 +236,8 @@ class Fleet:
     def _identified(self, worker: Worker, identity: Identity) -> None:
         has_restarted = identity.has_restarted(worker.identity)
         worker.identify(identity)
+        if has_restarted:
+            self.renderings.expire(worker.url)
         self._adapters = frozenset[str | None]().union(*(each.adapters for each in self._workers.values()))
         if self._index is None or worker.is_draining:
             return

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from kvist.router.fleet.discovery import Identity
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.policy.decision import Role
+
+if TYPE_CHECKING:
+    from kvist.router.fleet.rendering import Rendering
 
 
 class WorkerState(StrEnum):
@@ -26,6 +30,7 @@ class Worker:
     """One engine. `error` says why it may not serve, `event_error` why its announced events are not followed.
 
     `was_checked` is set from the first health check on, however it went. A configured role wins over the announced one.
+    `rendering` is None where the router tokenises nothing.
     """
 
     url: str
@@ -39,6 +44,7 @@ class Worker:
     last_failure: str | None = None
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
     configured_role: Role | None = None
+    rendering: Rendering | None = None
     _model_ids: frozenset[str] | None = None
     adapters: frozenset[str | None] = frozenset()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -8,6 +9,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
+from kvist.engine import bundled_model_path
+from kvist.router.config import RouterConfig
+from kvist.router.doors.service import RouterService
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 QUESTION = [{"role": "user", "content": "What does the function return, and which errors does it raise?"}]
@@ -264,3 +269,15 @@ def test_what_cannot_be_tokenised_is_refused_by_name(post) -> None:
         refusal = post("/tokenize", asked)
         assert refusal.status_code == status
         assert name in refusal.json()["error"]["message"]
+
+
+async def test_a_router_finds_that_the_engine_renders_as_it_does(served) -> None:
+    config = RouterConfig(
+        worker_urls=(served.url,), port=0, model_path=str(bundled_model_path()), health_interval_s=0.05
+    )
+    page: dict[str, Any] = {}
+    async with RouterService(config) as router, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+        async with asyncio.timeout(60):
+            while not page.get("rendering", {}).get("same"):
+                page = (await client.get("/readiness")).json()
+        assert page["rendering"] == {"same": 1, "differs": 0, "unknown": 0, "problems": []}

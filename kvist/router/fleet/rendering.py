@@ -1,0 +1,306 @@
+"""Whether workers make of a chat the tokens that the router makes of it: a few chats are tokenised here and there.
+
+What templates treat in ways of their own is a kind of chat. Each kind has a probe that shows it as early as a chat can.
+Where a worker's tokens of it are others, chats of that kind are matched there by no more tokens than were the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from kvist.errors import MalformedMessageError
+from kvist.http import UpstreamError, UpstreamPool
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import ChatCompletionRequest, TokenId, is_text_part
+from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.config import RouterConfig
+from kvist.router.fleet.discovery import fetch
+from kvist.router.fleet.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+RECHECK_S = 300.0
+"""How long a verdict stands: a worker may have been started anew between two health checks."""
+
+TIMEOUT_S = 10.0
+MAX_ASKED_AT_ONCE = 8
+_USUAL_FIELDS = ["name", "description", "parameters"]
+"""Of a tool's function, in the order that vLLM makes of any; SGLang leaves it as it is."""
+
+_NUM_SHOWN = 8
+"""Tokens of a difference that are shown, and of what stands before it."""
+
+
+class Kind(StrEnum):
+    """What a request has that is rendered in a way of its own; every chat is plain, and has what it has beside."""
+
+    PLAIN = "plain"
+    SYSTEM = "system"
+    DEVELOPER = "developer"
+    PARTS = "text in parts"
+    TOOLS = "tools"
+    ODD_TOOLS = "tools with other fields"
+    TOOL_RESULTS = "tool results"
+    TURNS = "several turns"
+    REASONING = "reasoning"
+    UNICODE = "unicode"
+    SPECIAL_TOKENS = "special tokens"
+    SPACES = "spaces"
+    PROMPT = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a worker's tokens of a probe are first others than the router's, and those from a little before on."""
+
+    num_same_tokens: int
+    here: tuple[int, ...]
+    there: tuple[int, ...]
+    here_text: str
+    there_text: str
+
+    def described(self) -> dict[str, Any]:
+        """Return it as plain values for JSON."""
+        here, there = [{"tokens": self.here, "text": self.here_text}, {"tokens": self.there, "text": self.there_text}]
+        return {"token": self.num_same_tokens, "router": here, "worker": there}
+
+
+class RenderingState(StrEnum):
+    """Whether a worker makes of chats the tokens that the router makes of them."""
+
+    SAME = "same"
+    DIFFERS = "differs"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A verdict, what it rests on, and where each kind of chat is first rendered otherwise."""
+
+    state: RenderingState = RenderingState.UNKNOWN
+    reason: str | None = "not asked yet"
+    differences: Mapping[Kind, Difference] = field(default_factory=dict)
+
+    def described(self) -> dict[str, Any]:
+        """Return it as plain values for JSON."""
+        differences = {kind.value: difference.described() for kind, difference in self.differences.items()}
+        return {"state": self.state.value, "reason": self.reason, "differences": differences}
+
+
+class _Tokenized(msgspec.Struct, frozen=True):
+    tokens: list[TokenId]
+    count: int
+
+
+_decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
+
+
+class RenderingChecks:
+    """Asks workers when they join and when they may have been restarted; all methods belong to the event loop."""
+
+    def __init__(self, config: RouterConfig, pool: UpstreamPool, now_s: Callable[[], float]) -> None:
+        self._config, self._pool, self._now_s = config, pool, now_s
+        self._tokenizer: ChatTokenizer | None = None
+        self._probes: dict[Kind, dict[str, Any]] = {}
+        self._special_starts: frozenset[str] = frozenset()
+        self._asked_at_s: dict[str, float] = {}
+        self._turns = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self._differing: dict[str, Mapping[Kind, Difference]] = {}
+
+    def start(self, tokenizer: ChatTokenizer) -> None:
+        """Compare with this model from now on."""
+        special = [token for token in tokenizer.added_tokens if token]
+        self._tokenizer, self._probes = tokenizer, _make_probes(special)
+        self._special_starts = frozenset(token[0] for token in special) | {"<", "["}
+
+    def on_health_check(self, worker: Worker, tasks: asyncio.TaskGroup) -> None:
+        """Have a worker that answers asked in a task of its own, if it is time."""
+        url, now_s = worker.url, self._now_s()
+        if worker.last_failure is not None:
+            self.expire(url)
+        elif self._tokenizer is None or url in self.tasks or worker.is_draining:
+            return
+        elif now_s - self._asked_at_s.get(url, -math.inf) >= RECHECK_S:
+            self._asked_at_s[url] = now_s
+            task = tasks.create_task(self._ask(worker, self._tokenizer), name=f"kvist-rendering {url}")
+            self.tasks[url] = task
+            task.add_done_callback(lambda ended: self.tasks.get(url) is ended and self.tasks.pop(url))
+
+    def expire(self, url: str) -> None:
+        """Let the worker be asked again: who answers next may be another."""
+        self._asked_at_s.pop(url, None)
+
+    def forget(self, url: str) -> None:
+        """Drop what is known of a removed worker."""
+        self.expire(url)
+        self._differing.pop(url, None)
+        if (task := self.tasks.pop(url, None)) is not None:
+            task.cancel()
+
+    def limits(self, chat: ChatCompletionRequest | None, fields: Mapping[str, Any]) -> dict[str, int]:
+        """Return how many tokens of a request are surely the same at workers that render some part of it otherwise."""
+        if not self._differing:
+            return {}
+        kinds = set(self._kinds_of(chat, fields))
+        same = {
+            url: [each.num_same_tokens for kind, each in differences.items() if kind in kinds]
+            for url, differences in self._differing.items()
+        }
+        return {url: min(numbers) for url, numbers in same.items() if numbers}
+
+    def _kinds_of(self, chat: ChatCompletionRequest | None, fields: Mapping[str, Any]) -> Iterator[Kind]:
+        if chat is None:
+            prompt = fields.get("prompt")
+            if isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str):
+                yield Kind.PROMPT
+            return
+        roles = [message.get("role") for message in chat.messages]
+        texts = [text for message in chat.messages for text in _texts_of(message.get("content"))]
+        yield Kind.PLAIN
+        if "system" in roles:
+            yield Kind.SYSTEM
+        if "developer" in roles:
+            yield Kind.DEVELOPER
+        if any(isinstance(message.get("content"), list) for message in chat.messages):
+            yield Kind.PARTS
+        if chat.tools:
+            yield Kind.TOOLS
+            functions = [tool.get("function") for tool in chat.tools]
+            if any(not isinstance(each, dict) or [*each][:3] != _USUAL_FIELDS for each in functions):
+                yield Kind.ODD_TOOLS
+        if "tool" in roles or any(message.get("tool_calls") for message in chat.messages):
+            yield Kind.TOOL_RESULTS
+        if "assistant" in roles or roles.count("user") > 1:
+            yield Kind.TURNS
+        if any(message.get("reasoning") or message.get("reasoning_content") for message in chat.messages):
+            yield Kind.REASONING
+        if not all(map(str.isascii, texts)):
+            yield Kind.UNICODE
+        if any(start in text for text in texts for start in self._special_starts):
+            yield Kind.SPECIAL_TOKENS
+        if any(text != text.strip() for text in texts):
+            yield Kind.SPACES
+
+    async def _ask(self, worker: Worker, tokenizer: ChatTokenizer) -> None:
+        earlier = worker.rendering
+        worker.rendering = earlier or Rendering()
+        async with self._turns:
+            found = worker.rendering = await self._compare(worker, tokenizer)
+        self._differing.pop(worker.url, None)
+        if found.differences:
+            self._differing[worker.url] = found.differences
+        if earlier is None or earlier.state is not found.state:
+            level = logging.INFO if found.state is RenderingState.SAME else logging.WARNING
+            logger.log(level, "worker renders chats: %s url=%s reason=%s", found.state, worker.url, found.reason)
+
+    async def _compare(self, worker: Worker, tokenizer: ChatTokenizer) -> Rendering:
+        probes, models = self._probes, worker.identity.models
+        named = {"model": models[0].id} if models else {}
+        here = await asyncio.to_thread(lambda: {kind: _tokens_here(tokenizer, probes[kind]) for kind in probes})
+        differences: dict[Kind, Difference] = {}
+        refused = []
+        for kind, probe in probes.items():
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    there = await self._tokens_there(worker.url, probe | named)
+            except TimeoutError:
+                return Rendering(reason=f"{kind}: no answer to POST /tokenize within {TIMEOUT_S:g} s")
+            except (UpstreamError, MalformedMessageError) as error:
+                return Rendering(reason=f"{kind}: {error}")
+            if there is None:
+                refused += [] if here[kind] is None else [kind.value]
+            elif (difference := _first_difference(tokenizer, here[kind] or [], there)) is not None:
+                differences[kind] = difference
+        if differences:
+            kind, first = next(iter(differences.items()))
+            reason = f"{kind}: token {first.num_same_tokens}: {first.there_text!r}, expected {first.here_text!r}"
+            return Rendering(RenderingState.DIFFERS, reason, differences)
+        if refused:
+            return Rendering(reason=f"the worker refuses to tokenise: {', '.join(refused)}")
+        return Rendering(RenderingState.SAME, None)
+
+    async def _tokens_there(self, url: str, probe: dict[str, Any]) -> list[int] | None:
+        """Return the worker's tokens, None where it refuses such a request."""
+        status, answer = await fetch(
+            self._pool, url, "/tokenize", self._config.authorization(url), msgspec.json.encode(probe)
+        )
+        if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
+            return None
+        if status != HTTPStatus.OK:
+            raise UpstreamError(url, f"POST /tokenize answered {status}")
+        try:
+            told = _decode_tokenized(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise MalformedMessageError(f"{url}/tokenize", str(error)) from None
+        if told.count != len(told.tokens):
+            raise MalformedMessageError(f"{url}/tokenize", f"{len(told.tokens)} tokens, and count {told.count}")
+        return told.tokens
+
+
+def _make_probes(special_tokens: Sequence[str]) -> dict[Kind, dict[str, Any]]:
+    special = "".join(special_tokens[:4]) + "<|im_end|>[INST]</s><think>"
+    unicode = "Smörgåsbord 🌞 e\u0301 👩\u200d🚀 日本語"
+    hi, hello = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}
+    call = {
+        "id": "abc123456",
+        "type": "function",
+        "function": {"name": "now", "arguments": '{"zone": "Malmö", "n": 1}'},
+    }
+    results = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    results.append({"role": "tool", "tool_call_id": "abc123456", "content": '{"hour": 9}'})
+    schema = {"type": "object", "properties": {"zone": {"type": "string", "description": "<b> & ö"}}}
+    usual = {"type": "function", "function": {"name": "now", "description": "The hour", "parameters": schema}}
+    odd = {"function": {"parameters": schema, "name": "now"}, "type": "function"}
+    chats: dict[Kind, list[dict[str, Any]]] = {
+        Kind.PLAIN: [hi],
+        Kind.SYSTEM: [{"role": "system", "content": "Be terse."}, hi],
+        Kind.DEVELOPER: [{"role": "developer", "content": "Be terse."}, hi],
+        Kind.PARTS: [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hi", "there")]}],
+        Kind.TOOLS: [hi],
+        Kind.ODD_TOOLS: [hi],
+        Kind.TOOL_RESULTS: [hi, *results],
+        Kind.TURNS: [hi, hello, hi],
+        Kind.REASONING: [hi, hello | {"reasoning_content": "A greeting."}, hi],
+        Kind.UNICODE: [{"role": "user", "content": unicode}],
+        Kind.SPECIAL_TOKENS: [{"role": "user", "content": special}],
+        Kind.SPACES: [{"role": "user", "content": " \n  spaces  \n\n\t "}],
+    }
+    probes: dict[Kind, dict[str, Any]] = {kind: {"messages": messages} for kind, messages in chats.items()}
+    probes[Kind.TOOLS] |= {"tools": [usual]}
+    probes[Kind.ODD_TOOLS] |= {"tools": [odd]}
+    return probes | {Kind.PROMPT: {"prompt": f"Hi {unicode} {special} "}}
+
+
+def _tokens_here(tokenizer: ChatTokenizer, probe: dict[str, Any]) -> list[int] | None:
+    try:
+        if "prompt" in probe:
+            return tokenizer.tokenize_prompt(probe["prompt"])
+        return tokenizer.tokenize_chat(msgspec.convert(probe, ChatCompletionRequest))
+    except RequestError:
+        return None
+
+
+def _first_difference(tokenizer: ChatTokenizer, here: list[int], there: list[int]) -> Difference | None:
+    if here == there:
+        return None
+    pairs = enumerate(zip(here, there, strict=False))
+    at = next((idx for idx, (ours, theirs) in pairs if ours != theirs), min(len(here), len(there)))
+    shown = slice(max(0, at - _NUM_SHOWN), at + _NUM_SHOWN)
+    return Difference(
+        at, tuple(here[shown]), tuple(there[shown]), tokenizer.text(here[shown]), tokenizer.text(there[shown])
+    )
+
+
+def _texts_of(content: Any) -> list[str]:
+    parts = content if isinstance(content, list) else ()
+    return [content] if isinstance(content, str) else [part["text"] for part in parts if is_text_part(part)]
