@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,7 +228,7 @@ async def test_a_worker_that_restarts_is_expected_to_hold_nothing(worker, router
 
 
 async def test_a_worker_that_is_too_busy_to_be_checked_forgets_nothing(worker, router) -> None:
-    async with worker() as one, router(one.url, block_size=16, health_timeout_s=0.1) as front:
+    async with worker() as one, router(one.url, block_size=16, health_timeout_s=0.25) as front:
         await front.complete(TOKENS)
         one.health_gate.clear()
         await front.until_state(one.url, "unhealthy")
@@ -236,8 +237,9 @@ async def test_a_worker_that_is_too_busy_to_be_checked_forgets_nothing(worker, r
         assert (await front.explain(TOKENS))["overlap_tokens"] == 144
 
 
-async def test_a_worker_that_is_removed_takes_along_what_it_was_expected_to_hold(worker, router) -> None:
-    async with worker() as one, worker() as other, router(one.url, other.url, block_size=16) as front:
+@pytest.mark.parametrize("block_size", [None, 16])
+async def test_a_worker_that_is_removed_takes_along_what_it_was_expected_to_hold(worker, router, block_size) -> None:
+    async with worker() as one, worker() as other, router(one.url, other.url, block_size=block_size) as front:
         url = (await front.complete(TOKENS)).headers["x-kvist-worker"]
         await front.client.delete("/workers", params={"url": url})
         await front.until_state(url, "gone")
@@ -301,6 +303,7 @@ async def test_no_block_size_is_needed_and_expectations_begin_anew_when_one_is_k
         await front.complete(TOKENS)
         decision = await front.explain(TOKENS)
         assert (decision["overlap_tokens"], decision["block_size"]) == (128, 32)
+        assert (await front.workers())[one.url]["kv_events"]["ranks"][0]["blocks"] == 5
 
 
 async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_path) -> None:
@@ -316,3 +319,18 @@ async def test_a_router_that_starts_expects_nothing(worker, router, engine, tmp_
                         await front.complete([number] * 64)
                     (rank,) = (await front.workers())[silent.url]["kv_events"]["ranks"]
                     assert (rank["state"], rank["blocks"] > 0) == ("approximate", True)
+
+
+async def test_nothing_is_expected_from_the_first_event_on_before_anybody_looks_at_the_worker(engine, until) -> None:
+    async with FleetIndex(16, time.monotonic) as index:
+        index.expect("w", 1000)
+        index.computed("w", hashes(TOKENS))
+        assert overlap(index, "w", TOKENS) == 10
+        with engine("w") as cache:
+            index.follow("w", [cache.publisher.endpoint])
+            cache.store(list(range(32)))
+            await until(lambda: overlap(index, "w", list(range(32))) == 2)
+            assert overlap(index, "w", TOKENS) == 0
+            assert [rank.known_as for rank in index.ranks("w")] == ["live"]
+            index.expect("w", 1000)
+            assert [holder.worker for holder in index.radix.ranks()] == ["w"]
