@@ -54,14 +54,6 @@ class MalformedCounter:
             _logger.warning("peer left, and tried again: %s source=%s", reason, self.source)
 
 
-def message_of(frames: list[bytes], malformed: MalformedCounter) -> Message | None:
-    """Return the message of topic, sequence and payload; None, counted, when they are something else."""
-    if len(frames) != 3 or len(frames[1]) != 8 or len(frames[0]) + len(frames[2]) > base.MAX_MESSAGE_BYTES:
-        malformed.skip_message([len(frame) for frame in frames])
-        return None
-    return Message(frames[0], int.from_bytes(frames[1], "big"), frames[2])
-
-
 class MessageQueue:
     """Messages that wait in one event loop to be received; beyond its bounds the newest are lost."""
 

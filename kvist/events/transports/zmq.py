@@ -12,12 +12,18 @@ requests without one. Losses are by high-water mark: a PUB socket drops for the 
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import TypeAlias
+
 import zmq
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports.base import Message, ReplaySource
+from kvist.events.transports import base
+from kvist.events.transports.base import Message, ReplayRequest, ReplaySource
 from kvist.events.transports.endpoint import Endpoint
-from kvist.events.transports.zmq_replay import ReplayServer, bind
 
 SEND_HWM = 10_000
 """Messages kept for one slow subscriber before it starts to lose them: as many as the replay buffer has for it."""
@@ -25,6 +31,15 @@ REPLAY_HWM = 1_000
 """Replies in flight to one client: the replay thread waits for the client beyond that."""
 MAX_REQUEST_BYTES = 4096
 """A frame of a replay request."""
+REPLAY_SEND_TIMEOUT_S = 2.0
+"""How long one reply may wait for its client; then the rest of that replay is dropped."""
+END = (-1).to_bytes(8, "big", signed=True)
+"""The sequence of the reply that ends a replay."""
+
+_REPLAY_RETRY_MS = 10
+
+Socket: TypeAlias = zmq.Socket[bytes]
+Context: TypeAlias = zmq.Context[Socket]
 
 
 class ZmqPublication:
@@ -74,3 +89,92 @@ class ZmqPublication:
         self._router.close(linger=0)
         self._stream.close(linger=int(timeout_s * 1000))
         self._context.term()
+
+
+class ReplayServer:
+    """A thread that answers replay requests on a ROUTER socket until it is closed."""
+
+    def __init__(self, context: Context, router: Socket, source: ReplaySource) -> None:
+        self._router = router
+        self._source = source
+        address = f"inproc://kvist-stop-{id(self)}"
+        self._stop_receiver = context.socket(zmq.PAIR)
+        self._stop_receiver.bind(address)
+        self._stop_sender = context.socket(zmq.PAIR)
+        self._stop_sender.connect(address)
+        self._is_stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvist-replay", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread, also amid a replay."""
+        self._is_stopping = True
+        self._stop_sender.send(b"")
+        self._thread.join()
+        self._stop_sender.close(linger=0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._stop_receiver, zmq.POLLIN)
+        while not self._is_stopping:
+            ready = dict(poller.poll())
+            if self._router in ready:
+                request = self._router.recv_multipart()
+                # The client went away, or takes nothing: its next request starts from the beginning.
+                with suppress(zmq.ZMQError):
+                    self._answer(request)
+        self._stop_receiver.close(linger=0)
+
+    def _answer(self, request: list[bytes]) -> None:
+        if len(request) not in (3, 4, 5) or any(len(number) != 8 for number in request[2::2]):
+            return
+        client, start, *rest = request[0], int.from_bytes(request[2], "big"), *request[3:]
+        has_topic = len(rest) > 0
+        epoch = int.from_bytes(rest[1], "big") if len(rest) == 2 else None
+        ends_at_s = time.monotonic() + base.MAX_ANSWER_S
+        for message in self._source.replay(ReplayRequest(rest[0] if has_topic else None, start, epoch)):
+            topic = (message.topic,) if has_topic else ()
+            self._send((client, b"", *topic, message.sequence.to_bytes(8, "big"), message.payload))
+            if time.monotonic() >= ends_at_s:  # others wait, and the client no longer does
+                return
+        self._send((client, b"", *((b"",) if has_topic else ()), END, b""))
+
+    def _send(self, frames: tuple[bytes, ...]) -> None:
+        """Wait for a client that is full, but neither long nor once the thread is to stop."""
+        give_up_at_s = time.monotonic() + REPLAY_SEND_TIMEOUT_S
+        while True:
+            try:
+                self._router.send_multipart(frames, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                if self._is_stopping or time.monotonic() >= give_up_at_s:
+                    raise
+                self._stop_receiver.poll(_REPLAY_RETRY_MS)
+
+
+def bind(zmq_socket: Socket, address: str) -> str:
+    """Bind the socket and return its address with a real port; raises InvalidValueError when it cannot be."""
+    refuse_to_steal(address)
+    _allow_ipv6(zmq_socket, address)
+    bindable = f"{address.removesuffix(':0')}:*" if address.endswith(":0") else address
+    try:
+        zmq_socket.bind(bindable)
+    except zmq.ZMQError as error:
+        raise InvalidValueError("endpoint", address, f"an address that can be bound ({error.strerror})") from error
+    return zmq_socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def refuse_to_steal(address: str) -> None:
+    """Raise if somebody listens at an ipc path: ZeroMQ would take it over without a word."""
+    if not address.startswith("ipc://"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe, suppress(FileNotFoundError, ConnectionRefusedError):
+        probe.connect(address.removeprefix("ipc://"))
+        raise InvalidValueError("endpoint", address, "a path where nobody listens")
+
+
+def _allow_ipv6(zmq_socket: Socket, address: str) -> None:
+    """Allow IPv6 where it is written out; a name stays IPv4, for engines listen on that by default."""
+    if address.startswith("tcp://["):
+        zmq_socket.setsockopt(zmq.IPV6, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import select
 import threading
 import time
 from contextlib import suppress
@@ -13,7 +14,7 @@ import zmq
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, Message, ReplayRequest, open_publication, open_subscription
-from kvist.events.transports.zmq_replay import LoopSocket
+from kvist.events.transports.zmtp import replay
 
 END = b"\xff" * 8
 
@@ -123,13 +124,13 @@ def with_stuck_client(open_socket, kept, monkeypatch):
 
 
 def test_closing_does_not_wait_for_a_client_that_takes_nothing(with_stuck_client, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmq_replay.REPLAY_SEND_TIMEOUT_S", 3600)
+    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 3600)
     with_stuck_client.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "kvist-replay"]
 
 
 def test_a_client_that_takes_nothing_does_not_keep_the_others_waiting_for_ever(with_stuck_client, dealer, monkeypatch):
-    monkeypatch.setattr("kvist.events.transports.zmq_replay.REPLAY_SEND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 0.05)
     dealer.connect(Endpoint.parse(with_stuck_client.endpoint).replay_address)
     dealer.send_multipart([b"", be64(63)])
     assert dealer.recv_multipart()[1] == be64(63)
@@ -137,7 +138,7 @@ def test_a_client_that_takes_nothing_does_not_keep_the_others_waiting_for_ever(w
 
 def test_a_client_that_takes_a_little_at_a_time_does_not_keep_the_others_waiting_for_ever(open_socket, monkeypatch):
     monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 0.2)
-    monkeypatch.setattr("kvist.events.transports.zmq_replay.REPLAY_SEND_TIMEOUT_S", 3600)
+    monkeypatch.setattr("kvist.events.transports.zmq.REPLAY_SEND_TIMEOUT_S", 3600)
     publication = open_publication("tcp://127.0.0.1:0")
     publication.serve_replay(EndlessSource())
     slow, other = open_socket(zmq.DEALER), open_socket(zmq.DEALER)
@@ -198,21 +199,27 @@ class LateSource:
 async def test_a_reply_that_is_there_counts_however_late_the_event_loop_is(monkeypatch):
     publication, source = open_publication("tcp://127.0.0.1:0"), LateSource()
     publication.serve_replay(source)
-    loop, receive, late_s = asyncio.get_running_loop(), LoopSocket.receive, 0
+    loop, connect, greet, late_s, sockets = asyncio.get_running_loop(), replay.connect, replay._Router.greet, 0, []
 
-    def receive_while_the_loop_is_late(dealer):
+    async def connected_to(address):
+        sockets.append(await connect(address))
+        return sockets[0]
+
+    async def greet_while_the_loop_is_late(router):
         def be_late():
             nonlocal late_s
             source.may_answer.set()
-            dealer.socket.poll(60_000)
+            select.select(sockets, [], [], 60)
             late_s += 100
 
-        loop.call_soon(be_late)
-        return receive(dealer)
+        await greet(router)
+        loop.call_soon(loop.call_soon, be_late)
 
     time_s = loop.time
     monkeypatch.setattr(loop, "time", lambda: time_s() + late_s)
-    monkeypatch.setattr(LoopSocket, "receive", receive_while_the_loop_is_late)
+    monkeypatch.setattr(replay, "connect", connected_to)
+    monkeypatch.setattr(replay._Router, "greet", greet_while_the_loop_is_late)
+    monkeypatch.setattr("kvist.events.transports.base.MAX_ANSWER_S", 3600)
     async with open_subscription(Endpoint.parse(publication.endpoint)) as subscription:
         assert await subscription.replay(ReplayRequest(None, 0), 60) == [Message(b"", 4, b"four")]
     assert late_s >= 100

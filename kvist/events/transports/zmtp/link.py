@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from kvist.errors import InvalidValueError
 from kvist.events.transports import base
 from kvist.events.transports.received import MalformedCounter
-from kvist.events.transports.zmq_replay import refuse_to_steal
+from kvist.events.transports.zmq import refuse_to_steal
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError

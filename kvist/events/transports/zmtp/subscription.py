@@ -15,10 +15,10 @@ from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.endpoint import Endpoint
 from kvist.events.transports.received import MalformedCounter
-from kvist.events.transports.zmq_replay import ReplayClient
 from kvist.events.transports.zmtp.connection import Connection
 from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.link import Link, accept, connect, listen
+from kvist.events.transports.zmtp.replay import ask
 from kvist.events.transports.zmtp.wire import Splitter
 
 OVERHEAD_BYTES = 64 << 10
@@ -29,7 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ZmtpSubscription:
-    """A subscriber's end for all topics, with a fresh DEALER socket for each replay.
+    """A subscriber's end for all topics.
 
     It holds two halves of an inbox, and reads no further until they are taken: then the publisher queues, and at its
     high-water mark loses what is for this subscriber. No receive brings messages of two connections.
@@ -40,8 +40,7 @@ class ZmtpSubscription:
 
     def __init__(self, endpoint: Endpoint, splitter: Splitter | None = None) -> None:
         self._malformed = MalformedCounter(endpoint.address)
-        self._replay_client = ReplayClient(endpoint, self._malformed)
-        self._address, self._is_bound = endpoint.address, endpoint.is_bound
+        self._endpoint, self._address = endpoint, endpoint.address
         if endpoint.scheme == "tcp":
             host, _, port = endpoint.address.removeprefix("tcp://").rpartition(":")
             try:
@@ -76,7 +75,7 @@ class ZmtpSubscription:
         return self._malformed.num
 
     async def __aenter__(self) -> Self:
-        self._listener = listen(self._address) if self._is_bound else None
+        self._listener = listen(self._address) if self._endpoint.is_bound else None
         await self._tasks.__aenter__()
         self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
         return self
@@ -117,7 +116,7 @@ class ZmtpSubscription:
         return block
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:
-        return await self._replay_client.replay(request, timeout_s)
+        return await ask(self._endpoint, request, timeout_s, self._malformed)
 
     def _arrived(self) -> bool:
         """Have messages taken if somebody waits for them; return whether they are not in the inbox any more."""

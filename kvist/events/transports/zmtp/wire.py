@@ -123,9 +123,15 @@ def read_frame_header(buffer: Buffer, at: int, end: int) -> FrameHeader | None:
     return FrameHeader(flags, at + 9, num_bytes)
 
 
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """Return a frame."""
+    size = bytes((flags, len(body))) if len(body) < 256 else bytes((flags | LONG, *len(body).to_bytes(8, "big")))
+    return size + body
+
+
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """Return a command as a frame; name and body are short here."""
-    return bytes((COMMAND, 1 + len(name) + len(body), len(name))) + name + body
+    """Return a command as a frame."""
+    return frame(bytes((len(name),)) + name + body, COMMAND)
 
 
 def read_command(frame_body: bytes) -> tuple[bytes, bytes]:
