@@ -34,9 +34,9 @@ import torch
 from _common import report, table
 
 from kvist.errors import MissingExtraError
-from kvist.transfer.agents import Fragment, SharedMemoryAgent, TransferAgent, WriteState
+from kvist.transfer.agents import SharedMemoryAgent, TransferAgent, WriteState
 from kvist.transfer.bounce import Bounce, BounceThreshold
-from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 
 POOL_BYTES = 64 << 20
 SIZES = tuple(1 << bits for bits in range(10, 19))
@@ -130,14 +130,14 @@ class End:
         agent.register(self.pool.ctypes.data, POOL_BYTES)
         self.base = int(self.pool.ctypes.data)
         self.copier = TorchCopier([torch.from_numpy(self.pool)])
-        self.memory: list[TensorRegion] = []
+        self.memory: list[torch.Tensor] = []
         self.bounce = Bounce(
             agent, self.copier, self._region, BounceThreshold(min_fragments=1, max_fragment_bytes=1 << 40)
         )
 
-    def _region(self) -> TensorRegion:
-        self.memory.append(host_region(self.agent, POOL_BYTES))
-        self.memory[-1].part(0, POOL_BYTES).fill_(1)
+    def _region(self) -> torch.Tensor:
+        self.memory.append(torch.from_numpy(self.agent.allocate(POOL_BYTES)))
+        self.memory[-1].fill_(1)
         return self.memory[-1]
 
     def close(self) -> None:
@@ -157,10 +157,10 @@ def serve(kind: str, rank: int) -> None:
 
     def gather() -> None:
         size_bytes = int(fragments[:, 2].sum())
-        end.copier.gather(fragments[:, 0], fragments[:, 2], end.memory[0].part(0, size_bytes))
+        end.copier.gather(fragments[:, 0], fragments[:, 2], end.memory[0][:size_bytes])
 
     def write() -> None:
-        waited(end.agent.write(peer, [Fragment(end.memory[0].address, base, int(fragments[:, 2].sum()))]))
+        waited(end.agent.write(peer, [(end.memory[0].data_ptr(), base, int(fragments[:, 2].sum()))]))
 
     ways = {
         "fragments": lambda: waited(end.agent.write(peer, fragments)),
@@ -255,7 +255,7 @@ class Receiver:
         """Return the seconds of one way, or of one step of a bounce."""
         if way == "scatter":
             targets, sizes = np.concatenate([pieces for _, pieces in self._parts]).T
-            room = self.end.memory[1].part(self.lease.offset, self._shape.total_bytes)
+            room = self.end.memory[1][self.lease.offset :][: self._shape.total_bytes]
             return timed(lambda: self.end.copier.scatter(targets, sizes, room))
         began = perf_counter()
         for sender in self._senders[: self._shape.num_writers]:

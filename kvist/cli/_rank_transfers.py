@@ -17,7 +17,7 @@ from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
 from kvist.transfer.bounce import Bounce, region_bytes
 from kvist.transfer.commands import Report, TransferLimits
-from kvist.transfer.copier import TensorRegion, TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 from kvist.transfer.heads import Part
 from kvist.transfer.messages import PoolPlace, group_shapes
 from kvist.transfer.ranks import RankedTransfers
@@ -100,10 +100,10 @@ class RankTransfers:
         if not size_bytes:
             return None
 
-        def allocate() -> TensorRegion:
+        def allocate() -> torch.Tensor:
             if tensors.device.type == "cuda":
-                return TensorRegion(torch.zeros(size_bytes, dtype=torch.uint8, device=tensors.device))
-            return host_region(self._agent, size_bytes)
+                return torch.zeros(size_bytes, dtype=torch.uint8, device=tensors.device)
+            return torch.from_numpy(self._agent.allocate(size_bytes))
 
         return Bounce(self._agent, TorchCopier(tensors.pools), allocate)
 

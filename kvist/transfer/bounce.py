@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvist.errors import KvistError
-from kvist.transfer.agents.base import Fragments, Int64s, TransferAgent, as_array
+from kvist.transfer.agents.base import Int64s, TransferAgent
 from kvist.transfer.agents.writes import PeerId, Write, WriteState
 
 if TYPE_CHECKING:
-    from kvist.transfer.copier import TensorRegion, TorchCopier
+    import torch
+
+    from kvist.transfer.copier import TorchCopier
 
 MIB = 1 << 20
 CHUNK_BYTES = 32 * MIB
@@ -130,11 +132,11 @@ class Bounce:
         self,
         agent: TransferAgent,
         copier: TorchCopier,
-        allocate: Callable[[], TensorRegion],
+        allocate: Callable[[], torch.Tensor],
         threshold: BounceThreshold | None = None,
         close_timeout_s: float = 2.0,
     ) -> None:
-        """Register both regions; if the second cannot be, the first is taken back and the error raised."""
+        """Allocate and register both regions, in bytes; if the second cannot be, the first is taken back."""
         self._agent, self._copier, self._close_timeout_s = agent, copier, close_timeout_s
         self._threshold = BounceThreshold() if threshold is None else threshold
         with ExitStack() as undo:
@@ -142,12 +144,12 @@ class Bounce:
             memories = []
             for _ in range(2):
                 memory = allocate()
-                region = agent.register(memory.address, memory.size_bytes, memory.device_idx)
+                region = agent.register(memory.data_ptr(), memory.numel(), memory.device.index)
                 undo.callback(agent.deregister, region)
                 self._regions.append(region)
                 memories.append(memory)
             self._send_memory, self._receive_memory = memories
-            self._send_room, self._receive_room = (RegionAllocator(memory.size_bytes) for memory in memories)
+            self._send_room, self._receive_room = (RegionAllocator(memory.numel()) for memory in memories)
             undo.pop_all()
         self._changed = threading.Condition()
         self._bytes_sent = self._num_fragments_sent = self._num_scattered = 0
@@ -163,7 +165,7 @@ class Bounce:
             return None
         with self._changed:
             offset = None if self._is_closed else self._receive_room.allocate(size_bytes)
-        return None if offset is None else Lease(offset, self._receive_memory.address + offset)
+        return None if offset is None else Lease(offset, self._receive_memory.data_ptr() + offset)
 
     def release(self, lease: Lease) -> None:
         """Give room back that no write can reach any more; again does nothing."""
@@ -180,22 +182,21 @@ class Bounce:
             if not lease.is_released:
                 self._receive_room.quarantine(lease.offset)
 
-    def send(self, peer: PeerId, fragments: Fragments, base: int) -> Write | None:
+    def send(self, peer: PeerId, fragments: Int64s, base: int) -> Write | None:
         """Gather on the thread, one fragment behind the other, then write once, to `base`.
 
         None if there is no room to gather in, or it does not pay off, which the receiver could not know for sure: where
         neighbours are joined, fewer fragments are left. The room is free when the write has ended.
         """
-        array = as_array(fragments)
-        size_bytes = int(array[:, 2].sum())
-        if not self._threshold.pays_off(len(array), size_bytes):
+        size_bytes = int(fragments[:, 2].sum())
+        if not self._threshold.pays_off(len(fragments), size_bytes):
             return None
         with self._changed:
             offset = None if self._is_closed else self._send_room.allocate(size_bytes)
             if offset is None:
                 return None
-            write = Write(len(array), size_bytes)
-            self._jobs.put(lambda: self._gather_and_write(write, peer, array, offset, base))
+            write = Write(len(fragments), size_bytes)
+            self._jobs.put(lambda: self._gather_and_write(write, peer, fragments, offset, base))
         return write
 
     def scatter(self, parts: Sequence[tuple[int, Int64s]]) -> Future[None]:
@@ -248,11 +249,11 @@ class Bounce:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _gather_and_write(self, write: Write, peer: PeerId, array: Int64s, offset: int, base: int) -> None:
-        address = self._send_memory.address + offset
+    def _gather_and_write(self, write: Write, peer: PeerId, fragments: Int64s, offset: int, base: int) -> None:
+        room = self._send_memory[offset : offset + write.size_bytes]
         try:
-            self._copier.gather(array[:, 0], array[:, 2], self._send_memory.part(offset, write.size_bytes))
-            whole = self._agent.write(peer, np.array([[address, base, write.size_bytes]], np.int64))
+            self._copier.gather(fragments[:, 0], fragments[:, 2], room)
+            whole = self._agent.write(peer, np.array([[room.data_ptr(), base, write.size_bytes]], np.int64))
         except _COPY_ERRORS as error:
             self._sent(write, WriteState.FAILED, str(error), offset)
             return
@@ -276,7 +277,8 @@ class Bounce:
         try:
             for address, pieces in parts:
                 targets, sizes = pieces.T
-                self._copier.scatter(targets, sizes, memory.part(address - memory.address, int(sizes.sum())))
+                offset = address - memory.data_ptr()
+                self._copier.scatter(targets, sizes, memory[offset : offset + int(sizes.sum())])
         except _COPY_ERRORS as error:
             _logger.warning("a scatter has failed: agent=%s error=%s", self._agent.name, error)
             scattering.set_exception(error)

@@ -8,7 +8,7 @@ moved, is told once it has ended, in times of `time.monotonic`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Final, TypeAlias
@@ -169,17 +169,9 @@ class HoldTimes:
     is_fetched: bool
 
 
-class TransferObserver:
-    """Hears of what has ended, on the transfer thread and before the engine does; nothing here may wait or raise.
+TransferTimes: TypeAlias = FetchTimes | WriteTimes | HoldTimes
+Observer: TypeAlias = Callable[[TransferTimes], None]
+"""Hears of what has ended, on the transfer thread and before the engine does; it may neither wait nor raise.
 
-    This one listens to nothing.
-    """
-
-    def fetched(self, times: FetchTimes) -> None:
-        """A fetch has ended, or has failed."""
-
-    def written(self, times: WriteTimes) -> None:
-        """A write has ended; the hold that it was for ends later."""
-
-    def released(self, times: HoldTimes) -> None:
-        """Blocks are held no more."""
+A write is told of before the hold that it was for.
+"""

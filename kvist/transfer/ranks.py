@@ -26,10 +26,10 @@ from kvist.transfer.commands import (
     FetchCompleted,
     FetchFailed,
     FetchReleased,
+    Observer,
     Offer,
     OfferReleased,
     Report,
-    TransferObserver,
     WithdrawOffer,
 )
 from kvist.transfer.service import Channel, KvTransferService, TransferStatistics
@@ -190,7 +190,7 @@ class RankedTransfers:
         """Return whether all ranks serve transfers."""
         return self._service.is_alive and not self._has_lost
 
-    def observe(self, observer: TransferObserver) -> None:
+    def observe(self, observer: Observer) -> None:
         """Tell of what ends at rank 0 from now on."""
         self._service.observe(observer)
 

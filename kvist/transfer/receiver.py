@@ -66,7 +66,7 @@ class Receiver:
         self.num_malformed = 0
         self.bytes_received = 0
         self.fetch_seconds = 0.0
-        self.observer = commands.TransferObserver()
+        self.observer: commands.Observer = lambda _: None
 
     @property
     def quarantined_bytes(self) -> int:
@@ -210,7 +210,7 @@ class Receiver:
                     fetching.has_failed = True
                     if bounce is not None and lease is not None:
                         bounce.quarantine(lease)
-                    self.observer.fetched(fetching.times(now_s, reason))
+                    self.observer(fetching.times(now_s, reason))
                     self._report(commands.FetchFailed(request_id, reason))
                 case protocol.Release():
                     if bounce is not None and lease is not None:
@@ -222,7 +222,7 @@ class Receiver:
                     self._forget(transfer_id)
                     self.bytes_received += fetching.num_bytes
                     self.fetch_seconds += now_s - fetching.began_s
-                    self.observer.fetched(fetching.times(now_s, None))
+                    self.observer(fetching.times(now_s, None))
                     self._report(commands.FetchCompleted(request_id))
                 case _:
                     pass

@@ -15,11 +15,11 @@ from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, W
 from kvist.transfer.bounce import Bounce
 from kvist.transfer.commands import (
     HoldTimes,
+    Observer,
     Offer,
     OfferReleased,
     Report,
     TransferLimits,
-    TransferObserver,
     WriteTimes,
 )
 from kvist.transfer.memory import BlockCountMismatchError, KvMemory
@@ -105,7 +105,7 @@ class Sender:
         self.num_malformed = 0
         self.num_refused_greetings = 0
         self.write_seconds = 0.0
-        self.observer = TransferObserver()
+        self.observer: Observer = lambda _: None
 
     @property
     def has_writes(self) -> bool:
@@ -156,7 +156,7 @@ class Sender:
                 continue
             self._writes.remove(write)
             self.write_seconds += now_s - write.began_s
-            self.observer.written(write.times(now_s))
+            self.observer(write.times(now_s))
             if state is not WriteState.DONE:
                 reason = write.write.reason
                 logger.warning("kv write %s receiver=%s reason=%s", state.value, write.receiver, reason)
@@ -230,7 +230,7 @@ class Sender:
                     self._send(receiver, refusal)
                 case Free(request_id=request_id, is_fetched=is_fetched):
                     held = self._held.pop(request_id)
-                    self.observer.released(HoldTimes(request_id, held.began_s, now_s, is_fetched))
+                    self.observer(HoldTimes(request_id, held.began_s, now_s, is_fetched))
                     self._report(OfferReleased(request_id, is_fetched))
 
     def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:

@@ -26,11 +26,11 @@ from kvist.transfer.commands import (
     Fetch,
     FetchFailed,
     FetchReleased,
+    Observer,
     Offer,
     OfferReleased,
     Report,
     TransferLimits,
-    TransferObserver,
     WithdrawOffer,
 )
 from kvist.transfer.heads import WHOLE, Part
@@ -156,7 +156,7 @@ class KvTransferService:
         """Return whether transfers are served."""
         return self._thread.is_alive() and not self._has_ended
 
-    def observe(self, observer: TransferObserver) -> None:
+    def observe(self, observer: Observer) -> None:
         """Tell of what ends from now on."""
         self._receiver.observer = self._sender.observer = observer
 

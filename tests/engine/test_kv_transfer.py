@@ -24,7 +24,7 @@ from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.commands import Report, TransferLimits, WithdrawOffer
-from kvist.transfer.copier import TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 from kvist.transfer.heads import WHOLE
 from kvist.transfer.messages import (
     PROTOCOL_VERSION,
@@ -97,7 +97,9 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         bounce = None
         if has_bounce:
             copier = TorchCopier(loaded.tensors.pools)
-            bounce = Bounce(agent, copier, lambda: host_region(agent, 1 << 20), BounceThreshold(1 << 40, 1))
+            bounce = Bounce(
+                agent, copier, lambda: torch.from_numpy(agent.allocate(1 << 20)), BounceThreshold(1 << 40, 1)
+            )
         hello = make_hello(model, config.block_size, group_shapes(loaded.plan), tuple(pools), agent)
         engine = AsyncEngine(loaded.core, max_num_open=40)
 

@@ -23,14 +23,13 @@ from triton.compiler import ASTSource
 from kvist.kernels._fp8 import FP8_DTYPES, mantissa_bits
 from kvist.kernels._tile import decode_tile, pad_head_dim, prefill_tile
 from kvist.kernels._triton import next_power_of_2
-from kvist.kernels.copy_pages import _WORDS_PER_PROGRAM, _copy_pages_kernel
 from kvist.kernels.paged_decode import _merge_splits_kernel, _paged_decode_kernel
 from kvist.kernels.paged_prefill import _paged_prefill_kernel
 from kvist.kernels.write_kv import _write_kv_kernel
 
 E4M3, E5M2 = FP8_DTYPES
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-TYPES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", E4M3: "u8", E5M2: "u8", torch.int64: "i64"}
+TYPES = {FP16: "fp16", BF16: "bf16", FP32: "fp32", E4M3: "u8", E5M2: "u8"}
 INTEGER_TYPES = {
     "block_tables_ptr": "*i32",
     "page_offsets_ptr": "*i32",
@@ -77,12 +76,6 @@ def writes() -> Iterator[Variant]:
         yield Variant(_write_kv_kernel, BF16, cache_dtype, constants, {})
     # Triton compiles a kernel of its own for arguments that are 1.
     yield Variant(_write_kv_kernel, FP16, FP16, {**cache, "FP8_MANTISSA": None, "num_tokens": 1}, {})
-
-
-def copies() -> Iterator[Variant]:
-    for is_gather in (True, False):
-        constants = {"PAIRED": True, "IS_GATHER": is_gather, "WORDS": _WORDS_PER_PROGRAM}
-        yield Variant(_copy_pages_kernel, torch.int64, torch.int64, constants, {})
 
 
 def attention(capability: int) -> Iterator[Variant]:
@@ -146,5 +139,5 @@ def report(variant: Variant, capability: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    for variant in (*writes(), *copies(), *attention(capability)):
+    for variant in (*writes(), *attention(capability)):
         print(json.dumps(report(variant, capability)), flush=True)

@@ -28,7 +28,7 @@ from kvist.transfer.commands import (
     Report,
     TransferLimits,
 )
-from kvist.transfer.copier import TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 from kvist.transfer.heads import Part, heads_of
 from kvist.transfer.messages import GroupShape, PoolPlace
 from kvist.transfer.service import KvTransferService, make_hello
@@ -100,7 +100,9 @@ class Rank:
         bounce = None
         if options.pop("has_bounce"):
             copier = TorchCopier([torch.from_numpy(pool) for pool in self.pools])
-            bounce = Bounce(self.agent, copier, lambda: host_region(self.agent, 1 << 20), BounceThreshold(1 << 40, 1))
+            bounce = Bounce(
+                self.agent, copier, lambda: torch.from_numpy(self.agent.allocate(1 << 20)), BounceThreshold(1 << 40, 1)
+            )
         hello = make_hello("tiny", B, self.shapes, tuple(places), self.agent, part)
         self.reports = Reports()
         endpoint = options.pop("endpoint", "tcp://127.0.0.1:*")

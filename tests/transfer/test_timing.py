@@ -7,30 +7,15 @@ from typing import Any
 
 import pytest
 
-from kvist.transfer.commands import TransferObserver, WithdrawOffer
+from kvist.transfer.commands import FetchTimes, HoldTimes, WithdrawOffer, WriteTimes
 
 
-class Notes(TransferObserver):
-    """Everything that was told, in order."""
-
-    def __init__(self) -> None:
-        self.heard: list[tuple[str, Any]] = []
-
-    def fetched(self, times: Any) -> None:
-        self.heard.append(("fetched", times))
-
-    def written(self, times: Any) -> None:
-        self.heard.append(("written", times))
-
-    def released(self, times: Any) -> None:
-        self.heard.append(("released", times))
-
-
-def observe(worker: Any) -> Notes:
-    notes = Notes()
+def observe(worker: Any) -> list[Any]:
+    """Return the list of everything that will be told."""
+    told: list[Any] = []
     for rank in worker.ranks:
-        rank.service.observe(notes)
-    return notes
+        rank.service.observe(told.append)
+    return told
 
 
 @pytest.mark.parametrize("has_bounce", [False, True], ids=["as it is", "bounced"])
@@ -44,8 +29,8 @@ def test_both_ends_tell_how_long_each_step_took_and_of_how_many_bytes(
     target.fetch(prompt, prompt.tables(2), source.endpoints)
     target.ranks[0].reports.wait_for("completed", prompt.name)
     source.ranks[0].reports.wait_for("release", prompt.name)
-    (_, fetch), ((_, write), (_, hold)) = *ours.heard, theirs.heard
-    assert [kind for kind, _ in (*ours.heard, *theirs.heard)] == ["fetched", "written", "released"]
+    (fetch,), (write, hold) = ours, theirs
+    assert [type(each) for each in (fetch, write, hold)] == [FetchTimes, WriteTimes, HoldTimes]
     steps_s = [began_s, fetch.began_s, fetch.arrived_s, fetch.ended_s, time.monotonic()]
     assert steps_s == sorted(steps_s)
     assert began_s <= hold.began_s <= write.began_s <= write.ended_s <= hold.ended_s
@@ -64,8 +49,8 @@ def test_what_came_to_nothing_is_told_with_how_far_it_got(open_worker: Any, make
     source.offer(other, other.tables(1))
     source.ranks[0].service.command(WithdrawOffer(other.name))
     source.ranks[0].reports.wait_for("release", other.name)
-    ((kind, fetch),) = ours.heard
-    assert (kind, fetch.error, fetch.arrived_s) == ("fetched", "unknown_request", None)
+    (fetch,) = ours
+    assert (type(fetch), fetch.error, fetch.arrived_s) == (FetchTimes, "unknown_request", None)
     assert fetch.began_s <= fetch.ended_s
-    ((kind, hold),) = theirs.heard
-    assert (kind, hold.is_fetched) == ("released", False)
+    (hold,) = theirs
+    assert (type(hold), hold.is_fetched) == (HoldTimes, False)

@@ -20,10 +20,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from prometheus_client import CollectorRegistry, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -31,7 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestTimes
 from kvist.engine.server.intake import Job
 from kvist.tracing import NO_SPAN, Attributes, Span
-from kvist.transfer.commands import FetchTimes, HoldTimes, TransferObserver, WriteTimes
+from kvist.transfer.commands import FetchTimes, HoldTimes, TransferTimes, WriteTimes
 
 if TYPE_CHECKING:
     from kvist.tracing.otlp import Tracing
@@ -53,7 +53,7 @@ def span_of(scope: Scope) -> Span:
     return span
 
 
-class WorkerSpans(TransferObserver):
+class WorkerSpans:
     """Makes the spans of all requests, on the event loop; of their transfers it hears from any thread."""
 
     def __init__(self, tracing: Tracing, model_name: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -101,25 +101,22 @@ class WorkerSpans(TransferObserver):
             if each.remote_request_id is not None:
                 _keep(self._held, each.remote_request_id, (span, []))
 
-    def fetched(self, times: FetchTimes) -> None:
-        """Keep what is told of a fetch until its request has ended."""
-        self._on_loop(_keep, self._fetches, times.request_id, times)
+    def on_transfer(self, times: TransferTimes) -> None:
+        """Keep what is told of a fetch until its request has ended, and of writes until the hold has that they are of.
 
-    def written(self, times: WriteTimes) -> None:
-        """Keep what is told of a write until the hold that it was for has ended."""
-        self._on_loop(self._add_write, times)
-
-    def released(self, times: HoldTimes) -> None:
-        """Tell of a hold, whose request has ended."""
-        self._on_loop(self._tell_hold, times)
-
-    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        Any thread may call.
+        """
         with suppress(RuntimeError):  # the loop is closed: so is everything else
-            self._loop.call_soon_threadsafe(call, *args)
+            self._loop.call_soon_threadsafe(self._keep_or_tell, times)
 
-    def _add_write(self, times: WriteTimes) -> None:
-        if times.remote_request_id in self._held:
-            self._held[times.remote_request_id][1].append(times)
+    def _keep_or_tell(self, times: TransferTimes) -> None:
+        match times:
+            case FetchTimes():
+                _keep(self._fetches, times.request_id, times)
+            case WriteTimes(remote_request_id) if remote_request_id in self._held:
+                self._held[remote_request_id][1].append(times)
+            case HoldTimes():
+                self._tell_hold(times)
 
     def _tell_hold(self, times: HoldTimes) -> None:
         span, writes = self._held.pop(times.remote_request_id, (NO_SPAN, []))

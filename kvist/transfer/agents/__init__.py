@@ -4,14 +4,12 @@
 `kvist.transfer.agents.nixl.NixlAgent` reaches other hosts and GPUs, and needs the extra `nixl`. Neither imports torch.
 """
 
-from kvist.transfer.agents.base import Fragment, Fragments, PeerUnreachableError, RegionId, TransferAgent
+from kvist.transfer.agents.base import PeerUnreachableError, RegionId, TransferAgent
 from kvist.transfer.agents.shared_memory import SharedMemoryAgent
 from kvist.transfer.agents.writes import AgentStatistics, PeerId, Write, WriteState
 
 __all__ = [
     "AgentStatistics",
-    "Fragment",
-    "Fragments",
     "PeerId",
     "PeerUnreachableError",
     "RegionId",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, NamedTuple, NewType, TypeAlias
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, NewType, TypeAlias
 
 import msgspec
 import numpy as np
@@ -21,17 +21,6 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 # What a peer may say: the end of any piece is still an int64.
 Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62) - 1)]
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=(1 << 62) - 1)]
-
-
-class Fragment(NamedTuple):
-    """One contiguous piece of a write: where it lies here, and where it belongs at the peer."""
-
-    local_address: int
-    remote_address: int
-    size_bytes: int
-
-
-Fragments: TypeAlias = Sequence[Fragment] | Int64s  # or an array [num_fragments, 3] with the columns of a Fragment
 
 
 class PeerUnreachableError(KvistError):
@@ -109,8 +98,11 @@ class RegionTable:
         return bool(is_device[0]), self._devices[idx]
 
 
-def as_array(fragments: Fragments) -> Int64s:
-    """Return the fragments as an array [num_fragments, 3]; raises InvalidValueError for none, or an empty one."""
+def as_array(fragments: npt.ArrayLike) -> Int64s:
+    """Return the fragments as an array [num_fragments, 3]: address here, address at the peer, bytes.
+
+    Raises InvalidValueError for none, or an empty one.
+    """
     array = np.asarray(fragments, dtype=np.int64)
     if array.ndim != 2 or array.shape[0] == 0 or array.shape[1] != 3:
         raise InvalidValueError("fragments", array.shape, "at least one, each with two addresses and a size")
@@ -197,7 +189,7 @@ class TransferAgent(ABC):
             self._peers[peer_id] = self._connect(decoded)
         return peer_id
 
-    def write(self, peer: PeerId, fragments: Fragments) -> Write:
+    def write(self, peer: PeerId, fragments: npt.ArrayLike) -> Write:
         """Begin a write. Raises InvalidValueError, before a byte moves, for a fragment outside registered memory.
 
         Local memory must stay as it is until the write has ended. A full queue rejects: the write has FAILED.

@@ -70,9 +70,9 @@ class Served:
         body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True} | fields
         return await self.client.post("/v1/completions", json=body, headers=headers)
 
-    def hear(self, name: str, times: Any) -> None:
+    def hear(self, times: Any) -> None:
         """Tell the observer as the transfer thread would."""
-        thread = threading.Thread(target=getattr(self.spans, name), args=(times,))
+        thread = threading.Thread(target=self.spans.on_transfer, args=(times,))
         thread.start()
         thread.join()
 
@@ -181,11 +181,11 @@ async def test_a_held_prompt_is_told_of_when_it_is_released(serve: Any, trace_co
         answer = await served.post(kv_transfer_params={"do_remote_decode": True})
         name = answer.json()["kv_transfer_params"]["remote_request_id"]
         now_s = time.monotonic()
-        served.hear("written", WriteTimes("another", now_s, now_s, 1, 1, False, None))
-        served.hear("written", WriteTimes(name, now_s, now_s + 0.25, 4096, 2, True, None))
-        served.hear("written", WriteTimes(name, now_s, now_s + 0.5, 10, 1, False, "timed out"))
-        served.hear("released", HoldTimes("another", now_s, now_s, True))
-        served.hear("released", HoldTimes(name, now_s - 1, now_s + 1, False))
+        served.hear(WriteTimes("another", now_s, now_s, 1, 1, False, None))
+        served.hear(WriteTimes(name, now_s, now_s + 0.25, 4096, 2, True, None))
+        served.hear(WriteTimes(name, now_s, now_s + 0.5, 10, 1, False, "timed out"))
+        served.hear(HoldTimes("another", now_s, now_s, True))
+        served.hear(HoldTimes(name, now_s - 1, now_s + 1, False))
         await until(lambda: trace_collector.named("hold"))
     (root,), (hold,) = (trace_collector.named(name) for name in ("POST /v1/completions", "hold"))
     assert [each.name for each in trace_collector.spans if each.parent_id == root.span_id] == [
@@ -212,7 +212,7 @@ async def test_a_fetch_is_told_of_step_by_step_and_one_that_fails_by_its_reason(
             await until(lambda: served.transfers.wanted)
             request_id, at_s = served.transfers.wanted.pop().request_id, time.monotonic()
             arrived_s = None if reason else at_s + 2e-6
-            served.hear("fetched", FetchTimes(request_id, at_s, arrived_s, at_s + 3e-6, 640, 2, reason))
+            served.hear(FetchTimes(request_id, at_s, arrived_s, at_s + 3e-6, 640, 2, reason))
             if reason is None:
                 served.report(FetchCompleted(request_id))
             else:
@@ -253,6 +253,6 @@ async def test_a_client_that_leaves_ends_its_request_early(serve: Any, trace_col
 async def test_what_nobody_asks_for_any_more_is_forgotten(serve: Any) -> None:
     async with serve() as served:
         for number in range(3000):
-            served.spans.fetched(FetchTimes(str(number), 0, 0, 0, 0, 1, None))
+            served.spans.on_transfer(FetchTimes(str(number), 0, 0, 0, 0, 1, None))
         await asyncio.sleep(0)
         assert len(served.spans._fetches) == 1024

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import Fragment, PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -57,8 +57,8 @@ def test_one_write_may_touch_several_regions_at_both_ends_and_odd_sizes(new_agen
     peer, agent = new_peer(size_bytes=4096, num_regions=2), new_agent("writer")
     first, second = random_memory(agent, 4096, 1), random_memory(agent, 4096, 2)
     fragments = [
-        Fragment(first.ctypes.data + 3, peer.addresses[1] + 5, 1001),
-        Fragment(second.ctypes.data, peer.addresses[0] + 4095, 1),
+        (first.ctypes.data + 3, peer.addresses[1] + 5, 1001),
+        (second.ctypes.data, peer.addresses[0] + 4095, 1),
     ]
     assert ended(agent.write(agent.connect(peer.metadata), fragments)).state is WriteState.DONE
     expected = np.zeros((2, 4096), np.uint8)
@@ -83,10 +83,10 @@ def test_a_write_outside_registered_memory_is_refused_with_names_and_values_befo
         ("remote_address", (source.ctypes.data, memory.ctypes.data + 8192, 1)),
     ):
         with pytest.raises(InvalidValueError, match=f"{field}: got '{fragment[2]} bytes at 0x.*within one region of"):
-            agent.write(peer, [Fragment(*inside), Fragment(*fragment)])
+            agent.write(peer, [inside, fragment])
     for size_bytes in (0, -4):
         with pytest.raises(InvalidValueError, match="size_bytes"):
-            agent.write(peer, [Fragment(source.ctypes.data, memory.ctypes.data, size_bytes)])
+            agent.write(peer, [(source.ctypes.data, memory.ctypes.data, size_bytes)])
     with pytest.raises(InvalidValueError, match="fragments"):
         agent.write(peer, [])
     assert np.array_equal(memory, before)
@@ -115,7 +115,7 @@ def test_a_peer_that_is_not_connected_is_refused(new_agent: NewAgent) -> None:
     agent = new_agent("writer")
     source = random_memory(agent, 4096)
     with pytest.raises(InvalidValueError, match="peer: got 'nobody'"):
-        agent.write(PeerId("nobody"), [Fragment(source.ctypes.data, 0, 1)])
+        agent.write(PeerId("nobody"), [(source.ctypes.data, 0, 1)])
     with pytest.raises(InvalidValueError, match="peer: got 'nobody'"):
         agent.disconnect(PeerId("nobody"))
 
@@ -124,13 +124,13 @@ def test_a_peer_can_be_disconnected_and_connected_again_with_more_regions(new_ag
     agent, target = new_agent("writer"), new_agent("target")
     source, first = random_memory(agent, 4096, 1), random_memory(target, 4096, 2)
     peer = agent.connect(target.metadata())
-    assert ended(agent.write(peer, [Fragment(source.ctypes.data, first.ctypes.data, 4096)])).state is WriteState.DONE
+    assert ended(agent.write(peer, [(source.ctypes.data, first.ctypes.data, 4096)])).state is WriteState.DONE
     agent.disconnect(peer)
     with pytest.raises(InvalidValueError, match="peer"):
-        agent.write(peer, [Fragment(source.ctypes.data, first.ctypes.data, 4096)])
+        agent.write(peer, [(source.ctypes.data, first.ctypes.data, 4096)])
     second = random_memory(target, 4096, 3)
     assert agent.connect(target.metadata()) == peer
-    assert ended(agent.write(peer, [Fragment(source.ctypes.data, second.ctypes.data, 4096)])).state is WriteState.DONE
+    assert ended(agent.write(peer, [(source.ctypes.data, second.ctypes.data, 4096)])).state is WriteState.DONE
     assert np.array_equal(second, source)
     assert np.array_equal(first, source)
 
@@ -165,7 +165,7 @@ def test_a_peer_killed_in_the_middle_fails_the_writes_to_it_with_a_reason_and_no
     assert last.reason is not None
     assert "doomed" in last.reason or "within 10.0 s" in last.reason
     assert {ended(write).state for write in writes} <= {WriteState.DONE, WriteState.FAILED, WriteState.ABANDONED}
-    transfer = ended(agent.write(other_id, [Fragment(source.ctypes.data, other.addresses[0], 4096)]))
+    transfer = ended(agent.write(other_id, [(source.ctypes.data, other.addresses[0], 4096)]))
     assert transfer.state is WriteState.DONE
     assert other.digests() == [hashlib.sha256(source[:4096]).hexdigest()]
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAgent, WriteState
+from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent, WriteState
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_what_a_peer_has_mapped_outlives_the_owner_so_that_a_late_write_does_no_
     target.register(address, 4096)
     peer = agent.connect(target.metadata())
     assert target.close()
-    transfer = agent.write(peer, [Fragment(source.ctypes.data, address, 4096)])
+    transfer = agent.write(peer, [(source.ctypes.data, address, 4096)])
     assert transfer.wait(60)
     assert transfer.state is WriteState.DONE
     agent.close()
@@ -115,7 +115,7 @@ OVERLAPPING = """
 import os, sys
 import msgspec
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import Fragment, SharedMemoryAgent
+from kvist.transfer.agents import SharedMemoryAgent
 
 writer, target = SharedMemoryAgent("writer"), SharedMemoryAgent("target")
 source = writer.allocate(1 << 20)
@@ -129,7 +129,7 @@ for regions in ([[base, 1 << 20]], [[base + 4096, 4096]], []):
     metadata = ["shared_memory", "target", regions, msgspec.msgpack.encode([details[0], files])]
     try:
         peer = writer.connect(msgspec.msgpack.encode(metadata))
-        writer.write(peer, [Fragment(source.ctypes.data, base + 4096, (1 << 20) - 4096)]).wait(30.0)
+        writer.write(peer, [(source.ctypes.data, base + 4096, (1 << 20) - 4096)]).wait(30.0)
     except MalformedMessageError as error:
         print(error)
     except InvalidValueError:
@@ -146,7 +146,7 @@ def test_files_that_overlap_are_refused_before_a_write_could_leave_a_mapping() -
 SHRUNK = """
 import os
 import msgspec
-from kvist.transfer.agents import Fragment, PeerUnreachableError, SharedMemoryAgent, shared_memory
+from kvist.transfer.agents import PeerUnreachableError, SharedMemoryAgent, shared_memory
 
 shared_memory._is_this_process = lambda _: False
 writer, target = SharedMemoryAgent("writer"), SharedMemoryAgent("target")
@@ -165,7 +165,7 @@ details = msgspec.msgpack.encode([pid, [[address, size, own, os.fstat(own).st_in
 try:
     peer = writer.connect(msgspec.msgpack.encode(["shared_memory", "target", [[address, 1 << 20]], details]))
     os.ftruncate(own, 0)
-    writer.write(peer, [Fragment(source.ctypes.data, address, 1 << 20)]).wait(30.0)
+    writer.write(peer, [(source.ctypes.data, address, 1 << 20)]).wait(30.0)
 except PeerUnreachableError as error:
     print(error)
 """

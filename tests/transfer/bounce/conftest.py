@@ -13,7 +13,7 @@ import torch
 
 from kvist.transfer.agents import PeerId, SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
-from kvist.transfer.copier import TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 
 torch.set_num_threads(1)
 
@@ -59,7 +59,7 @@ def new_end() -> Iterator[Callable[..., End]]:
         bounce = Bounce(
             agent,
             wrap(TorchCopier([torch.from_numpy(pool)])),
-            lambda: host_region(agent, region_bytes),
+            lambda: torch.from_numpy(agent.allocate(region_bytes)),
             threshold,
             close_timeout_s=0.05,
         )

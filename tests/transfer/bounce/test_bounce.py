@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvist.errors import InvalidValueError
-from kvist.transfer.agents import Fragment, Fragments, PeerId, RegionId, SharedMemoryAgent, Write, WriteState
+from kvist.transfer.agents import PeerId, RegionId, SharedMemoryAgent, Write, WriteState
 from kvist.transfer.bounce import Bounce, BounceThreshold
-from kvist.transfer.copier import TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 
 DEADLINE_S = 60.0
 NewEnd = Callable[..., Any]
@@ -158,7 +158,9 @@ def test_a_scatter_that_fails_is_its_transfers_alone(new_end: NewEnd) -> None:
 def test_a_scatter_into_no_pool_fails(ends: tuple[Any, Any]) -> None:
     _, target = ends
     lease = target.bounce.reserve(1024, 16)
-    assert "within a pool" in str(failure(target.bounce.scatter([(lease.address, np.array([[16, 64]]))])))
+    assert "within one region of the pools" in str(
+        failure(target.bounce.scatter([(lease.address, np.array([[16, 64]]))]))
+    )
     assert not target.pool.any()
     target.bounce.release(lease)
 
@@ -227,7 +229,7 @@ def test_a_send_that_cannot_be_written_fails_with_a_reason_and_gives_its_room_ba
     fragments[0, 0] = 16
     outgoing = sent(source.bounce.send(peer, fragments, target.base))
     assert outgoing.state is WriteState.FAILED
-    assert "within a pool" in str(outgoing.reason)
+    assert "within one region of the pools" in str(outgoing.reason)
     assert source.bounce.statistics().send_bytes == 0
 
 
@@ -252,7 +254,7 @@ class CountingAgent(SharedMemoryAgent):
 
 
 def bounce_of(agent: CountingAgent, threshold: BounceThreshold, copier: Any = None) -> Bounce:
-    return Bounce(agent, copier, lambda: host_region(agent, 4096), threshold, close_timeout_s=0.05)
+    return Bounce(agent, copier, lambda: torch.from_numpy(agent.allocate(4096)), threshold, close_timeout_s=0.05)
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -315,7 +317,7 @@ def test_closing_is_bounded_while_a_copy_hangs_and_finishes_what_was_queued(new_
 class AbandoningAgent(CountingAgent):
     """An agent none of whose writes can be stopped."""
 
-    def write(self, peer: PeerId, fragments: Fragments) -> Write:  # noqa: ARG002
+    def write(self, peer: PeerId, fragments: Any) -> Write:  # noqa: ARG002
         write = Write(1, 64)
         write.end(WriteState.ABANDONED, "not written within 30 s")
         return write
@@ -327,7 +329,7 @@ def test_room_that_an_abandoned_write_may_still_read_is_quarantined_and_stays_re
     agent = AbandoningAgent()
     pool = agent.allocate(4096)
     bounce = bounce_of(agent, anything, TorchCopier([torch.from_numpy(pool)]))
-    halves = [Fragment(pool.ctypes.data + offset, 4096 + offset, 32) for offset in (0, 32)]
+    halves = np.array([(pool.ctypes.data + offset, 4096 + offset, 32) for offset in (0, 32)])
     outgoing = sent(bounce.send(PeerId("peer"), halves, 4096))
     assert (outgoing.state, outgoing.reason) == (WriteState.ABANDONED, "not written within 30 s")
     assert bounce.statistics().quarantined_bytes == bounce.statistics().send_bytes == 512

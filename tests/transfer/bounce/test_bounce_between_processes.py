@@ -22,14 +22,14 @@ import numpy as np, torch
 torch.set_num_threads(1)
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
-from kvist.transfer.copier import TorchCopier, host_region
+from kvist.transfer.copier import TorchCopier
 asked = json.loads(sys.stdin.readline())
 rank, size, count = asked["rank"], asked["size"], asked["count"]
 agent = SharedMemoryAgent(f"sender {rank}")
 pool = agent.allocate(size * count)
 agent.register(pool.ctypes.data, size * count)
 pool[:] = np.random.default_rng(rank).integers(0, 256, size * count, dtype=np.uint8)
-bounce = Bounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: host_region(agent, size * count),
+bounce = Bounce(agent, TorchCopier([torch.from_numpy(pool)]), lambda: torch.from_numpy(agent.allocate(size * count)),
                       BounceThreshold(min_fragments=1, max_fragment_bytes=1 << 40))
 peer = agent.connect(base64.b64decode(asked["metadata"]))
 print("ready", flush=True)
