@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from kvist.errors import InvalidValueError
-from kvist.kvcache import ABSENT, BlockTable, PageIndexMode, scratch_page_index, scratch_place
+from kvist.kvcache import ABSENT, BlockTable
 
 IntArray = npt.NDArray[np.int64]
 
@@ -22,18 +22,22 @@ IntArray = npt.NDArray[np.int64]
 class GroupPages:
     """A group's step on the host.
 
-    As a rule a page is a slot of the pool and all layers share one table: mode SHARED, and the first dimension is 1. In
-    a step with scratch blocks each layer has a table of its own over all pages of the pool: PER_LAYER.
+    As a rule a page is a slot of the pool and all layers share one table: the first dimension is 1. In a step with
+    scratch blocks each layer has a table of its own, over all pages of the pool.
 
     `block_tables`: int32 `[1 or num_layers, num_sequences, max_local_blocks]`, negative where absent; `page_offsets`:
     int32 `[num_sequences]`, the absolute ordinal of each table's first column; `slot_mapping`: int64
     `[1 or num_layers, num_tokens]`, page * block_size + offset, negative where another sequence writes the same.
     """
 
-    mode: PageIndexMode
     block_tables: npt.NDArray[np.int32]
     page_offsets: npt.NDArray[np.int32]
     slot_mapping: IntArray
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether all layers share one table; a page of a group's only layer is a slot either way."""
+        return len(self.block_tables) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +115,7 @@ def group_pages(
         writable[:, row, [ordinal - table.first_held for ordinal in table.adopted]] = ABSENT
     written = writable[:, sequence, positions // block_size - page_offsets[sequence]].astype(np.int64)
     slot_mapping = np.where(written == ABSENT, ABSENT, written * block_size + positions % block_size)
-    mode = PageIndexMode.PER_LAYER if has_scratch else PageIndexMode.SHARED
-    return GroupPages(mode, pages, page_offsets, np.ascontiguousarray(slot_mapping))  # numpy may put tokens first
+    return GroupPages(pages, page_offsets, np.ascontiguousarray(slot_mapping))  # numpy may put tokens first
 
 
 def _pages_of_layers(
@@ -124,7 +127,5 @@ def _pages_of_layers(
     for row, table in enumerate(tables):
         if table.scratch is not None:
             first = table.scratch.block_range.start - table.first_held
-            slot_idxs, shifts = scratch_place(np.arange(table.scratch.block_range.num_blocks), num_layers)
-            slot_ids = np.array(table.scratch.slot_ids)[slot_idxs]
-            pages[:, row, first : first + len(shifts)] = scratch_page_index(slot_ids, shifts, layers, num_layers)
+            pages[:, row, first : first + table.scratch.block_range.num_blocks] = table.scratch.pages(num_layers)
     return pages

@@ -13,7 +13,7 @@ import torch
 
 from kvist.engine.batch import ForwardBatch, HostBatch, LayerPages
 from kvist.engine.models.transformer import CausalLM
-from kvist.kvcache import ABSENT, PageIndexMode, WindowPlan
+from kvist.kvcache import ABSENT, WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 Compute = Callable[[], torch.Tensor]
@@ -76,7 +76,7 @@ class DecodeGraphs:
     def run(self, batch: HostBatch) -> torch.Tensor | None:
         """Return the logits of a step's wanted rows, or None for a step that is not decodes alone or is too large."""
         num_seqs = len(batch.seq_lens)
-        is_shared = all(group.mode is PageIndexMode.SHARED for group in batch.groups)
+        is_shared = all(group.is_shared for group in batch.groups)
         if num_seqs > self._sizes[-1] or batch.num_decodes < num_seqs or not is_shared:
             return None
         size = self._sizes[bisect_left(self._sizes, num_seqs)]

@@ -14,7 +14,7 @@ from kvist.engine.decode_graphs import DecodeGraphs
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.request import Request
 from kvist.engine.scheduler import ScheduledRequest
-from kvist.kvcache import PageIndexMode, WindowPlan
+from kvist.kvcache import WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 
@@ -103,7 +103,7 @@ class Runner:
         layers = []
         for layer_idx, (group_id, position) in enumerate(self._plan.places):
             tables, offsets, slots = by_group[group_id]
-            is_shared = batch.groups[group_id].mode is PageIndexMode.SHARED
+            is_shared = batch.groups[group_id].is_shared
             cache = self._tensors.by_slot(layer_idx) if is_shared else self._tensors.by_page(layer_idx)
             row = 0 if is_shared else position
             layers.append(LayerPages(cache, tables[row], offsets, slots[row]))

@@ -17,14 +17,7 @@ from kvist.kvcache.budget import (
 from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
 from kvist.kvcache.plan import KvDtype, KvGroup, LayerKv, LayerPlace, SharedKv, WindowPlan, plan_windows
 from kvist.kvcache.pool import BlockPool, PoolStatistics
-from kvist.kvcache.scratch import (
-    BlockRange,
-    PageIndexMode,
-    ScratchBlocks,
-    ScratchPolicy,
-    scratch_page_index,
-    scratch_place,
-)
+from kvist.kvcache.scratch import BlockRange, ScratchBlocks, ScratchPolicy
 from kvist.kvcache.sequences import ABSENT, BlockHashChain, BlockTable, SequenceBlocks
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
@@ -41,7 +34,6 @@ __all__ = [
     "KvGroup",
     "LayerKv",
     "LayerPlace",
-    "PageIndexMode",
     "PoolStatistics",
     "PrefixHit",
     "ScratchBlocks",
@@ -56,7 +48,5 @@ __all__ = [
     "num_stale_blocks",
     "peak_num_blocks",
     "plan_windows",
-    "scratch_page_index",
-    "scratch_place",
     "split_memory",
 ]

@@ -12,8 +12,7 @@ other; scratch blocks lie along it, each shifted by one page more, round the slo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,6 @@ import numpy.typing as npt
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import KnownWindow
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
-
-Index = TypeVar("Index", int, npt.NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +52,12 @@ class ScratchBlocks:
 
     block_range: BlockRange
     slot_ids: tuple[int, ...]
+
+    def pages(self, num_layers: int) -> npt.NDArray[np.int64]:
+        """Return each layer's page of each block, `[num_layers, num_blocks]`; no two of a layer's are the same."""
+        block_idxs, layers = np.arange(self.block_range.num_blocks), np.arange(num_layers)[:, None]
+        slots = np.array(self.slot_ids, np.int64)[block_idxs // num_layers]
+        return slots * num_layers + (block_idxs % num_layers + layers) % num_layers
 
 
 class StepNeed(NamedTuple):
@@ -91,23 +94,3 @@ def scratch_range(history: int, capacity: int, window: KnownWindow, block_size: 
     num_stale = num_stale_blocks(max(0, capacity - rewind), window, block_size)
     start = num_blocks_for(history, block_size)
     return BlockRange(start, max(start, min(num_stale, num_blocks_for(capacity, block_size))))
-
-
-class PageIndexMode(Enum):
-    """Where page 0 is: PER_LAYER at the pool's start, SHARED at the layer's first page, so that all layers agree."""
-
-    PER_LAYER = "per_layer"
-    SHARED = "shared"
-
-
-def scratch_place(scratch_idx: Index, num_layers: int) -> tuple[Index, Index]:
-    """Return, for the scratch block with this index (0 is the first), which slot it is in and its shift there."""
-    return scratch_idx // num_layers, scratch_idx % num_layers
-
-
-def scratch_page_index(slot_id: Index, shift: Index, layer_position: Index, num_layers: int) -> Index:
-    """Return the page of a layer's scratch block, `layer_position` being the layer's page in ordinary slots.
-
-    Blocks with different shifts have different pages in one layer, whichever layer it is.
-    """
-    return slot_id * num_layers + (shift + layer_position) % num_layers

@@ -16,7 +16,6 @@ from kvist.kvcache import (
     KvCacheManager,
     KvDtype,
     LayerKv,
-    PageIndexMode,
     ScratchPolicy,
     SequenceBlocks,
     plan_windows,
@@ -25,13 +24,13 @@ from kvist.kvcache import (
 NUM_SLOTS, NUM_LAYERS = 300, 3
 
 
-def page_of(table: BlockTable, ordinal: int, layer: int, mode: PageIndexMode) -> int:
+def page_of(table: BlockTable, ordinal: int, layer: int, *, is_shared: bool) -> int:
     """Return where a layer finds one block: a slot where all layers share their numbers, else a page."""
     slot_id, scratch = table.block_ids[ordinal], table.scratch
     if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
         slot_idx, shift = divmod(ordinal - scratch.block_range.start, NUM_LAYERS)
         return scratch.slot_ids[slot_idx] * NUM_LAYERS + (shift + layer) % NUM_LAYERS
-    return slot_id if slot_id == ABSENT or mode is PageIndexMode.SHARED else slot_id * NUM_LAYERS + layer
+    return slot_id if slot_id == ABSENT or is_shared else slot_id * NUM_LAYERS + layer
 
 
 def make_manager(window: int, block_size: int) -> KvCacheManager:
@@ -76,7 +75,7 @@ def test_a_decode_holds_the_pages_of_its_window_and_writes_behind_them(
 ) -> None:
     manager = make_manager(window=64, block_size=32)
     pages = pages_of(manager, open_batch(manager, [(num_tokens - 1, num_tokens)]), [1])
-    assert pages.mode is PageIndexMode.SHARED
+    assert pages.is_shared
     assert pages.page_offsets.tolist() == [offset]
     assert pages.block_tables.shape == (1, 1, num_pages)
     assert pages.slot_mapping.tolist() == [[pages.block_tables[0, 0, -1] * 32 + place]]
@@ -102,13 +101,14 @@ def test_every_layer_finds_every_block_where_the_layout_says(seed: int) -> None:
     sequences = open_batch(manager, steps, tuple(random.random() < 0.7 for _ in steps))
     pages = pages_of(manager, sequences, counts)
     has_scratch = any(sequence.tables[0].scratch is not None for sequence in sequences)
-    assert pages.mode is (PageIndexMode.PER_LAYER if has_scratch else PageIndexMode.SHARED)
+    assert pages.is_shared is not has_scratch
     token = 0
     for row, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
         table = sequence.tables[0]
         for layer in range(len(pages.block_tables)):
             expected = [
-                page_of(table, ordinal, layer, pages.mode) for ordinal in range(table.first_held, len(table.block_ids))
+                page_of(table, ordinal, layer, is_shared=pages.is_shared)
+                for ordinal in range(table.first_held, len(table.block_ids))
             ]
             found = pages.block_tables[layer, row]
             assert found[: len(expected)].tolist() == expected

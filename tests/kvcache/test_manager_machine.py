@@ -19,8 +19,6 @@ from kvist.kvcache import (
     ScratchPolicy,
     SequenceBlocks,
     num_stale_blocks,
-    scratch_page_index,
-    scratch_place,
 )
 
 B = 4
@@ -185,12 +183,11 @@ class KvCacheMachine(RuleBasedStateMachine):
         ordinal = position // B
         slot_id = table.block_ids[ordinal]
         num_layers, scratch = NUM_LAYERS[group_id], table.scratch
-        shift = 0
+        page = slot_id * num_layers + layer
         if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
-            slot_idx, shift = scratch_place(ordinal - scratch.block_range.start, num_layers)
-            slot_id = scratch.slot_ids[slot_idx]
-        assert 0 <= slot_id < NUM_BLOCKS[group_id]
-        return scratch_page_index(slot_id, shift, layer, num_layers), position % B
+            page = int(scratch.pages(num_layers)[layer, ordinal - scratch.block_range.start])
+        assert 0 <= page < NUM_BLOCKS[group_id] * num_layers
+        return page, position % B
 
     def prefix_id(self, life: Life, position: int) -> int:
         """Return a number for the tokens up to `position`; equal only for equal tokens."""

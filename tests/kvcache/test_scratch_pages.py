@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from kvist.kvcache import BlockRange, ScratchBlocks, num_blocks_for, scratch_page_index, scratch_place
+from kvist.kvcache import BlockRange, ScratchBlocks, num_blocks_for
 
 
 def page_of(ordinal: int, layer: int, num_layers: int, scratch: ScratchBlocks) -> int:
     """Return a layer's page of one scratch block."""
-    slot_idx, shift = scratch_place(ordinal - scratch.block_range.start, num_layers)
-    return scratch_page_index(scratch.slot_ids[slot_idx], shift, layer, num_layers)
+    return int(scratch.pages(num_layers)[layer, ordinal - scratch.block_range.start])
 
 
 @pytest.mark.parametrize(
@@ -33,11 +31,3 @@ def test_no_two_blocks_of_a_step_meet_in_a_page_of_any_layer(num_layers: int) ->
             pages = [page_of(ordinal, layer, num_layers, scratch) for ordinal in range(4, 4 + num_blocks)]
             assert len(pages) == len(set(pages))
             assert all(page // num_layers in slot_ids for page in pages)
-
-
-def test_the_rule_is_the_same_for_arrays() -> None:
-    scratch = ScratchBlocks(BlockRange(0, 40), (7, 9))
-    slot_idx, shift = scratch_place(np.arange(40), 32)
-    for layer in range(32):
-        pages = scratch_page_index(np.array(scratch.slot_ids)[slot_idx], shift, np.array(layer), 32)
-        assert pages.tolist() == [page_of(i, layer, 32, scratch) for i in range(40)]

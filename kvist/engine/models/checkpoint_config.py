@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from kvist.engine.models.checkpoint_fields import (
     PER_LAYER_INPUTS,
@@ -13,20 +13,16 @@ from kvist.engine.models.checkpoint_fields import (
     SANDWICH_NORM,
     SLIDING,
     WHOLE,
-    ConfigFields,
-    GenerationFields,
-    LayerFields,
-    PositiveInt,
     Raw,
     checked,
     common,
     every_nth_full,
     head_sizes,
     layer_sizes,
+    layers_of,
     rope,
     shared_sources,
     single_rope,
-    windows,
 )
 from kvist.engine.models.config import (
     ClampedSwiglu,
@@ -45,7 +41,7 @@ _Value = TypeVar("_Value", int, float)
 
 def load_model_config(model_dir: Path) -> ModelConfig:
     """Return the configuration of a model, or of its text part; raises InvalidValueError that names the field."""
-    raw = checked(read_json_object(model_dir / "config.json"), ConfigFields)
+    raw = checked(read_json_object(model_dir / "config.json"))
     named = str((raw.get("architectures") or [None])[0])
     architecture, is_text_part = _TEXT_PARTS.get(named, named), named in _TEXT_PARTS
     if architecture not in _FAMILIES:
@@ -55,7 +51,7 @@ def load_model_config(model_dir: Path) -> ModelConfig:
         method = raw["quantization_config"].get("quant_method")
         raise InvalidValueError("quantization_config", method, "none: weights are floating-point numbers")
     generation = model_dir / "generation_config.json"
-    extra = checked(read_json_object(generation), GenerationFields) if generation.is_file() else {}
+    extra = checked(read_json_object(generation)) if generation.is_file() else {}
     if is_text_part:
         raw = _text_part(raw)
     found = {"architecture": architecture, "is_text_part": is_text_part, "eos_token_ids": _eos(raw) | _eos(extra)}
@@ -81,7 +77,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _text_part(raw: Raw) -> Raw:
     """Return the fields of the text part; what the whole model says of its vocabulary's ends holds for it."""
     whole = {field: raw[field] for field in ("eos_token_id", "tie_word_embeddings") if field in raw}
-    return checked(raw.get("text_config", {}), ConfigFields) | whole
+    return checked(raw.get("text_config", {})) | whole
 
 
 def _eos(raw: Raw) -> frozenset[int]:
@@ -111,16 +107,16 @@ def _mistral(raw: Raw) -> ModelConfig:
 
 def _qwen3(raw: Raw) -> ModelConfig:
     """Qwen 3: queries and keys are normed; some layers may slide."""
-    first_sliding = raw.get("max_window_layers", 28)
+    num_layers, first_sliding = raw["num_hidden_layers"], raw.get("max_window_layers", 28)
     is_sliding = raw.get("use_sliding_window", False)
-    default = [SLIDING if is_sliding and i >= first_sliding else WHOLE for i in range(raw["num_hidden_layers"])]
-    shared = {"rope": single_rope(raw), **layer_sizes(raw)}
-    layers = tuple(LayerConfig(window=window, **shared) for window in windows(raw, raw.get("layer_types", default)))
+    default = [SLIDING if is_sliding and i >= first_sliding else WHOLE for i in range(num_layers)]
+    layers = layers_of(raw, raw.get("layer_types", default), single_rope(raw), [layer_sizes(raw)] * num_layers)
     return ModelConfig(**common(raw), layers=layers, has_qk_norm=True, renamed_weights=PRE_NORM)
 
 
 def _qwen3_moe(raw: Raw) -> ModelConfig:
     """Qwen 3 with experts: all layers slide or none, some may have a plain MLP."""
+    num_layers, sizes = raw["num_hidden_layers"], layer_sizes(raw)
     moe = MoeConfig(
         num_experts=raw.get("num_experts") or raw["num_local_experts"],
         top_k=raw["num_experts_per_tok"],
@@ -128,13 +124,9 @@ def _qwen3_moe(raw: Raw) -> ModelConfig:
         is_normalised=raw.get("norm_topk_prob", False),
     )
     kind = SLIDING if raw.get("use_sliding_window", False) else WHOLE
-    [window] = set(windows(raw, [kind] * raw["num_hidden_layers"]))
     dense, step = raw.get("mlp_only_layers", []), raw.get("decoder_sparse_step", 1)
-    shared = {"window": window, "rope": single_rope(raw), **layer_sizes(raw)}
-    layers = tuple(
-        LayerConfig(**shared, moe=None if i in dense or (i + 1) % step else moe)
-        for i in range(raw["num_hidden_layers"])
-    )
+    own = [sizes | {"moe": None if i in dense or (i + 1) % step else moe} for i in range(num_layers)]
+    layers = layers_of(raw, [kind] * num_layers, single_rope(raw), own)
     return ModelConfig(**common(raw), layers=layers, has_qk_norm=True, renamed_weights=PRE_NORM | {"router": "gate"})
 
 
@@ -152,11 +144,10 @@ def _gpt_oss(raw: Raw) -> ModelConfig:
     )
     has_rope = "rope_parameters" in raw or "rope_scaling" in raw
     own_rope = single_rope(raw if has_rope else raw | {"rope_parameters": _GPT_OSS_YARN}, 150_000.0)
-    shared = {"rope": own_rope, "moe": moe, **layer_sizes(raw)}
-    types = raw.get("layer_types", every_nth_full(raw, 2))
+    types, own = raw.get("layer_types", every_nth_full(raw, 2)), [layer_sizes(raw) | {"moe": moe}]
     return ModelConfig(
         **common({"rms_norm_eps": 1e-5, "attention_bias": True} | raw),
-        layers=tuple(LayerConfig(window=window, **shared) for window in windows(raw, types)),
+        layers=layers_of(raw, types, own_rope, own * raw["num_hidden_layers"]),
         has_sinks=True,
         renamed_weights=PRE_NORM,
     )
@@ -181,14 +172,9 @@ def _gemma3(raw: Raw) -> ModelConfig:
     raw = _GEMMA3_DEFAULTS | raw
     pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6
     types = raw.get("layer_types", every_nth_full(raw, pattern))
-    ropes, sizes = _gemma3_ropes(raw), layer_sizes(raw)
-    layers = tuple(
-        LayerConfig(window=window, rope=ropes[kind], **sizes)
-        for window, kind in zip(windows(raw, types), types, strict=True)
-    )
     return ModelConfig(
         **common({"tie_word_embeddings": True} | raw) | {"attention_scale": raw["query_pre_attn_scalar"] ** -0.5},
-        layers=layers,
+        layers=layers_of(raw, types, _gemma3_ropes(raw), [layer_sizes(raw)] * raw["num_hidden_layers"]),
         embedding_scale=raw["hidden_size"] ** 0.5,
         norm_offset=1.0,
         has_qk_norm=True,
@@ -209,18 +195,8 @@ def _gemma3_ropes(raw: Raw) -> dict[str, RopeConfig]:
     }
 
 
-class _Gemma3nFields(TypedDict, total=False):
-    intermediate_size: PositiveInt | list[PositiveInt]
-    altup_num_inputs: PositiveInt
-    altup_active_idx: int
-    altup_correct_scale: bool
-    laurel_rank: PositiveInt
-    activation_sparsity_pattern: float | list[float]
-
-
 def _gemma3n(raw: Raw) -> ModelConfig:
     """Gemma 3n: four layers that slide to one that does not, of which the last ones read the caches of earlier ones."""
-    raw = checked(raw, _Gemma3nFields)
     return ModelConfig(
         **_gemma_later(raw),
         layers=_gemma3n_layers(raw),
@@ -250,26 +226,18 @@ def _gemma_later(raw: Raw) -> Raw:
 def _gemma3n_layers(raw: Raw) -> tuple[LayerConfig, ...]:
     """Return the layers, of which ten are sparse in a model of more, if the file does not say."""
     types, num_layers = raw.get("layer_types", every_nth_full(raw, 5)), raw["num_hidden_layers"]
-    ropes, sources = _gemma3_ropes(raw), shared_sources(types, raw.get("num_kv_shared_layers", 15))
+    sources = shared_sources(types, raw.get("num_kv_shared_layers", 15))
     intermediate_sizes = _by_layer(raw, "intermediate_size", raw["intermediate_size"])
     default = [0.95] * 10 + [0.0] * (num_layers - 10) if num_layers > 10 else [0.0] * num_layers
     sparsities = _by_layer(raw, "activation_sparsity_pattern", raw.get("activation_sparsity_pattern", default))
     if not all(0.0 <= sparsity < 1.0 for sparsity in sparsities):
         raise InvalidValueError("activation_sparsity_pattern", sparsities, "shares from 0 to below 1")
     heads = head_sizes(raw)
-    return tuple(
-        LayerConfig(
-            window=window,
-            rope=ropes[kind],
-            **heads,
-            intermediate_size=intermediate_size,
-            kv_source=source,
-            activation_sparsity=sparsity,
-        )
-        for window, kind, intermediate_size, source, sparsity in zip(
-            windows(raw, types), types, intermediate_sizes, sources, sparsities, strict=True
-        )
-    )
+    own = [
+        heads | {"intermediate_size": size, "kv_source": source, "activation_sparsity": sparsity}
+        for size, source, sparsity in zip(intermediate_sizes, sources, sparsities, strict=True)
+    ]
+    return layers_of(raw, types, _gemma3_ropes(raw), own)
 
 
 def _by_layer(raw: Raw, field: str, given: _Value | list[_Value]) -> list[_Value]:
@@ -313,19 +281,12 @@ def _gemma4_layers(raw: Raw) -> tuple[LayerConfig, ...]:
     if raw.get("enable_moe_block", False):
         moe = MoeConfig(raw["num_experts"], raw["top_k_experts"], raw["moe_intermediate_size"], is_normalised=True)
     is_value_key, is_double_wide = raw.get("attention_k_eq_v", False), raw.get("use_double_wide_mlp", False)
-    layers = []
-    for window, kind, source, own in zip(windows(raw, types), types, sources, sizes, strict=True):
-        doubled = {"intermediate_size": 2 * own["intermediate_size"]} if is_double_wide and source is not None else {}
-        layer = LayerConfig(
-            window=window,
-            rope=ropes[kind],
-            **own | doubled,
-            kv_source=source,
-            is_value_key=is_value_key and kind == WHOLE,
-            moe=moe,
-        )
-        layers.append(layer)
-    return tuple(layers)
+    own = []
+    for kind, source, size in zip(types, sources, sizes, strict=True):
+        doubled = {"intermediate_size": 2 * size["intermediate_size"]} if is_double_wide and source is not None else {}
+        shared = {"kv_source": source, "is_value_key": is_value_key and kind == WHOLE, "moe": moe}
+        own.append(size | doubled | shared)
+    return layers_of(raw, types, ropes, own)
 
 
 def _gemma4_sizes(raw: Raw, types: list[str]) -> list[Raw]:
@@ -344,7 +305,7 @@ def _gemma4_sizes(raw: Raw, types: list[str]) -> list[Raw]:
         unknown = set(differing) - set(renamed)
         if unknown:
             raise InvalidValueError(f"per_layer_config.{key}", sorted(unknown), f"only {sorted(renamed)}")
-        own = checked(differing, LayerFields)
+        own = checked(differing)
         sizes[int(key)] = alike | {renamed[field]: value for field, value in own.items()}
     return sizes
 

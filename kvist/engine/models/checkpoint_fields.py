@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, TypedDict
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from kvist.engine.models.config import Activation, Llama3Scaling, RopeConfig, YarnScaling
+from kvist.engine.models.config import Activation, LayerConfig, Llama3Scaling, RopeConfig, YarnScaling
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import FULL, KnownWindow
 
@@ -30,104 +29,63 @@ PER_LAYER_INPUTS = {"per_layer_inputs": "", "per_layer_gate": ""}
 Raw: TypeAlias = dict[str, Any]
 PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 PositiveNumber: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
-Share: TypeAlias = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
 
-class GenerationFields(TypedDict, total=False):
-    """What is read of generation_config.json."""
-
-    eos_token_id: int | list[int]
+def _by_name(*kinds: tuple[Any, str]) -> dict[str, Any]:
+    return {name: kind for kind, names in kinds for name in names.split()}
 
 
-class LayerFields(TypedDict, total=False):
-    """What one layer may have for itself."""
+FIELDS: Final = _by_name(
+    (
+        PositiveInt,
+        "vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim sliding_window "
+        "max_position_embeddings sliding_window_pattern _sliding_window_pattern num_experts num_local_experts "
+        "num_experts_per_tok top_k_experts moe_intermediate_size decoder_sparse_step global_head_dim "
+        "num_global_key_value_heads vocab_size_per_layer_input altup_num_inputs laurel_rank",
+    ),
+    (int, "max_window_layers hidden_size_per_layer_input num_kv_shared_layers altup_active_idx"),
+    (
+        PositiveNumber,
+        "rms_norm_eps rope_theta rope_local_base_freq query_pre_attn_scalar attn_logit_softcapping "
+        "final_logit_softcapping swiglu_alpha swiglu_limit",
+    ),
+    (
+        bool,
+        "attention_bias mlp_bias tie_word_embeddings use_sliding_window norm_topk_prob enable_moe_block "
+        "attention_k_eq_v use_double_wide_mlp altup_correct_scale",
+    ),
+    (str, "hidden_act hidden_activation"),
+    (list[str], "architectures layer_types"),
+    (dict[str, Any], "rope_parameters rope_scaling quantization_config text_config"),
+    (dict[str, dict[str, Any]], "per_layer_config"),
+    (int | list[int], "eos_token_id"),
+    (list[int], "mlp_only_layers"),
+    (PositiveInt | list[PositiveInt], "intermediate_size"),
+    (float | list[float], "activation_sparsity_pattern"),
+    (bool | str, "use_bidirectional_attention"),
+)
+"""What is read of config.json and generation_config.json, and as what."""
 
-    num_key_value_heads: PositiveInt
-    head_dim: PositiveInt
-
-
-class ConfigFields(GenerationFields, LayerFields, total=False):
-    """What is read of config.json, and as what; a field that is null counts as left out."""
-
-    architectures: list[str]
-    vocab_size: PositiveInt
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt | list[PositiveInt]
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
-    max_position_embeddings: PositiveInt
-    sliding_window: PositiveInt
-    sliding_window_pattern: PositiveInt
-    _sliding_window_pattern: PositiveInt
-    max_window_layers: int
-    layer_types: list[str]
-    hidden_act: str
-    hidden_activation: str
-    rms_norm_eps: PositiveNumber
-    rope_theta: PositiveNumber
-    rope_local_base_freq: PositiveNumber
-    rope_parameters: dict[str, Any]
-    rope_scaling: dict[str, Any]
-    query_pre_attn_scalar: PositiveNumber
-    attn_logit_softcapping: PositiveNumber
-    final_logit_softcapping: PositiveNumber
-    attention_bias: bool
-    mlp_bias: bool
-    tie_word_embeddings: bool
-    use_sliding_window: bool
-    use_bidirectional_attention: bool | str
-    quantization_config: dict[str, Any]
-    text_config: dict[str, Any]
-    num_experts: PositiveInt
-    num_local_experts: PositiveInt
-    num_experts_per_tok: PositiveInt
-    top_k_experts: PositiveInt
-    moe_intermediate_size: PositiveInt
-    norm_topk_prob: bool
-    mlp_only_layers: list[int]
-    decoder_sparse_step: PositiveInt
-    enable_moe_block: bool
-    swiglu_alpha: PositiveNumber
-    swiglu_limit: PositiveNumber
-    global_head_dim: PositiveInt
-    num_global_key_value_heads: PositiveInt
-    attention_k_eq_v: bool
-    per_layer_config: dict[str, dict[str, Any]]
-    hidden_size_per_layer_input: int
-    vocab_size_per_layer_input: PositiveInt
-    num_kv_shared_layers: int
-    use_double_wide_mlp: bool
+_ROPE_FIELDS: Final = _by_name(
+    (str, "rope_type type"),
+    (PositiveNumber, "rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings"),
+    (PositiveNumber, "beta_fast beta_slow attention_factor"),
+    (float, "mscale mscale_all_dim"),
+    (Annotated[float, msgspec.Meta(gt=0, le=1)], "partial_rotary_factor"),
+    (bool, "truncate"),
+)
 
 
-class RopeFields(TypedDict, total=False):
-    """What is read of one object of rotary parameters."""
-
-    rope_type: str
-    type: str
-    rope_theta: PositiveNumber
-    factor: PositiveNumber
-    low_freq_factor: PositiveNumber
-    high_freq_factor: PositiveNumber
-    original_max_position_embeddings: PositiveNumber
-    partial_rotary_factor: Share
-    beta_fast: PositiveNumber
-    beta_slow: PositiveNumber
-    truncate: bool
-    attention_factor: PositiveNumber
-    mscale: float
-    mscale_all_dim: float
-
-
-def checked(raw: Mapping[str, Any], fields: type[Mapping[str, object]]) -> Raw:
-    """Return the object without its nulls, each of `fields` of its type; raises InvalidValueError that names one."""
+def checked(raw: Mapping[str, Any], fields: Mapping[str, Any] = FIELDS) -> Raw:
+    """Return the object without its nulls, which count as left out; raises InvalidValueError for a wrong type."""
     given = {name: value for name, value in raw.items() if value is not None}
-    try:
-        return given | dict(msgspec.convert(given, fields))
-    except msgspec.ValidationError as error:
-        reason, _, path = str(error).partition(" - at `$.")
-        expected = reason.removeprefix("Expected ").partition(", got")[0]
-        name = re.split(r"[.\[`]", path)[0]
-        raise InvalidValueError(name, given[name], expected) from None
+    for name in fields.keys() & given.keys():
+        try:
+            given[name] = msgspec.convert(given[name], fields[name])
+        except msgspec.ValidationError as error:
+            expected = str(error).partition(" - at ")[0].partition(", got ")[0].removeprefix("Expected ")
+            raise InvalidValueError(name, given[name], expected) from None
+    return given
 
 
 def common(raw: Raw) -> Raw:
@@ -188,6 +146,15 @@ def windows(raw: Raw, layer_types: Sequence[str]) -> list[KnownWindow]:
     return [raw["sliding_window"] if kind == SLIDING else FULL for kind in layer_types]
 
 
+def layers_of(
+    raw: Raw, layer_types: Sequence[str], rope: RopeConfig | Mapping[str, RopeConfig], own: Sequence[Raw]
+) -> tuple[LayerConfig, ...]:
+    """Return the layers, by each one's type and its `own` arguments; raises InvalidValueError as `windows`."""
+    by_type = dict.fromkeys(layer_types, rope) if isinstance(rope, RopeConfig) else rope
+    rows = zip(windows(raw, layer_types), layer_types, own, strict=True)
+    return tuple(LayerConfig(window=window, rope=by_type[kind], **each) for window, kind, each in rows)
+
+
 def every_nth_full(raw: Raw, pattern: int) -> list[str]:
     """Return the types of layers that slide, but for every `pattern`-th."""
     return [SLIDING if (i + 1) % pattern else WHOLE for i in range(raw["num_hidden_layers"])]
@@ -203,7 +170,7 @@ def rope(params: Any, default_theta: float, max_position: int) -> RopeConfig:
     """Return one rotary embedding, in the spelling of v4 or v5; raises InvalidValueError for kinds not supported."""
     if not isinstance(params, dict):
         raise InvalidValueError("rope_parameters", params, "an object")
-    params = checked(params, RopeFields)
+    params = checked(params, _ROPE_FIELDS)
     kind = params.get("rope_type") or params.get("type") or "default"
     theta, share = params.get("rope_theta", default_theta), params.get("partial_rotary_factor", 1.0)
     if kind == "proportional":

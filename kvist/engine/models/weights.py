@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,34 +38,36 @@ def load_model(
     With a shard it is one rank's model, `config` being the whole one's, and no more of the weights is read. Raises
     InvalidValueError when there are no weights, some are missing or unknown, or a shape or dtype is wrong.
     """
-    files = weight_files(model_dir)
-    names = _names(files, config)
-    with _default_dtype(dtype), device:
-        model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len)
-    targets = checkpoint_targets(model, names)
-    wholes = targets if shard is None else _whole_targets(config, names)
-    missing = set(targets)
-    unknown = []
-    for name, file, stored in _stored(files, config):
-        target = targets.get(name)
-        if target is None:
-            unknown.append(name)
-            continue
-        stored_shape, shape = file.get_slice(stored).get_shape(), list(wholes[name].shape)
-        if stored_shape != shape:
-            raise InvalidValueError(f"shape of {name}", stored_shape, f"{shape} by config.json")
-        tensor = file.get_tensor(stored) if shard is None else _read_part(file, stored, target, shard)
-        if tensor.dtype not in _DTYPES:  # such weights are quantised: they mean nothing without their scales
-            raise InvalidValueError(f"dtype of {name}", str(tensor.dtype), f"one of {list(map(str, _DTYPES))}")
-        target.copy_(tensor)
-        missing.discard(name)
+    with ExitStack() as opened:
+        files = [opened.enter_context(_opened(path)) for path in weight_files(model_dir)]
+        stored = {ours: (file, theirs) for file in files for ours, theirs in _text_names(file.keys(), config).items()}
+        with _default_dtype(dtype), device:
+            model = CausalLM(config if shard is None else rank_config(config, shard.num_ranks), max_model_len)
+        targets = checkpoint_targets(model, stored)
+        wholes = targets if shard is None else _whole_targets(config, stored)
+        missing, unknown = targets.keys() - stored.keys(), stored.keys() - targets.keys()
+        for name in targets.keys() - missing:
+            _fill(name, targets[name], list(wholes[name].shape), *stored[name], shard)
     if missing:
         raise InvalidValueError(f"weights in {model_dir}", f"none for {_some(missing)}", "every parameter of the model")
-    unknown = [name for name in unknown if not _is_redundant(name, config)]
+    unknown = {name for name in unknown if not _is_redundant(name, config)}
     if unknown:
         raise InvalidValueError(f"weights in {model_dir}", _some(unknown), f"only those of {config.architecture}")
-    _offset_norms(model)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.weight.add_(module.offset)
     return model
+
+
+def _fill(name: str, target: torch.Tensor, shape: list[int], file: Any, stored: str, shard: Shard | None) -> None:
+    """Copy a stored weight, or a rank's part of it, into its place; `shape` is that of the whole."""
+    piece = file.get_slice(stored)
+    if piece.get_shape() != shape:
+        raise InvalidValueError(f"shape of {name}", piece.get_shape(), f"{shape} by config.json")
+    tensor = file.get_tensor(stored) if shard is None else piece[rank_slices(shape, target.shape, shard)]
+    if tensor.dtype not in _DTYPES:  # such weights are quantised: they mean nothing without their scales
+        raise InvalidValueError(f"dtype of {name}", str(tensor.dtype), f"one of {list(map(str, _DTYPES))}")
+    target.copy_(tensor)
 
 
 def weight_files(model_dir: Path) -> list[Path]:
@@ -109,34 +111,6 @@ def _checkpoint_path(path: str, config: ModelConfig) -> str:
     return ".".join(part for part in renamed if part)
 
 
-def _names(files: Sequence[Path], config: ModelConfig) -> set[str]:
-    names: set[str] = set()
-    for path in files:
-        with _opened(path) as file:
-            names.update(_text_names(file.keys(), config))
-    return names
-
-
-def _stored(files: Sequence[Path], config: ModelConfig) -> Iterator[tuple[str, Any, str]]:
-    """Yield each weight's name, the file that has it, open, and its name there."""
-    for path in files:
-        with _opened(path) as file:
-            for name, stored in _text_names(file.keys(), config).items():
-                yield name, file, stored
-
-
-def _read_part(file: Any, stored: str, target: torch.Tensor, shard: Shard) -> torch.Tensor:
-    piece = file.get_slice(stored)
-    part: torch.Tensor = piece[rank_slices(piece.get_shape(), target.shape, shard)]
-    return part
-
-
-def _offset_norms(model: CausalLM) -> None:
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.weight.add_(module.offset)
-
-
 def _whole_targets(config: ModelConfig, stored: Collection[str]) -> dict[str, torch.Tensor]:
     """Return the weights of the whole model, without memory: for their shapes."""
     with torch.device("meta"):
@@ -174,7 +148,7 @@ def _is_redundant(name: str, config: ModelConfig) -> bool:
     return in_layer is not None and in_layer[1] in sharing
 
 
-def _some(names: Sequence[str] | set[str]) -> str:
+def _some(names: Set[str]) -> str:
     listed = sorted(names)
     rest = len(listed) - _NUM_NAMED
     return ", ".join(listed[:_NUM_NAMED]) + (f" and {rest} more" if rest > 0 else "")

@@ -18,7 +18,7 @@ from kvist.engine.models.config import Shard, rank_config, rank_slices
 from kvist.engine.models.weights import load_model
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
-from kvist.kvcache import KvDtype, PageIndexMode, plan_windows
+from kvist.kvcache import KvDtype, plan_windows
 from kvist.kvcache.tensors import KvTensors
 
 NUM_TOKENS, BLOCK_SIZE, MAX_LEN = 30, 4, 64
@@ -51,7 +51,7 @@ def logits_of(model_dir: Path, shard: Shard | None) -> torch.Tensor:
     tensors = KvTensors(plan, [NUM_BLOCKS] * len(plan.groups), BLOCK_SIZE, device)
     rows = np.arange(NUM_TOKENS)
     table, offsets = np.arange(NUM_BLOCKS, dtype=np.int32)[None, None], np.zeros(1, dtype=np.int32)
-    group = GroupPages(PageIndexMode.SHARED, table, offsets, rows[None])
+    group = GroupPages(table, offsets, rows[None])
     batch = HostBatch(
         input_ids=rows * 7 % 500 + 5,
         positions=rows,
