@@ -16,7 +16,7 @@ from kvist.engine.config import DTYPES, EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
 from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import ModelConfig, Shard, rank_config
+from kvist.engine.models.config import ModelConfig, rank_config
 from kvist.engine.models.transformer import CausalLM
 from kvist.engine.models.weights import load_model
 from kvist.engine.rank_processes import Followers, Leader, LeadingRunner
@@ -35,6 +35,7 @@ from kvist.kvcache import (
     split_memory,
 )
 from kvist.kvcache.tensors import KvTensors
+from kvist.transfer.heads import Part
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class _Facts:
     """What the checkpoint and the settings come to."""
 
     model: ModelConfig
-    shard: Shard | None
+    shard: Part | None
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
@@ -206,7 +207,7 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
     plan, whole_plan = (
         plan_windows(each.layer_kv(kv_dtype), max_model_len) for each in (rank_config(model, num_ranks), model)
     )
-    shard = None if num_ranks == 1 else Shard(rank, num_ranks)
+    shard = None if num_ranks == 1 else Part(rank, num_ranks)
     return _Facts(model, shard, max_model_len, getattr(torch, name), device, plan, whole_plan)
 
 

@@ -29,16 +29,7 @@ class KvDtype(Enum):
     @property
     def itemsize_bytes(self) -> int:
         """Return the bytes of one number."""
-        return _ITEMSIZE_BYTES[self]
-
-
-_ITEMSIZE_BYTES = {
-    KvDtype.FLOAT32: 4,
-    KvDtype.FLOAT16: 2,
-    KvDtype.BFLOAT16: 2,
-    KvDtype.FP8_E4M3: 1,
-    KvDtype.FP8_E5M2: 1,
-}
+        return {KvDtype.FLOAT32: 4, KvDtype.FLOAT16: 2, KvDtype.BFLOAT16: 2}.get(self, 1)
 
 
 @dataclass(frozen=True, slots=True)

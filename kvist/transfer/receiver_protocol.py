@@ -83,8 +83,8 @@ class ReceiverStatistics:
 class ReceiverProtocol:
     """All transfers of a worker that receives; nothing a peer sends makes it raise, or hold memory twice."""
 
-    def __init__(self, limits: TransferLimits | None = None) -> None:
-        self._limits = TransferLimits() if limits is None else limits
+    def __init__(self, limits: TransferLimits) -> None:
+        self._limits = limits
         self._transfers: dict[int, _Transfer] = {}
         self._num_completed = self._num_failed = 0
 

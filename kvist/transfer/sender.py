@@ -32,13 +32,12 @@ from kvist.transfer.messages import (
     ReceiveRequest,
     Refusal,
     RefusalReason,
-    Result,
     ResultStatus,
     decode_message,
     encode_message,
     judge_request,
 )
-from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
+from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
 
 logger = logging.getLogger(__name__)
 
@@ -224,10 +223,8 @@ class Sender:
             match action:
                 case StartWrite(receiver=receiver, request=request):
                     self._write(receiver, request, now_s)
-                case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
-                    self._send(receiver, Result(transfer_id, status))
-                case SendRefusal(receiver=receiver, refusal=refusal):
-                    self._send(receiver, refusal)
+                case Answer(receiver=receiver, message=message):
+                    self._send(receiver, message)
                 case Free(request_id=request_id, is_fetched=is_fetched):
                     held = self._held.pop(request_id)
                     self.observer(HoldTimes(request_id, held.began_s, now_s, is_fetched))

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 from kvist.errors import InvalidValueError
 from kvist.transfer.commands import TransferLimits
-from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason, ResultStatus
+from kvist.transfer.messages import Cancel, ReceiveRequest, Refusal, RefusalReason, Result, ResultStatus
 
 K = TypeVar("K")
 
@@ -25,19 +25,11 @@ class StartWrite(NamedTuple):
     request: ReceiveRequest
 
 
-class SendResult(NamedTuple):
-    """Report to a receiver; nothing is under way for it any more."""
+class Answer(NamedTuple):
+    """Tell a receiver that nothing is under way for its transfer any more, or will be."""
 
     receiver: str
-    transfer_id: int
-    status: ResultStatus
-
-
-class SendRefusal(NamedTuple):
-    """Answer a request that will not be served."""
-
-    receiver: str
-    refusal: Refusal
+    message: Result | Refusal
 
 
 class Free(NamedTuple):
@@ -47,7 +39,7 @@ class Free(NamedTuple):
     is_fetched: bool
 
 
-SenderAction: TypeAlias = StartWrite | SendResult | SendRefusal | Free
+SenderAction: TypeAlias = StartWrite | Answer | Free
 
 
 class TransferKey(NamedTuple):
@@ -90,8 +82,8 @@ class SenderStatistics:
 class SenderProtocol:
     """All held requests of a worker that prefills; nothing a peer sends makes it raise, or free blocks in use."""
 
-    def __init__(self, limits: TransferLimits | None = None) -> None:
-        self._limits = TransferLimits() if limits is None else limits
+    def __init__(self, limits: TransferLimits) -> None:
+        self._limits = limits
         self._held: dict[str, _Held] = {}
         self._request_ids: dict[TransferKey, str] = {}
         self._ended: OrderedDict[TransferKey, None] = OrderedDict()  # the latest, as are those freed
@@ -111,7 +103,7 @@ class SenderProtocol:
             return []
         reason = self._refusal_of(key, request)
         if reason is not None:
-            return [SendRefusal(receiver, Refusal(reason, request.transfer_id))]
+            return [Answer(receiver, Refusal(reason, request.transfer_id))]
         held = self._held[request.request_id]
         held.num_receivers = held.num_receivers or request.hello.tensor_parallel_size
         held.receivers.add(receiver)
@@ -130,7 +122,7 @@ class SenderProtocol:
         if held.is_given_up:
             status = ResultStatus.CANCELLED
         self._remember(self._ended, key)
-        result = SendResult(receiver, transfer_id, status)
+        result = Answer(receiver, Result(transfer_id, status))
         if status in (ResultStatus.FAILED, ResultStatus.CANCELLED):
             return [result, *self.give_up(request_id)]
         held.num_fetched += 1
@@ -138,9 +130,9 @@ class SenderProtocol:
 
     def rejected(self, receiver: str, transfer_id: int, reason: RefusalReason) -> list[SenderAction]:
         """Take note that a write could not be begun because of what its request asks for: the receiver hears why."""
-        refusal = SendRefusal(receiver, Refusal(reason, transfer_id))
+        refusal = Answer(receiver, Refusal(reason, transfer_id))
         actions = self.written(receiver, transfer_id, ResultStatus.FAILED)
-        return [refusal if isinstance(action, SendResult) else action for action in actions]
+        return [refusal if isinstance(action, Answer) else action for action in actions]
 
     def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
         """Take a receiver's cancel: it is told at once if nothing is under way, else when the write has ended.
@@ -153,7 +145,7 @@ class SenderProtocol:
         if request_id is not None:
             return self.give_up(request_id)
         self._remember(self._ended, key)
-        result = SendResult(receiver, cancel.transfer_id, ResultStatus.CANCELLED)
+        result = Answer(receiver, Result(cancel.transfer_id, ResultStatus.CANCELLED))
         held = self._held.get(cancel.request_id)
         if held is not None and held.has_all_receivers and receiver not in held.receivers:
             return [result]

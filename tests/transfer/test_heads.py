@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from kvist.engine.models.config import Shard, rank_slices
+from kvist.engine.models.config import rank_slices
 from kvist.errors import InvalidValueError
 from kvist.transfer.heads import WHOLE, HeadRange, Part, heads_of, num_copies, written_heads
 
@@ -29,7 +29,7 @@ def test_heads_are_split_as_weights_are(num_heads: int, num_ranks: int) -> None:
         return
     width = max(1, num_heads // num_ranks)
     for rank in range(num_ranks):
-        (expected,) = rank_slices((num_heads * 5,), (width * 5,), Shard(rank, num_ranks))
+        (expected,) = rank_slices((num_heads * 5,), (width * 5,), Part(rank, num_ranks))
         heads = heads_of(num_heads, Part(rank, num_ranks))
         assert (heads.start * 5, heads.end * 5) == (expected.start, expected.stop)
     assert heads_of(num_heads, WHOLE) == HeadRange(0, num_heads)

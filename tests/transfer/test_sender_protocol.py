@@ -7,8 +7,8 @@ import pytest
 from kvist.errors import InvalidValueError
 from kvist.transfer.commands import TransferLimits
 from kvist.transfer.heads import WHOLE
-from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, Refusal, RefusalReason, ResultStatus
-from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
+from kvist.transfer.messages import Cancel, Hello, ReceiveRequest, Refusal, RefusalReason, Result, ResultStatus
+from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
 
 LIMITS = TransferLimits(transfer_timeout_s=10.0, hold_timeout_s=20.0)
 D, D1 = "decode-0", "decode-0 rank 1"
@@ -49,12 +49,12 @@ def gone(sender: SenderProtocol) -> list[SenderAction]:
     return sender.receiver_gone(D)
 
 
-def result(status: ResultStatus, transfer_id: int = 7, name: str = D) -> SendResult:
-    return SendResult(name, transfer_id, status)
+def result(status: ResultStatus, transfer_id: int = 7, name: str = D) -> Answer:
+    return Answer(name, Result(transfer_id, status))
 
 
-def refusal(reason: RefusalReason, transfer_id: int = 7) -> SendRefusal:
-    return SendRefusal(D, Refusal(reason, transfer_id))
+def refusal(reason: RefusalReason, transfer_id: int = 7) -> Answer:
+    return Answer(D, Refusal(reason, transfer_id))
 
 
 SUCCESS, FAILED, CANCELLED, BOUNCED = ResultStatus
@@ -104,7 +104,7 @@ TABLE: list[tuple[str, Input, list[SenderAction]]] = [
     ("active, one of two", written(), [result(SUCCESS), FETCHED]),
     ("active, one of two", written(status=FAILED), [result(FAILED), GIVEN_UP]),
     ("active, one of two", cancels(8), [result(CANCELLED, 8)]),
-    ("active, one of two", asks(9, name="decode-1"), [SendRefusal("decode-1", Refusal(RefusalReason.BUSY, 9))]),
+    ("active, one of two", asks(9, name="decode-1"), [Answer("decode-1", Refusal(RefusalReason.BUSY, 9))]),
     ("waiting for the second", asks(8, num_receivers=9, name=D1), [StartWrite(D1, request(8, num_receivers=9))]),
     ("waiting for the second", asks(8, num_receivers=2), [refusal(RefusalReason.BUSY, 8)]),
     ("waiting for the second", asks(), [ENDED]),

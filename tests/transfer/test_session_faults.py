@@ -32,7 +32,7 @@ from kvist.transfer.receiver_protocol import (
     SendCancel,
     StartScatter,
 )
-from kvist.transfer.sender_protocol import Free, SenderAction, SenderProtocol, SendRefusal, SendResult, StartWrite
+from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
 
 LIMITS = TransferLimits(transfer_timeout_s=20.0, hold_timeout_s=40.0, cancel_retry_s=3.0, max_remembered=64)
 MAX_NUM_RANKS = 4
@@ -226,9 +226,9 @@ class World:
             match action:
                 case StartWrite(receiver=receiver, request=request):
                     self.writes.append(self.write_of(name, rank, receiver, request))
-                case SendResult(receiver=receiver, transfer_id=transfer_id, status=status):
+                case Answer(receiver, Result(transfer_id, status)):
                     self.report(name, rank, receiver, transfer_id, status)
-                case SendRefusal(receiver=receiver, refusal=refusal):
+                case Answer(receiver, Refusal() as refusal):
                     self.refuse(name, rank, receiver, refusal)
                 case Free(request_id=request_id):
                     self.freed[name, rank, request_id] += 1

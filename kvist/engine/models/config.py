@@ -9,6 +9,7 @@ from enum import Enum
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import KnownWindow
 from kvist.kvcache.plan import KvDtype, LayerKv, SharedKv
+from kvist.transfer.heads import Part
 
 MAX_HEAD_DIM = 512  # what the attention kernels take
 
@@ -192,14 +193,6 @@ class ModelConfig:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Which of equal parts of a model a process computes."""
-
-    rank: int
-    num_ranks: int
-
-
 def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     """Return one rank's model, the same for each: its share of the heads and of the MLPs' inner width.
 
@@ -223,7 +216,7 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
     return replace(config, num_heads=config.num_heads // num_ranks, layers=layers, num_ranks=num_ranks)
 
 
-def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Shard) -> tuple[slice, ...]:
+def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple[slice, ...]:
     """Return where a rank's part of a weight lies in the whole one, given both shapes.
 
     Where there are fewer parts than ranks, neighbours have the same.
@@ -233,18 +226,17 @@ def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Shard) -> tupl
 
 
 def _check_split(config: ModelConfig, num_ranks: int) -> None:
+    expected = None
     if config.gemma3n is not None:
         expected = f"1 for {config.architecture}, whose MLP compares all its gates"
-        raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
-    if any(layer.moe is not None for layer in config.layers):
+    elif any(layer.moe is not None for layer in config.layers):
         expected = f"1 for {config.architecture} with experts, which are not split"
-        raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
-    if config.num_heads % num_ranks:
-        raise InvalidValueError("tensor_parallel_size", num_ranks, f"a divisor of {config.num_heads} attention heads")
+    elif config.num_heads % num_ranks:
+        expected = f"a divisor of {config.num_heads} attention heads"
     for layer in dict.fromkeys(config.layers):
         if layer.intermediate_size % num_ranks:
-            expected = f"a divisor of intermediate_size={layer.intermediate_size}"
-            raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
+            expected = expected or f"a divisor of intermediate_size={layer.intermediate_size}"
         if layer.num_kv_heads % num_ranks and num_ranks % layer.num_kv_heads:
-            expected = f"a divisor or a multiple of {layer.num_kv_heads} KV heads"
-            raise InvalidValueError("tensor_parallel_size", num_ranks, expected)
+            expected = expected or f"a divisor or a multiple of {layer.num_kv_heads} KV heads"
+    if expected is not None:
+        raise InvalidValueError("tensor_parallel_size", num_ranks, expected)

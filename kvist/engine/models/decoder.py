@@ -7,7 +7,7 @@ from torch import nn
 
 from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import LayerConfig, ModelConfig
-from kvist.engine.models.layers import Attention, Embedding, GatedMlp, RotaryTable, hidden_norm
+from kvist.engine.models.layers import Attention, Embedding, GatedMlp, Rotary, RotaryTable, hidden_norm
 from kvist.engine.models.moe import SparseMlp
 from kvist.events.engine_events import FULL
 from kvist.kvcache.stale import effective_window
@@ -27,13 +27,7 @@ class DecoderLayer(nn.Module):
         self.mlp = self._make_mlp(config, layer)
         self.mlp_out_norm = hidden_norm(config) if config.has_output_norms else nn.Identity()
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: ForwardBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        pages: LayerPages,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, rotary: Rotary, pages: LayerPages) -> torch.Tensor:
         """Return the residual stream `[num_tokens, hidden_size]` after this layer."""
         hidden = hidden + self.attn_out_norm(self.self_attn(self.attn_norm(hidden), batch, rotary, pages))
         after: torch.Tensor = hidden + self.mlp_out_norm(self._feed_forward(hidden))
@@ -77,7 +71,7 @@ class Decoder(nn.Module):
             hidden = layer(hidden, batch, rotary, pages)
         return hidden
 
-    def rotaries(self, batch: ForwardBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def rotaries(self, batch: ForwardBatch) -> list[Rotary]:
         """Return each layer's cosines and sines at the step's positions."""
         by_rope = {key: table.at(batch.positions) for key, table in self._tables.items()}
         return [by_rope[key] for key in self._ropes]

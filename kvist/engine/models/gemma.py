@@ -18,7 +18,7 @@ from torch.nn import functional
 from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import Gemma3nConfig, LayerConfig, ModelConfig, MoeConfig
 from kvist.engine.models.decoder import Decoder, DecoderLayer
-from kvist.engine.models.layers import BareNorm, Embedding, GatedMlp, Linear, RMSNorm, activate, hidden_norm
+from kvist.engine.models.layers import BareNorm, Embedding, GatedMlp, Linear, RMSNorm, Rotary, activate, hidden_norm
 from kvist.engine.models.moe import Experts, choose_experts
 
 _MIN_MEAN_SQUARE = 1e-5  # of a stream that is brought to another one's magnitude
@@ -123,7 +123,7 @@ class Gemma4Layer(DecoderLayer):
         self,
         hidden: torch.Tensor,
         batch: ForwardBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         pages: LayerPages,
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -240,7 +240,7 @@ class Gemma3nLayer(DecoderLayer):
         self,
         hidden: torch.Tensor,
         batch: ForwardBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
+        rotary: Rotary,
         pages: LayerPages,
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -255,13 +255,7 @@ class Gemma3nLayer(DecoderLayer):
         corrected[1:] += self.per_layer_gate(active, given)
         return corrected
 
-    def _compute(
-        self,
-        hidden: torch.Tensor,
-        batch: ForwardBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        pages: LayerPages,
-    ) -> torch.Tensor:
+    def _compute(self, hidden: torch.Tensor, batch: ForwardBatch, rotary: Rotary, pages: LayerPages) -> torch.Tensor:
         normed = self.attn_norm(hidden)
         attended = hidden + self.attn_out_norm(self.self_attn(normed, batch, rotary, pages))
         mixed = (attended + self.laurel(normed)) * math.sqrt(0.5)

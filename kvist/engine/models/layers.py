@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import torch
 from torch import distributed, nn
@@ -12,6 +13,8 @@ from torch.nn import functional
 from kvist.engine.batch import ForwardBatch, LayerPages
 from kvist.engine.models.config import Activation, LayerConfig, Llama3Scaling, ModelConfig, RopeConfig, YarnScaling
 from kvist.kernels import paged_decode, paged_prefill, write_kv
+
+Rotary: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, `[num_tokens, 1, head_dim / 2]` each
 
 
 class RMSNorm(nn.Module):
@@ -99,7 +102,7 @@ class RotaryTable:
         magnitude = config.scaling.magnitude if isinstance(config.scaling, YarnScaling) else 1.0
         self._cos, self._sin = angles.cos() * magnitude, angles.sin() * magnitude
 
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def at(self, positions: torch.Tensor) -> Rotary:
         """Return cosines and sines `[num_tokens, 1, head_dim / 2]` at absolute positions."""
         return self._cos[positions], self._sin[positions]
 
@@ -167,13 +170,7 @@ class Attention(nn.Module):
         sinks = torch.empty(config.num_heads, dtype=torch.float32)
         self.sinks = nn.Parameter(sinks, requires_grad=False) if config.has_sinks else None
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        batch: ForwardBatch,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        pages: LayerPages,
-    ) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch, rotary: Rotary, pages: LayerPages) -> torch.Tensor:
         """Return `[num_tokens, hidden_size]`; stores the step's keys and values in `pages` first, if it has any."""
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self._head_dim)
         query = apply_rotary(self.q_norm(heads[:, : self._num_heads]), *rotary)

@@ -12,11 +12,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvist.engine.models.checkpoint_config import read_json_object
-from kvist.engine.models.config import ModelConfig, Shard, rank_config, rank_slices
+from kvist.engine.models.config import ModelConfig, rank_config, rank_slices
 from kvist.engine.models.layers import PackedLinear, RMSNorm
 from kvist.engine.models.moe import Experts
 from kvist.engine.models.transformer import CausalLM
 from kvist.errors import InvalidValueError
+from kvist.transfer.heads import Part
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -31,7 +32,7 @@ def load_model(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
-    shard: Shard | None = None,
+    shard: Part | None = None,
 ) -> CausalLM:
     """Return the model with every parameter filled from the checkpoint: norms in float32, all else in `dtype`.
 
@@ -59,7 +60,7 @@ def load_model(
     return model
 
 
-def _fill(name: str, target: torch.Tensor, shape: list[int], file: Any, stored: str, shard: Shard | None) -> None:
+def _fill(name: str, target: torch.Tensor, shape: list[int], file: Any, stored: str, shard: Part | None) -> None:
     """Copy a stored weight, or a rank's part of it, into its place; `shape` is that of the whole."""
     piece = file.get_slice(stored)
     if piece.get_shape() != shape:

@@ -220,7 +220,12 @@ class TransferAgent(ABC):
             if self._is_closed:
                 return has_ended
             self._is_closed = True
-            return self._close(has_ended)
+            if not self._close(has_ended):
+                return False
+            self._peers.clear()
+            self._regions.clear()
+            self._table = RegionTable(f"agent {self.name!r}", ())
+            return True
 
     def statistics(self) -> AgentStatistics:
         """Return the counters."""
@@ -230,9 +235,8 @@ class TransferAgent(ABC):
     def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
         """Make memory ready to be written to and from; raises InvalidValueError."""
 
-    @abstractmethod
-    def _deregister(self, region: RegionId) -> None:
-        """Undo `_register`."""
+    def _deregister(self, region: RegionId) -> None:  # noqa: B027
+        """Undo `_register`; who has mapped the memory keeps it."""
 
     @abstractmethod
     def _details(self) -> bytes:
@@ -242,9 +246,8 @@ class TransferAgent(ABC):
     def _connect(self, metadata: AgentMetadata) -> Any:
         """Return what `_begin` wants to know of the peer, instead of what it knew; raises as `connect`."""
 
-    @abstractmethod
-    def _disconnect(self, peer: PeerId) -> None:
-        """Undo `_connect`."""
+    def _disconnect(self, peer: PeerId) -> None:  # noqa: B027
+        """Undo `_connect`; where writes hold on to what they need, that is nothing."""
 
     @abstractmethod
     def _begin(self, peer: PeerId, known: Any, table: RegionTable, array: Int64s) -> Steps:

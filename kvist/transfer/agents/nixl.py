@@ -108,11 +108,8 @@ class NixlAgent(TransferAgent):
             return False
         for peer in self._peers:
             self._disconnect(peer)
-        self._peers.clear()
         for region in list(self._handles):
             self._deregister(region)
-        self._regions.clear()
-        self._table = RegionTable(f"agent {self.name!r}", ())
         return True
 
     def _begin(self, peer: PeerId, known: RegionTable, table: RegionTable, array: Int64s) -> Steps:

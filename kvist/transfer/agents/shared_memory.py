@@ -145,9 +145,6 @@ class SharedMemoryAgent(TransferAgent):
             got = f"{size_bytes} bytes at {address:#x}"
             raise InvalidValueError("address", got, f"memory that {self.name!r} allocated")
 
-    def _deregister(self, region: RegionId) -> None:
-        """Do nothing: who has mapped the memory keeps it."""
-
     def _details(self) -> bytes:
         return msgspec.msgpack.encode(_Details(os.getpid(), tuple(file for file, _ in self._allocations.values())))
 
@@ -158,9 +155,6 @@ class SharedMemoryAgent(TransferAgent):
             raise MalformedMessageError(f"agent {metadata.name!r}", f"its files: {error}") from error
         return _Peer(metadata, details)
 
-    def _disconnect(self, peer: PeerId) -> None:
-        """Do nothing: the peer's memory is unmapped when the last write into it has ended."""
-
     def _begin(self, peer: PeerId, known: _Peer, table: RegionTable, array: Int64s) -> Steps:  # noqa: ARG002
         table.find("local_address", array[:, 0], array[:, 2])
         known.table.find("remote_address", array[:, 1], array[:, 2])
@@ -168,9 +162,6 @@ class SharedMemoryAgent(TransferAgent):
 
     def _close(self, has_ended: bool) -> bool:
         """Close all files; what peers have mapped stays theirs, so late writes do no harm."""
-        self._peers.clear()
-        self._regions.clear()
-        self._table = RegionTable(f"agent {self.name!r}", ())
         for file, _ in self._allocations.values():
             os.close(file.fd)
         if has_ended:

@@ -14,12 +14,13 @@ import torch
 from kvist.engine.batch import GroupPages, HostBatch
 from kvist.engine.models import layers
 from kvist.engine.models.checkpoint_config import load_model_config
-from kvist.engine.models.config import Shard, rank_config, rank_slices
+from kvist.engine.models.config import rank_config, rank_slices
 from kvist.engine.models.weights import load_model
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvDtype, plan_windows
 from kvist.kvcache.tensors import KvTensors
+from kvist.transfer.heads import Part
 
 NUM_TOKENS, BLOCK_SIZE, MAX_LEN = 30, 4, 64
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE + 1
@@ -42,7 +43,7 @@ class Sum:
         self._barrier.wait()
 
 
-def logits_of(model_dir: Path, shard: Shard | None) -> torch.Tensor:
+def logits_of(model_dir: Path, shard: Part | None) -> torch.Tensor:
     """Return the logits of a prompt's every token."""
     config = load_model_config(model_dir)
     device = torch.device("cpu")
@@ -86,7 +87,7 @@ def test_ranks_together_give_the_whole_models_logits(
     whole = logits_of(model_dir, None)
     monkeypatch.setattr(layers.distributed, "all_reduce", Sum(num_ranks))
     with ThreadPoolExecutor(num_ranks) as pool:
-        by_rank = list(pool.map(lambda rank: logits_of(model_dir, Shard(rank, num_ranks)), range(num_ranks)))
+        by_rank = list(pool.map(lambda rank: logits_of(model_dir, Part(rank, num_ranks)), range(num_ranks)))
     for logits in by_rank:
         torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
 
@@ -111,7 +112,7 @@ def test_a_part_is_the_ranks_and_shared_by_neighbours_where_parts_are_few(
     whole: tuple[int, int], part: tuple[int, int], expected: list[tuple[int, int]]
 ) -> None:
     for rank, (start, stop) in enumerate(expected):
-        assert rank_slices(whole, part, Shard(rank, 4)) == (slice(start, stop), slice(0, 6))
+        assert rank_slices(whole, part, Part(rank, 4)) == (slice(start, stop), slice(0, 6))
 
 
 @pytest.mark.parametrize(
