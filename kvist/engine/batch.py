@@ -127,5 +127,5 @@ def _pages_of_layers(
     for row, table in enumerate(tables):
         if table.scratch is not None:
             first = table.scratch.block_range.start - table.first_held
-            pages[:, row, first : first + table.scratch.block_range.num_blocks] = table.scratch.pages(num_layers)
+            pages[:, row, first : first + len(table.scratch.block_range)] = table.scratch.pages(num_layers)
     return pages

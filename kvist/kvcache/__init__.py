@@ -17,7 +17,7 @@ from kvist.kvcache.budget import (
 from kvist.kvcache.manager import KvCacheManager, KvCacheStatistics, PrefixHit
 from kvist.kvcache.plan import KvDtype, KvGroup, LayerKv, LayerPlace, SharedKv, WindowPlan, plan_windows
 from kvist.kvcache.pool import BlockPool, PoolStatistics
-from kvist.kvcache.scratch import BlockRange, ScratchBlocks, ScratchPolicy
+from kvist.kvcache.scratch import ScratchBlocks, ScratchPolicy
 from kvist.kvcache.sequences import ABSENT, BlockHashChain, BlockTable, SequenceBlocks
 from kvist.kvcache.stale import num_blocks_for, num_stale_blocks
 
@@ -25,7 +25,6 @@ __all__ = [
     "ABSENT",
     "BlockHashChain",
     "BlockPool",
-    "BlockRange",
     "BlockTable",
     "BudgetPolicy",
     "KvCacheManager",

@@ -292,7 +292,7 @@ class KvCacheManager:
         for pool, table, need in zip(self.pools, sequence.tables, needs, strict=True):
             if need.num_scratch_slots:
                 assert need.scratch.start == len(table.block_ids), "scratch blocks are the first that a step begins"
-                table.block_ids.extend([ABSENT] * need.scratch.num_blocks)
+                table.block_ids.extend([ABSENT] * len(need.scratch))
                 table.scratch = ScratchBlocks(need.scratch, tuple(pool.allocate(need.num_scratch_slots)))
             table.block_ids.extend(pool.allocate(need.num_blocks - len(table.block_ids)))
 
@@ -319,7 +319,7 @@ class KvCacheManager:
 
 def _num_missing(table: BlockTable, need: StepNeed) -> int:
     """Return how many slots the table has to be given for the step."""
-    return need.num_blocks - len(table.block_ids) - need.scratch.num_blocks + need.num_scratch_slots
+    return need.num_blocks - len(table.block_ids) - len(need.scratch) + need.num_scratch_slots
 
 
 def _drop_stale(pool: BlockPool, table: BlockTable, end: int) -> None:

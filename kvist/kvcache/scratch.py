@@ -34,28 +34,16 @@ class ScratchPolicy:
             raise InvalidValueError("max_rewind_tokens", self.max_rewind_tokens, "at least 0")
 
 
-class BlockRange(NamedTuple):
-    """Block ordinals [start, end); empty when they are equal."""
-
-    start: int
-    end: int
-
-    @property
-    def num_blocks(self) -> int:
-        """Return how many blocks these are."""
-        return self.end - self.start
-
-
 @dataclass(frozen=True, slots=True)
 class ScratchBlocks:
     """The blocks of a sequence's step that live in scratch slots: `slot_ids` hold those at ordinals `block_range`."""
 
-    block_range: BlockRange
+    block_range: range
     slot_ids: tuple[int, ...]
 
     def pages(self, num_layers: int) -> npt.NDArray[np.int64]:
         """Return each layer's page of each block, `[num_layers, num_blocks]`; no two of a layer's are the same."""
-        block_idxs, layers = np.arange(self.block_range.num_blocks), np.arange(num_layers)[:, None]
+        block_idxs, layers = np.arange(len(self.block_range)), np.arange(num_layers)[:, None]
         slots = np.array(self.slot_ids, np.int64)[block_idxs // num_layers]
         return slots * num_layers + (block_idxs % num_layers + layers) % num_layers
 
@@ -65,7 +53,7 @@ class StepNeed(NamedTuple):
 
     num_blocks: int
     num_stale: int
-    scratch: BlockRange
+    scratch: range
     num_scratch_slots: int
 
 
@@ -74,18 +62,18 @@ def need_of_step(
 ) -> StepNeed:
     """Return what a step from `history` to `capacity` tokens needs in a group; scratch slots need a policy. O(1)."""
     begun = num_blocks_for(history, block_size)
-    blocks = BlockRange(begun, begun)
+    blocks = range(begun, begun)
     if scratch is not None:
         blocks = scratch_range(history, capacity, window, block_size, scratch.max_rewind_tokens)
     return StepNeed(
         num_blocks_for(capacity, block_size),
         num_stale_blocks(history, window, block_size),
         blocks,
-        num_blocks_for(blocks.num_blocks, num_layers),
+        num_blocks_for(len(blocks), num_layers),
     )
 
 
-def scratch_range(history: int, capacity: int, window: KnownWindow, block_size: int, rewind: int = 0) -> BlockRange:
+def scratch_range(history: int, capacity: int, window: KnownWindow, block_size: int, rewind: int = 0) -> range:
     """Return the blocks that a step from `history` to `capacity` tokens begins and also makes stale; may be empty.
 
     They are stale even when the last `rewind` tokens are taken back after the step. A block that history has begun is
@@ -93,4 +81,4 @@ def scratch_range(history: int, capacity: int, window: KnownWindow, block_size: 
     """
     num_stale = num_stale_blocks(max(0, capacity - rewind), window, block_size)
     start = num_blocks_for(history, block_size)
-    return BlockRange(start, max(start, min(num_stale, num_blocks_for(capacity, block_size))))
+    return range(start, max(start, min(num_stale, num_blocks_for(capacity, block_size))))

@@ -29,18 +29,6 @@ WHOLE: Final = Part()
 """The one rank of a model that is not split."""
 
 
-class HeadRange(NamedTuple):
-    """Heads that follow each other."""
-
-    start: int
-    end: int
-
-    @property
-    def num_heads(self) -> int:
-        """Return how many they are."""
-        return self.end - self.start
-
-
 def num_copies(num_heads: int, num_ranks: int) -> int:
     """Return on how many ranks each head is; raises InvalidValueError for ranks that cannot share the heads evenly."""
     if num_heads % num_ranks and num_ranks % num_heads:
@@ -48,21 +36,20 @@ def num_copies(num_heads: int, num_ranks: int) -> int:
     return max(1, num_ranks // num_heads)
 
 
-def heads_of(num_heads: int, part: Part) -> HeadRange:
+def heads_of(num_heads: int, part: Part) -> range:
     """Return the heads of a rank: as many on each, one at least. Raises InvalidValueError as `num_copies`."""
     place = part.rank // num_copies(num_heads, part.num_ranks)
     width = max(1, num_heads // part.num_ranks)
-    return HeadRange(place * width, (place + 1) * width)
+    return range(place * width, (place + 1) * width)
 
 
-def written_heads(num_heads: int, sender: Part, receiver: Part) -> HeadRange:
+def written_heads(num_heads: int, sender: Part, receiver: Part) -> range:
     """Return what a rank that has heads writes for one that wants its own: what both have, or nothing.
 
     Of several ranks with copies one writes, and for the next receiver the next one: each has its share of the work.
     """
     copies = num_copies(num_heads, sender.num_ranks)
     ours, theirs = heads_of(num_heads, sender), heads_of(num_heads, receiver)
-    start, end = max(ours.start, theirs.start), min(ours.end, theirs.end)
-    if start >= end or sender.rank % copies != receiver.rank % copies:
-        return HeadRange(ours.start, ours.start)
-    return HeadRange(start, end)
+    if sender.rank % copies != receiver.rank % copies:
+        return range(0)
+    return range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))

@@ -176,16 +176,16 @@ def _pieces(group: GroupShape, block_size: int, sender: Part, receiver: Part) ->
     """Return what of a slot a sender's rank writes: all, or a piece of each plane, or nothing."""
     ours, theirs = heads_of(group.num_kv_heads, sender), heads_of(group.num_kv_heads, receiver)
     written = written_heads(group.num_kv_heads, sender, receiver)
-    if not written.num_heads:
+    if not written:
         return _Pieces(np.empty(0, np.int64), np.empty(0, np.int64), 0)
     if ours == theirs:
         return _Pieces(np.zeros(1, np.int64), np.zeros(1, np.int64), group.slot_bytes(block_size, sender))
     head_bytes = group.head_bytes(block_size)
     local, remote = (
-        (np.arange(group.num_planes) * heads.num_heads + written.start - heads.start) * head_bytes
+        (np.arange(group.num_planes) * len(heads) + written.start - heads.start) * head_bytes
         for heads in (ours, theirs)
     )
-    return _Pieces(local, remote, written.num_heads * head_bytes)
+    return _Pieces(local, remote, len(written) * head_bytes)
 
 
 def _runs(local: Int64s, remote: Int64s, size: int) -> Int64s:

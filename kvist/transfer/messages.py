@@ -79,7 +79,7 @@ class GroupShape(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     def slot_bytes(self, block_size: int, part: Part) -> int:
         """Return the bytes of a block in one rank's pool; raises InvalidValueError for heads that cannot be split."""
-        return self.num_planes * heads_of(self.num_kv_heads, part).num_heads * self.head_bytes(block_size)
+        return self.num_planes * len(heads_of(self.num_kv_heads, part)) * self.head_bytes(block_size)
 
 
 class PoolPlace(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -27,7 +27,7 @@ NUM_SLOTS, NUM_LAYERS = 300, 3
 def page_of(table: BlockTable, ordinal: int, layer: int, *, is_shared: bool) -> int:
     """Return where a layer finds one block: a slot where all layers share their numbers, else a page."""
     slot_id, scratch = table.block_ids[ordinal], table.scratch
-    if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
+    if scratch is not None and ordinal in scratch.block_range:
         slot_idx, shift = divmod(ordinal - scratch.block_range.start, NUM_LAYERS)
         return scratch.slot_ids[slot_idx] * NUM_LAYERS + (shift + layer) % NUM_LAYERS
     return slot_id if slot_id == ABSENT or is_shared else slot_id * NUM_LAYERS + layer

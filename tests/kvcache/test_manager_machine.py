@@ -184,7 +184,7 @@ class KvCacheMachine(RuleBasedStateMachine):
         slot_id = table.block_ids[ordinal]
         num_layers, scratch = NUM_LAYERS[group_id], table.scratch
         page = slot_id * num_layers + layer
-        if scratch is not None and scratch.block_range.start <= ordinal < scratch.block_range.end:
+        if scratch is not None and ordinal in scratch.block_range:
             page = int(scratch.pages(num_layers)[layer, ordinal - scratch.block_range.start])
         assert 0 <= page < NUM_BLOCKS[group_id] * num_layers
         return page, position % B

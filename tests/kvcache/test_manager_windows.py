@@ -50,7 +50,7 @@ def test_what_left_the_front_is_stale_at_each_step_of_a_prompt_in_chunks_and_two
             assert len(table.block_ids) == num_blocks_for(end, BLOCK_SIZE)
             held = set(range(table.first_held, len(table.block_ids)))
             if table.scratch is not None:
-                held -= set(range(*table.scratch.block_range))
+                held -= set(table.scratch.block_range)
             assert {i for i, block_id in enumerate(table.block_ids) if block_id != ABSENT} == held
         manager.settle()
         for pool, table in zip(manager.pools, sequence.tables, strict=True):

@@ -111,7 +111,7 @@ class Rank:
     def holds(self, whole: Sequence[np.ndarray], tables: Sequence[Sequence[int]]) -> bool:
         """Return whether this rank's heads of a prompt are in these blocks, by ordinal."""
         return all(
-            np.array_equal(pool[block_id], blocks[ordinal, :, slice(*heads_of(shape.num_kv_heads, self.part))])
+            np.array_equal(pool[block_id], blocks[ordinal][:, heads_of(shape.num_kv_heads, self.part)])
             for pool, shape, blocks, table in zip(self.pools, self.shapes, whole, tables, strict=True)
             for ordinal, block_id in enumerate(table)
             if block_id != ABSENT
@@ -122,7 +122,7 @@ class Rank:
         for pool, shape, blocks, table in zip(self.pools, self.shapes, whole, tables, strict=True):
             for ordinal, block_id in enumerate(table):
                 if block_id != ABSENT:
-                    pool[block_id] = blocks[ordinal, :, slice(*heads_of(shape.num_kv_heads, self.part))]
+                    pool[block_id] = blocks[ordinal][:, heads_of(shape.num_kv_heads, self.part)]
 
     def hold_writes(self) -> Callable[[], None]:
         """Begin writes, and do them only when the returned function is called."""

@@ -95,10 +95,10 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
     senders = [make_rank(shapes, Part(rank, num_senders), block_size, total + 4) for rank in range(num_senders)]
     for sender in senders:
         for group_id, (shape, table, whole) in enumerate(zip(shapes, tables, wholes, strict=True)):
-            heads = slice(*heads_of(shape.num_kv_heads, sender.hello.part))
+            heads = heads_of(shape.num_kv_heads, sender.hello.part)
             for ordinal, block_id in enumerate(table):
                 if block_id != ABSENT:
-                    sender.view(group_id)[block_id] = whole[ordinal, :, heads]
+                    sender.view(group_id)[block_id] = whole[ordinal][:, heads]
     for rank in range(num_receivers):
         target, scattered = (make_rank(shapes, Part(rank, num_receivers), block_size, total + 2) for _ in range(2))
         shares = KvMemory(target.hello).shares(lists, num_senders)
@@ -116,9 +116,9 @@ def test_every_byte_of_every_missing_block_arrives_once_and_nothing_else_is_writ
                 target.num_writes[remote : remote + size] += 1
         expected = make_rank(shapes, target.hello.part, block_size, total + 2)
         for group_id, (shape, ids, whole) in enumerate(zip(shapes, lists, wholes, strict=True)):
-            heads = slice(*heads_of(shape.num_kv_heads, target.hello.part))
+            heads = heads_of(shape.num_kv_heads, target.hello.part)
             for ordinal, block_id in enumerate(ids, total - len(ids)):
-                expected.view(group_id)[block_id] = whole[ordinal, :, heads]
+                expected.view(group_id)[block_id] = whole[ordinal][:, heads]
         np.testing.assert_array_equal(target.memory, expected.memory)
         np.testing.assert_array_equal(scattered.memory, expected.memory)
         np.testing.assert_array_equal(target.num_writes, expected.memory > 0)

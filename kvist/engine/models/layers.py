@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import distributed, nn
@@ -183,6 +183,8 @@ class Attention(nn.Module):
 
     def _attend(self, query: torch.Tensor, batch: ForwardBatch, pages: LayerPages) -> torch.Tensor:
         decodes, prefills = slice(batch.num_decodes), slice(batch.num_decodes, None)
+        alike: dict[str, Any] = {"scale": self._scale, "window": self._window, "soft_cap": self._soft_cap}
+        alike["sinks"] = self.sinks
         out = torch.empty_like(query)
         if batch.num_decodes:
             paged_decode(
@@ -191,11 +193,8 @@ class Attention(nn.Module):
                 pages.block_tables[decodes],
                 batch.seq_lens[decodes],
                 page_offsets=pages.page_offsets[decodes],
-                scale=self._scale,
-                window=self._window,
-                soft_cap=self._soft_cap,
-                sinks=self.sinks,
                 out=out[decodes],
+                **alike,
             )
         if batch.num_decodes < batch.seq_lens.shape[0]:
             paged_prefill(
@@ -205,11 +204,8 @@ class Attention(nn.Module):
                 batch.prefill_start_loc,
                 batch.seq_lens[prefills],
                 page_offsets=pages.page_offsets[prefills],
-                scale=self._scale,
-                window=self._window,
-                soft_cap=self._soft_cap,
-                sinks=self.sinks,
                 out=out[prefills],
+                **alike,
             )
         return out
 

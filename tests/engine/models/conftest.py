@@ -98,7 +98,7 @@ class Harness:
         for pool, table in zip(self.manager.pools, request.blocks.tables, strict=True):
             window = pool.group.window
             first = 0 if window is FULL else max(0, history + 1 - window) // BLOCK_SIZE
-            num_scratch = 0 if table.scratch is None else table.scratch.block_range.num_blocks
+            num_scratch = 0 if table.scratch is None else len(table.scratch.block_range)
             assert len(table.held()) + num_scratch == -(-num_tokens // BLOCK_SIZE) - first
 
 
