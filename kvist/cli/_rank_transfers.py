@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvist.engine.handoff import HandoffLimits
 from kvist.errors import InvalidValueError
 from kvist.transfer.agents import SharedMemoryAgent, TransferAgent
 from kvist.transfer.bounce import Bounce, region_bytes
@@ -69,7 +68,7 @@ class RankTransfers:
             self._settings.agent,
             bounce_bytes >> 20,
         )
-        loaded.core.attach(transfers.command, HandoffLimits(is_fallback_allowed=self._settings.is_fallback_allowed))
+        loaded.core.attach(transfers.command, is_fallback_allowed=self._settings.is_fallback_allowed)
         return transfers
 
     def close(self) -> None:

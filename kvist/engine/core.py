@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvist.engine.handoff import HandoffLimits, Handoffs, HandoffStatistics, check_handoff
+from kvist.engine.handoff import Handoffs, HandoffStatistics, check_handoff
 from kvist.engine.request import (
     Detokenizer,
     Handoff,
@@ -83,9 +83,12 @@ class EngineCore:
         self._num_output_tokens = 0
         self._num_failed_steps = 0
 
-    def attach(self, command: Callable[[Command], None], limits: HandoffLimits) -> None:
-        """Take part in transfers, by `command`; before the first request."""
-        self._handoffs = Handoffs(self.kv_cache, command, limits)
+    def attach(self, command: Callable[[Command], None], *, is_fallback_allowed: bool = True) -> None:
+        """Take part in transfers, by `command`; before the first request.
+
+        A prompt that cannot be fetched is computed here, if that is allowed.
+        """
+        self._handoffs = Handoffs(self.kv_cache, command, is_fallback_allowed)
 
     @property
     def has_work(self) -> bool:
@@ -195,7 +198,7 @@ class EngineCore:
             case FetchCompleted(request_id):
                 self._run_fetched(handoffs.fetch_completed(request_id))
             case FetchFailed(request_id, reason):
-                self._do_without(handoffs.fetch_failed(request_id, reason), reason, handoffs.limits.is_fallback_allowed)
+                self._do_without(handoffs.fetch_failed(request_id, reason), reason, handoffs.is_fallback_allowed)
 
     def step(self) -> list[RequestOutput]:
         """Compute one step; return what it added to each request that got a token, or an error."""

@@ -26,18 +26,7 @@ from kvist.transfer.commands import (
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class HandoffLimits:
-    """How many prompts may wait to be fetched, and whether one that cannot be fetched is computed here."""
-
-    max_num_held: int = 256
-    is_fallback_allowed: bool = True
-
-    def __post_init__(self) -> None:
-        """Raise InvalidValueError for a number below 1."""
-        if self.max_num_held < 1:
-            raise InvalidValueError("max_num_held", self.max_num_held, "at least 1")
+_MAX_HELD = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +49,8 @@ class HandoffStatistics:
 class Handoffs:
     """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
 
-    def __init__(self, kv_cache: KvCacheManager, command: Callable[[Command], None], limits: HandoffLimits) -> None:
-        self.limits = limits
+    def __init__(self, kv_cache: KvCacheManager, command: Callable[[Command], None], is_fallback_allowed: bool) -> None:
+        self.is_fallback_allowed = is_fallback_allowed
         self._kv_cache = kv_cache
         self._command = command
         self._held: dict[str, SequenceBlocks] = {}
@@ -72,7 +61,7 @@ class Handoffs:
     @property
     def has_room_to_hold(self) -> bool:
         """Return whether one more sequence may be offered."""
-        return len(self._held) < self.limits.max_num_held
+        return len(self._held) < _MAX_HELD
 
     def offer(self, blocks: SequenceBlocks, num_tokens: int) -> str:
         """Hold a computed prompt's blocks; return the name to fetch them by, which nobody can guess or meet twice."""
@@ -124,7 +113,7 @@ class Handoffs:
         logger.warning("kv transfer failed request_id=%s reason=%s", request_id, reason)
         self._leave(request)
         self._num_failed += 1
-        self._num_fallbacks += self.limits.is_fallback_allowed
+        self._num_fallbacks += self.is_fallback_allowed
         return request
 
     def fetch_released(self, request_id: str) -> None:

@@ -2,12 +2,7 @@
 
 Here a prompt's blocks are a table by ordinal, with holes where a window has slid on. A peer is told of a list that ends
 at the prompt's end, so that both sides can tell where it starts from how long it is: what the receiver has cached, and
-what is stale, shortens it. With B = 16, a prompt of 100 tokens and W = 40, blocks 0 to 2 are stale:
-
-    ordinal            0   1   2   3   4   5   6
-    sender's table     -   -   -  13  14  15  16     list [13, 14, 15, 16]
-    receiver's table   -   -   -   -  24  25  26     list [24, 25, 26]: block 3 is cached
-    pairs                             14→24  15→25  16→26
+what is stale, shortens it (docs/disaggregation.md has an example).
 
 A slot is `[layers, keys and values, heads of the rank, block_size, head_dim]`. Two ranks with the same heads exchange
 slots whole; others, of each layer's keys and values, the heads that both have.

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvist.engine import handoff
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
-from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes
 from kvist.errors import InvalidValueError
@@ -85,11 +85,11 @@ class Worker:
 
 @pytest.fixture
 def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
-    def make(name: str, limits: HandoffLimits | None = None, **settings: Any) -> Worker:
+    def make(name: str, is_fallback_allowed: bool = True, **settings: Any) -> Worker:
         defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
         loaded = load_with_memory(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)))
         worker = Worker(loaded, Notes())
-        loaded.core.attach(worker.notes.command, limits or HandoffLimits())
+        loaded.core.attach(worker.notes.command, is_fallback_allowed=is_fallback_allowed)
         return worker
 
     return make
@@ -195,8 +195,9 @@ def test_a_withdrawn_prompt_keeps_its_blocks_until_nobody_reads_them(make_worker
     assert not source.core.withdraw(remote.remote_request_id)
 
 
-def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy) -> None:
-    source = make_worker("gemma3", HandoffLimits(max_num_held=1))
+def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handoff, "_MAX_HELD", 1)
+    source = make_worker("gemma3")
     remote = prefill(source, "0", make_prompt(30), greedy(5))
     source.core.add_request("1", make_prompt(30, 1), greedy(5), handoff=RemoteDecode())
     source.run()
@@ -234,7 +235,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
 
 
 def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worker, greedy) -> None:
-    target = make_worker("gemma3", HandoffLimits(is_fallback_allowed=False))
+    target = make_worker("gemma3", is_fallback_allowed=False)
     remote = RemotePrefill(("tcp://x:1",), "gone", 31, (300,))
     target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
     target.run()

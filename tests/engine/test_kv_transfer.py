@@ -18,7 +18,6 @@ import zmq
 
 from kvist.engine.async_engine import AsyncEngine, SequenceInput
 from kvist.engine.config import EngineConfig
-from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import LoadedEngine, load_with_memory
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
 from kvist.transfer.agents import SharedMemoryAgent
@@ -81,7 +80,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
     async def open_(
         name: str,
         limits: TransferLimits | None = None,
-        handoff_limits: HandoffLimits | None = None,
+        is_fallback_allowed: bool = True,
         model: str = "m",
         has_bounce: bool = False,
         **settings: Any,
@@ -107,7 +106,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
             engine.submit(partial(loaded.core.on_report, report))
 
         service = KvTransferService("tcp://127.0.0.1:*", agent, hello, report, limits, bounce)
-        loaded.core.attach(service.command, handoff_limits or HandoffLimits())
+        loaded.core.attach(service.command, is_fallback_allowed=is_fallback_allowed)
         async with engine:
             service.start()
             try:
@@ -268,12 +267,11 @@ async def test_a_fetch_that_cannot_be_is_computed_here(fault: str, open_worker, 
 async def test_a_silent_sender_fails_the_fetch_and_keeps_its_blocks_until_it_is_known_to_have_ended(
     open_worker, greedy, until
 ) -> None:
-    limits = HandoffLimits(is_fallback_allowed=False)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         silent.setsockopt(zmq.LINGER, 0)
         silent.bind("tcp://127.0.0.1:*")
         endpoint = silent.getsockopt_string(zmq.LAST_ENDPOINT)
-        async with open_worker("gemma3", FAST, limits) as target:
+        async with open_worker("gemma3", FAST, is_fallback_allowed=False) as target:
             remote = RemotePrefill((endpoint,), "x", 30, (300,))
             answer = await target.answer(make_prompt(30), greedy(3), remote)
             assert answer.error == "kv transfer failed: no completion within 1 s"

@@ -139,7 +139,7 @@ class TransferAgent(ABC):
 
     kind: ClassVar[str]
 
-    def __init__(self, name: str, *, max_pending_writes: int = 1024, write_timeout_s: float = 30.0) -> None:
+    def __init__(self, name: str, *, write_timeout_s: float = 30.0) -> None:
         self.name = name
         self._lock = threading.Lock()
         self._regions: dict[RegionId, Region] = {}
@@ -147,7 +147,7 @@ class TransferAgent(ABC):
         self._table = RegionTable(f"agent {name!r}", ())
         self._peers: dict[PeerId, Any] = {}
         self._is_closed = False
-        self._thread = WriteThread(name, max_pending_writes, write_timeout_s)
+        self._thread = WriteThread(name, write_timeout_s)
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> Bytes:

@@ -44,14 +44,7 @@ class NixlAgent(TransferAgent):
 
     kind = "nixl"
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        max_pending_writes: int = 1024,
-        write_timeout_s: float = 30.0,
-        num_threads: int | None = None,
-    ) -> None:
+    def __init__(self, name: str, *, write_timeout_s: float = 30.0, num_threads: int | None = None) -> None:
         """Raise InvalidValueError for a `UCX_TLS` that cannot work."""
         check_ucx_transports(os.environ.get("UCX_TLS"))
         config = nixl_agent_config(
@@ -62,7 +55,7 @@ class NixlAgent(TransferAgent):
         )
         self._agent = nixl_agent(name, config)
         self._handles: dict[RegionId, object] = {}
-        super().__init__(name, max_pending_writes=max_pending_writes, write_timeout_s=write_timeout_s)
+        super().__init__(name, write_timeout_s=write_timeout_s)
 
     def allocate(self, size_bytes: int) -> Bytes:
         """Return host memory; any other can be registered as well."""

@@ -118,8 +118,8 @@ class SharedMemoryAgent(TransferAgent):
 
     kind = "shared_memory"
 
-    def __init__(self, name: str, *, max_pending_writes: int = 1024, write_timeout_s: float = 30.0) -> None:
-        super().__init__(name, max_pending_writes=max_pending_writes, write_timeout_s=write_timeout_s)
+    def __init__(self, name: str, *, write_timeout_s: float = 30.0) -> None:
+        super().__init__(name, write_timeout_s=write_timeout_s)
         self._allocations: dict[int, tuple[_File, Bytes]] = {}
 
     def allocate(self, size_bytes: int) -> Bytes:

@@ -16,6 +16,7 @@ PeerId = NewType("PeerId", str)
 # One that is thrown in asks it to end: it may take some more steps, of its own bound.
 Steps: TypeAlias = Generator[bool, None, None]
 
+MAX_PENDING_WRITES = 1024
 _IDLE_WAIT_S = 0.0002  # between polls of a library that moves the bytes by itself
 
 
@@ -98,10 +99,9 @@ class _Running:
 
 
 class WriteThread:
-    """Moves up to `max_pending` writes along; one that is submitted beyond that has failed, and is counted."""
+    """Moves up to `MAX_PENDING_WRITES` along; one that is submitted beyond that has failed, and is counted."""
 
-    def __init__(self, name: str, max_pending: int, timeout_s: float) -> None:
-        self._max_pending = max_pending
+    def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._writes: list[_Running] = []
@@ -119,7 +119,7 @@ class WriteThread:
     def submit(self, peer: PeerId, write: Write, steps: Steps) -> Write:
         """Begin a write; returns `write`, FAILED already if there are too many or the agent is closed."""
         with self._changed:
-            if not self._is_closing and len(self._writes) < self._max_pending:
+            if not self._is_closing and len(self._writes) < MAX_PENDING_WRITES:
                 self._writes.append(_Running(peer, write, steps, monotonic() + self._timeout_s))
                 self._changed.notify()
                 return write

@@ -13,7 +13,6 @@ import pytest_asyncio
 from kvist.engine import bundled_model_path
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
-from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import load_engine
 from kvist.engine.server.app import ServedModel, ServedTransfers, create_app
 from kvist.openai.tokenization import ChatTokenizer
@@ -68,7 +67,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_model_len=128, max_num_seqs=2))
     transfers = Transfers()
-    core.attach(transfers.command, HandoffLimits())
+    core.attach(transfers.command)
     said = ServedTransfers(role="both", endpoints=ENDPOINTS, agent="shared_memory", is_alive=lambda: transfers.is_alive)
     model = ServedModel(names=("tiny",), block_size=16, max_model_len=128, max_total_num_tokens=128, transfers=said)
     tokenizer = ChatTokenizer.load(bundled_model_path())

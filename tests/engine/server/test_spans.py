@@ -17,7 +17,6 @@ import pytest_asyncio
 from kvist.engine import bundled_model_path
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
-from kvist.engine.handoff import HandoffLimits
 from kvist.engine.loading import load_engine
 from kvist.engine.server.app import ServedModel, create_app
 from kvist.engine.server.spans import WorkerSpans
@@ -92,7 +91,7 @@ async def serve(trace_collector: Any) -> Any:
             EngineConfig(model_dir=bundled_model_path(), num_blocks=64, max_model_len=256, max_num_batched_tokens=128)
         )
         transfers = Transfers()
-        core.attach(transfers.command, HandoffLimits())
+        core.attach(transfers.command)
         tracing = open_tracing(trace_collector.url, "kvist-worker", "here:1")
         spans = WorkerSpans(tracing, "tiny", asyncio.get_running_loop())
         async with AsyncEngine(core, max_num_open=40) as engine:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
+from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState, writes
 
 MIB = 1 << 20
 DEADLINE_S = 60.0
@@ -186,16 +186,19 @@ def test_closing_ends_every_write_under_way_and_refuses_later_ones(new_agent: Ne
         agent.write(peer_id, np.stack(rows, axis=1))
 
 
-def test_writes_beyond_the_queue_are_rejected_at_once_and_counted(new_agent: NewAgent, new_peer: NewPeer) -> None:
-    peer, agent = new_peer(size_bytes=8 * MIB), new_agent("writer", max_pending_writes=1)
+def test_writes_beyond_the_queue_are_rejected_at_once_and_counted(
+    new_agent: NewAgent, new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writes, "MAX_PENDING_WRITES", 1)
+    peer, agent = new_peer(size_bytes=8 * MIB), new_agent("writer")
     source = random_memory(agent, 8 * MIB)
     offsets = np.arange(8 * MIB // 1024) * 1024
     rows = (source.ctypes.data + offsets, peer.addresses[0] + offsets, np.full_like(offsets, 1024))
     peer_id = agent.connect(peer.metadata)
-    writes = [agent.write(peer_id, np.stack(rows, axis=1)) for _ in range(3)]
-    assert ended(writes[0]).state is WriteState.DONE
-    assert writes[1].state is WriteState.FAILED
-    assert writes[1].reason == "1 writes are pending already"
+    begun = [agent.write(peer_id, np.stack(rows, axis=1)) for _ in range(3)]
+    assert ended(begun[0]).state is WriteState.DONE
+    assert begun[1].state is WriteState.FAILED
+    assert begun[1].reason == "1 writes are pending already"
     assert agent.statistics().num_rejected >= 1
 
 
