@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 from kvist.engine import bundled_model_path
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import load_engine
+from kvist.engine.request import SequenceInput
 from kvist.openai.requests import SamplingParams
 
 Prompts = list[list[int]]
@@ -62,7 +63,7 @@ def kvist_runner() -> Callable[[Prompts, int], None]:
     def run(prompts: Prompts, output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         for i, prompt in enumerate(prompts):
-            core.add_request(str(i), prompt, params)
+            core.add_request(str(i), SequenceInput(prompt, params))
         while core.has_work:
             core.step()
 

@@ -10,12 +10,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvist.engine.core import EngineCore, EngineStatistics
-from kvist.engine.request import Detokenizer, Handoff, RequestOutput, RequestTimes
+from kvist.engine.request import RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import KvistError
-from kvist.openai.requests import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +36,6 @@ class EngineStoppedError(KvistError):
 
     def __init__(self) -> None:
         super().__init__("the engine has stopped")
-
-
-class SequenceInput(NamedTuple):
-    """One sequence to generate; `params.n` is ignored."""
-
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    detokenizer: Detokenizer | None = None
-    cache_salt: str | None = None
-    swa_scratch: bool | None = None
-    handoff: Handoff | None = None
 
 
 class Generation:
@@ -155,12 +143,12 @@ class AsyncEngine:
         """
         self.check_room(len(inputs))
         for each in inputs:
-            self._core.check(each.prompt_token_ids, each.params, each.swa_scratch, each.handoff)
+            self._core.check(each)
         request_ids = [str(next(self._ids)) for _ in inputs]
         generation = Generation(request_ids, self._abort)
         for request_id, each in zip(request_ids, inputs, strict=True):
             self._generations[request_id] = generation
-            self._commands.put(partial(self._core.add_request, request_id, *each, generation.times[request_id]))
+            self._commands.put(partial(self._core.add_request, request_id, each, generation.times[request_id]))
         return generation
 
     def check_room(self, num_sequences: int) -> None:

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from kvist.engine.handoff import Handoffs, HandoffStatistics, check_handoff
 from kvist.engine.request import (
-    Detokenizer,
-    Handoff,
     RemoteDecode,
     RemotePrefill,
     Request,
     RequestOutput,
     RequestTimes,
+    SequenceInput,
     TextStream,
     TokenLogprobs,
 )
@@ -95,27 +94,22 @@ class EngineCore:
         """Return whether `step` has something to do; not when all there is waits for blocks in another's reach."""
         return bool(self._outputs) or (not self._is_stuck and (self._scheduler.has_work or bool(self._unreserved)))
 
-    def check(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        swa_scratch: bool | None = None,
-        handoff: Handoff | None = None,
-    ) -> int:
+    def check(self, wanted: SequenceInput) -> int:
         """Return how many tokens the request may generate; raises InvalidValueError for one that cannot be served.
 
         Without a limit of its own a request may fill the context. Reads only what never changes: any thread may call.
         """
-        num_prompt, longest = len(prompt_token_ids), self.limits.max_model_len
+        num_prompt, longest = len(wanted.prompt_token_ids), self.limits.max_model_len
         if not num_prompt:
             raise InvalidValueError("prompt", [], "at least one token")
-        num_wanted = 1 if params.token_limit is None else params.token_limit
+        limit, handoff = wanted.params.token_limit, wanted.handoff
+        num_wanted = 1 if limit is None else limit
         if num_prompt + num_wanted > longest:
             raise PromptTooLongError(num_prompt, num_wanted, longest)
-        largest = max(prompt_token_ids)
+        largest = max(wanted.prompt_token_ids)
         if largest >= self.limits.vocab_size:
             raise InvalidValueError("prompt", largest, f"token ids below {self.limits.vocab_size}")
-        if swa_scratch and not self.kv_cache.has_scratch:
+        if wanted.swa_scratch and not self.kv_cache.has_scratch:
             raise InvalidValueError("swa_scratch", True, "false: this engine was started without scratch slots")
         if handoff is not None:
             if self._handoffs is None:
@@ -124,35 +118,25 @@ class EngineCore:
             check_handoff(handoff, num_prompt, self.limits.vocab_size)
         if isinstance(handoff, RemoteDecode):
             return 1
-        return longest - num_prompt if params.token_limit is None else params.token_limit
+        return longest - num_prompt if limit is None else limit
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        detokenizer: Detokenizer | None = None,
-        cache_salt: str | None = None,
-        swa_scratch: bool | None = None,
-        handoff: Handoff | None = None,
-        times: RequestTimes | None = None,
-    ) -> None:
-        """Queue one sequence, `params.n` being the caller's to unfold; raises InvalidValueError as `check`.
+    def add_request(self, request_id: str, wanted: SequenceInput, times: RequestTimes | None = None) -> None:
+        """Queue one sequence; raises InvalidValueError as `check`.
 
-        `swa_scratch` False keeps its blocks out of scratch slots, so that all of its prompt can be reused; None means
-        True in an engine with scratch slots, and False in others. A prompt that another worker has computed is computed
-        here all the same if log probabilities are wanted: those of its first token are not known.
+        A prompt that another worker has computed is computed here all the same if log probabilities are wanted: those
+        of its first token are not known.
         """
+        params, handoff = wanted.params, wanted.handoff
         request = Request(
             request_id,
-            prompt_token_ids,
+            wanted.prompt_token_ids,
             params,
-            max_tokens=self.check(prompt_token_ids, params, swa_scratch, handoff),
-            chain=BlockHashChain(self.kv_cache.block_size, cache_salt=cache_salt),
-            text=TextStream(detokenizer, params.stop_strings, params.include_stop_str_in_output),
+            max_tokens=self.check(wanted),
+            chain=BlockHashChain(self.kv_cache.block_size, cache_salt=wanted.cache_salt),
+            text=TextStream(wanted.detokenizer, params.stop_strings, params.include_stop_str_in_output),
             random=random.Random(params.seed),
             end_token_ids=self._end_token_ids(params),
-            is_scratch_allowed=self.kv_cache.has_scratch and swa_scratch is not False,
+            is_scratch_allowed=self.kv_cache.has_scratch and wanted.swa_scratch is not False,
             handoff=handoff,
             times=RequestTimes() if times is None else times,
         )

@@ -138,6 +138,21 @@ class RequestOutput:
         return self.finish_reason is not None or self.error is not None
 
 
+class SequenceInput(NamedTuple):
+    """One sequence to generate; `params.n` is the caller's to unfold.
+
+    `swa_scratch` False keeps its blocks out of scratch slots, so that all of its prompt can be reused; None means True
+    in an engine with scratch slots, and False in others.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    detokenizer: Detokenizer | None = None
+    cache_salt: str | None = None
+    swa_scratch: bool | None = None
+    handoff: Handoff | None = None
+
+
 @dataclass(slots=True, eq=False)
 class RequestTimes:
     """How far a sequence has come, and when (by `time.monotonic`); None where it has not, or never will.

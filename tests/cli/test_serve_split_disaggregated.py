@@ -27,7 +27,7 @@ from kvist.engine import bundled_model_path
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import load_engine
-from kvist.engine.request import RequestOutput
+from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.openai.requests import SamplingParams
 from kvist.openai.tokenization import ChatTokenizer
 
@@ -210,7 +210,7 @@ class Alone:
 
     def _outputs(self, prompt: list[int]) -> list[RequestOutput]:
         params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-        self._core.add_request("0", prompt, params, self._tokenizer.detokenizer())
+        self._core.add_request("0", SequenceInput(prompt, params, self._tokenizer.detokenizer()))
         outputs = []
         while self._core.has_work:
             outputs += self._core.step()

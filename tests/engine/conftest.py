@@ -16,7 +16,7 @@ from transformers.models.gemma3 import modeling_gemma3
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import load_engine
-from kvist.engine.request import RequestOutput
+from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.events import EventSink
 from kvist.kvcache import KvCacheManager
 from kvist.openai.requests import SamplingParams
@@ -255,7 +255,7 @@ def generate() -> Callable[..., dict[str, list[RequestOutput]]]:
         outputs: dict[str, list[RequestOutput]] = {}
         for i, (prompt, params) in enumerate(requests):
             outputs[str(i)] = []
-            core.add_request(str(i), prompt, params)
+            core.add_request(str(i), SequenceInput(prompt, params))
         while core.has_work:
             for output in core.step():
                 outputs[output.request_id].append(output)

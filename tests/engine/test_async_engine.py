@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import pytest_asyncio
 
-from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, EngineStoppedError, Generation, SequenceInput
-from kvist.engine.request import RequestOutput
+from kvist.engine.async_engine import AsyncEngine, EngineOverloadedError, EngineStoppedError, Generation
+from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
 

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvist.engine.core import EngineCore
+from kvist.engine.request import SequenceInput
 from kvist.engine.runner import Runner
 from kvist.errors import InvalidValueError
 from kvist.openai.requests import SamplingParams
@@ -135,9 +136,9 @@ def test_a_request_can_keep_out_of_scratch_slots_so_that_all_of_it_is_reused(mak
     cached = []
     for request_id, swa_scratch in (("a", True), ("b", False)):
         prompt = make_prompt(60, seed=ord(request_id))
-        core.add_request(request_id, prompt, greedy(1), swa_scratch=swa_scratch)
+        core.add_request(request_id, SequenceInput(prompt, greedy(1), swa_scratch=swa_scratch))
         core.step()
-        core.add_request("again", [*prompt[:40], 7], greedy(1))
+        core.add_request("again", SequenceInput([*prompt[:40], 7], greedy(1)))
         (output,) = core.step()
         cached.append(output.num_cached_tokens)
     assert cached == [0, 40]
@@ -146,8 +147,8 @@ def test_a_request_can_keep_out_of_scratch_slots_so_that_all_of_it_is_reused(mak
 def test_scratch_slots_that_the_engine_lacks_are_refused(make_core, greedy) -> None:
     core = make_core("gemma3")
     with pytest.raises(InvalidValueError, match="swa_scratch: got True, expected false: this engine was started"):
-        core.add_request("r", [3], greedy(1), swa_scratch=True)
-    core.add_request("r", [3], greedy(1), swa_scratch=False)
+        core.add_request("r", SequenceInput([3], greedy(1), swa_scratch=True))
+    core.add_request("r", SequenceInput([3], greedy(1), swa_scratch=False))
     assert core.step()
 
 
@@ -156,7 +157,7 @@ def test_different_salts_share_nothing(make_core, greedy) -> None:
     prompt = make_prompt(20)
     cached = []
     for i, salt in enumerate((None, "a", "a", "b")):
-        core.add_request(str(i), prompt, greedy(1), cache_salt=salt)
+        core.add_request(str(i), SequenceInput(prompt, greedy(1), cache_salt=salt))
         (output,) = core.step()
         cached.append(output.num_cached_tokens)
     assert cached == [0, 0, 16, 0]
@@ -165,7 +166,7 @@ def test_different_salts_share_nothing(make_core, greedy) -> None:
 def test_an_aborted_request_gives_back_its_blocks_and_the_others_go_on(make_core, greedy) -> None:
     core: EngineCore = make_core("gemma3", max_num_batched_tokens=16, max_num_seqs=2)
     for i in range(4):
-        core.add_request(str(i), make_prompt(30, seed=i), greedy(5))
+        core.add_request(str(i), SequenceInput(make_prompt(30, seed=i), greedy(5)))
     core.step()
     core.abort("0")
     core.abort("3")
@@ -184,7 +185,7 @@ def test_an_aborted_request_gives_back_its_blocks_and_the_others_go_on(make_core
 def test_a_failed_step_ends_its_requests_and_not_the_engine(make_core, greedy, monkeypatch, error) -> None:
     core: EngineCore = make_core("qwen3", max_num_seqs=2, max_num_batched_tokens=64)
     for i in range(3):
-        core.add_request(str(i), make_prompt(10, seed=i), greedy(3))
+        core.add_request(str(i), SequenceInput(make_prompt(10, seed=i), greedy(3)))
 
     def fail(*_: object) -> torch.Tensor:
         raise error
@@ -229,7 +230,7 @@ def test_a_stop_string_ends_the_request_and_is_cut_off(make_core, greedy) -> Non
     core: EngineCore = make_core("qwen3")
 
     def run(request_id: str, **params: object) -> tuple[str, str | None, int]:
-        core.add_request(request_id, make_prompt(12), greedy(30, **params), Words())
+        core.add_request(request_id, SequenceInput(make_prompt(12), greedy(30, **params), Words()))
         outputs = []
         while core.has_work:
             outputs += core.step()
@@ -278,7 +279,7 @@ def test_log_probabilities_come_with_each_token(make_core, generate, greedy) -> 
 def test_prompts_that_cannot_be_served_are_refused(make_core, prompt, max_tokens, message) -> None:
     core = make_core("qwen3", max_model_len=64)
     with pytest.raises(InvalidValueError, match=message):
-        core.add_request("r", prompt, SamplingParams(max_tokens=max_tokens))
+        core.add_request("r", SequenceInput(prompt, SamplingParams(max_tokens=max_tokens)))
     assert not core.has_work
 
 

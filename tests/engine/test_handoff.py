@@ -14,7 +14,7 @@ from kvist.engine import handoff
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import LoadedEngine, load_with_memory
-from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes
+from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError
 from kvist.kvcache import ABSENT
 from kvist.transfer.commands import (
@@ -97,7 +97,7 @@ def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
 
 def prefill(worker: Worker, request_id: str, prompt: list[int], params: Any) -> RemotePrefill:
     """Compute a prompt and its first token; return where the rest is to go on from."""
-    worker.core.add_request(request_id, prompt, params, handoff=RemoteDecode())
+    worker.core.add_request(request_id, SequenceInput(prompt, params, handoff=RemoteDecode()))
     worker.run()
     last = worker.outputs[request_id][-1]
     assert last.finish_reason is not None
@@ -140,9 +140,9 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
     prompts = [stem, [*stem, *make_prompt(12, 1)], make_prompt(40, 2), stem[:24], make_prompt(3, 3), [*stem, 5, 6, 7]]
     num_wanted = num_copied = 0
     for i, prompt in enumerate(prompts):
-        alone.core.add_request(str(i), prompt, greedy(20))
+        alone.core.add_request(str(i), SequenceInput(prompt, greedy(20)))
         remote = prefill(source, str(i), prompt, greedy(20))
-        target.core.add_request(str(i), prompt, greedy(20), handoff=remote)
+        target.core.add_request(str(i), SequenceInput(prompt, greedy(20), handoff=remote))
         target.run()
         wanted = target.notes.wanted[-1]
         num_copied += copy(source, target, wanted)
@@ -160,9 +160,9 @@ def test_what_is_decoded_elsewhere_is_what_one_worker_would_say(name: str, varia
 def test_random_tokens_are_those_of_one_worker(make_worker, greedy) -> None:
     source, target, alone = (make_worker("gemma3") for _ in range(3))
     prompt, params = make_prompt(30), greedy(12, temperature=1.0, seed=7)
-    alone.core.add_request("0", prompt, params)
+    alone.core.add_request("0", SequenceInput(prompt, params))
     alone.run()
-    target.core.add_request("0", prompt, params, handoff=prefill(source, "0", prompt, params))
+    target.core.add_request("0", SequenceInput(prompt, params, handoff=prefill(source, "0", prompt, params)))
     target.run()
     copy(source, target, target.notes.wanted[0])
     target.core.on_report(FetchCompleted("0"))
@@ -199,7 +199,7 @@ def test_prompts_beyond_the_limit_are_not_held(make_worker, greedy, monkeypatch:
     monkeypatch.setattr(handoff, "_MAX_HELD", 1)
     source = make_worker("gemma3")
     remote = prefill(source, "0", make_prompt(30), greedy(5))
-    source.core.add_request("1", make_prompt(30, 1), greedy(5), handoff=RemoteDecode())
+    source.core.add_request("1", SequenceInput(make_prompt(30, 1), greedy(5), handoff=RemoteDecode()))
     source.run()
     assert source.outputs["1"][-1].error == "kv transfer failed: too many prompts are held"
     source.core.on_report(OfferReleased(remote.remote_request_id, True))
@@ -212,9 +212,11 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
 ) -> None:
     target, alone = make_worker("gemma3"), make_worker("gemma3")
     prompt = make_prompt(31)
-    alone.core.add_request("0", prompt, greedy(9))
+    alone.core.add_request("0", SequenceInput(prompt, greedy(9)))
     alone.run()
-    target.core.add_request("0", prompt, greedy(9), handoff=RemotePrefill(("tcp://x:1",), "gone", 31, (300,)))
+    target.core.add_request(
+        "0", SequenceInput(prompt, greedy(9), handoff=RemotePrefill(("tcp://x:1",), "gone", 31, (300,)))
+    )
     target.run()
     reserved = set(target.notes.wanted[0].block_ids_per_group[0])
     target.core.on_report(FetchFailed("0", "the peer is gone"))
@@ -237,7 +239,7 @@ def test_a_failed_fetch_is_computed_here_while_its_blocks_stay_out_of_use(
 def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worker, greedy) -> None:
     target = make_worker("gemma3", is_fallback_allowed=False)
     remote = RemotePrefill(("tcp://x:1",), "gone", 31, (300,))
-    target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
+    target.core.add_request("0", SequenceInput(make_prompt(31), greedy(9), handoff=remote))
     target.run()
     target.core.on_report(FetchFailed("0", "unknown_request"))
     target.core.on_report(FetchReleased("0"))
@@ -250,7 +252,7 @@ def test_a_failed_fetch_ends_the_request_where_no_fallback_is_allowed(make_worke
 def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: str, make_worker, greedy) -> None:
     target = make_worker("gemma3")
     remote = RemotePrefill(("tcp://x:1",), "id", 31, (300,))
-    target.core.add_request("0", make_prompt(31), greedy(9), handoff=remote)
+    target.core.add_request("0", SequenceInput(make_prompt(31), greedy(9), handoff=remote))
     target.run()
     target.core.abort("0")
     target.core.check_invariants()
@@ -270,7 +272,7 @@ def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, g
     target = make_worker("gemma3", max_num_seqs=2)
     for i in range(4):
         remote = RemotePrefill(("tcp://x:1",), f"id{i}", 20, (300,))
-        target.core.add_request(str(i), make_prompt(20, i), greedy(3), handoff=remote)
+        target.core.add_request(str(i), SequenceInput(make_prompt(20, i), greedy(3), handoff=remote))
     target.run()
     assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1"]
     assert not target.core.has_work, "the engine would spin"
@@ -289,7 +291,7 @@ def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, g
 def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released(make_worker, greedy) -> None:
     source = make_worker("llama", num_blocks=24, max_model_len=96, max_num_batched_tokens=96)
     remote = prefill(source, "0", make_prompt(60), greedy(5))
-    source.core.add_request("1", make_prompt(60, 1), greedy(5))
+    source.core.add_request("1", SequenceInput(make_prompt(60, 1), greedy(5)))
     source.run()
     assert "1" not in source.outputs
     source.core.on_report(OfferReleased(remote.remote_request_id, True))
@@ -300,7 +302,7 @@ def test_held_prompts_that_fill_the_memory_stop_the_engine_until_one_is_released
 def test_log_probabilities_make_the_prompt_be_computed_here(make_worker, greedy) -> None:
     target = make_worker("gemma3")
     remote = RemotePrefill(("tcp://x:1",), "id", 31, (300,))
-    target.core.add_request("0", make_prompt(31), greedy(3, logprobs=True), handoff=remote)
+    target.core.add_request("0", SequenceInput(make_prompt(31), greedy(3, logprobs=True), handoff=remote))
     target.run()
     assert target.notes.wanted == []
     assert len(target.outputs["0"]) == 3
@@ -315,14 +317,14 @@ def test_a_handoff_that_does_not_fit_the_prompt_is_refused(
 ) -> None:
     remote = RemotePrefill(("tcp://x:1",), "id", num_tokens, first_token_ids)
     with pytest.raises(InvalidValueError, match=field):
-        make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
+        make_worker("gemma3").core.check(SequenceInput(make_prompt(31), greedy(3), handoff=remote))
 
 
 @pytest.mark.parametrize("name", ["", "x" * 257])
 def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, greedy) -> None:
     remote = RemotePrefill(("tcp://x:1",), name, 31, (5,))
     with pytest.raises(InvalidValueError, match="remote_request_id"):
-        make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
+        make_worker("gemma3").core.check(SequenceInput(make_prompt(31), greedy(3), handoff=remote))
 
 
 @pytest.mark.parametrize(
@@ -337,23 +339,23 @@ def test_a_name_that_no_message_can_carry_is_refused(name: str, make_worker, gre
 def test_what_cannot_be_the_ranks_of_a_worker_is_refused(endpoints: tuple[str, ...], make_worker, greedy) -> None:
     remote = RemotePrefill(endpoints, "id", 31, (5,))
     with pytest.raises(InvalidValueError, match=r"kv_transfer_params\.remote_endpoints"):
-        make_worker("gemma3").core.check(make_prompt(31), greedy(3), handoff=remote)
+        make_worker("gemma3").core.check(SequenceInput(make_prompt(31), greedy(3), handoff=remote))
 
 
 def test_an_engine_without_transfers_refuses_handoffs(make_core, greedy) -> None:
     with pytest.raises(InvalidValueError, match="kv_transfer_params"):
-        make_core("gemma3").check(make_prompt(31), greedy(3), handoff=RemoteDecode())
+        make_core("gemma3").check(SequenceInput(make_prompt(31), greedy(3), handoff=RemoteDecode()))
 
 
 def test_each_part_of_a_request_is_timed_where_it_is_done(make_worker, greedy) -> None:
     source, target = make_worker("qwen3"), make_worker("qwen3")
     prompt, times = make_prompt(22), {name: RequestTimes() for name in ("P", "D", "failed", "aborted")}
-    source.core.add_request("P", prompt, greedy(9), handoff=RemoteDecode(), times=times["P"])
+    source.core.add_request("P", SequenceInput(prompt, greedy(9), handoff=RemoteDecode()), times=times["P"])
     source.run()
     offered = source.notes.offered[-1].remote_request_id
     held = RemotePrefill(("tcp://here:1",), offered, len(prompt), tuple(source.tokens("P")))
     for name in ("D", "failed", "aborted"):
-        target.core.add_request(name, prompt, greedy(9), handoff=held, times=times[name])
+        target.core.add_request(name, SequenceInput(prompt, greedy(9), handoff=held), times=times[name])
         target.run()
         assert times[name].fetching_s is not None
         assert times[name].fetched_s is times[name].ended_s is None

@@ -16,10 +16,10 @@ import pytest
 import torch
 import zmq
 
-from kvist.engine.async_engine import AsyncEngine, SequenceInput
+from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
 from kvist.engine.loading import LoadedEngine, load_with_memory
-from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput
+from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, SequenceInput
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
 from kvist.transfer.commands import Report, TransferLimits, WithdrawOffer

@@ -19,7 +19,7 @@ from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import LoadedEngine, load_engine, load_with_memory
 from kvist.engine.rank_processes import RankLostError
-from kvist.engine.request import RequestOutput
+from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.errors import InvalidValueError
 from kvist.events import EventSink
 from kvist.openai.requests import SamplingParams
@@ -93,7 +93,7 @@ def test_a_follower_that_dies_ends_the_engine_by_name(
         assert loaded.followers is not None
         losses: list[object] = []
         loaded.followers.on_loss(lambda: losses.append(1))
-        loaded.core.add_request("0", SHARED, greedy(80))
+        loaded.core.add_request("0", SequenceInput(SHARED, greedy(80)))
         for _ in range(4):
             loaded.core.step()
         os.kill(loaded.followers.process_ids[0], signal.SIGKILL)

@@ -15,6 +15,7 @@ from kvist.engine import bundled_model_path
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
 from kvist.engine.loading import load_engine
+from kvist.engine.request import SequenceInput
 from kvist.events import FULL, EventSink, WorkerRank
 from kvist.events.hashing import block_hashes
 from kvist.kvcache import BlockHashChain, SequenceBlocks
@@ -51,7 +52,9 @@ def run(
     core: EngineCore, prompt: list[int], max_tokens: int, every_step: Callable[[], None] | None = None
 ) -> list[int]:
     """Return the prompt and what greedy decoding adds to it."""
-    core.add_request("r", prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    core.add_request(
+        "r", SequenceInput(prompt, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+    )
     tokens = list(prompt)
     while core.has_work:
         tokens += [token_id for output in core.step() for token_id in output.token_ids]

@@ -10,8 +10,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from kvist.engine.async_engine import SequenceInput
-from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill
+from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill, SequenceInput
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
