@@ -11,7 +11,7 @@ from typing import Any
 
 from kvist.openai.chat_template import ChatTemplate, parsed_arguments, without_billing_header
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import ChatCompletionRequest, Fields, Message, decode_chat_request
+from kvist.openai.requests import ChatCompletionRequest, Fields, Message, decode_chat_request, is_text_part
 
 MESSAGES_PATH = "/v1/messages"
 RESPONSES_PATH = "/v1/responses"
@@ -73,10 +73,10 @@ def _of_response(fields: Fields, previous: Sequence[Message]) -> ChatCompletionR
 
 def said_in_response(output: Any) -> list[Message]:
     """Return what a response adds to the conversation that goes on with it: the texts of its messages alone."""
-    items = output if isinstance(output, list) else []
-    messages = [item for item in items if isinstance(item, dict) and item.get("type") == "message"]
-    parts = [part for message in messages for part in message.get("content") or [] if isinstance(part, dict)]
-    return [{"role": "assistant", "content": part["text"]} for part in parts if isinstance(part.get("text"), str)]
+    items = [item for item in output if isinstance(item, dict)] if isinstance(output, list) else []
+    contents = [item.get("content") for item in items if item.get("type") == "message"]
+    parts = [part for content in contents if isinstance(content, list) for part in content if is_text_part(part)]
+    return [{"role": "assistant", "content": part["text"]} for part in parts]
 
 
 _CONTINUED = ("message", "reasoning")

@@ -174,7 +174,7 @@ def encode_event(value: Any) -> bytes:
 def last_event_data(tail: bytes) -> bytes | None:
     """Return the data of the last complete event but `[DONE]` in the tail of a stream; None when it was cut off."""
     for event in reversed(tail.replace(b"\r\n", b"\n").split(b"\n\n")):
-        _, found, data = event.rpartition(b"data: ")
-        if found and data.strip() != b"[DONE]":
-            return data
+        lines = [line.removeprefix(b"data: ") for line in event.split(b"\n") if line.startswith(b"data: ")]
+        if lines and lines[-1].strip() != b"[DONE]":
+            return lines[-1]
     return None

@@ -36,6 +36,7 @@ from kvist.http import (
     UpstreamResponse,
     UpstreamTimeoutError,
 )
+from kvist.openai.chats import RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.config import RouterConfig
@@ -266,9 +267,11 @@ class _Forwarding:
 
     async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
         """Pass the answer on as it comes. Nothing is sent before its first byte, so until then another may be tried."""
-        responder, metrics, handover = self.responder, self.router.metrics, self.handover
+        router, responder, handover = self.router, self.responder, self.handover
+        metrics = router.metrics
         is_event_stream = _is_event_stream(response.headers)
-        usage_reader = UsageReader(is_event_stream=is_event_stream)
+        is_kept = self.request.path == RESPONSES_PATH and self.ask.fields.get("store") is not False
+        usage_reader = UsageReader(is_event_stream=is_event_stream, is_last_event_long=is_kept)
         body = response.body()
         piece = await anext(body, b"")
         active.end_prefill()
@@ -297,6 +300,9 @@ class _Forwarding:
             await responder.write(b"data: " + error_body(worker_failure(error)) + b"\n\n")
             await responder.finish()
             raise
+        if is_kept and response.status == HTTPStatus.OK:
+            answer, worker = usage_reader.answer(), decision.chosen.target.worker
+            router.reader.conversations.remember(worker, self.ask.chat, answer, is_event=is_event_stream)
         await responder.finish()
         usage = usage_reader.usage()
         if usage is not None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from kvist.openai.errors import RequestError
 from kvist.openai.requests import (
     ChatCompletionRequest,
     Fields,
+    Message,
     Prompt,
     TokenId,
     decode_chat_request,
@@ -29,6 +31,7 @@ from kvist.openai.requests import (
     read_fields,
 )
 from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.conversations import Conversations, Kept
 from kvist.router.reserved import refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
@@ -51,7 +54,8 @@ class Ask:
     """One request's prompt. `num_tokens` counts all prompts of a batch, of which the longest is in `token_ids`.
 
     `fields` is the whole body, but for a prompt that is in `token_ids` alone. `chat` is what was rendered, all of it;
-    `obstacle` is a word for why the tokens are not all of the prompt's, or not known.
+    `worker` has what the request goes on with, and no other has; `obstacle` is a word for why the tokens are not all of
+    the prompt's, or not known.
     """
 
     model: str | None
@@ -62,6 +66,7 @@ class Ask:
     num_prompts: int = 1
     fields: Fields = field(default_factory=dict)
     chat: ChatCompletionRequest | None = None
+    worker: str | None = None
     obstacle: str | None = None
 
     @property
@@ -82,6 +87,7 @@ class PromptReader:
         """
         self._tokenizer = tokenizer
         self._has_index = has_index
+        self.conversations = Conversations()
 
     async def read(self, path: str | None, body: bytes) -> Ask:
         """Return what the body of this endpoint asks; raises RequestError (400) that names the field.
@@ -106,18 +112,25 @@ class PromptReader:
             path = COMPLETION_PATH if fields.get("messages") is None else CHAT_PATH
         if path == COMPLETION_PATH:
             return self._read_completion(fields)
+        if path.startswith(RESPONSES_PATH + "/"):
+            kept = self.conversations.get(path.split("/")[3])
+            return replace(_read_other(fields, len(body)), worker=None if kept is None else kept.worker)
         return self._read_chat(path, fields, len(body)) if path in APIS else _read_other(fields, len(body))
 
     def _read_chat(self, api: str, fields: Fields, num_bytes: int) -> Ask:
         chat = decode_chat_request(fields) if api == CHAT_PATH else None
+        previous_id = fields.get("previous_response_id") if api == RESPONSES_PATH else None
+        kept = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
+        worker = None if kept is None else kept.worker
         try:
             tokenizer = self._loaded_tokenizer()
-            chat = chat or chat_of(api, fields, tokenizer.template)
+            chat = chat or chat_of(api, fields, tokenizer.template, _messages_of(previous_id, kept))
             token_ids = tokenizer.tokenize_chat(chat)
         except RequestError as error:
-            return _read_other(fields, num_bytes, error)
+            return replace(_read_other(fields, num_bytes, error), worker=worker)
         obstacle = "image" if has_items(chat) else None
-        return Ask(chat.model, len(token_ids), token_ids, chat.cache_salt, fields=fields, chat=chat, obstacle=obstacle)
+        read = Ask(chat.model, len(token_ids), token_ids, chat.cache_salt, fields=fields, chat=chat)
+        return replace(read, worker=worker, obstacle=obstacle)
 
     def _read_completion(self, fields: Fields) -> Ask:
         request = decode_completion_request(fields)
@@ -179,6 +192,17 @@ def _client_fields(body: bytes) -> Fields:
     fields = read_fields(body)
     refuse_fields(fields)
     return fields
+
+
+def _messages_of(response_id: Any, kept: Kept | None) -> list[Message]:
+    """Return the conversation that a request goes on with; raises RequestError where nobody here knows it."""
+    if response_id is None:
+        return []
+    messages = None if kept is None else kept.messages
+    if messages is None:
+        message = f"previous_response_id: got {response_id!r:.100}, which is not known here"
+        raise RequestError(400, message, param="previous_response_id", code="unknown_conversation")
+    return messages
 
 
 _OTHER = RequestError(400, "the endpoint is not routed by prefix", code="other_endpoint")

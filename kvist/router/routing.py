@@ -110,6 +110,7 @@ class Routing:
         workers = self._fleet.routable(ask.model, excluded)
         if not workers:
             raise self._refusal(ask.model)
+        workers = [worker for worker in workers if worker.url == ask.worker] or workers
         prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
         others = [worker for worker in workers if worker.role is not Role.PREFILL]
         answer = self._decide(self._policy, ask, overlaps, others or prefill_workers)

@@ -38,10 +38,12 @@ _decode_answer = msgspec.json.Decoder(_Answer).decode
 class UsageReader:
     """Keeps at most the end of a stream, or a whole answer that is short enough, until it is asked for the usage."""
 
-    __slots__ = ("_is_event_stream", "_is_overlong", "_tail")
+    __slots__ = ("_is_event_stream", "_is_overlong", "_num_kept", "_tail")
 
-    def __init__(self, *, is_event_stream: bool) -> None:
+    def __init__(self, *, is_event_stream: bool, is_last_event_long: bool = False) -> None:
+        """Its last event may have all that the stream brought."""
         self._is_event_stream = is_event_stream
+        self._num_kept = MAX_JSON_BYTES if is_last_event_long else TAIL_BYTES
         self._is_overlong = False
         self._tail = b""
 
@@ -51,7 +53,7 @@ class UsageReader:
             return
         self._tail += piece
         if self._is_event_stream:
-            self._tail = self._tail[-TAIL_BYTES:]
+            self._tail = self._tail[-self._num_kept :]
         elif len(self._tail) > MAX_JSON_BYTES:
             self._is_overlong, self._tail = True, b""
 
@@ -60,9 +62,13 @@ class UsageReader:
         """Return whether a stream of events, cut here, is still a stream of whole events."""
         return self._is_event_stream and self._tail.endswith((b"\n\n", b"\r\n\r\n"))
 
+    def answer(self) -> bytes | None:
+        """Return the JSON of the answer, or of the last event of a stream; None where that was too long."""
+        return last_event_data(self._tail) if self._is_event_stream else self._tail
+
     def usage(self) -> ReportedUsage | None:
         """Return the usage that the answer, or the last event of a stream, carried."""
-        data = last_event_data(self._tail) if self._is_event_stream else self._tail
+        data = self.answer()
         if not data:
             return None
         try:

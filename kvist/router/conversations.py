@@ -1,0 +1,94 @@
+"""Which worker made a response, and what had been said by then, by the response's id.
+
+A request that goes on with a response names it, and only the worker that made it has it: vLLM keeps responses in its
+own memory, if `VLLM_ENABLE_RESPONSES_API_STORE` tells it to. What was said gives the tokens of the prompt to come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvist.openai.chats import said_in_response
+from kvist.openai.requests import ChatCompletionRequest, Message
+
+MAX_BYTES = 64 * 2**20
+"""Of ids and what was said, in all conversations; least recently used are dropped."""
+
+MAX_RESPONSES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """`said` is a list of messages in JSON; None where they are not known."""
+
+    worker: str
+    said: bytes | None
+
+    @property
+    def messages(self) -> list[Message] | None:
+        """Return what was said."""
+        if self.said is None:
+            return None
+        messages: list[Message] = msgspec.json.decode(self.said)
+        return messages
+
+
+class _Response(msgspec.Struct, frozen=True):
+    id: str
+    status: str | None = None
+    output: Any = None
+
+
+class _LastEvent(msgspec.Struct, frozen=True):
+    response: _Response
+
+
+_decode = msgspec.json.Decoder(_Response | None).decode
+_decode_last_event = msgspec.json.Decoder(_LastEvent).decode
+
+
+class Conversations:
+    """Bounded in bytes and in number. Thread-safe: long prompts are read on other threads."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, response_id: str) -> Kept | None:
+        """Return what is known of a response, None if nothing."""
+        with self._lock:
+            kept = self._kept.get(response_id)
+            if kept is not None:
+                self._kept.move_to_end(response_id)
+            return kept
+
+    def remember(
+        self, worker: str, chat: ChatCompletionRequest | None, answer: bytes | None, *, is_event: bool
+    ) -> None:
+        """Take what the worker answered to a request, if that is known as a chat: a response, or its last event."""
+        try:
+            response = None if not answer else _decode_last_event(answer).response if is_event else _decode(answer)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return
+        if response is None:
+            return
+        said = None
+        if chat is not None and response.status in ("completed", "incomplete"):
+            asked = [message for message in chat.messages if message.get("role") != "system"]
+            said = msgspec.json.encode([*asked, *said_in_response(response.output)])
+        with self._lock:
+            self._drop(response.id)
+            self._kept[response.id] = Kept(worker, said)
+            self._num_bytes += len(response.id) + len(said or b"")
+            while self._num_bytes > MAX_BYTES or len(self._kept) > MAX_RESPONSES:
+                self._drop(next(iter(self._kept)))
+
+    def _drop(self, response_id: str) -> None:
+        if (dropped := self._kept.pop(response_id, None)) is not None:
+            self._num_bytes -= len(response_id) + len(dropped.said or b"")
