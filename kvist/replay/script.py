@@ -68,13 +68,10 @@ class Selection:
     since: Moment | None = None
     until: Moment | None = None
 
-    def is_too_early(self, record: Record, first_ns: int) -> bool:
-        """Return whether the record lies before what is meant."""
-        return self.since is not None and record.time_ns < self.since.time_ns(first_ns)
-
-    def is_too_late(self, record: Record, first_ns: int, wait_ns: int = 0) -> bool:
-        """Return whether the record lies behind what is meant, by `wait_ns` at least."""
-        return self.until is not None and record.time_ns >= self.until.time_ns(first_ns) + wait_ns
+    def times_ns(self, first_ns: int) -> tuple[float, float]:
+        """Return from when to when in Unix time, for a recording that begins at `first_ns`; without end if not said."""
+        since_ns = float("-inf") if self.since is None else self.since.time_ns(first_ns)
+        return since_ns, float("inf") if self.until is None else self.until.time_ns(first_ns)
 
     def has_worker(self, record: Record) -> bool:
         """Return whether the record is of a worker that is meant."""
@@ -179,14 +176,16 @@ class Script:
 
     def _chosen(self, records: list[Record]) -> tuple[list[Line], bool]:
         """Return the lines of some records, and whether the selection ends with them."""
-        first_ns = self._first_ns = records[0].time_ns if self._first_ns is None else self._first_ns
-        selection, lines = self._selection, list[Line]()
+        if self._first_ns is None:
+            self._first_ns = records[0].time_ns
+        since_ns, until_ns = self._selection.times_ns(self._first_ns)
+        lines = list[Line]()
         for record in records:
-            if selection.is_too_late(record, first_ns, _MAX_WAIT_NS):
+            if record.time_ns >= until_ns + _MAX_WAIT_NS:
                 return lines, True
-            if selection.is_too_late(record, first_ns) or not selection.has_worker(record):
+            if record.time_ns >= until_ns or not self._selection.has_worker(record):
                 continue
-            is_early = selection.is_too_early(record, first_ns)
+            is_early = record.time_ns < since_ns
             messages = [record.message] if self._num_rounds == 1 else self._of_round(record)
             lines += [Line(self._round_idx, record._replace(message=message), is_early) for message in messages]
         return lines, False
