@@ -27,6 +27,9 @@ from kvist.openai.requests import ChatCompletionRequest, Message, is_text_part
 _CUT = "\ue000kvist-cut\ue000"
 
 
+_REFUSALS = (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError)
+
+
 class _GenerationBlocks(jinja2.ext.Extension):
     """Accepts `{% generation %}`, which marks assistant tokens for training, and renders only its body."""
 
@@ -80,7 +83,9 @@ class ChatTemplate:
 
     def _rendered(self, request: ChatCompletionRequest, *, is_marked: bool = True) -> str:
         given: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens}
-        given |= (request.chat_template_kwargs or {}) | _effort(request)
+        if (effort := request.reasoning_effort) is not None:
+            given["enable_thinking"] = effort != "none"
+        given |= (request.chat_template_kwargs or {}) | ({} if effort is None else {"reasoning_effort": effort})
         given["add_generation_prompt"] = request.add_generation_prompt and not request.continue_final_message
         if request.tools is not None:
             given["tools"] = [_tool(tool) for tool in request.tools]
@@ -89,7 +94,7 @@ class ChatTemplate:
         try:
             given["messages"] = self._messages(request, is_marked)
             text = self._template.render(given)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError) as error:
+        except _REFUSALS as error:
             message = f"messages: the chat template refused them: {error}"
             raise RequestError(400, message, param="messages", code="template_refused") from None
         if not request.continue_final_message:
@@ -120,7 +125,7 @@ class ChatTemplate:
         messages = [{"role": role, "content": "t"} for role in ("system", "user") * 2]
         try:
             environment.from_string(self._source).render(messages=messages, add_generation_prompt=False)
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError):
+        except _REFUSALS:
             return True
         return False
 
@@ -166,11 +171,12 @@ class ChatTemplate:
                 thoughts = message.get("reasoning_content")
             if thoughts is not None:
                 known["reasoning"] = known["reasoning_content"] = known["thinking"] = thoughts
-        for name in ("name", "tool_call_id") if role == "tool" else ("name",):
-            if isinstance(message.get(name), str):
-                known[name] = message[name]
-        if role == "developer":
+        elif role == "developer":
             known["tools"] = message.get("tools")
+        elif role == "tool" and isinstance(message.get("tool_call_id"), str):
+            known["tool_call_id"] = message["tool_call_id"]
+        if isinstance(message.get("name"), str):
+            known["name"] = message["name"]
         return known
 
 
@@ -189,32 +195,13 @@ def has_items(request: ChatCompletionRequest) -> bool:
 
 def _with_one_system_message(messages: list[Message]) -> list[Message]:
     """Return them with developers' messages as the system's and, where one is not first, all those joined in one."""
-    renamed = [
-        {"role": "system"} | {name: value for name, value in message.items() if name not in ("role", "tools")}
-        if message.get("role") == "developer"
-        else message
-        for message in messages
-    ]
-    systems = [message for message in renamed if message.get("role") == "system"]
-    if renamed[0] is systems[0] and len(systems) == 1:
-        return renamed
+    systems = [message for message in messages if message["role"] in ("system", "developer")]
+    others = [message for message in messages if message["role"] not in ("system", "developer")]
+    if len(systems) == 1 and systems[0] is messages[0]:
+        return [{name: systems[0][name] for name in systems[0] if name != "tools"} | {"role": "system"}, *others]
     contents = [message["content"] for message in systems]
     texts = [text if isinstance(text, str) else "\n".join(part["text"] for part in text) for text in contents]
-    others = [message for message in renamed if message.get("role") != "system"]
     return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
-
-
-def _effort(request: ChatCompletionRequest) -> dict[str, Any]:
-    """Return what the template is told of how much to think."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return {}
-    is_settled = "enable_thinking" in (request.chat_template_kwargs or {})
-    return (
-        {"reasoning_effort": effort}
-        if is_settled
-        else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    )
 
 
 def _tool(tool: Any) -> Any:
