@@ -55,12 +55,10 @@ class HostBatch:
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's memory, and the pages of it that the step's sequences hold.
+    """One layer's memory, and the pages of it that the step's sequences hold, as in its `GroupPages`.
 
-    `cache`: `[num_pages, 2, num_kv_heads, block_size, head_dim]`, whose pages may lie apart; `block_tables`: int32
-    `[num_sequences, max_local_blocks]`, negative where absent, beginning at the absolute ordinal `page_offsets`, int32
-    `[num_sequences]`: only page bounds are local, never positions. `slot_mapping`: int64 `[num_tokens]`,
-    page * block_size + offset, negative where another sequence writes the same.
+    `cache`: `[num_pages, 2, num_kv_heads, block_size, head_dim]`, whose pages may lie apart. Only page bounds are
+    local, never positions.
     """
 
     cache: torch.Tensor

@@ -243,7 +243,12 @@ def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
     groups = facts.plan.groups
     if config.num_blocks is not None:
         return (config.num_blocks,) * len(groups)
-    memory_bytes = _memory_bytes(config, facts.device)
+    if config.kv_memory_mib is not None:
+        memory_bytes = config.kv_memory_mib * _MIB
+    elif facts.device.type == "cuda":
+        memory_bytes = int(torch.cuda.mem_get_info(facts.device)[0] * GPU_KV_MEMORY_FRACTION)
+    else:
+        memory_bytes = DEFAULT_CPU_KV_MEMORY_MIB * _MIB
     try:
         return split_memory(
             groups,
@@ -256,11 +261,3 @@ def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
         )
     except InvalidValueError as error:  # too little: say it of the setting, which may have been left to its default
         raise InvalidValueError("kv_memory_mib", memory_bytes // _MIB, error.expected) from None
-
-
-def _memory_bytes(config: EngineConfig, device: torch.device) -> int:
-    if config.kv_memory_mib is not None:
-        return config.kv_memory_mib * _MIB
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * GPU_KV_MEMORY_FRACTION)
-    return DEFAULT_CPU_KV_MEMORY_MIB * _MIB

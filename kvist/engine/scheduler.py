@@ -43,10 +43,8 @@ class Scheduler:
 
     Running requests come first, oldest first; then waiting ones are admitted in order, each with what the prefix cache
     does not serve. When memory runs out, the youngest running request gives its blocks back and starts over from the
-    head of the queue: what it computed is still in the prefix cache, unless somebody needed the room.
-
-    A request whose prompt another worker computes takes a seat when its blocks are reserved, and runs once they are
-    filled.
+    head of the queue. A request whose prompt another worker computes takes a seat when its blocks are reserved, and
+    runs once they are filled.
     """
 
     def __init__(self, kv_cache: KvCacheManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:

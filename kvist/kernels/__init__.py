@@ -1,11 +1,10 @@
 """Attention over a paged KV cache: one op a module, each a Triton kernel, its launcher and a torch reference.
 
 `write_kv` stores keys and values into their slots, `paged_decode` attends with one query token a sequence,
-`paged_prefill` with a ragged batch of them. CUDA tensors
-run the kernel, CPU tensors the reference (no Triton needed). A layer's cache, in 32, 16 or 8 bits, is `[num_blocks, 2,
-num_kv_heads, block_size, head_dim]`, keys before values. Positions, lengths and windows are absolute. A block table may
-lack pages in front: column `page - page_offset` holds the block of a page, and entries that no visible key needs
-(evicted, absent) are never dereferenced.
+`paged_prefill` with a ragged batch of them. CUDA tensors run the kernel, CPU tensors the reference (no Triton needed).
+A layer's cache, in 32, 16 or 8 bits, is `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, keys before values.
+Positions, lengths and windows are absolute. A block table may lack pages in front: column `page - page_offset` holds
+the block of a page, and entries that no visible key needs (evicted, absent) are never dereferenced.
 """
 
 from kvist.kernels.paged_decode import paged_decode, paged_decode_reference

@@ -52,14 +52,11 @@ class KvCacheManager:
     the keys of all tokens are written before any are read. Blocks that no later query can see leave their sequence when
     the step is settled.
 
-    With a scratch policy, sequences that allow it hold blocks that a step makes stale itself in scratch slots, from
-    `open` or `grow` to `settle`, `revoke` or `close`. Those blocks are never found and never reported. The slots go to
-    the next step's sequences; that is safe because one stream computes all steps in order.
+    With a scratch policy, sequences that allow it hold blocks that a step makes stale itself in scratch slots, which
+    are never found or reported. The slots go to the next step's sequences: one stream computes all steps in order.
 
-    A sequence whose content comes from elsewhere is `reserve`d instead, and after `accept` it is like any other. Until
-    then nothing of it can be found.
-
-    Knows tokens, not tensors or time. Group ids, windows and hashes in the events it reports are those of `groups`.
+    A sequence whose content comes from elsewhere is `reserve`d instead, cannot be found until `accept`, and is then
+    like any other. Knows tokens, not tensors or time.
     """
 
     def __init__(

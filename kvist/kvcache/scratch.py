@@ -1,9 +1,8 @@
 """Scratch slots: blocks that a step writes and reads but nobody wants after it share memory layer by layer.
 
 A long step over a sliding window fills blocks that its own end makes stale. Each layer needs them only while it
-computes, so their keys and values of one layer after the other can go to the same bytes: a slot, which otherwise holds
-one block of all the group's layers, then holds many blocks of the layer at work. What was in them is lost at the end of
-the step, and with it the chance to reuse it.
+computes, so a slot, which otherwise holds one block of all the group's layers, holds many blocks of the layer at work.
+What was in them is lost at the end of the step (docs/windowed-kv.md).
 
 A pool is an array of pages, one a layer in each slot. Ordinary blocks lie across their slot, one layer beside the
 other; scratch blocks lie along it, each shifted by one page more, round the slot's end.

@@ -33,10 +33,8 @@ def reusable_prefix(
     """Return how many of the first `num_blocks` blocks the caches of all groups can serve together.
 
     Each group tells by ordinal whether it has a block. A prefix is usable when every group holds what the query behind
-    it sees: full attention all of it, a window only the blocks that are not stale. The first block missed at ordinal i
-    rules out every length that reaches past it, because a shorter prefix needs older blocks, never fewer of the old
-    ones; so the search goes on at i, until no group objects. O(blocks) lookups for full attention, and a window's worth
-    a retry.
+    it sees, which is older the shorter the prefix: so a block missed at ordinal i rules out every length beyond it, and
+    the search goes on at i. O(blocks) lookups for full attention, and a window's worth a retry.
     """
     candidate = num_blocks
     while True:

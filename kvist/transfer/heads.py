@@ -1,10 +1,7 @@
 """Which KV heads a rank has, and which of them a sender's rank writes for a receiver's: each head once.
 
-    6 heads, 3 senders, 2 receivers      0 0 1 1 2 2  to  0 0 0 1 1 1      writers of 0: 0, 1; of 1: 1, 2
-    2 heads, 4 senders, 2 receivers      0 0 1 1 (copies)  to  0 1         writer of 0: 0; of 1: 3
-
 Heads are split as the engine splits weights: into equal ranges by rank, and where ranks are more than heads, neighbours
-have copies of the same one.
+have copies of the same one (docs/disaggregation.md, Which heads, has examples).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """A worker of several ranks, to its engine: what it says goes to all of them, what they report comes back as one.
 
-Every rank moves its own heads, by a service of its own. Rank 0 has the engine and speaks for all; the others follow its
-commands over a pipe each, and send their reports back. The engine's thread writes an offer into every rank's pipe
-before anybody hears of the prompt, and a follower's service reads its pipe after it has read what others ask, and
-before it looks at that: so no rank is asked for a prompt that it does not know. Blocks have the same ids on all ranks,
-so they are free only when no rank needs them.
+Every rank moves its own heads, by a service of its own. Rank 0 has the engine; the others follow its commands over a
+pipe each, and send their reports back. An offer is in every rank's pipe before anybody hears of the prompt, and a
+follower's service reads its pipe before it looks at what others ask: so no rank is asked for a prompt that it does not
+know. Blocks have the same ids on all ranks, so they are free only when no rank needs them.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ _ROPE_FIELDS: Final = _by_name(
 def checked(raw: Mapping[str, Any], fields: Mapping[str, Any] = FIELDS) -> Raw:
     """Return the object without its nulls, which count as left out; raises InvalidValueError for a wrong type."""
     given = {name: value for name, value in raw.items() if value is not None}
-    for name in fields.keys() & given.keys():
+    for name in [name for name in given if name in fields]:
         try:
             given[name] = msgspec.convert(given[name], fields[name])
         except msgspec.ValidationError as error:
