@@ -41,6 +41,14 @@ APIS = {CHAT_PATH: "chat", COMPLETION_PATH: "completions", MESSAGES_PATH: "messa
 FORM_PATHS = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations", "/v1/images/edits"})
 """Endpoints that take a form; all others take JSON, whatever a request says of its content."""
 
+_REWRITING = {
+    CHAT_PATH: ("chat_template", "add_special_tokens", "truncate_prompt_tokens"),
+    COMPLETION_PATH: ("suffix", "truncate_prompt_tokens"),
+    RESPONSES_PATH: ("truncation",),
+    MESSAGES_PATH: (),
+}
+"""Fields that have an engine make other tokens of a prompt than those of the model's template and text."""
+
 INLINE_BODY_BYTES = 2048
 """Up to here a body is tokenised on the event loop, at a cost of at most 0.5 ms; 32 kB would cost 20 ms. Measured with
 the bundled tokeniser on a 2-core Xeon; a hop to a thread and back takes 0.05 ms, and more on a busy machine."""
@@ -123,6 +131,7 @@ class PromptReader:
         kept = self.conversations.get(previous_id) if isinstance(previous_id, str) else None
         worker = None if kept is None else kept.worker
         try:
+            _check_is_plain(api, fields)
             tokenizer = self._loaded_tokenizer()
             chat = chat or chat_of(api, fields, tokenizer.template, _messages_of(previous_id, kept))
             token_ids = tokenizer.tokenize_chat(chat)
@@ -138,6 +147,7 @@ class PromptReader:
         longest = max(prompts, key=_length_in_tokens)
         num_other_tokens = sum(map(_length_in_tokens, prompts)) - _length_in_tokens(longest)
         try:
+            _check_is_plain(COMPLETION_PATH, fields)
             token_ids = (
                 longest if isinstance(longest, list) else self._tokenize_text(longest, request.add_special_tokens)
             )
@@ -182,6 +192,7 @@ def _read_tokenized_completion(body: bytes) -> Ask | None:
     token_ids, rest = split
     try:
         fields = _client_fields(rest)
+        _check_is_plain(COMPLETION_PATH, fields)
         request = decode_completion_request(fields)
     except RequestError:  # that of the whole body says where
         return None
@@ -192,6 +203,12 @@ def _client_fields(body: bytes) -> Fields:
     fields = read_fields(body)
     refuse_fields(fields)
     return fields
+
+
+def _check_is_plain(api: str, fields: Fields) -> None:
+    for name in _REWRITING[api]:
+        if fields.get(name) not in (None, False, "", "disabled"):
+            raise RequestError(400, f"{name}: makes other tokens of a prompt", param=name, code="rewritten")
 
 
 def _messages_of(response_id: Any, kept: Kept | None) -> list[Message]:

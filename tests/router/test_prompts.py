@@ -61,6 +61,7 @@ async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: A
         {"prompt": [[5, 6], [7]]},
         {"prompt": "hello world"},
         {"prompt": ["hello"]},
+        {"prompt": [5, 6, 7], "truncate_prompt_tokens": 2},
     ],
 )
 async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> None:
@@ -199,6 +200,17 @@ async def test_a_chat_is_the_same_prompt_by_every_api(reader: PromptReader, path
         (MESSAGES_PATH, {"messages": 5}, "load only", "not_understood"),
         (RESPONSES_PATH, {"input": [{"type": "image_generation_call"}]}, "load only", "unknown_part"),
         ("/v1/embeddings", {"input": "x"}, "load only", "other_endpoint"),
+        (
+            CHAT_PATH,
+            {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ x }}"},
+            "load only",
+            "rewritten",
+        ),
+        (CHAT_PATH, {"messages": [{"role": "user", "content": "x"}], "chat_template": None}, "tokens", None),
+        (COMPLETION_PATH, {"prompt": [1, 2], "truncate_prompt_tokens": 1}, "load only", "rewritten"),
+        (COMPLETION_PATH, {"prompt": "hello", "suffix": "x"}, "load only", "rewritten"),
+        (RESPONSES_PATH, {"input": "hello", "truncation": "auto"}, "load only", "rewritten"),
+        (RESPONSES_PATH, {"input": "hello", "truncation": "disabled"}, "tokens", None),
     ],
 )
 async def test_how_well_a_prompt_is_read_is_said(
