@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from _engine_files import FOLDER
 from _engine_traffic import Prompt
@@ -45,6 +46,7 @@ class Stream:
     num_ranks: int
     port: int
     replay_port: int | None
+    drops_last_block: bool = False
 
     def config_json(self) -> str:
         """Return what the engine would have been given."""
@@ -82,7 +84,7 @@ class IndexService:
             body |= {"endpoint": f"tcp://127.0.0.1:{stream.port + rank}", "dp_rank": rank}
             if self.side != "dynamo":
                 options = f"?engine={stream.engine}" + ("&replay_port=none" if replay_port is None else "")
-                body["endpoint"] += options
+                body["endpoint"] += options + ("&eagle=drop" if stream.drops_last_block else "")
             if replay_port is not None:
                 body["replay_endpoint"] = f"tcp://127.0.0.1:{replay_port + rank}"
         else:
@@ -119,7 +121,7 @@ class IndexService:
         """Return what the service says of how well it knows each rank; nothing where it does not say."""
         if self.side == "dynamo":
             return {}
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/workers?model_name={model}") as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/workers?model_name={quote(model)}") as answer:
             members = json.load(answer)
         listeners = [each for member in members for each in member["listeners"].values()]
         return {int(rank): each["state"] for listener in listeners for rank, each in listener["ranks"].items()}
@@ -153,9 +155,13 @@ class IndexService:
 
 def start_sidecar(stack: ExitStack, stream: Stream, has_full_reports: bool) -> str:
     """Start `kvist publish` beside an engine; return where it publishes."""
-    command = [*KVIST, "publish", "--kv-events-config", stream.config_json(), "--engine", stream.engine]
-    command += ["--data-parallel-size", str(stream.num_ranks), "--block-size", str(stream.block_size)]
-    command += ["--to", "tcp://127.0.0.1:0", "--worker", "engine"]
+    command = [*KVIST, "publish", "--engine", stream.engine, "--block-size", str(stream.block_size)]
+    if stream.drops_last_block:
+        options = f"?replay_port={stream.replay_port}&eagle=drop"
+        command += ["--endpoint", f"tcp://127.0.0.1:{stream.port}{options}"]
+    else:
+        command += ["--kv-events-config", stream.config_json(), "--data-parallel-size", str(stream.num_ranks)]
+    command += ["--to", "tcp://127.0.0.1:0", "--worker", "engine", "--groups", "all"]
     command += ["--full-reports"] if has_full_reports else []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     stack.callback(_end, process)

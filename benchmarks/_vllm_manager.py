@@ -117,6 +117,7 @@ class VllmEngine:
         self.num_tiers = 2 if model.num_host_blocks else 1
         self._model, self._rng = model, rng
         sizes = [size * model.num_context_ranks for size, _ in model.groups]
+        self._sizes = sizes
         hash_size, self._num_lookahead = math.gcd(*sizes), int(model.eagle == "lookahead")
         windows = [math.inf if window is None else window for _, window in model.groups]
         self._first_group = windows.index(max(windows))
@@ -181,15 +182,19 @@ class VllmEngine:
         return files().events.KVEventBatch(ts=time.time(), events=events) if events else None
 
     def mark(self, token_ids: list[int], block_hash: int) -> Any:
-        """Return a batch with a block of the group that an index keeps first."""
-        group, size = self._first_group, self.block_size
-        kind = self.manager.kv_cache_event_metadata[group]
-        event = files().events.BlockStored(
-            [block_hash], None, token_ids[:size], size, None, "GPU", None, [None], group, *kind
-        )
-        if self._num_lookahead:
-            event.lookahead_token_ids = [token_ids[size : size + self._num_lookahead]]
-        return files().events.KVEventBatch(ts=time.time(), events=[event])
+        """Return a batch with a prompt's first blocks, all of one hash but for the last, which each group holds."""
+        step, events = math.lcm(*self._sizes) * (2 if self._model.eagle == "drop" else 1), []
+        for group, size in enumerate(self._sizes):
+            kind = self.manager.kv_cache_event_metadata[group]
+            hashes = [block_hash + size * number for number in range(step // size - 1, -1, -1)]
+            event = files().events.BlockStored(
+                hashes, None, token_ids[:step], size, None, "GPU", None, [None] * len(hashes), group, *kind
+            )
+            if self._num_lookahead:
+                ends = range(size, step + 1, size)
+                event.lookahead_token_ids = [token_ids[end : end + self._num_lookahead] for end in ends]
+            events.append(event)
+        return files().events.KVEventBatch(ts=time.time(), events=events)
 
     def hits(self, prompt: Prompt) -> list[int]:
         """Return what the manager says of a request that is not queued."""

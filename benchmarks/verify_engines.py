@@ -187,7 +187,7 @@ class Rank:
     def mark(self, token_ids: list[int]) -> None:
         """Tell of a block of nobody's."""
         self._publish(self.engine.take_batch())
-        self._publish(self.engine.mark(token_ids, random.getrandbits(64)))
+        self._publish(self.engine.mark(token_ids, random.getrandbits(63)))
 
     def _publish(self, batch: Any | None) -> None:
         if batch is not None:
@@ -220,9 +220,8 @@ class Judge:
         scenario = self._scenario
         block_size = scenario.start(self._rng).block_size
         replay_port = free_ports(scenario.num_ranks) if scenario.has_replay else None
-        self._stream = Stream(
-            scenario.engine, block_size, scenario.num_ranks, free_ports(scenario.num_ranks + 1), replay_port
-        )
+        ports, is_dropping = free_ports(scenario.num_ranks + 1), getattr(scenario.model, "eagle", None) == "drop"
+        self._stream = Stream(scenario.engine, block_size, scenario.num_ranks, ports, replay_port, is_dropping)
         self._ranks = [Rank(scenario, self._stream, number, self._rng) for number in range(scenario.num_ranks)]
         self._marks = count(1)
         self._deaf: set[str] = set()

@@ -102,6 +102,13 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
         help="the attention window to publish, for an engine whose events do not tell (default: the largest seen)",
     )
     parser.add_argument(
+        "--groups",
+        choices=("largest", "all"),
+        default="largest",
+        help="'all' also streams what groups with smaller windows hold: overlaps of a hybrid model are then what its "
+        "engine will reuse, and not upper bounds (default: %(default)s)",
+    )
+    parser.add_argument(
         "--lora-name",
         action="append",
         default=[],
@@ -128,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
         lora_names=_lora_names(args.lora_name),
         state_dir=args.state_dir,
         has_full_reports=args.full_reports,
+        has_all_groups=args.groups == "all",
     ) as sidecar:
         asyncio.run(_run_until_signalled(sidecar, args))
     statistics = sidecar.statistics()

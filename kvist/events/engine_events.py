@@ -20,21 +20,24 @@ EngineHash: TypeAlias = int | bytes
 
 
 class UnsizedWindow(Enum):
-    """The two windows that are not a number of tokens.
+    """The windows that are not a number of tokens.
 
     FULL is full attention, and larger than any number. UNKNOWN is that of an engine that never says: such a group
-    passes only while its rank has shown one group.
+    passes only while its rank has shown one group. STATE is that of a group which keeps a state, as Mamba does: it goes
+    on from the one behind a block, and is never published by itself.
     """
 
     FULL = "full"
     UNKNOWN = "unknown"
+    STATE = "state"
 
 
 FULL: Final = UnsizedWindow.FULL
 UNKNOWN: Final = UnsizedWindow.UNKNOWN
+STATE: Final = UnsizedWindow.STATE
 
 KnownWindow: TypeAlias = int | Literal[UnsizedWindow.FULL]
-Window: TypeAlias = KnownWindow | Literal[UnsizedWindow.UNKNOWN]
+Window: TypeAlias = KnownWindow | Literal[UnsizedWindow.UNKNOWN, UnsizedWindow.STATE]
 
 
 def window_size(window: KnownWindow) -> float:

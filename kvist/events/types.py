@@ -19,6 +19,8 @@ NonEmpty: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 # Bounded well above what is deployed: without a bound, garbage could make everything kept by rank grow.
 MAX_RANKS = 4096
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_RANKS)]
+# Or the companion of one, which has the stream of a rank of its own.
+RankOrCompanion: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_RANKS)]
 
 
 class Tier(IntEnum):
@@ -35,6 +37,26 @@ class WorkerRank(NamedTuple):
 
     worker: str
     rank: int
+
+    @property
+    def companion(self) -> WorkerRank:
+        """Return what stands for the rank's other groups in an index."""
+        return WorkerRank(self.worker, self.rank + MAX_RANKS)
+
+
+MAX_NEEDED, MAX_STRIDE, MAX_KINDS = 1 << 20, 256, 4
+
+
+class GroupRule(NamedTuple):
+    """What a group of layers must hold for a hit: `num_needed` of its blocks at the end, 0 for all of them.
+
+    A block of the group is as long as `stride` published ones, and has the name of the last of them. With
+    `num_ahead` as many more are needed behind the hit, which the engine has but computes again.
+    """
+
+    num_needed: Annotated[int, msgspec.Meta(ge=0, le=MAX_NEEDED)]
+    stride: Annotated[int, msgspec.Meta(ge=1, le=MAX_STRIDE)] = 1
+    num_ahead: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
 
 
 class Stored(msgspec.Struct, tag="stored", array_like=True, frozen=True, gc=False):
@@ -67,6 +89,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True, frozen=True, g
     digest: NonNegative
     is_complete: bool = True
     """Whether the publisher knows of all that the engine holds: one beside an engine may have lost some."""
+    rules: Annotated[tuple[GroupRule, ...], msgspec.Meta(max_length=1 + MAX_KINDS)] = ()
+    """Of a companion: what hits of its rank need, of the published group and of each kind of others."""
 
 
 Event: TypeAlias = Stored | Removed | Cleared | Heartbeat
@@ -87,7 +111,7 @@ class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False
     """
 
     worker: NonEmpty
-    rank: Rank
+    rank: RankOrCompanion
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive
@@ -109,7 +133,7 @@ class SnapshotPart(msgspec.Struct, tag="kvist-snapshot", array_like=True, frozen
     """
 
     worker: NonEmpty
-    rank: Rank
+    rank: RankOrCompanion
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive

@@ -25,7 +25,7 @@ from kvist.events.session import (
 )
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
-from kvist.events.types import SnapshotPart
+from kvist.events.types import MAX_RANKS, GroupRule, SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.restoring import Answer, is_heartbeat, read_answer, restore
 from kvist.indexer.statistics import RankBound, SourceCounters
@@ -69,6 +69,8 @@ class CanonicalFollower:
         self._topics: dict[int, bytes] = {}
         # Ranks whose publisher itself does not know of all that the engine holds.
         self._incomplete: set[int] = set()
+        # What hits of ranks with companions need.
+        self._rules: dict[int, tuple[GroupRule, ...]] = {}
 
     @property
     def sessions(self) -> Mapping[int, Session[Batch]]:
@@ -80,6 +82,7 @@ class CanonicalFollower:
         return {
             rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else self._state(rank)
             for rank in self._sessions
+            if rank < MAX_RANKS
         }
 
     def progress(self) -> CanonicalProgress | None:
@@ -109,7 +112,7 @@ class CanonicalFollower:
             return
         session = self._sessions.get(batch.rank)
         if session is None:
-            if not self._bound.admits(batch.rank, self._worker, self._counters):
+            if not self._bound.admits(batch.rank % MAX_RANKS, self._worker, self._counters):
                 return
             session = self._new_session(batch.rank)
         if message.topic:  # replies in the older framing have none
@@ -220,6 +223,7 @@ class CanonicalFollower:
         assert answer is not None
         assert answer.snapshot is not None
         is_exact = yield from restore(self._index, WorkerRank(self._worker, rank), answer.snapshot)
+        self._set_groups(rank)
         if is_exact:
             _logger.info(
                 "rank restored worker=%s rank=%d num_blocks=%d sequence=%d",
@@ -248,21 +252,33 @@ class CanonicalFollower:
         is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
         copied = published if is_short else Holding(held.num_blocks, held.digest)
         (self._incomplete.discard if heartbeat.is_complete else self._incomplete.add)(batch.rank)
+        if batch.rank >= MAX_RANKS and heartbeat.rules != self._rules.get(batch.rank - MAX_RANKS, ()):
+            self._rules[batch.rank - MAX_RANKS] = heartbeat.rules
+            self._set_groups(batch.rank)
         return session.on_heartbeat(batch.epoch, batch.sequence, published, copied, now_s)
+
+    def _set_groups(self, rank: int) -> None:
+        """Tell the index what hits of a rank need, who or whose companion was cleared, or has other rules now."""
+        rules = self._rules.get(rank % MAX_RANKS)
+        if rules:
+            self._index.set_groups(WorkerRank(self._worker, rank % MAX_RANKS), rules)
 
     def _is_whole(self, rank: int) -> bool:
         is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
         return self._sessions[rank].is_complete and not is_short
 
     def _state(self, rank: int) -> SourceState:
-        followed = self._sessions[rank].state
+        followed, companion = self._sessions[rank].state, rank + MAX_RANKS
         is_short = rank in self._incomplete or self._index.evicted_from(WorkerRank(self._worker, rank))
+        if companion in self._sessions:  # what hits need is not known, or not wholly
+            is_short |= companion in self._incomplete or self._sessions[companion].state is not SourceState.LIVE
         return SourceState.PARTIAL if followed is SourceState.LIVE and is_short else followed
 
     def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):
             _logger.warning("rank cleared: %s worker=%s rank=%d", step.reason, self._worker, rank)
             self._index.clear(self._worker, rank)
+            self._set_groups(rank)
             if step.reason is ClearReason.LOST:
                 self._sessions[rank].on_cleared(by_loss=True)
             return
@@ -273,6 +289,7 @@ class CanonicalFollower:
         self._counters.applied(len(batch.events), batch.timestamp_s, now_s, time.time())
         if any(isinstance(event, Cleared) for event in batch.events):
             self._sessions[rank].on_cleared()
+            self._set_groups(rank)
 
     def _note_taken(self, taken: Taken, block: MessageBlock, now_s: float) -> None:
         """Count what the fast lane took, as `receive` does for one message."""

@@ -43,7 +43,7 @@ class CanonicalLane:
         self._block_size = block_size
         self._index = index
         self._lane = np.zeros(1, compiled.LANE)
-        self._ranks = np.zeros(MAX_RANKS, compiled.RANK)  # memory of those that never occur is not touched
+        self._ranks = np.zeros(2 * MAX_RANKS, compiled.RANK)  # memory of those that never occur is not touched
         operations, hashes = np.zeros(compiled.MAX_OPERATIONS, OPERATION), np.zeros(compiled.MAX_HASHES, np.uint64)
         self._gathered = operations, hashes, np.zeros(1, PROGRESS)
 

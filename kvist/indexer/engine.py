@@ -40,11 +40,13 @@ class EngineFollower:
         limits: SessionLimits | None = None,
         bound: RankBound | None = None,
         counts_copies: bool = True,
+        num_ahead: int = 0,
     ) -> None:
         """Keep `resyncing`, shared by all sources, up to date with this worker's ranks.
 
         Batches that name no rank are of `bound.own_rank`. With `counts_copies`, what vLLM stores again is one more
-        copy, as long as nothing was lost: it reports each. Not so where others have it report what it holds anew.
+        copy, as long as nothing was lost: it reports each. Not so where others have it report what it holds anew. Hits
+        need `num_ahead` blocks more than they have.
         """
         from kvist.indexer.engine_lane import EngineLane  # compiled, as the index is: not for who only imports this
 
@@ -59,7 +61,9 @@ class EngineFollower:
         self._now_s = 0.0
         self._has_our_block_size = False
         self._is_part = False
+        self._num_ahead = num_ahead
         self._counts_copies = counts_copies and engine == "vllm"
+        self._has_full_reports = not counts_copies and engine == "vllm"
         self._feed = EngineFeed(engine, worker, self, limits)
         self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
         self._ranks = self._lane.ranks
@@ -78,7 +82,9 @@ class EngineFollower:
     def _state(self, source: WorkerRank, followed: SourceState) -> SourceState:
         if followed is SourceState.PARTIAL and source.rank in self._whole:
             followed = SourceState.LIVE
-        is_short = followed is SourceState.LIVE and self._index.evicted_from(source)
+        is_short = followed is SourceState.LIVE and (
+            self._has_full_reports or self._index.evicted_from(source) or self._ranks[source.rank].is_short
+        )
         return SourceState.PARTIAL if is_short else followed
 
     def progress(self, *, is_caught_up: bool = True) -> EngineProgress | None:
@@ -104,6 +110,7 @@ class EngineFollower:
                     rank.filter.state,
                     is_whole=number in self._whole and rank.residency.is_told_by_names,
                     copies=rank.residency.told_copies(),
+                    others=rank.others.rules,
                 )
                 for number, rank in self._ranks.items()
             ),
@@ -116,8 +123,7 @@ class EngineFollower:
             self._feed.on_reconnect(now_s)
         for each in progress.ranks:
             rank = self._rank(each.rank)
-            rank.filter.resume(each.filter_state)
-            rank.residency.resume_copies(each.copies)
+            rank.resume(each.filter_state, dict(each.other_groups), each.copies)
             if each.is_whole:
                 self._whole.add(each.rank)
         self._note_state()
@@ -274,7 +280,7 @@ class EngineFollower:
         rank = self._ranks.get(number)
         if rank is None:
             source = WorkerRank(self._worker, number)
-            rank = self._lane.add_rank(source, partial(self._apply, source))
+            rank = self._lane.add_rank(source, partial(self._apply, source), self._num_ahead)
             self._note_counting()
         return rank
 

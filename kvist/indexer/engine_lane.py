@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, WorkerRank
 from kvist.events.dialects.block_events import FIELD_ORDERS
-from kvist.events.engine_events import FULL, UNKNOWN
+from kvist.events.engine_events import FULL, STATE, UNKNOWN, UnsizedWindow
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import MessageBlock
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
+from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages
 from kvist.indexer.compiled.names import FIELDS
 from kvist.indexer.residency import EngineResidency
-from kvist.publisher.filter import WindowFilter
+from kvist.publisher.filter import FilterState, WindowFilter
+from kvist.publisher.groups import GroupSplitter, OtherGroups
 from kvist.publisher.normaliser import Normaliser
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
@@ -52,9 +54,15 @@ class EngineRank:
     """Filters and normalises a rank's events, and lets compiled code know how it would go about others like them."""
 
     def __init__(
-        self, source: WorkerRank, block_size: int, index: RadixIndex, apply: Callable[[Iterable[Event]], None]
+        self,
+        source: WorkerRank,
+        block_size: int,
+        index: RadixIndex,
+        apply: Callable[[Iterable[Event]], None],
+        num_ahead: int = 0,
     ) -> None:
-        """Hold blocks of `source` in `index`, which `apply` applies events of it to."""
+        """Hold blocks of `source` in `index`, which `apply` applies events of it to; hits need `num_ahead` more."""
+        self._num_ahead = num_ahead
         self._source = source
         self._block_size = block_size
         self._residency = EngineResidency(index, source, apply)
@@ -63,20 +71,33 @@ class EngineRank:
 
     def admit(self, event: EngineEvent) -> None:
         """Take one event; what it amounts to is in the index when this returns."""
-        before = self._filter.state
-        passed = self._filter.admit(event)
-        for each in passed:
-            self._normaliser.normalise(each)
-        if self._filter.state != before:
-            self.verdicts.clear()
-        elif isinstance(event, EngineStored | EngineRemoved):
-            self.verdicts.add(event, passes=bool(passed))
+        before = self._filter.state, self._splitter.rules
+        passes, group = self._splitter.admit(event, self._normaliser.normalise)
+        if before != (self._filter.state, self._splitter.rules):
+            self.verdicts.clear(self._splitter.rules[1:])
+        elif isinstance(event, EngineStored | EngineRemoved) and (passes or self.others.is_expressible):
+            self.verdicts.add(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
 
     def clear(self) -> None:
         """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
         self._residency.clear()
-        self.verdicts.clear()
         self._begin()
+
+    @property
+    def others(self) -> OtherGroups:
+        """Return what is known of the rank's other groups."""
+        return self._splitter.others
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether hits need what is not accounted for."""
+        return not (self.others.is_expressible and self._residency.copies.has_room)
+
+    def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
+        """Go on with groups as they were."""
+        self._residency.resume_copies(copies)
+        self._splitter.resume(state, others)
+        self.verdicts.clear(self._splitter.rules[1:])
 
     @property
     def residency(self) -> EngineResidency:
@@ -91,6 +112,7 @@ class EngineRank:
     def settle(self) -> tuple[Records, Records, Records, Records]:
         """Let compiled code know where the rank's blocks are now; return the map of their names, and their copies."""
         self.verdicts.record["slot"] = self._residency.slot
+        self.verdicts.record["companion"] = self._residency.companion_slot
         names, copies = self._residency.map, self._residency.copies
         return names.head, names.segments, copies.head, copies.segments
 
@@ -101,6 +123,8 @@ class EngineRank:
 
     def _begin(self) -> None:
         self._filter = WindowFilter(self._source.rank)
+        self._splitter = GroupSplitter(self._filter, self._block_size, self._residency, self._num_ahead)
+        self.verdicts.clear([])
         # Partial blocks are never published, so nothing here depends on whether they are remembered.
         self._normaliser = Normaliser(
             self._block_size, rank=self._source.rank, max_partial_blocks=1, holdings=self._residency
@@ -114,29 +138,34 @@ class Verdicts:
         self.record: Records = np.zeros(1, layout.RANK)
         self.record["number"] = number
 
-    def add(self, event: EngineStored | EngineRemoved, *, passes: bool) -> None:
+    def clear(self, others: Sequence[GroupRule]) -> None:
+        """Forget all verdicts: the filter has changed, or which other groups there are."""
+        kinds = [*dict.fromkeys(others)]
+        record = self.record[0]
+        record["num_verdicts"] = 0
+        record["num_groups"], record["num_kinds"] = len(others), len(kinds)
+        record["kinds"][: len(others)] = [kinds.index(rule) for rule in others]
+        record["believed"][: len(others)] = [rule.num_needed for rule in others]
+
+    def add(self, event: EngineStored | EngineRemoved, verdict: int) -> None:
         """Let every event fare like this one that has its type, group and window."""
         key, record = _verdict_key(event), self.record[0]
         num_verdicts = int(record["num_verdicts"])
         if key is None or key in record["keys"][:num_verdicts]:
             return
         place = num_verdicts % layout.NUM_VERDICTS  # of which there are never so many
-        record["keys"][place], record["passes"][place], record["num_verdicts"] = key, passes, place + 1
-
-    def clear(self) -> None:
-        """Forget all verdicts: the filter has changed."""
-        self.record["num_verdicts"] = 0
+        record["keys"][place], record["passes"][place], record["num_verdicts"] = key, verdict, place + 1
 
 
 def _verdict_key(event: EngineStored | EngineRemoved) -> int | None:
     """Return what compiled code looks for, None for an event that it does not look at."""
     group = 0 if event.group is None else event.group + 1
-    if event.window is FULL:
-        window = layout.FULL_WINDOW
+    if isinstance(event.window, UnsizedWindow):
+        window = {FULL: layout.FULL_WINDOW, STATE: layout.STATE_WINDOW, UNKNOWN: 0}[event.window]
+    elif event.window < layout.STATE_WINDOW:
+        window = event.window
     else:
-        window = 0 if event.window is UNKNOWN else event.window
-        if window >= layout.FULL_WINDOW:
-            return None
+        return None
     return isinstance(event, EngineRemoved) | group << 1 | window << 32 if group <= layout.MAX_GROUP else None
 
 
@@ -167,9 +196,9 @@ class EngineLane:
         """Return each rank so far."""
         return self._ranks
 
-    def add_rank(self, source: WorkerRank, apply: Callable[[Iterable[Event]], None]) -> EngineRank:
+    def add_rank(self, source: WorkerRank, apply: Callable[[Iterable[Event]], None], num_ahead: int = 0) -> EngineRank:
         """Return a rank that takes single events and shares all that it knows with the lane."""
-        rank = EngineRank(source, self._block_size, self._index, apply)
+        rank = EngineRank(source, self._block_size, self._index, apply, num_ahead)
         self._ranks[source.rank] = rank
         return rank
 
@@ -227,7 +256,7 @@ class EngineLane:
             self._make_room(int(self._block.table[self._stream["message_idx"], PAYLOAD_BYTES]))
         elif reason == layout.OTHER_RANK:
             self._rank_number = int(self._stream["checked_rank"])
-            self._nobody[0] = self._rank_number, -1, 0, 0, 0
+            self._nobody["number"], self._nobody["slot"] = self._rank_number, -1
 
     def _note_fingerprints(self, restarts: RestartDetector | None) -> None:
         """Have fingerprints written into a ring."""

@@ -10,11 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.indexer.compiled import engine_map as compiled
-from kvist.indexer.compiled.engine_map import IRREGULAR
+from kvist.indexer.compiled.engine_map import COPY, GROUPS, IRREGULAR
 from kvist.radix import RadixIndex
 from kvist.radix.compiled import table
 from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT, Records
 from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
+
+__all__ = ["COPY", "GROUPS", "CopyCounts", "EngineMap", "Names"]
 
 _SEGMENT_BITS = 3
 """Few, for there may be thousands of maps: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
@@ -87,7 +89,10 @@ class _Table:
 
 
 class CopyCounts(_Table):
-    """Counts copies beyond the first of engine hashes, as `fold_hash` has them, in each tier."""
+    """Counts copies beyond the first of engine hashes, as `fold_hash` has them, in each tier.
+
+    And all of them in each of the rank's other groups: those are `GROUPS` and more instead of a tier.
+    """
 
     def of(self, name: int, tier: int) -> int:
         """Return how many there are."""
@@ -101,6 +106,11 @@ class CopyCounts(_Table):
         else:
             self.drop(_copies_key(name, tier))
 
+    @property
+    def has_room(self) -> bool:
+        """Return whether blocks of other groups are counted that were not yet."""
+        return len(self) < compiled.MAX_ROWS
+
     def drop_all(self, name: int, tier: int) -> None:
         """Count none any more."""
         if len(self):
@@ -110,7 +120,7 @@ class CopyCounts(_Table):
         """Return engine hashes, tiers and numbers of copies, as columns of `[num_rows, 3]`."""
         rows = np.concatenate([self._rows(number) for number in range(len(self.segments))])
         rows = rows[rows["value"] > 0]
-        tiers = rows["value"] % np.uint64(compiled.COPY)
+        tiers = rows["value"] % np.uint64(compiled.COPY)  # or groups
         names = rows["hash"] ^ tiers * np.uint64(compiled.TIER_STEP)
         return np.stack((names, tiers, rows["value"] // np.uint64(compiled.COPY)), axis=1)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Self, TypeAlias
 
 import msgspec
 
 from kvist.events.engine_events import FULL, UnsizedWindow
-from kvist.events.types import NonNegative, Rank
+from kvist.events.types import GroupRule, NonNegative, Rank, RankOrCompanion
 from kvist.publisher.filter import FilterState
 
 
 class RankProgress(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One rank's canonical stream up to, and without, `next_sequence`."""
 
-    rank: Rank
+    rank: RankOrCompanion
     epoch: NonNegative
     next_sequence: NonNegative
     is_complete: bool
@@ -42,10 +44,23 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
     is_whole: bool = False
     """Whether the rank said that it holds nothing since anything of the stream was lost."""
     copies: bytes = b""
-    """Engine hashes, as `fold_hash` has them, each with a tier and the number of its copies there beyond the first."""
+    """Engine hashes, as `fold_hash` has them, each with a tier and the number of its copies there beyond the first.
+
+    Or 4 plus one of `other_groups`, with the number of all of its copies.
+    """
+    other_groups: tuple[tuple[NonNegative, GroupRule], ...] = ()
+    """The number of each, and what it must hold for a hit."""
 
     @classmethod
-    def of(cls, rank: int, state: FilterState, *, is_whole: bool = False, copies: bytes = b"") -> Self:
+    def of(
+        cls,
+        rank: int,
+        state: FilterState,
+        *,
+        is_whole: bool = False,
+        copies: bytes = b"",
+        others: Mapping[int, GroupRule] = MappingProxyType({}),
+    ) -> Self:
         """Return the progress of a rank whose filter is in this state."""
         groups = [
             (True, each[0]) if isinstance(each, tuple) else (False, _written(each)) for each in state.shown_groups
@@ -62,6 +77,7 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
             state.has_published_unknown,
             is_whole,
             copies,
+            tuple(others.items()),
         )
 
     @property

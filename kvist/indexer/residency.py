@@ -16,7 +16,9 @@ import numpy as np
 from kvist.events import Event, Removed, Stored, Tier, WorkerRank
 from kvist.events.dialects.batch import fold_hash
 from kvist.events.engine_events import EngineHash
-from kvist.indexer.engine_map import CopyCounts, EngineMap, Names
+from kvist.events.types import GroupRule
+from kvist.indexer.engine_map import COPY, GROUPS, CopyCounts, EngineMap, Names
+from kvist.publisher.groups import GroupAccount
 from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
 from kvist.publisher.residency import Residency
 from kvist.radix import RadixIndex
@@ -50,6 +52,10 @@ class EngineResidency:
         """With so many hashes of what is held or released next compiled code is done: it is no copy, nor gone again."""
         self.counts_copies = False
         """Whether an engine hash that is stored again has one more copy; not of what the index has evicted from."""
+        self._clearing: int | None = None
+        self._rules: list[GroupRule] = []
+        self.groups = GroupAccount(self.copies, self._find_on_gpu, self._hold_kind, self._release_kind, GROUPS)
+        """What the rank's other groups hold."""
 
     @property
     def slot(self) -> int:
@@ -60,7 +66,56 @@ class EngineResidency:
             slot = self._index.slot_of(self._source)
             assert slot is not None
         self.map.slot = slot
+        clearing = self._index.clearing_of(self._source)
+        if clearing != self._clearing:
+            self._clearing = clearing
+            if self._rules:
+                self._index.set_groups(self._source, self._rules)
         return slot
+
+    @property
+    def companion_slot(self) -> int:
+        """Return the slot that stands for the rank's other groups, -1 without any."""
+        slot = self._index.slot_of(self._source.companion) if self.groups.kinds else None
+        return -1 if slot is None else slot
+
+    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
+        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
+        self.groups.set_rules(others)
+        self._rules = [published, *self.groups.kinds] if others or published != GroupRule(0) else []
+        self._index.clear(*self._source.companion)
+        if self._rules:
+            self._index.set_groups(self._source, self._rules)
+        for name in {name for name, _, _ in self.counted()}:
+            self.groups.on_published(name)
+
+    def counted(self) -> list[tuple[int, int, int]]:
+        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
+        told = self.copies.told().tolist()
+        return [(name, place - GROUPS, number) for name, place, number in told if place >= GROUPS]
+
+    def count_again(self, counted: Iterable[tuple[int, int, int]]) -> None:
+        """Count what `counted` returned, of blocks that are not published now."""
+        for name, group, number in counted:
+            self.copies.add(name, GROUPS + group, number)
+
+    def engine_hashes(self) -> list[int]:
+        """Return the engine hashes of what is published on the GPU."""
+        regular = [name for names in self.map.names(self.slot) for name in names.engine_hashes.tolist()]
+        names = [*regular, *(name for name in self._irregular.names(Tier.GPU) if isinstance(name, int))]
+        return [name for name in names if self._find_on_gpu(name) is not None]
+
+    def _find_on_gpu(self, name: int) -> int | None:
+        if self.map.is_irregular(name):
+            return self._irregular.names(Tier.GPU).get(name)
+        block_hash = self.map.block_of(name, self.slot)
+        return block_hash if block_hash is not None and self._tiers(block_hash) & 1 else None
+
+    def _hold_kind(self, kind: int, block_hash: int) -> None:
+        self._index.store(self._source.companion, Tier(kind), None, np.array((block_hash,), np.uint64))
+
+    def _release_kind(self, kind: int, block_hashes: Sequence[int]) -> None:
+        self._index.remove(self._source.companion, Tier(kind), np.array(block_hashes, np.uint64))
 
     @property
     def num_blocks(self) -> int:
@@ -121,6 +176,8 @@ class EngineResidency:
                 is_new = self._store(block_hash, parent, tier)
             if is_new:
                 held.new_idxs.append(idx)
+            if tier is Tier.GPU:
+                self.groups.on_published(name)
             parent = block_hash
         return held
 
@@ -187,7 +244,7 @@ class EngineResidency:
     def resume_copies(self, told: bytes) -> None:
         """Count copies of blocks that `resume` is to account for."""
         for name, tier, num_copies in np.frombuffer(told[: len(told) // 24 * 24], "<u8").reshape(-1, 3).tolist():
-            self.copies.add(name, tier & 3, min(num_copies, _MAX_COPIES))
+            self.copies.add(name, tier % COPY, min(num_copies, _MAX_COPIES))
 
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""
@@ -197,10 +254,14 @@ class EngineResidency:
             for tier in self._tiers_of(block_hash):
                 self._account(name, block_hash, None, tier)
                 self._account_copies(name, tier)
+        if self.groups.kinds:
+            for name in names.engine_hashes.tolist():
+                self.groups.on_published(name)
 
     def clear(self) -> None:
         """Hold nothing."""
         self._index.clear(*self._source)
+        self._index.clear(*self._source.companion)
         self.map.clear()
         self._irregular.clear()
         self._shared.clear()
@@ -296,6 +357,8 @@ class EngineResidency:
     def _remove(self, block_hashes: Sequence[int], tier: Tier) -> None:
         if block_hashes:
             self._apply((Removed(_packed(block_hashes), tier),))
+        if block_hashes and tier is Tier.GPU:
+            self.groups.on_withdrawn(block_hashes)
 
 
 def _unknown_name(block_hash: int) -> bytes:

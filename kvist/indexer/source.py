@@ -364,7 +364,8 @@ class Source:
 
     def _engine_follower(self) -> EngineFollower:
         shared = (self._index, self._resyncing, self._counters, self._limits, self.bound, self._counts_copies)
-        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared)
+        num_ahead = int(self.endpoint.drops_last_block)
+        return EngineFollower(self.worker, self._block_size, self.endpoint.engine, *shared, num_ahead)
 
     def _is_canonical(self, message: Message) -> bool:
         try:

@@ -16,6 +16,7 @@ import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import (
+    STATE,
     UNKNOWN,
     EngineCleared,
     EngineCreated,
@@ -37,7 +38,7 @@ class FilterState(msgspec.Struct, array_like=True):
     """All that a filter's verdicts depend on."""
 
     is_created_phase: bool = True
-    window: int | UnsizedWindow | None = None  # never UNKNOWN
+    window: int | UnsizedWindow | None = None  # never UNKNOWN, never STATE
     group: int | None = None
     """The published one; None until an event names it together with the window."""
     is_learning: bool = False
@@ -89,6 +90,9 @@ class WindowFilter:
         # The frequent first: that a struct is of a type takes 0.01 µs to tell, that it is not 0.07 µs.
         if not isinstance(event, EngineStored) and not isinstance(event, EngineRemoved):
             return self._admit_rare(event)
+        if event.window is STATE:
+            self._counts.num_filtered += 1
+            return ()
         if self._state.is_created_phase:
             self._end_created_phase()
         self._show(event.group, event.window)
@@ -118,7 +122,7 @@ class WindowFilter:
 
     @property
     def _window(self) -> KnownWindow | None:
-        return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN
+        return self._state.window  # type: ignore[return-value]  # it is never UNKNOWN, nor STATE
 
     def _admit_rare(self, event: EngineCreated | EngineCleared) -> tuple[PassedEvent, ...]:
         if isinstance(event, EngineCreated):
@@ -138,7 +142,7 @@ class WindowFilter:
             )
             return
         self._show(event.group, event.window)
-        if event.window is UNKNOWN:
+        if event.window is UNKNOWN or event.window is STATE:
             return
         if self._window is None or _is_larger(event.window, self._window):
             self._state.window, self._state.group = event.window, event.group
@@ -161,7 +165,11 @@ class WindowFilter:
 
     def _learn(self, event: EngineStored | EngineRemoved) -> bool:
         """Take a larger window as the one to publish; return whether what was published must be cleared."""
-        if event.window is UNKNOWN or (self._window is not None and not _is_larger(event.window, self._window)):
+        if (
+            event.window is UNKNOWN
+            or event.window is STATE
+            or (self._window is not None and not _is_larger(event.window, self._window))
+        ):
             return False
         if not self._state.is_learning:
             self._warn_once(

@@ -40,7 +40,7 @@ from kvist.publisher.buffers import (
     ReplayBuffer,
 )
 from kvist.publisher.snapshot import Answers
-from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of
+from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of, with_companions
 
 _logger = logging.getLogger(__name__)
 _Items = TypeVar("_Items", bound=Sequence[object])
@@ -77,13 +77,17 @@ class KvEventPublisher:
         lora_names: Mapping[int, str] | None = None,
         num_ranks: int = 1,
         counts_copies: bool = False,
+        has_all_groups: bool = False,
+        num_ahead: int = 0,
         limits: PublisherLimits | None = None,
     ) -> None:
         """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
 
         `block_size` must be the engine's. `window` is the one to publish, for engines that do not report theirs.
         Ranks below `num_ranks` send heartbeats from the start; others from their first event on. With `counts_copies`,
-        a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy.
+        a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy. With
+        `has_all_groups` a second stream of each rank has what its other groups hold of the published one's blocks, and
+        how many blocks behind a hit the engine must have as well, `num_ahead`: with EAGLE vLLM may compute one again.
         """
         if block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens, the engine's")
@@ -93,6 +97,7 @@ class KvEventPublisher:
         self._window = window
         self._lora_names = lora_names
         self._counts_copies = counts_copies
+        self._has_all_groups, self._num_ahead = has_all_groups, num_ahead
         self._limits = PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
         self._streams: dict[int, RankStream] = {}
@@ -108,6 +113,7 @@ class KvEventPublisher:
         self.failure: BaseException | None = None
         """What ended publishing, None while all is well; `close` raises it."""
         self._num_heartbeats = self._num_malformed = 0
+        self._told_facts: list[tuple[object, ...]] = []
         self._is_inherited = False
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -321,7 +327,7 @@ class KvEventPublisher:
                 self._closing.wait(self._limits.coalesce_s)
             self._wake.clear()
             self._publish_pass()
-            if time.monotonic() >= heartbeat_at_s:
+            if time.monotonic() >= heartbeat_at_s or self._facts() != self._told_facts:
                 self._send_heartbeats()
                 self._answers.tidy(time.monotonic())
                 heartbeat_at_s = time.monotonic() + self._limits.heartbeat_s
@@ -343,7 +349,7 @@ class KvEventPublisher:
         if self._inbox:
             self._wake.set()
         timestamp_s = time.time()
-        for stream in self._streams.values():
+        for stream in with_companions(self._streams).values():
             for batch in stream.close_batches(timestamp_s):
                 message = message_of(batch)
                 self._replay_buffer.append(message)  # before it is sent, or a subscriber could ask in vain
@@ -364,11 +370,15 @@ class KvEventPublisher:
         else:
             self._stream(item.rank).admit(item)
 
+    def _facts(self) -> list[tuple[object, ...]]:
+        """Return what heartbeats alone tell, and followers should know at once."""
+        return [(each.is_complete, each.companion and each.companion.rules) for each in self._streams.values()]
+
     def _send_heartbeats(self) -> None:
         if self._outbox:
             return  # a heartbeat would only report what is still on its way as missing
-        timestamp_s = time.time()
-        for stream in self._streams.values():
+        timestamp_s, self._told_facts = time.time(), self._facts()
+        for stream in with_companions(self._streams).values():
             message = message_of(stream.heartbeat(timestamp_s))
             self._replay_buffer.note_heartbeat(message)
             self._outbox.put(message)
@@ -385,6 +395,8 @@ class KvEventPublisher:
                 window=self._window,
                 lora_names=self._lora_names,
                 counts_copies=self._counts_copies,
+                has_all_groups=self._has_all_groups,
+                num_ahead=self._num_ahead,
             )
         return self._streams[rank]
 

@@ -85,6 +85,7 @@ class Sidecar:
         limits: PublisherLimits = LIMITS,
         state_dir: Path | None = None,
         has_full_reports: bool = False,
+        has_all_groups: bool = False,
     ) -> None:
         """Bind the publication at the URL `to`, and read what an earlier sidecar of the worker left in `state_dir`.
 
@@ -100,12 +101,13 @@ class Sidecar:
         self._worker = worker
         self._window = window
         self._lora_names = lora_names
+        self._has_all_groups = has_all_groups
         self._limits = limits
         self._block_size = block_size
         self._num_saves = 0
         self._publisher: KvEventPublisher | None = None
         self._ticker = Ticker()
-        self._feeds = [SidecarFeed(endpoint, self._publisher_for) for endpoint in engine_endpoints]
+        self._feeds = [SidecarFeed(each, self._publisher_for, has_full_reports) for each in engine_endpoints]
         with ExitStack() as exits:
             self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
             saved = self._load()
@@ -198,6 +200,8 @@ class Sidecar:
             lora_names=self._lora_names,
             num_ranks=0,  # which ranks there are, the engine's events tell
             counts_copies=self._counts_copies,
+            has_all_groups=self._has_all_groups,
+            num_ahead=int(any(feed.endpoint.drops_last_block for feed in self._feeds)),
             limits=self._limits,
         )
 
@@ -209,7 +213,8 @@ class Sidecar:
     def _settings(self) -> str:
         """Return what a saved state depends on beside the block size."""
         lora_names = sorted((self._lora_names or {}).items())
-        return f"window={self._window} lora_names={lora_names} counts_copies={self._counts_copies}"
+        counted = f"counts_copies={self._counts_copies} has_all_groups={self._has_all_groups}"
+        return f"window={self._window} lora_names={lora_names} {counted}"
 
     def _load(self) -> SidecarState | None:
         """Return what an earlier sidecar saved that was configured like this one."""

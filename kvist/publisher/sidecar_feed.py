@@ -36,9 +36,16 @@ class SidecarFeed:
     """
 
     def __init__(
-        self, endpoint: Endpoint, publisher_for: Callable[[DecodedEngineBatch], KvEventPublisher | None]
+        self,
+        endpoint: Endpoint,
+        publisher_for: Callable[[DecodedEngineBatch], KvEventPublisher | None],
+        has_full_reports: bool = False,
     ) -> None:
-        """Report to what `publisher_for` returns once a batch makes it return one."""
+        """Report to what `publisher_for` returns once a batch makes it return one.
+
+        With `has_full_reports` of vLLM no rank is known wholly: a copy cannot be told from a report.
+        """
+        self._has_full_reports = has_full_reports and endpoint.engine == "vllm"
         self.endpoint = endpoint
         self.feed = EngineFeed(
             endpoint.engine, endpoint.address, self, NO_REPLAY if endpoint.replay_address is None else None
@@ -91,6 +98,8 @@ class SidecarFeed:
     @property
     def _complete_ranks(self) -> frozenset[int]:
         """Return the ranks that lack no block, once the stream is not asked about any more."""
+        if self._has_full_reports:
+            return frozenset()
         if self.is_complete:
             return frozenset(self._ranks)
         return frozenset(rank for rank, num_lost in self._num_lost_before_of.items() if num_lost == self._num_lost)
@@ -238,7 +247,7 @@ def _removal_kind(event: EngineEvent) -> tuple[Window, int | None, int, Tier | N
 def _mark(streams: Mapping[int, RankStream], *, ranks: Sequence[int], complete_ranks: frozenset[int]) -> None:
     for rank in ranks:
         if rank in streams:
-            streams[rank].is_complete = rank in complete_ranks
+            streams[rank].set_complete(rank in complete_ranks)
 
 
 def _forget_groups(streams: Mapping[int, RankStream], *, ranks: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from kvist.events.snapshot import HeldBlocks, cut
 from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher.buffers import ReplayBuffer
 from kvist.publisher.residency import held_blocks
-from kvist.publisher.stream import RankStream, Streams, topic_of
+from kvist.publisher.stream import Stream, Streams, topic_of, with_companions
 
 BetweenEvents = Callable[[Callable[[Streams], None]], Future[None]]
 """Has something done by the publisher's thread between two events, when all batches are closed."""
@@ -76,7 +76,7 @@ class Answers:
             yield from messages or (() if request.topic else self._buffer.heartbeats())
             return
         start_sequence = request.start_sequence if request.epoch == self._epoch else 0
-        for rank, stream in tuple(self._streams.items()):
+        for rank, stream in with_companions(self._streams).items():
             topic = self._topic(rank)
             if request.topic in (None, b"", topic):
                 yield from self._answer(rank, stream, topic, start_sequence)
@@ -92,7 +92,7 @@ class Answers:
         """Make no more snapshots; whoever waits for one gets what is kept. The publisher's thread has ended."""
         self._executor.shutdown(cancel_futures=True)
 
-    def _answer(self, rank: int, stream: RankStream, topic: bytes, start_sequence: int) -> Iterator[Message]:
+    def _answer(self, rank: int, stream: Stream, topic: bytes, start_sequence: int) -> Iterator[Message]:
         kept = self._buffer.kept(topic, start_sequence)
         is_whole = start_sequence == stream.next_sequence if kept is None else kept.first_sequence <= start_sequence
         if not is_whole or (kept is not None and _is_dear(kept.size_bytes, stream.num_blocks, start_sequence)):
@@ -136,8 +136,9 @@ class Answers:
         batches = []
 
         def copy(streams: Streams) -> None:
-            batches.append(streams[rank].heartbeat(time.time()))
-            for piece in streams[rank].residency.slices():
+            stream = with_companions(streams)[rank]
+            batches.append(stream.heartbeat(time.time()))
+            for piece in stream.residency.slices():
                 copied.append(piece)
                 time.sleep(0)
 

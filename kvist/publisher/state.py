@@ -24,7 +24,7 @@ from xxhash import xxh3_64
 
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EngineHash
-from kvist.events.types import NonNegative, Positive, Rank, Tier
+from kvist.events.types import GroupRule, NonNegative, Positive, Rank, Tier
 from kvist.files import write_atomically
 from kvist.publisher.filter import FilterState
 from kvist.publisher.holdings import Scope
@@ -84,6 +84,9 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
     scopes: tuple[tuple[str | None, str | None], ...]
     scoped: tuple[bytes, bytes]
     """The blocks that have a scope, and its number in `scopes`."""
+    others: tuple[tuple[NonNegative, GroupRule], ...] = ()
+    counted: tuple[bytes, ...] = (b"", b"", b"")
+    """What is counted of the other groups: the engine's hashes, groups, and numbers of copies."""
 
     @classmethod
     def of(cls, rank: int, state: RankState) -> _Rank:
@@ -92,7 +95,7 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
         for (engine_hash, tier), num_copies in residency.copies.items():
             copies[tier][engine_hash] = num_copies
         number_of = {scope: number for number, scope in enumerate(dict.fromkeys(residency.scopes.values()))}
-        places = residency.places.values
+        places, counted = residency.places.values, state.counted
         return cls(
             rank,
             state.filter,
@@ -106,6 +109,12 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
             ),
             tuple(number_of),
             (_column(residency.scopes), _column(map(number_of.__getitem__, residency.scopes.values()))),
+            tuple(state.others.items()),
+            (
+                _column(each[0] for each in counted),
+                _column(each[1] for each in counted),
+                _column(each[2] for each in counted),
+            ),
         )
 
     def state(self) -> RankState:
@@ -124,7 +133,8 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
         residency = Residency.of(names, copies, places, scopes)
         if residency.digest != self.digest:
             raise UnreadableStateError(f"the blocks of rank {self.rank} do not add up to its digest")
-        return RankState(self.filter, residency)
+        counted = [*zip(*map(_items, self.counted), strict=True)]
+        return RankState(self.filter, residency, dict(self.others), counted)
 
 
 class _State(msgspec.Struct, array_like=True, frozen=True):

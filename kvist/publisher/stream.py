@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TypeAlias
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events.codec import encode_batch
-from kvist.events.engine_events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, KnownWindow
+from kvist.events.engine_events import EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, KnownWindow
 from kvist.events.transports import Message
-from kvist.events.types import Batch, Event, Removed, Stored, Tier, WorkerRank
-from kvist.publisher.filter import FilterState, FilterStatistics, WindowFilter
+from kvist.events.types import MAX_RANKS, Batch, Cleared, Event, GroupRule, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.publisher.filter import FilterState, FilterStatistics, PassedEvent, WindowFilter
+from kvist.publisher.groups import MAX_COUNTED, GroupAccount, GroupSplitter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
 from kvist.publisher.residency import Residency
 
@@ -48,10 +50,107 @@ class RankState:
 
     filter: FilterState
     residency: Residency
+    others: Mapping[int, GroupRule] = field(default_factory=dict)
+    """What each of the other groups must hold for a hit, and what they were told to hold, where that is followed."""
+    counted: Sequence[tuple[EngineHash, int, int]] = ()
 
 
-class RankStream:
-    """Filters and normalises one rank's engine events and closes them into batches numbered from 0."""
+class Stream:
+    """Closes what comes and goes into batches numbered from 0."""
+
+    def __init__(self, source: WorkerRank, block_size: int, epoch: int) -> None:
+        self._source = source
+        self._block_size = block_size
+        self._epoch = epoch
+        self._coalescer = Coalescer()
+        self.residency = Residency()
+        """What is held after everything added."""
+        self.is_complete = True
+        """Whether all that the engine holds was reported here, as far as whoever reports knows."""
+        self.rules: tuple[GroupRule, ...] = ()
+        """Of a companion: what hits of its rank need."""
+        self.next_sequence = 0
+        """The number of the next batch."""
+
+    def close_batches(self, timestamp_s: float) -> list[Batch]:
+        """Return what was added since the last call: nearly always one batch, none when nothing is left of it."""
+        batches = []
+        for events in self._coalescer.drain():
+            batches.append(self._batch(timestamp_s, events))
+            self.next_sequence += 1
+        return batches
+
+    def heartbeat(self, timestamp_s: float) -> Batch:
+        """Return a heartbeat about all batches closed so far, which must be all that was added."""
+        held = self.residency.num_blocks, self.residency.digest
+        return self._batch(timestamp_s, (Heartbeat(*held, self.is_complete, self.rules),))
+
+    @property
+    def num_blocks(self) -> int:
+        """Return how many (block, tier) pairs are held."""
+        return self.residency.num_blocks
+
+    def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
+        return Batch(
+            worker=self._source.worker,
+            rank=self._source.rank,
+            epoch=self._epoch,
+            sequence=self.next_sequence,
+            block_size=self._block_size,
+            timestamp_s=timestamp_s,
+            events=events,
+        )
+
+
+class Companion(Stream):
+    """What the other groups of a rank hold of what it publishes: kind by kind, as if each were a tier."""
+
+    def __init__(self, source: WorkerRank, block_size: int, epoch: int, find: Callable[[Any], int | None]) -> None:
+        """Be the companion of `source`, where `find` tells which block on the GPU has an engine hash."""
+        super().__init__(source.companion, block_size, epoch)
+        self.counts: dict[tuple[Any, int], int] = {}
+        self.groups = GroupAccount(self, find, self._hold, self._release)
+
+    def of(self, name: Any, group: int) -> int:
+        """Return how many copies of a block a group holds."""
+        return self.counts.get((name, group), 0)
+
+    def add(self, name: Any, group: int, num_copies: int) -> None:
+        """Count some more, or less."""
+        self.counts[name, group] = self.of(name, group) + num_copies
+
+    def drop_all(self, name: Any, group: int) -> None:
+        """Count none any more."""
+        self.counts.pop((name, group), None)
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether another hash may be counted."""
+        return len(self.counts) < MAX_COUNTED
+
+    def clear(self) -> None:
+        """Hold nothing, and count nothing."""
+        self.counts.clear()
+        self.withdraw_all()
+
+    def withdraw_all(self) -> None:
+        """Hold nothing; what is counted stays."""
+        if self.residency.num_blocks:
+            self.residency.clear()
+            self._coalescer.add(Cleared())
+
+    def _hold(self, kind: int, block_hash: int) -> None:
+        if self.residency.hold((block_hash,), (block_hash,), None, Tier(kind)).new_idxs:
+            self._coalescer.add(Stored(block_hash.to_bytes(_HASH_BYTES, "little"), None, Tier(kind)))
+
+    def _release(self, kind: int, block_hashes: Sequence[int]) -> None:
+        released = self.residency.release(block_hashes, Tier(kind)).block_hashes
+        if released:
+            self._coalescer.add(Removed(array("Q", released).tobytes(), Tier(kind)))
+
+
+class RankStream(Stream):
+    """Filters and normalises one rank's engine events and closes them into batches."""
 
     def __init__(
         self,
@@ -62,31 +161,39 @@ class RankStream:
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
         counts_copies: bool = False,
+        has_all_groups: bool = False,
+        num_ahead: int = 0,
     ) -> None:
-        """With `counts_copies`, what the engine stores again is one more copy of it, as long as nothing was lost."""
-        self._source = source
-        self._block_size = block_size
-        self._epoch = epoch
+        """With `counts_copies`, what the engine stores again is one more copy of it, as long as nothing was lost.
+
+        With `has_all_groups` a companion has what the other groups hold, and that hits need `num_ahead` blocks more.
+        """
+        super().__init__(source, block_size, epoch)
         self._lora_names = lora_names
         self._filter = WindowFilter(source.rank, window)
-        self._coalescer = Coalescer()
         self._counts_copies = counts_copies
-        self._is_complete = True
-        self._hold(Residency())
+        self._hold(self.residency)
         self._num_events = 0
         self._num_malformed = 0
-        self.next_sequence = 0
-        """The number of the next batch."""
+        self.companion = Companion(source, block_size, epoch, self._find_on_gpu) if has_all_groups else None
+        self._num_ahead = num_ahead
+        self._splitter = None if self.companion is None else GroupSplitter(self._filter, block_size, self, num_ahead)
+
+    def set_complete(self, is_complete: bool) -> None:
+        """Say whether all that the engine holds was reported here, as far as whoever reports knows."""
+        self.is_complete = is_complete
+        self.residency.counts_copies = self.counts_copies
+
+    def heartbeat(self, timestamp_s: float) -> Batch:
+        """Return a heartbeat about all batches closed so far, which must be all that was added."""
+        if self.companion is not None:
+            self.companion.is_complete = self.is_complete and self.is_expressible
+        return super().heartbeat(timestamp_s)
 
     @property
-    def is_complete(self) -> bool:
-        """Return whether all that the engine holds was reported here, as far as whoever reports knows."""
-        return self._is_complete
-
-    @is_complete.setter
-    def is_complete(self, is_complete: bool) -> None:
-        self._is_complete = is_complete
-        self.residency.counts_copies = self._counts_copies and is_complete
+    def is_expressible(self) -> bool:
+        """Return whether what hits need of all groups that are followed can be told."""
+        return self._splitter is None or self._splitter.others.is_expressible
 
     def admit(self, event: EngineEvent) -> None:
         """Take one engine event into the batch being built; never raises for what the engine reported.
@@ -105,39 +212,11 @@ class RankStream:
         self._num_events += 1
         self._clear_for(error)
 
-    def _hold(self, residency: Residency) -> None:
-        self.residency = residency  # what is held after everything admitted
-        residency.counts_copies = self._counts_copies and self._is_complete
-        self._normaliser = Normaliser(
-            self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
-        )
-
-    def _clear_for(self, error: Exception) -> None:
-        self._num_malformed += 1
-        if self._num_malformed == 1:
-            _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
-        self._admit(EngineCleared(self._source.rank))
-
-    def _admit(self, event: EngineEvent) -> None:
-        for passed in self._filter.admit(event):
-            for canonical in self._normaliser.normalise(passed):
-                self._coalescer.add(canonical)
-
-    def close_batches(self, timestamp_s: float) -> list[Batch]:
-        """Return what was admitted since the last call: nearly always one batch, none when nothing is left of it."""
-        batches = []
-        for events in self._coalescer.drain():
-            batches.append(self._batch(timestamp_s, events))
-            self.next_sequence += 1
-        return batches
-
-    def heartbeat(self, timestamp_s: float) -> Batch:
-        """Return a heartbeat about all batches closed so far, which must be all that was admitted."""
-        return self._batch(timestamp_s, (self._normaliser.heartbeat(is_complete=self.is_complete),))
-
     def state(self) -> RankState:
         """Return a copy of what is held, O(blocks), and how events are filtered."""
-        return RankState(self._filter.state, self.residency.copy())
+        if self._splitter is None:
+            return RankState(self._filter.state, self.residency.copy())
+        return RankState(self._filter.state, self.residency.copy(), dict(self._splitter.others.rules), self.counted())
 
     def resume(self, state: RankState) -> None:
         """Hold what another stream held, unless anything was reported here already.
@@ -149,15 +228,92 @@ class RankStream:
         self._filter.resume(state.filter)
         self._hold(state.residency)
         self.next_sequence = 1
+        if self.companion is not None and self._splitter is not None:
+            self.count_again(state.counted)
+            self._splitter.resume(state.filter, state.others)
+            self.companion.close_batches(0.0)
+            self.companion.next_sequence = 1
 
     def forget_groups(self) -> None:
         """Learn anew how the engine's layer groups differ: another process may run another model."""
         self._filter.resume(WindowFilter().state)
+        if self._splitter is not None:
+            self._splitter = GroupSplitter(self._filter, self._block_size, self, self._num_ahead)
+
+    # --- What a splitter of groups needs ------------------------------------------------------------------------------
 
     @property
-    def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
-        return self.residency.num_blocks
+    def groups(self) -> GroupAccount:
+        """What the other groups hold."""
+        assert self.companion is not None
+        return self.companion.groups
+
+    @property
+    def counts_copies(self) -> bool:
+        """Whether what is stored again has one more copy, rather than being reported once more."""
+        return self._counts_copies and self.is_complete
+
+    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
+        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
+        assert self.companion is not None
+        self.groups.set_rules(others)
+        has_rules = bool(others) or published != GroupRule(0)
+        self.companion.rules = (published, *self.groups.kinds) if has_rules else ()
+        self.companion.withdraw_all()
+        for name in {name for name, _ in self.companion.counts}:
+            self.groups.on_published(name)
+
+    def counted(self) -> list[tuple[Any, int, int]]:
+        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
+        return [] if self.companion is None else [(*key, number) for key, number in self.companion.counts.items()]
+
+    def count_again(self, counted: Iterable[tuple[Any, int, int]]) -> None:
+        """Count what `counted` returned, of blocks that are not published now."""
+        assert self.companion is not None
+        self.companion.counts.update({(name, group): number for name, group, number in counted})
+
+    def engine_hashes(self) -> list[Any]:
+        """Return the engine hashes of what is published."""
+        return [*self.residency.names(Tier.GPU)]
+
+    def _find_on_gpu(self, name: Any) -> int | None:
+        return self.residency.names(Tier.GPU).get(name)
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _hold(self, residency: Residency) -> None:
+        self.residency = residency
+        residency.counts_copies = self.counts_copies
+        self._normaliser = Normaliser(
+            self._block_size, rank=self._source.rank, lora_names=self._lora_names, holdings=residency
+        )
+
+    def _clear_for(self, error: Exception) -> None:
+        self._num_malformed += 1
+        if self._num_malformed == 1:
+            _logger.warning("malformed event: the rank is cleared for it: %r source=%s", error, self._source)
+        self._admit(EngineCleared(self._source.rank))
+
+    def _admit(self, event: EngineEvent) -> None:
+        if self._splitter is not None:
+            self._splitter.admit(event, self._publish)
+            return
+        for passed in self._filter.admit(event):
+            for canonical in self._normaliser.normalise(passed):
+                self._coalescer.add(canonical)
+
+    def _publish(self, passed: PassedEvent) -> None:
+        """Publish an event, and tell the companion what came and went."""
+        assert self.companion is not None
+        for canonical in self._normaliser.normalise(passed):
+            self._coalescer.add(canonical)
+            if isinstance(canonical, Removed) and canonical.tier is Tier.GPU:
+                self.groups.on_withdrawn(array("Q", canonical.hashes).tolist())
+        if isinstance(passed, EngineCleared):
+            self.companion.clear()
+        elif isinstance(passed, EngineStored) and passed.tier is Tier.GPU and self.groups.kinds:
+            for name in passed.block_hashes:
+                self.groups.on_published(name)  # type: ignore[arg-type]  # what is not found is not published
 
     def statistics(self) -> StreamStatistics:
         """Return the counters as they are now."""
@@ -169,20 +325,15 @@ class RankStream:
             normaliser=self._normaliser.statistics(),
         )
 
-    def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
-        return Batch(
-            worker=self._source.worker,
-            rank=self._source.rank,
-            epoch=self._epoch,
-            sequence=self.next_sequence,
-            block_size=self._block_size,
-            timestamp_s=timestamp_s,
-            events=events,
-        )
-
 
 Streams: TypeAlias = Mapping[int, RankStream]
 """A publisher's streams, by rank."""
+
+
+def with_companions(streams: Streams) -> dict[int, Stream]:
+    """Return all streams that are published, by rank."""
+    companions = {rank + MAX_RANKS: each.companion for rank, each in streams.items() if each.companion is not None}
+    return {**streams, **companions}
 
 
 def _check(event: EngineEvent) -> None:

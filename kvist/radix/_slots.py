@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from typing import Any
+
+import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
-from kvist.radix.compiled.layout import LIVE, MAX_SLOTS, RETIRED, Record
+from kvist.radix.compiled.layout import COMPANION, GROUPED, LIVE, MAX_SLOTS, RETIRED, RULE, Record
 
 
 class SlotTable:
@@ -15,6 +18,7 @@ class SlotTable:
     def __init__(self, core: Record) -> None:
         self._core = core
         self.table = core["slots"]
+        self._rules = core["rules"]
         self._slots: dict[WorkerRank, int] = {}
         self._giving_of: dict[WorkerRank, int] = {}
         self._num_given = 0
@@ -66,12 +70,33 @@ class SlotTable:
             del self._ranks_of[source.worker]
         is_referenced = self.table[slot]["num_held"] > 0
         self.table[slot] = (0, 0, RETIRED, 0)
+        self.set_rule(slot, None)
         if not is_referenced:
             self.free(slot)
             return None
         self._core["num_retired"] += 1
         self._core["retirement"] += 1
         return slot
+
+    def set_rule(self, slot: int, rule: tuple[Any, ...] | None) -> None:
+        """Note what hits of a slot's rank need, as `RULE` has it; None if it has one group.
+
+        With a companion go the rules that are about it.
+        """
+        grouped, count = self._core["grouped"], int(self._core["num_grouped"])
+        if rule is None and self._rules[slot]["role"] == COMPANION:
+            for each in grouped[:count][self._rules[grouped[:count]]["companion"] == slot].tolist():
+                self.set_rule(each, None)
+            count = int(self._core["num_grouped"])
+        if self._rules[slot]["role"] == GROUPED:
+            place = grouped[:count].tolist().index(slot)
+            grouped[place] = grouped[count - 1]
+            count -= 1
+        self._rules[slot] = rule or np.zeros((), RULE)
+        if self._rules[slot]["role"] == GROUPED:
+            grouped[count] = slot
+            count += 1
+        self._core["num_grouped"] = count
 
     def free_swept(self, slots: list[int]) -> None:
         """Make retired slots usable again; no block may refer to them any more."""

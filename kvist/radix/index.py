@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import secrets
 import struct
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
+from kvist.events.types import GroupRule
 from kvist.radix import _invariants
 from kvist.radix._cap import Cap
 from kvist.radix._slots import SlotTable
@@ -21,9 +23,12 @@ from kvist.radix.compiled import blocks, matching, table
 from kvist.radix.compiled.layout import (
     CLEAR,
     CLEARED,
+    COMPANION,
     CORE,
     DONE,
     FULL,
+    GROUPED,
+    NUM_KINDS,
     OPERATION,
     PROGRESS,
     QUERY,
@@ -180,6 +185,25 @@ class RadixIndex:
         result = self._carry_out(source, num_operations, np.frombuffer(b"".join(parts), np.uint64))
         self.keep_to_cap()
         return ApplyResult(*result)
+
+    def set_groups(self, source: WorkerRank, rules: Sequence[GroupRule]) -> None:
+        """Let matches of a rank say what several groups agree on: the one whose blocks `source` holds, then others.
+
+        What each kind of the others holds is held by `source.companion`, in as many tiers, from the first on. True
+        until the rank is cleared. A companion is in no answer. Raises InvalidValueError for more than 5 rules.
+        """
+        if not 1 <= len(rules) <= 1 + NUM_KINDS:
+            raise InvalidValueError("rules", rules, f"1 to {1 + NUM_KINDS} of them")
+        rest = (0,) * (1 + NUM_KINDS - len(rules))
+        slot, companion = (self._slots.get(each) for each in (source, source.companion))
+        slot = self._slots.add(source) if slot is None else slot
+        companion = self._slots.add(source.companion) if companion is None else companion
+        step, needed = math.lcm(*[each.stride for each in rules]), [each.num_needed for each in rules]
+        strides, ahead = [each.stride for each in rules], [each.num_ahead * each.stride for each in rules]
+        rule = (GROUPED, companion, step, (*needed, *rest), (*strides, *rest), (*ahead, *rest))
+        with self.writing:
+            self._slots.set_rule(companion, (COMPANION, 0, 1, *[(0,) * (1 + NUM_KINDS)] * 3))
+            self._slots.set_rule(slot, rule)
 
     def clear(self, worker: str, rank: int | None = None) -> None:
         """Note that a rank, or every rank of a worker, holds nothing any more; at once, whatever it held."""

@@ -48,4 +48,4 @@ def test_the_tiers_are_those_of_the_table():
 
 
 def test_routers_users_are_told_when_scores_are_upper_bounds():
-    assert "upper\n> bounds" in DOCUMENT
+    assert "**upper bounds**" in DOCUMENT

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvist.events import EngineRemoved, EngineStored
 from kvist.events.dialects import decode_block_events
-from kvist.events.engine_events import FULL, UNKNOWN
+from kvist.events.engine_events import FULL, STATE, UNKNOWN
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages
@@ -61,7 +61,8 @@ def words(array: NDArray[Any], start: int, count: int) -> list[int]:
 
 
 def expected_verdict(event: EngineStored | EngineRemoved) -> int:
-    window = {FULL: layout.FULL_WINDOW, UNKNOWN: 0}.get(event.window, event.window)
+    windows = {FULL: layout.FULL_WINDOW, STATE: layout.STATE_WINDOW, UNKNOWN: 0}
+    window = windows.get(event.window, event.window)
     group = 0 if event.group is None else event.group + 1
     return isinstance(event, EngineRemoved) | group << 1 | window << 32
 

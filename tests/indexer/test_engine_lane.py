@@ -28,8 +28,11 @@ class PlainRank:
 
     def __init__(self, source: WorkerRank, index: RadixIndex, apply) -> None:
         self._source, self._index, self._apply = source, index, apply
-        self._stream = RankStream(source, BLOCK_SIZE, epoch=0, counts_copies=True)
         self.residency = self
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = RankStream(self._source, BLOCK_SIZE, epoch=0, counts_copies=True, has_all_groups=True)
 
     @property
     def counts_copies(self) -> bool:
@@ -37,16 +40,23 @@ class PlainRank:
 
     @counts_copies.setter
     def counts_copies(self, counts_copies: bool) -> None:
-        self._stream.is_complete = counts_copies
+        self._stream.set_complete(counts_copies)
+
+    @property
+    def is_short(self) -> bool:
+        return not self._stream.is_expressible
 
     def admit(self, event) -> None:
         self._stream.admit(event)
         for batch in self._stream.close_batches(0.0):
             self._apply(batch.events)
+        for batch in self._stream.companion.close_batches(0.0):
+            self._index.apply(self._source.companion, batch.events)
 
     def clear(self) -> None:
         self._index.clear(*self._source)
-        self._stream = RankStream(self._source, BLOCK_SIZE, epoch=0, counts_copies=True)
+        self._index.clear(*self._source.companion)
+        self._begin()
 
     def tidy(self) -> None:
         """Have nothing to give back."""
@@ -211,8 +221,9 @@ class Engine:
                 [
                     {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
                     {"group_idx": 0, "kv_cache_spec_kind": "full_attention"},
-                    {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 128},
+                    {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5},
                     {"group_idx": 2, "kv_cache_spec_kind": "mamba"},
+                    {"group_idx": 3, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 5},
                 ]
             )
         return event
@@ -225,7 +236,7 @@ class Engine:
         event = {"type": "BlockRemoved", "block_hashes": [self.wire_hash(each) for each in chosen]}
         event["medium"] = rng.choice(["GPU", "GPU", "GPU", None, "CPU", "DISK"])
         if self.has_groups:
-            event["group_idx"] = rng.choice([0, 0, 0, 1, None])
+            event["group_idx"] = rng.choice([0, 0, 0, 1, 2, 3, None])
         return event
 
     def hash_of(self, tokens: tuple[int, ...]) -> int:

@@ -165,7 +165,7 @@ def test_copies_are_counted_as_long_as_the_stream_is_complete():
     for event, num_blocks in ((stored, 1), (stored, 1), (removed, 1), (stored, 1)):
         stream.admit(event)
         assert stream.num_blocks == num_blocks
-    stream.is_complete = False
+    stream.set_complete(False)
     stream.admit(removed)
     assert stream.num_blocks == 0
     stream.admit(stored)

@@ -28,6 +28,7 @@ from kvist.events.codec import DECODE_ERRORS
 from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash, fold_hashes, mm_hash_of
 from kvist.events.engine_events import (
     FULL,
+    STATE,
     UNKNOWN,
     EngineCleared,
     EngineEvent,
@@ -83,8 +84,8 @@ _TIER_OF_MEDIUM: dict[str | None, Tier] = {
     "EXTERNAL": Tier.EXTERNAL,
 }
 _FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
-# State or encoder output rather than keys and values of a prefix.
-_NEVER_INDEXED_KINDS = {"mamba", "encoder_only_attention", "cross_attention"}
+# Encoder output rather than keys and values of a prefix.
+_NEVER_INDEXED_KINDS = {"encoder_only_attention", "cross_attention"}
 
 
 class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False):
@@ -267,6 +268,8 @@ def window_of(kind: str | None, sliding_window: int | None) -> Window:
     """Return the window of a cache group; without a kind, that no window is named says nothing."""
     if kind in _FULL_KINDS:
         return FULL
+    if kind == "mamba":
+        return STATE
     return sliding_window if sliding_window is not None and sliding_window > 0 else UNKNOWN
 
 

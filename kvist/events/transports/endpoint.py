@@ -5,6 +5,7 @@ tcp://host:port  ipc:///path  memory://name     the stream; port 0 lets a publis
                      for ipc, the path with `.replay` appended; `none` when the engine serves no replay
 ?engine=vllm|sglang  the dialect of an engine's own stream; Kvist's batches are recognised without it
 ?bind=1              the subscriber binds, for engines whose side connects; one at a time is heard
+?eagle=drop          the engine computes the last block of each hit again: vLLM with EAGLE, without lookahead hashes
 
 nats://…  mqtt://…   a stream on a broker: see `broker`
 """
@@ -19,7 +20,7 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports.broker import BrokerUrl, is_broker_url, redacted
 
 _ENGINES = ("vllm", "sglang")
-_OPTIONS = ("replay_port", "engine", "bind")
+_OPTIONS = ("replay_port", "engine", "bind", "eagle")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Endpoint:
     engine: str = "vllm"
     is_bound: bool = False
     broker: BrokerUrl | None = None
+    drops_last_block: bool = False
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
@@ -49,8 +51,10 @@ class Endpoint:
         bind = options.get("bind", "0")
         if bind not in ("0", "1"):
             raise InvalidValueError("endpoint", url, "bind to be 0 or 1")
+        if options.get("eagle", "drop") != "drop":
+            raise InvalidValueError("endpoint", url, "eagle to be drop")
         replay = _replay_address(url, address, options.get("replay_port"))
-        return cls(address, replay, engine, bind == "1")
+        return cls(address, replay, engine, bind == "1", drops_last_block="eagle" in options)
 
     def check_client(self) -> None:
         """Raise MissingExtraError if the client of the endpoint's broker is not installed; it is imported."""

@@ -7,6 +7,8 @@ behind it. Only what is regular is done here: one engine hash for one block.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import int64
 from numpy.typing import NDArray
@@ -22,6 +24,7 @@ from kvist.indexer.compiled.engine_layout import (
     INDEX_NEEDS_HELP,
     MAP_NEEDS_HELP,
     NOT_NEXT,
+    OTHER_GROUPS,
     OTHER_RANK,
     PAUSED,
     RANK_TYPE,
@@ -35,12 +38,16 @@ from kvist.indexer.compiled.engine_layout import (
 )
 from kvist.indexer.compiled.engine_map import (
     ACCOUNTING,
+    COPY,
+    GROUPS,
     HELD,
     IRREGULAR,
+    MAX_ROWS,
     add_copy,
     copies_key,
     drop_copy,
     drop_name,
+    is_in_all,
     named,
     outlook,
     put_name,
@@ -54,7 +61,8 @@ from kvist.radix.compiled.blocks import block_digest, credit, depth_at, is_irreg
 from kvist.radix.compiled.layout import CORE_TYPE, FULL, HEAD_TYPE, MAX_DEPTH, SEGMENTS_TYPE, Record, Records, Words
 
 _REMOVAL_BYTES = 64  # on the wire, where a removal is an event of its own
-_SEED, _U0, _IRREGULAR = np.uint64(HASH_SEED), np.uint64(0), np.uint64(IRREGULAR)
+_SEED, _U0, _IRREGULAR, _COPY = (np.uint64(n) for n in (HASH_SEED, 0, IRREGULAR, COPY))
+_1: Any = np.int64(1)  # typed: Numba compiles a function again for each literal
 
 
 @helper
@@ -68,6 +76,46 @@ def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int, num_
 
 
 @helper
+def _place_one(index: Record, segments: Records, rank: Record, block_hash: np.uint64, depth: int, kind: int) -> int:
+    """Let the companion hold a block in one kind; return DONE or FULL."""
+    result = store_one(index, segments, block_hash, depth, rank.companion, kind)
+    if result > 0:
+        credit(index, rank.companion, _1, block_digest(block_hash, kind))
+    return min(result, 0)
+
+
+@helper
+def _place(
+    index: Record,
+    segments: Records,
+    copies_head: Record,
+    copies: Records,
+    rank: Record,
+    engine_hash: np.uint64,
+    block_hash: np.uint64,
+    depth: int,
+) -> int:
+    """Let the companion hold a block in the kinds all of whose groups hold it; return DONE or FULL."""
+    for kind in range(rank.num_kinds):
+        is_held = is_in_all(rank, copies_head, copies, engine_hash, kind, -1)
+        if is_held and _place_one(index, segments, rank, block_hash, depth, kind) < 0:
+            return FULL
+    return DONE
+
+
+@helper
+def _displace(index: Record, segments: Records, rank: Record, block_hash: np.uint64, first: int, end: int) -> int:
+    """Let the companion cease to hold a block in some kinds; return DONE or FULL."""
+    for kind in range(first, end):
+        result = remove_one(index, segments, block_hash, rank.companion, kind)
+        if result < 0:
+            return FULL
+        if result:
+            credit(index, rank.companion, -_1, _U0 - block_digest(block_hash, kind))
+    return DONE
+
+
+@helper
 def _hold_slice(
     index: Record,
     segments: Records,
@@ -76,7 +124,7 @@ def _hold_slice(
     copies_head: Record,
     copies: Records,
     stream: Record,
-    slot: int,
+    rank: Record,
     tier: int,
     hashes: Words,
     first: int,
@@ -84,8 +132,9 @@ def _hold_slice(
 ) -> tuple[int, int]:
     """Hold blocks whose canonical hashes stand in the chain; return DONE or why not, and how many are held.
 
-    The map first: should the index need help, the name is stale until the block is done again.
+    The map first: should the index need help, the name is stale until the block is done again. Then the companion.
     """
+    slot = rank.slot
     for number in range(num_blocks):
         each = outlook(index, segments, head, names, slot, tier, hashes[first + number], stream.chain[number])
         if each == ACCOUNTING:
@@ -107,7 +156,11 @@ def _hold_slice(
         if name != block_hash and put_name(head, names, engine_hash, block_hash) == FULL:
             reason, num_done = MAP_NEEDS_HELP, number
             break
-        is_new = store_one(index, segments, block_hash, min(stream.last_depth + 1 + number, MAX_DEPTH), slot, tier)
+        depth, is_new = min(stream.last_depth + 1 + number, MAX_DEPTH), 0
+        if tier == 0 and rank.num_groups:
+            is_new = _place(index, segments, copies_head, copies, rank, engine_hash, block_hash, depth)
+        if is_new >= 0:
+            is_new = store_one(index, segments, block_hash, depth, slot, tier)
         if is_new < 0:
             reason, num_done = INDEX_NEEDS_HELP, number
             break
@@ -129,7 +182,7 @@ def _store_event(
     copies_head: Record,
     copies: Records,
     stream: Record,
-    slot: int,
+    rank: Record,
     event: Record,
     hashes: Words,
     tokens: Bytes,
@@ -143,7 +196,7 @@ def _store_event(
             name = named(head, names, event.parent)
             if name == _IRREGULAR:
                 return SOME_EVENTS
-            row = row_named(index, segments, slot, name) if name != _U0 else -1
+            row = row_named(index, segments, rank.slot, name) if name != _U0 else -1
             if row < 0:
                 return DONE
             stream.last_block, stream.last_depth = name, depth_at(segments, row)
@@ -154,7 +207,7 @@ def _store_event(
         _hash_slice(stream, tokens, start, num_blocks, event.has_lookahead * 4)
         first, tier = event.first_hash + stream.block_idx, event.tier
         result, num_done = _hold_slice(
-            index, segments, head, names, copies_head, copies, stream, slot, tier, hashes, first, num_blocks
+            index, segments, head, names, copies_head, copies, stream, rank, tier, hashes, first, num_blocks
         )
         stream.block_idx += num_done
         stream.last_depth += num_done
@@ -177,12 +230,13 @@ def _remove_event(
     copies_head: Record,
     copies: Records,
     stream: Record,
-    slot: int,
+    rank: Record,
     event: Record,
     hashes: Words,
 ) -> int:
     """Release an event's blocks; those that name none are passed over. Return DONE or why it stopped."""
-    num_removed, digest, reason, tier = 0, _U0, DONE, event.tier
+    num_removed, digest, reason, tier, slot = 0, _U0, DONE, event.tier, rank.slot
+    num_kinds = rank.num_kinds if tier == 0 else 0
     while stream.block_idx < event.num_hashes:
         if stream.budget <= 0 and stream.block_idx > 0:
             reason = PAUSED
@@ -198,7 +252,8 @@ def _remove_event(
         has_copy = is_held and copies_head.num_rows
         if not has_copy or not drop_copy(copies_head, copies, engine_hash, tier, stream.counts_copies):
             if is_held:
-                if remove_one(index, segments, name, slot, tier) < 0:
+                is_gone = _displace(index, segments, rank, name, 0, num_kinds)
+                if is_gone < 0 or remove_one(index, segments, name, slot, tier) < 0:
                     reason = INDEX_NEEDS_HELP
                     break
                 num_removed += 1
@@ -212,8 +267,71 @@ def _remove_event(
 
 
 @helper
+def _has_irregular(
+    index: Record, segments: Records, head: Record, names: Records, rank: Record, event: Record, hashes: Words
+) -> bool:
+    """Return whether Python keeps account of any of an event's blocks."""
+    for place in range(event.first_hash, event.first_hash + event.num_hashes):
+        name = named(head, names, hashes[place])
+        row = row_named(index, segments, rank.slot, name) if name > _IRREGULAR else -1
+        if name == _IRREGULAR or (row >= 0 and is_irregular(segments, row)):
+            return True
+    return False
+
+
+@helper
+def _count_event(
+    index: Record,
+    segments: Records,
+    head: Record,
+    names: Records,
+    copies_head: Record,
+    copies: Records,
+    stream: Record,
+    rank: Record,
+    group: int,
+    event: Record,
+    hashes: Words,
+) -> int:
+    """Count an event's blocks as held or released by one of the other groups; return DONE or why it stopped.
+
+    The index first: should the table of copies need room, it is done again.
+    """
+    kind, is_stored, has_room = rank.kinds[group], event.kind == STORED, copies_head.num_rows < MAX_ROWS
+    if event.tier != 0:
+        return DONE
+    if stream.block_idx == 0 and _has_irregular(index, segments, head, names, rank, event, hashes):
+        return SOME_EVENTS
+    if is_stored and stream.counts_copies == 0:
+        stream.block_idx = max(stream.block_idx, event.num_hashes - rank.believed[group])
+    while stream.block_idx < event.num_hashes:
+        if stream.budget <= 0 and stream.block_idx > 0:
+            return PAUSED
+        engine_hash = hashes[event.first_hash + stream.block_idx]
+        name, key = named(head, names, engine_hash), copies_key(engine_hash, GROUPS + group)
+        row = row_named(index, segments, rank.slot, name) if name != _U0 else -1
+        is_published = row >= 0 and tiers_at(index, segments, row, rank.slot) & 1
+        value = named(copies_head, copies, key)
+        if is_stored and (stream.counts_copies or value == _U0) and (has_room or value != _U0):
+            is_last = is_published and value == _U0 and is_in_all(rank, copies_head, copies, engine_hash, kind, group)
+            if is_last and _place_one(index, segments, rank, name, depth_at(segments, row), kind) < 0:
+                return INDEX_NEEDS_HELP
+            if add_copy(copies_head, copies, engine_hash, GROUPS + group) == FULL:
+                return COPIES_NEED_HELP
+        elif not is_stored and value >= _COPY + _COPY and stream.counts_copies:
+            put_name(copies_head, copies, key, value - _COPY)
+        elif not is_stored and value != _U0:
+            if is_published and _displace(index, segments, rank, name, kind, kind + 1) < 0:
+                return INDEX_NEEDS_HELP
+            drop_name(copies_head, copies, key)
+        stream.block_idx += 1
+        stream.budget -= _REMOVAL_BYTES
+    return DONE
+
+
+@helper
 def _verdict(rank: Record, key: int) -> int:
-    """What the window filter said of an event like this one: 1 if it passes, 0 if not, -1 if that is not known."""
+    """What is known of events like this one: 1 if they pass, OTHER_GROUPS or more, 0, or -1 if that is not known."""
     for place in range(rank.num_verdicts):
         if rank.keys[place] == key:
             return np.int64(rank.passes[place])  # type: ignore[return-value]
@@ -257,14 +375,17 @@ def _take_events(
             return _hand_over(stream, events)
         else:
             passes = _verdict(rank, event.key)
-            if passes > 0 and is_stored:
+            if passes >= OTHER_GROUPS:
+                group = passes - OTHER_GROUPS
+                result = _count_event(
+                    index, segments, head, names, copies_head, copies, stream, rank, group, event, hashes
+                )
+            elif passes > 0 and is_stored:
                 result = _store_event(
-                    index, segments, head, names, copies_head, copies, stream, rank.slot, event, hashes, tokens
+                    index, segments, head, names, copies_head, copies, stream, rank, event, hashes, tokens
                 )
             elif passes > 0:
-                result = _remove_event(
-                    index, segments, head, names, copies_head, copies, stream, rank.slot, event, hashes
-                )
+                result = _remove_event(index, segments, head, names, copies_head, copies, stream, rank, event, hashes)
             if passes < 0 or result == SOME_EVENTS:
                 return _hand_over(stream, events)
             if result != DONE:

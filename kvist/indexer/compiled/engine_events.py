@@ -18,6 +18,7 @@ from kvist.indexer.compiled.engine_layout import (
     MAX_GROUP,
     MIN_EVENT_BYTES,
     REMOVED,
+    STATE_WINDOW,
     STORED,
     UNUSUAL,
 )
@@ -75,7 +76,7 @@ def _read_number(event: Record, field: int, data: Bytes, at: int, end: int) -> i
         event.block_size = number
     elif field == names.GROUP and number < MAX_GROUP:
         event.group = number + 1
-    elif field == names.WINDOW and number < FULL_WINDOW:
+    elif field == names.WINDOW and number < STATE_WINDOW:
         event.window = number
     elif field != names.LORA_ID or number != 0:
         return 0
@@ -214,7 +215,11 @@ def _kind_of(event: Record) -> int:
     # A store without tokens is about blocks that another tier holds.
     if event.seen & _OF_STORED != _OF_STORED or event.num_tokens == 0:
         return UNUSUAL
-    window = FULL_WINDOW if event.spec_kind == names.FULL_KIND else event.window
+    window = event.window
+    if event.spec_kind == names.FULL_KIND:
+        window = FULL_WINDOW
+    elif event.spec_kind == names.STATE_KIND:
+        window = STATE_WINDOW
     event.key = event.group << 1 | window << 32
     return IGNORED if event.spec_kind == names.NEVER_INDEXED else STORED
 

@@ -1,7 +1,8 @@
 """What the engines' fast path keeps in memory, for those who compile it and those who own it.
 
 A *verdict* is what the window filter says of all events that have the same key: bit 0 set for a removal; from bit 1 on
-the group plus one, 0 where it is not said; from bit 32 on the window, 0 where it is UNKNOWN.
+the group plus one, 0 where it is not said; from bit 32 on the window, 0 where it is UNKNOWN. It passes, or is of one of
+the rank's other groups (the verdict is then OTHER_GROUPS plus its number), or does not count.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import numba
 import numpy as np
 
 MAX_FIELDS, MAX_GROUP, FULL_WINDOW = 16, 1 << 20, (1 << 31) - 1
-SLICE_BLOCKS, NUM_VERDICTS, MIN_EVENT_BYTES = 256, 32, 8
+STATE_WINDOW = FULL_WINDOW - 1
+OTHER_GROUPS, MAX_OTHER_GROUPS = 2, 32
+SLICE_BLOCKS, NUM_VERDICTS, MIN_EVENT_BYTES = 256, 128, 8
 
 STREAM = np.dtype(
     [
@@ -82,6 +85,11 @@ RANK = np.dtype(
     [
         ("number", "i8"),
         ("slot", "i8"),  # -1 of a rank that nobody knows
+        ("companion", "i8"),  # slot that holds what all other groups of a kind do; see `kvist.radix.compiled.layout`
+        ("num_groups", "i8"),  # others
+        ("num_kinds", "i8"),
+        ("kinds", "i8", MAX_OTHER_GROUPS),  # of each group
+        ("believed", "i8", MAX_OTHER_GROUPS),  # so many blocks at the end of a report that need not be of new ones
         ("num_verdicts", "i8"),
         ("keys", "i8", NUM_VERDICTS),
         ("passes", "u1", NUM_VERDICTS),

@@ -31,8 +31,10 @@ TIER_STEP = 0x9E37_79B9_7F4A_7C15
 IRREGULAR = 1
 """What a hash that Python keeps account of names."""
 HELD, STORING, ACCOUNTING = range(3)
-COPY = 4
-"""What a copy adds to the value of a row of copies, whose lowest two bits are the tier."""
+COPY, GROUPS = 64, 4
+"""What a copy adds to the value of a row of copies. Its lowest six bits say of what: a tier, or GROUPS plus a group."""
+MAX_ROWS = 1 << 22
+"""Rows of copies beyond which other groups' blocks are not counted any more."""
 _U0, _IRREGULAR, _COPY = np.uint64(0), np.uint64(IRREGULAR), np.uint64(COPY)
 _TIER_STEP = np.uint64(TIER_STEP)
 _WORDS: Any = types.Array(uint64, 1, "C")
@@ -126,6 +128,16 @@ def drop_copy(head: Record, copies: Records, engine_hash: np.uint64, tier: int, 
     elif value != _U0:
         drop_name(head, copies, key)
     return bool(value != _U0 and counts_copies)
+
+
+@helper
+def is_in_all(rank: Record, head: Record, copies: Records, engine_hash: np.uint64, kind: int, without: int) -> bool:
+    """Return whether all groups of a kind, but for one perhaps, hold a block."""
+    for group in range(rank.num_groups):
+        is_asked = rank.kinds[group] == kind and group != without
+        if is_asked and named(head, copies, copies_key(engine_hash, GROUPS + group)) == _U0:
+            return False
+    return True
 
 
 # --- For Python -----------------------------------------------------------------------------------------------------

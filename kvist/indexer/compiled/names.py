@@ -17,7 +17,7 @@ EXTRA_KEYS, GROUP, KIND, WINDOW, MEDIUM, LOCALITY, LOOKAHEAD = range(9, 16)
 # Values: types, tiers from `TIERS` on, what a kind of cache says of the window, localities.
 BLOCK_STORED, BLOCK_REMOVED = 32, 33
 TIERS = 36
-FULL_KIND, OTHER_KIND, NEVER_INDEXED = 40, 41, 42
+FULL_KIND, OTHER_KIND, STATE_KIND, NEVER_INDEXED = 40, 41, 42, 43
 LOCAL, REMOTE = 44, 45
 
 FIELDS = {
@@ -53,7 +53,7 @@ _VALUES = {
     "sliding_window_mla": OTHER_KIND,
     "chunked_local_attention": OTHER_KIND,
     "unknown": OTHER_KIND,
-    "mamba": NEVER_INDEXED,
+    "mamba": STATE_KIND,
     "encoder_only_attention": NEVER_INDEXED,
     "cross_attention": NEVER_INDEXED,
     "LOCAL": LOCAL,

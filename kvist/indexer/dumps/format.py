@@ -16,7 +16,7 @@ from xxhash import xxh3_64
 from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.types import Rank
+from kvist.events.types import Rank, RankOrCompanion
 from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import Progress
 from kvist.radix import SnapshotChunk
@@ -61,9 +61,9 @@ class NamespaceHead(msgspec.Struct, tag="namespace", array_like=True, frozen=Tru
 
 
 class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
-    """A `SnapshotChunk`: little-endian u64 and u32 side by side; a rank is its worker and its number."""
+    """A `SnapshotChunk`: little-endian u64 and u32 side by side; a rank, or companion, is its worker and its number."""
 
-    ranks: list[tuple[str, Rank]]
+    ranks: list[tuple[str, RankOrCompanion]]
     hashes: bytes
     depths: bytes
     set_idx: bytes

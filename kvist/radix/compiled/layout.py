@@ -67,6 +67,23 @@ INLINE = 1 << 31
 MAX_SLOTS, MAX_SETS, MAX_WORDS, NUM_MEMOS, NUM_RUN_SIZES = 1 << 20, 1 << 24, 1 << 27, 1 << 12, 64
 LIVE, RETIRED = 1, 2
 SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4")], align=True)
+NUM_KINDS = 4
+GROUPED, COMPANION = 1, 2
+RULE = np.dtype(
+    [
+        ("role", "u4"),  # GROUPED, COMPANION, or 0
+        ("companion", "u4"),
+        ("step", "u4"),  # hits end at multiples of so many blocks
+        ("needed", "u4", (1 + NUM_KINDS,)),  # blocks at the end of a hit; 0: of the first group all, of others none
+        ("stride", "u4", (1 + NUM_KINDS,)),  # a block of the group is so many of ours, and has the name of the last
+        ("ahead", "u4", (1 + NUM_KINDS,)),  # so many of ours behind the hit are needed, too
+    ],
+    align=True,
+)
+"""What besides a chain of blocks a rank's hits need: blocks of its other groups, which a *companion* slot holds.
+
+A companion's tier t stands for the t-th kind of them. A slot without a role has one group.
+"""
 SET = np.dtype(
     [
         ("start", "u4"),  # in `words`
@@ -99,7 +116,10 @@ CORE = np.dtype(
         ("free_set", "i8"),  # first of a list, 0 for none
         ("end_of_words", "i8"),
         ("num_buckets", "i8"),
+        ("num_grouped", "i8"),  # slots with a rule
+        ("grouped", "u4", (MAX_SLOTS,)),
         ("slots", SLOT, (MAX_SLOTS,)),
+        ("rules", RULE, (MAX_SLOTS,)),
         ("sets", SET, (MAX_SETS,)),
         ("words", "u8", (MAX_WORDS,)),
         # What only the writer looks into: heads of lists of sets; runs of words that are free, by size, as their start

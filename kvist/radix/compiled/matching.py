@@ -11,20 +11,24 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvist.radix.compiled.blocks import stamp
+from kvist.radix.compiled.blocks import find, row_at, stamp
 from kvist.radix.compiled.jit import helper, jit, signed
 from kvist.radix.compiled.layout import (
+    COMPANION,
     CORE_TYPE,
+    GROUPED,
     HASHES_TYPE,
     INLINE,
+    NUM_KINDS,
     QUERY_TYPE,
     SEGMENTS_TYPE,
     Record,
     Records,
     Words,
 )
-from kvist.radix.compiled.sets import is_retired, member_at
+from kvist.radix.compiled.sets import is_retired, member_at, tiers_in
 from kvist.radix.compiled.table import locate, segment_of
 
 _0: Any = np.int64(0)
@@ -127,11 +131,85 @@ def _narrow(index: Record, query: Record, set_id: int, depth: int) -> None:
     query.num_words = num_held
 
 
+@helper
+def _hit(index: Record, rule: Record, slot: int, set_ids: NDArray[np.uint32], longest: int) -> int:
+    """Return the longest hit of a rank of several groups: at its end, each has what it needs.
+
+    A block that is missing ends all hits that need it, which are those up to its group's window behind it.
+    """
+    step, num_ahead = signed(rule.step), 0
+    for group in range(1 + NUM_KINDS):
+        num_ahead = max(num_ahead, signed(rule.ahead[group]))
+    end = max(min(longest - signed(rule.ahead[0]), len(set_ids) - num_ahead), 0) // step * step
+    while end > 0:
+        missing = -1
+        for group in range(1 + NUM_KINDS):
+            holder, tier = (slot, 0) if group == 0 else (signed(rule.companion), group - 1)
+            ahead = signed(rule.ahead[group])
+            place, first = end + ahead - 1, end + ahead - signed(rule.needed[group]) * signed(rule.stride[group])
+            while place >= max(first, 0) and missing < 0:
+                if tiers_in(index, signed(set_ids[place]), holder) >> tier & 1 == 0:
+                    missing, num_ahead = place, ahead
+                place -= signed(rule.stride[group])
+        if missing < 0:
+            return end
+        while missing > 0 and set_ids[missing - 1] == set_ids[missing]:
+            missing -= 1
+        end = max(missing - num_ahead, 0) // step * step
+    return 0
+
+
+@helper
+def _answer_again(query: Record, number: int, slot: int, depth: int) -> None:
+    """Write an answer, at its place among those up to a number, which ascend."""
+    while number > 0 and query.holder_depths[number - 1, 3] > depth:
+        query.holder_ids[number] = query.holder_ids[number - 1]
+        for tier in range(4):
+            query.holder_depths[number, tier] = query.holder_depths[number - 1, tier]
+        number -= 1
+    query.holder_ids[number] = slot
+    for tier in range(4):
+        query.holder_depths[number, tier] = depth
+
+
+@helper
+def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Words) -> int:
+    """Let ranks of several groups have what all of these agree on; return how many answers there are."""
+    num_kept, num_looked_at = 0, 0
+    for place in range(index.num_grouped):
+        query.depths[index.grouped[place], 0] = 0
+    for number in range(query.num_holders):
+        slot = query.holder_ids[number]
+        role = index.rules[slot].role
+        if role == GROUPED:
+            query.depths[slot, 0] = query.holder_depths[number, 0]
+        elif role != COMPANION:
+            query.holder_ids[num_kept] = slot
+            for tier in range(4):
+                query.holder_depths[num_kept, tier] = query.holder_depths[number, tier]
+            num_kept += 1
+    set_ids = np.empty(len(hashes), np.uint32)
+    for place in range(index.num_grouped):
+        slot = signed(index.grouped[place])
+        rule = index.rules[slot]
+        longest = len(hashes) if rule.needed[0] else signed(query.depths[slot, 0])
+        num_needed = min(longest + signed(rule.step), len(hashes))
+        for number in range(num_looked_at, num_needed):
+            row = find(index, segments, hashes[number])
+            set_ids[number] = row_at(segments, row).set_id if row >= 0 else 0
+        num_looked_at = max(num_looked_at, num_needed)
+        depth = _hit(index, rule, slot, set_ids, longest)
+        if depth:
+            _answer_again(query, num_kept, slot, depth)
+            num_kept += 1
+    return num_kept
+
+
 @jit((CORE_TYPE, SEGMENTS_TYPE, QUERY_TYPE, HASHES_TYPE))
 def match(core: Records, segments: Records, queries: Records, hashes: Words) -> int:
     """Write, for each slot that holds the first block, its cumulative depth in each tier; return how many they are.
 
-    They ascend by the depth in any tier.
+    They ascend by the depth in any tier. Of a rank of several groups it is the engine's hit, in all tiers.
     """
     index, query, last = core[0], queries[0], -1
     query.num_left = query.num_holders = query.num_words = 0
@@ -146,10 +224,11 @@ def match(core: Records, segments: Records, queries: Records, hashes: Words) -> 
         else:
             _narrow(index, query, set_id, depth)
         if query.num_left == 0:
-            return query.num_holders
+            break
         last = set_id
-    _narrow(index, query, _0, len(hashes))
-    return query.num_holders
+    if query.num_left:
+        _narrow(index, query, _0, len(hashes))
+    return _keep_to_rules(index, segments, query, hashes) if index.num_grouped else query.num_holders
 
 
 @jit((CORE_TYPE, SEGMENTS_TYPE, HASHES_TYPE))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvist.errors import MalformedMessageError
 from kvist.events.dialects import decode_block_events
-from kvist.events.engine_events import FULL, UNKNOWN, EngineCleared, EngineRemoved, EngineStored
+from kvist.events.engine_events import FULL, STATE, UNKNOWN, EngineCleared, EngineRemoved, EngineStored
 from kvist.events.hashing import block_hashes
 from kvist.events.types import Stored, Tier
 from kvist.publisher.filter import WindowFilter
@@ -153,6 +153,7 @@ def test_the_groups_of_a_hybrid_model_come_down_to_the_full_one():
         ("sliding_window", 1024, 1024),
         ("sliding_window_mla", 128, 128),
         ("chunked_local_attention", None, UNKNOWN),
+        ("mamba", None, STATE),
         ("unknown", None, UNKNOWN),
         (None, None, UNKNOWN),
         (None, 512, 512),
@@ -162,7 +163,7 @@ def test_the_kind_of_a_group_gives_its_window(kind, sliding_window, window):
     assert decode_one(kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=sliding_window).window == window
 
 
-@pytest.mark.parametrize("kind", ["mamba", "encoder_only_attention", "cross_attention"])
+@pytest.mark.parametrize("kind", ["encoder_only_attention", "cross_attention"])
 def test_groups_that_hold_no_prefix_are_ignored_and_counted(kind):
     decoded = decode_block_events(encode(stored_map(kv_cache_spec_kind=kind)), "w", "vllm")
     assert (decoded.events, decoded.num_ignored_events) == ((), 1)

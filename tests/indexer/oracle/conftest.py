@@ -8,7 +8,9 @@ and nothing else, for as long as its replay socket still has what the wire lost.
   blocks are of the index's size. Otherwise all of it is left out.
 - A rank holds a set, by engine hash and tier. A removal removes, however often a block was stored; a block with two
   engine hashes is held until both are gone; an engine hash that is used again names the new block alone.
-- Of several cache groups the one with the largest window shown so far counts; a larger one makes the rank start over.
+- Of several cache groups the one with the largest window shown so far is published; a larger one makes the rank start
+  over. The others count, by name and on the GPU, once the published one has a block: an answer is then the longest
+  prefix at whose end each has the blocks of its window, in all tiers alike. A publisher of Kvist's leaves them out.
 - An answer counts leading blocks held now. A tier counts with all that are faster; in between they may alternate.
 """
 
@@ -20,6 +22,7 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeAlias
 
 import pytest
@@ -52,6 +55,9 @@ class RankTruth:
         self.tiers: list[dict[int, Block]] = [{} for _ in range(NUM_TIERS)]
         self._window = 0
         self._group: int | None = None
+        self.tells_groups = True
+        self.others: dict[int, tuple[int, set[int]]] = {}
+        """Of each other group its window, and the engine hashes that it holds."""
 
     def stored(
         self,
@@ -67,6 +73,9 @@ class RankTruth:
     ) -> None:
         """Take a chain; without tokens, blocks that another tier has and this one gets too."""
         if not self._is_published(group, window):
+            if group is not None and group != self._group and self.tells_groups:
+                _, held = self.others.setdefault(group, (window, set()))
+                held.update(engine_hashes if tier == 0 else ())
             return
         if not token_ids:
             for engine_hash in engine_hashes:
@@ -88,10 +97,12 @@ class RankTruth:
         if group is None or group == self._group:
             for engine_hash in engine_hashes:
                 self.tiers[tier].pop(engine_hash, None)
+        elif group in self.others and tier == 0:
+            self.others[group][1].difference_update(engine_hashes)
 
     def cleared(self) -> None:
         """Hold nothing; the cache groups stay what they were."""
-        for held in self.tiers:
+        for held in (*self.tiers, *(names for _, names in self.others.values())):
             held.clear()
 
     @property
@@ -105,6 +116,8 @@ class RankTruth:
 
     def depths(self, blocks: Sequence[Block]) -> list[int]:
         """Return how many leading blocks are held, for each tier with all faster ones."""
+        if self.others:
+            return [self._hit(blocks)] * NUM_TIERS
         depths = []
         held: set[Block] = set()
         for tier in self.tiers:
@@ -112,10 +125,23 @@ class RankTruth:
             depths.append(next((idx for idx, block in enumerate(blocks) if block not in held), len(blocks)))
         return depths
 
+    def _hit(self, blocks: Sequence[Block]) -> int:
+        names = {block: name for name, block in self.tiers[0].items()}
+        named = [names[block] for block in takewhile(names.__contains__, blocks)]
+        for end in range(len(named), 0, -1):
+            needed = {group: -(-(window - 1) // self.block_size) for group, (window, _) in self.others.items()}
+            if all({*named[max(0, end - needed[group]) : end]} <= held for group, (_, held) in self.others.items()):
+                return end
+        return 0
+
     def _is_published(self, group: int | None, window: int) -> bool:
         if window > self._window:
             if self._window:
+                others, names = {each: (size, {*held}) for each, (size, held) in self.others.items()}, {*self.tiers[0]}
                 self.cleared()
+                self.others = others
+                if self._group is not None and self.tells_groups:
+                    self.others[self._group] = self._window, names
             self._window, self._group = window, group
         return window == self._window and group == self._group
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 NUM_EXAMPLES = int(os.environ.get("KVIST_ORACLE_EXAMPLES", "15"))
 DEADLINE_S = 60.0
 BLOCK_SIZES = {"four": 4, "sixteen": 16}
-FULL, SLIDING = 1 << 62, 512
+FULL, SLIDING = 1 << 62, 9
 VLLM_WIRES, NUM_WIRES = (0, 1, 2), 5
 _numbers = count(1)
 
@@ -146,7 +146,9 @@ class ServiceMachine(RuleBasedStateMachine):
     def pick(self, pick: int) -> tuple[Worker, int, Any, Any]:
         worker = self.workers[pick % len(self.workers)]
         rank = sorted(worker.streams)[pick // 4 % len(worker.streams)]
-        return worker, rank, worker.streams[rank], self.truth.rank(worker.model, worker.number, rank)
+        truth = self.truth.rank(worker.model, worker.number, rank)
+        truth.tells_groups = worker.streams[rank].is_stock
+        return worker, rank, worker.streams[rank], truth
 
     def tell_stored(self, pick: int, *args: Any, **options: Any) -> None:
         worker, rank, stream, truth = self.pick(pick)
@@ -189,7 +191,7 @@ class ServiceMachine(RuleBasedStateMachine):
         for letter in letters:
             token_ids += self.tokens_of(worker, letter)
             block = (*block, (block_scope, tuple(self.tokens_of(worker, letter))))
-            hashes.append(worker.name_of(block, alias))
+            hashes.append(worker.name_of(block, 0 if worker.is_hybrid else alias))
         options = {"scope": block_scope, "group": group if worker.is_hybrid else None}
         options["window"] = SLIDING if worker.is_hybrid and group == 1 else FULL
         self.tell_stored(pick, hashes, token_ids, above, tier, **options)
@@ -220,6 +222,7 @@ class ServiceMachine(RuleBasedStateMachine):
         above = next((n for held in truth.tiers for n, b in held.items() if first and b == block[:first]), None)
         if first and above is None:
             first = 0
+        alias = 0 if worker.is_hybrid else alias
         hashes = [worker.name_of(block[: idx + 1], alias) for idx in range(first, len(block))]
         token_ids = [token for _, tokens in block[first:] for token in tokens]
         self.tell_stored(pick, hashes, token_ids, above, tier, **options | {"scope": block[0][0]})
@@ -236,7 +239,8 @@ class ServiceMachine(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 9), name=st.integers(0, 99), letter=st.integers(0, 2))
     def use_an_engine_hash_again(self, pick: int, name: int, letter: int) -> None:
         worker, _, _, truth = self.pick(pick)
-        if names := sorted({name for held in truth.tiers for name in held}):
+        names = sorted({name for held in truth.tiers for name in held})
+        if names and not worker.is_hybrid:
             self.tell_stored(
                 pick, [names[name % len(names)]], self.tokens_of(worker, letter), **self.options(worker, truth)
             )
@@ -322,8 +326,10 @@ class ServiceMachine(RuleBasedStateMachine):
         token_ids = [next(_numbers), *range(1, BLOCK_SIZES[worker.model])]
         name = worker.name_of(("mark", token_ids[0]), 0)
         options = self.options(worker, truth)
-        truth.stored([name], token_ids, **options)
-        stream.stored(rank, [name], token_ids, **options)
+        groups = [options, *(options | {"group": group, "window": each[0]} for group, each in truth.others.items())]
+        for told in groups:
+            truth.stored([name], token_ids, **told)
+            stream.stored(rank, [name], token_ids, **told)
         stream.flush()
         expected = self.truth.answer(worker.model, token_ids)
         again_s = time.monotonic() + 1.0
@@ -332,11 +338,13 @@ class ServiceMachine(RuleBasedStateMachine):
             assert time.monotonic() < give_up_s, f"{worker.number}/{rank}: {answer} has not become {expected}"
             if time.monotonic() > again_s:  # an engine that replaced a publisher is heard when it speaks next
                 again_s += 1.0
-                stream.stored(rank, [name], token_ids, **options)
+                for told in groups:
+                    stream.stored(rank, [name], token_ids, **told)
                 stream.flush()
             time.sleep(0.002)
-        truth.removed([name], group=options["group"])
-        stream.removed(rank, [name], 0, options["group"])
+        for told in groups:
+            truth.removed([name], group=told["group"])
+            stream.removed(rank, [name], 0, told["group"])
 
     def query(self, model: str, token_ids: Sequence[int], scope: Any = None) -> Any:
         body = {"model_name": model, "token_ids": list(token_ids)}

@@ -1,0 +1,280 @@
+"""The groups that a rank shows beside the published one: what each must hold for a hit of the engine's.
+
+A hit ends at a multiple of all groups' block sizes. Up to there full groups hold all blocks, a sliding group those of
+its window, which its next token looks back on, and a group of states the last one (vLLM 0.33.0
+`v1/core/kv_cache_coordinator.py`, `HybridKVCacheCoordinator`). Groups that need the same are of one *kind*, which holds
+what all of them hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvist.events.engine_events import (
+    FULL,
+    STATE,
+    UNKNOWN,
+    EngineCleared,
+    EngineEvent,
+    EngineHash,
+    EngineRemoved,
+    EngineStored,
+    Window,
+)
+from kvist.events.types import MAX_KINDS, MAX_NEEDED, MAX_STRIDE, GroupRule, Tier
+from kvist.publisher.filter import FilterState, PassedEvent, WindowFilter
+
+MAX_GROUPS, MAX_COUNTED = 32, 1 << 22
+
+
+@dataclass(slots=True)
+class OtherGroups:
+    """What one rank's stores said of its other groups, numbered as they turned up."""
+
+    block_size: int
+    num_ahead: int = 0
+    """Blocks behind a hit that the engine must have as well."""
+    rules: dict[int, GroupRule] = field(default_factory=dict)
+    is_expressible: bool = True
+    """Whether all groups are known by these rules."""
+
+    def note(self, event: EngineStored, published: FilterState) -> bool:
+        """Take note of a store of another group than the published one; return whether it is the group's first."""
+        if event.group is None or published.group is None or event.window is UNKNOWN or event.group in self.rules:
+            return False
+        return self.add(event.group, event.window, event.block_size)
+
+    def add(self, group: int, window: Window, block_size: int) -> bool:
+        """Take note of a group; return whether what it holds can be accounted for."""
+        rule = rule_of(window, block_size, self.block_size, self.num_ahead)
+        if rule is None or len(self.rules) == MAX_GROUPS or len({*self.rules.values(), rule}) > MAX_KINDS:
+            self.is_expressible = False
+            return False
+        self.rules[group] = rule
+        return True
+
+    def number_of(self, group: int | None) -> int | None:
+        """Return a group's number, None if it is not one of these."""
+        return [*self.rules].index(group) if group in self.rules else None
+
+
+class CopyTable(Protocol):
+    """Counts copies of an engine hash in a place, such as a group."""
+
+    def of(self, name: Any, place: int, /) -> int:
+        """Return how many there are."""
+
+    def add(self, name: Any, place: int, num_copies: int, /) -> None:
+        """Count some more, or less."""
+
+    def drop_all(self, name: Any, place: int, /) -> None:
+        """Count none any more."""
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether another hash may be counted."""
+
+
+class GroupAccount:
+    """Counts what each of the other groups holds, by engine hash, and tells what whole kinds hold of what is published.
+
+    A group may hold a block before the published one does, and after it: it is told of while both do.
+    """
+
+    def __init__(
+        self,
+        copies: CopyTable,
+        find: Callable[[Any], int | None],
+        hold: Callable[[int, int], None],
+        release: Callable[[int, Sequence[int]], None],
+        first_place: int = 0,
+    ) -> None:
+        """Count in `copies`, from `first_place` on; `find` tells which block on the GPU has an engine hash.
+
+        `hold` and `release` are told kinds, with a block and with several.
+        """
+        self._copies, self._find, self._hold, self._release, self._first = copies, find, hold, release, first_place
+        self._kinds: list[int] = []
+        self._num_believed: list[int] = []
+        self.kinds: list[GroupRule] = []
+        """The rule of each kind."""
+
+    def set_rules(self, rules: Sequence[GroupRule]) -> None:
+        """Have these groups from here on; what is counted of them stays, what was told does not count any more."""
+        self.kinds = [*dict.fromkeys(rules)]
+        self._kinds, self._num_believed = (
+            [self.kinds.index(rule) for rule in rules],
+            [rule.num_needed for rule in rules],
+        )
+
+    def stored(self, group: int, engine_hashes: Sequence[EngineHash | None], *, counts_copies: bool) -> None:
+        """Note that a group holds blocks, or a copy more of each.
+
+        Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
+        """
+        believed = engine_hashes if counts_copies else engine_hashes[-self._num_believed[group] :]
+        place = self._first + group
+        for name in believed:
+            num_copies = 0 if name is None else self._copies.of(name, place)
+            if name is None or (num_copies and not counts_copies) or not (num_copies or self._copies.has_room):
+                continue
+            self._copies.add(name, place, 1)
+            if not num_copies:
+                self._tell(name, self._kinds[group])
+
+    def removed(self, group: int, engine_hashes: Sequence[EngineHash], *, counts_copies: bool) -> None:
+        """Note that a group holds blocks no more, or a copy less of each."""
+        place = self._first + group
+        for name in engine_hashes:
+            num_copies = self._copies.of(name, place)
+            if num_copies > 1 and counts_copies:
+                self._copies.add(name, place, -1)
+            elif num_copies:
+                self._copies.drop_all(name, place)
+                block_hash = self._find(name)
+                if block_hash is not None:
+                    self._release(self._kinds[group], (block_hash,))
+
+    def on_published(self, name: EngineHash) -> None:
+        """Note that the published group may hold the block that has this hash now."""
+        for kind in range(len(self.kinds)):
+            self._tell(name, kind)
+
+    def on_withdrawn(self, block_hashes: Sequence[int]) -> None:
+        """Note that the published group does not hold blocks any more."""
+        for kind in range(len(self.kinds)):
+            self._release(kind, block_hashes)
+
+    def _tell(self, name: EngineHash, kind: int) -> None:
+        block_hash = self._find(name)
+        groups = (group for group, each in enumerate(self._kinds) if each == kind)
+        if block_hash is not None and all(self._copies.of(name, self._first + group) for group in groups):
+            self._hold(kind, block_hash)
+
+
+class GroupHolder(Protocol):
+    """Where a rank's blocks are: what is published, and what its other groups hold."""
+
+    @property
+    def groups(self) -> GroupAccount:
+        """What the other groups hold."""
+
+    @property
+    def counts_copies(self) -> bool:
+        """Whether what is stored again has one more copy, rather than being reported once more."""
+
+    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
+        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
+
+    def counted(self) -> list[tuple[Any, int, int]]:
+        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
+
+    def count_again(self, counted: Iterable[tuple[Any, int, int]]) -> None:
+        """Count what `counted` returned, of blocks that are not published now."""
+
+    def engine_hashes(self) -> list[Any]:
+        """Return the engine hashes of what is published."""
+
+
+class GroupSplitter:
+    """Passes the published group's events, as the window filter does, and counts those of the others.
+
+    Whatever a filter clears a rank for, a larger window, leaves what was published before as another group's.
+    """
+
+    def __init__(self, window_filter: WindowFilter, block_size: int, holder: GroupHolder, num_ahead: int = 0) -> None:
+        self._filter, self._block_size, self._holder = window_filter, block_size, holder
+        self.others = OtherGroups(block_size, num_ahead)
+        self._rules: list[GroupRule] = []
+        self.show()
+
+    @property
+    def rules(self) -> list[GroupRule]:
+        """Return what the published group must hold, then each of the others."""
+        return self._rules
+
+    def admit(self, event: EngineEvent, publish: Callable[[PassedEvent], object]) -> tuple[bool, int | None]:
+        """Take one event: return whether it was for publishing, and else of which of the other groups it is."""
+        before = self._filter.state
+        passed = self._filter.admit(event)
+        if any(isinstance(each, EngineCleared) and each is not event for each in passed):
+            self._publish_another(before, passed, publish)
+        else:
+            for each in passed:
+                publish(each)
+        if self._filter.state != before:
+            self.show()
+        is_of_blocks = isinstance(event, EngineStored | EngineRemoved)
+        return bool(passed), self._count(event) if is_of_blocks and not passed else None  # type: ignore[arg-type]
+
+    def resume(self, state: FilterState, others: Mapping[int, GroupRule]) -> None:
+        """Go on with groups as they were."""
+        self._filter.resume(state)
+        self.others.rules.update(others)
+        self.show()
+
+    def show(self) -> None:
+        """Let the holder know which groups there are, if that has changed."""
+        published = published_rule(self._filter.state.window, self._block_size, self.others.num_ahead)
+        rules = [published, *self.others.rules.values()]
+        if rules != self._rules:
+            self._rules = rules
+            self._holder.set_groups(rules[0], rules[1:])
+
+    def _count(self, event: EngineStored | EngineRemoved) -> int | None:
+        """Count an event of one of the other groups; return which that is, None if it is none of them."""
+        if isinstance(event, EngineStored) and self.others.note(event, self._filter.state):
+            self.show()
+        group, holder = self.others.number_of(event.group), self._holder
+        if group is None or event.tier is not Tier.GPU:
+            return group
+        if isinstance(event, EngineStored):
+            holder.groups.stored(group, event.block_hashes, counts_copies=holder.counts_copies)
+        else:
+            holder.groups.removed(group, event.block_hashes, counts_copies=holder.counts_copies)
+        return group
+
+    def _publish_another(
+        self, before: FilterState, passed: Iterable[PassedEvent], publish: Callable[[PassedEvent], object]
+    ) -> None:
+        counted, names = self._holder.counted(), self._holder.engine_hashes()
+        for each in passed:
+            publish(each)
+        if before.group is not None and before.window is not None:
+            self.others.add(before.group, before.window, self._block_size)
+            group = self.others.number_of(before.group)
+            counted += [] if group is None else [(name, group, 1) for name in names]
+        self._holder.count_again(counted)
+
+
+def num_needed(window: Window, block_size: int) -> int:
+    """Return how many blocks of a group, at the end of a hit, its next token looks back on."""
+    if window is STATE:
+        return 1
+    return min(-(-(window - 1) // block_size), MAX_NEEDED) if isinstance(window, int) else MAX_NEEDED
+
+
+def rule_of(window: Window, block_size: int, published_size: int, num_ahead: int = 0) -> GroupRule | None:
+    """Return what a group must hold, None where its blocks have no place among the published ones.
+
+    Of blocks smaller than those, the one that ends with each stands for all in it.
+    """
+    if block_size <= 0 or block_size > published_size * MAX_STRIDE:
+        return None
+    num_ahead = 0 if window is STATE else num_ahead
+    num_blocks = num_needed(window, block_size)
+    if block_size % published_size == 0:
+        return GroupRule(min(num_blocks + num_ahead, MAX_NEEDED), block_size // published_size, num_ahead)
+    if published_size % block_size == 0:
+        num_blocks = -(-num_blocks * block_size // published_size)
+        return GroupRule(min(num_blocks + num_ahead, MAX_NEEDED), 1, num_ahead)
+    return None
+
+
+def published_rule(window: Window | None, block_size: int, num_ahead: int = 0) -> GroupRule:
+    """Return what the published group must hold."""
+    if window is None or window is FULL:
+        return GroupRule(0, 1, num_ahead)
+    return rule_of(window, block_size, block_size, num_ahead) or GroupRule(0)

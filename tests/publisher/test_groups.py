@@ -1,0 +1,154 @@
+"""What a rank's other groups hold: rules, and whole streams against an account of every group."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvist.events import FULL, EngineCleared, EngineRemoved, EngineStored, Tier, WorkerRank
+from kvist.events.engine_events import STATE
+from kvist.events.hashing import block_hashes
+from kvist.events.types import GroupRule
+from kvist.publisher.groups import rule_of
+from kvist.publisher.stream import RankStream
+from kvist.radix import RadixIndex
+
+SOURCE = WorkerRank("w", 0)
+SIZE = 4
+WINDOWS = {0: FULL, 1: 9, 2: STATE, 3: 9, 4: 6}
+NEEDED = {1: 2, 2: 1, 3: 2, 4: 2}
+HIT_STEP = 1
+
+
+@pytest.mark.parametrize(
+    ("window", "block_size", "rule"),
+    [
+        (1024, 16, GroupRule(64)),
+        (1025, 16, GroupRule(64)),
+        (1026, 16, GroupRule(65)),
+        (128, 32, GroupRule(4, 2)),
+        (64, 8, GroupRule(4)),
+        (STATE, 64, GroupRule(1, 4)),
+        (FULL, 16, GroupRule(1 << 20)),
+        (1, 16, GroupRule(0)),
+        (64, 24, None),
+        (64, 0, None),
+        (64, 16 * 257, None),
+        (1 << 40, 16, GroupRule(1 << 20)),
+    ],
+)
+def test_a_group_needs_the_blocks_of_its_window(window, block_size, rule):
+    assert rule_of(window, block_size, 16) == rule
+
+
+class Both:
+    """A rank's streams, applied to an index, and the account of an engine that has five groups."""
+
+    def __init__(self, rng: random.Random, *, counts_copies: bool) -> None:
+        self.rng, self.index, self.counts_copies = rng, RadixIndex(), counts_copies
+        self.stream = RankStream(SOURCE, SIZE, 0, counts_copies=counts_copies, has_all_groups=True)
+        self.copies: Counter[tuple[int, int]] = Counter()
+        self.prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 8) * SIZE)] for _ in range(12)]
+
+    def names(self, prompt: list[int]) -> list[int]:
+        return [hash(tuple(prompt[: end + SIZE])) % (1 << 64) for end in range(0, len(prompt), SIZE)]
+
+    def step(self) -> None:
+        rng = self.rng
+        prompt, group = rng.choice(self.prompts), rng.choice([0, 0, *WINDOWS])
+        names = self.names(prompt)
+        if rng.random() < 0.02:
+            self.copies.clear()
+            self.stream.admit(EngineCleared())
+        elif rng.random() < 0.6:
+            # As an engine does: what is published is a chain from where it goes on, others skip blocks.
+            start = next((idx for idx, name in enumerate(names) if not self.copies[0, name]), len(names) - 1)
+            start = rng.randint(0, start)
+            stored = names[start:] if group == 0 else [each for each in names[start:] if rng.random() < 0.8]
+            parent = names[start - 1] if start else None
+            tokens = prompt[start * SIZE :]
+            event = EngineStored(stored, tokens, SIZE, parent, window=WINDOWS[group], group=group)
+            self.stream.admit(event)
+            for name in stored if group == 0 or self.counts_copies else stored[-NEEDED[group] :]:
+                self.copies[group, name] = self.copies[group, name] + 1 if self.counts_copies else 1
+        else:
+            removed = rng.sample(names, rng.randint(1, len(names)))
+            self.stream.admit(EngineRemoved(removed, group=group))
+            for name in removed:
+                self.copies[group, name] = max(0, self.copies[group, name] - 1) if self.counts_copies else 0
+
+    def hit(self, prompt: list[int]) -> int:
+        names = self.names(prompt)
+        for end in range(len(names), 0, -1):
+            needed = {group: names[max(0, end - count) : end] for group, count in NEEDED.items()} | {0: names[:end]}
+            if all(self.copies[group, name] for group, each in needed.items() for name in each):
+                return end
+        return 0
+
+    def publish(self) -> None:
+        for each, source in ((self.stream, SOURCE), (self.stream.companion, SOURCE.companion)):
+            for batch in each.close_batches(0.0):
+                assert batch.source == source
+                self.index.apply(source, batch.events)
+        (heartbeat,) = self.stream.companion.heartbeat(0.0).events
+        assert heartbeat.num_blocks == self.index.digest(SOURCE.companion).num_blocks
+        assert heartbeat.digest == self.index.digest(SOURCE.companion).digest
+        if heartbeat.rules:
+            self.index.set_groups(SOURCE, heartbeat.rules)
+
+
+@pytest.mark.parametrize("counts_copies", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_rank_and_its_companion_tell_what_the_engine_will_hit(seed, counts_copies):
+    both = Both(random.Random(seed), counts_copies=counts_copies)
+    for group in WINDOWS:  # all turn up before anything is asked, the largest not first
+        name = [group + 7]
+        both.stream.admit(EngineStored(name, [9] * SIZE, SIZE, window=WINDOWS[4 - group], group=4 - group))
+    for _ in range(400):
+        both.step()
+        if both.rng.random() < 0.2:
+            both.publish()
+            for prompt in both.prompts:
+                match = both.index.match(block_hashes(prompt, SIZE))
+                assert (match[SOURCE].gpu if SOURCE in match else 0) == both.hit(prompt)
+
+
+def test_another_stream_goes_on_with_what_the_groups_hold():
+    both = Both(random.Random(3), counts_copies=True)
+    for _ in range(200):
+        both.step()
+    resumed = RankStream(SOURCE, SIZE, 1, counts_copies=True, has_all_groups=True)
+    resumed.resume(both.stream.state())
+    assert resumed.companion.rules == both.stream.companion.rules
+    assert resumed.companion.residency.digest == both.stream.companion.residency.digest
+    assert resumed.companion.residency.num_blocks > 0
+    both.stream = resumed
+    both.index = RadixIndex()
+    held = np.array([*resumed.residency.places], np.uint64)
+    assert len(held)
+    for _ in range(100):
+        both.step()
+    assert resumed.counted() == both.stream.counted()
+
+
+def test_what_does_not_fit_the_rules_is_said_to_be_incomplete():
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
+    stream.heartbeat(0.0)
+    assert stream.companion.is_complete
+    stream.admit(EngineStored([2], [1, 2, 3, 4, 5, 6], 6, window=64, group=1))
+    stream.heartbeat(0.0)
+    assert not stream.companion.is_complete
+    assert stream.companion.num_blocks == 0
+
+
+def test_a_tier_beside_the_gpu_does_not_count_for_the_groups():
+    stream = RankStream(SOURCE, SIZE, 0, has_all_groups=True)
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=FULL, group=0))
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=8, group=1, tier=Tier.HOST))
+    assert stream.companion.num_blocks == 0
+    stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=8, group=1))
+    assert stream.companion.num_blocks == 1
