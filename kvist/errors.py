@@ -5,12 +5,20 @@ Each carries its facts as fields; the message is made from them and names the fi
 
 from __future__ import annotations
 
+import asyncio
+
 
 def only_cause(error: BaseException) -> BaseException:
     """Return what a group of tasks ended with, out of all groups that have nothing else in them."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
+
+
+async def leave_group(group: asyncio.TaskGroup, error: BaseException | None) -> None:
+    """Wait for a group's tasks; of what ends the body, it sees its own cancellation alone: errors it would wrap."""
+    cancelled = error if isinstance(error, asyncio.CancelledError) else None
+    await group.__aexit__(None if cancelled is None else type(cancelled), cancelled, None)
 
 
 class KvistError(Exception):

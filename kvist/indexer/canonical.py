@@ -123,9 +123,7 @@ class CanonicalFollower:
             steps = self._heartbeat(session, batch, now_s)
         else:
             steps = session.receive(batch.epoch, batch.sequence, batch, now_s)
-        for step in steps:
-            self._take(batch.rank, step, now_s)
-        self._note_state(batch.rank)
+        self._take_all(batch.rank, steps, now_s)
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
@@ -180,9 +178,7 @@ class CanonicalFollower:
             named.add(batch.rank)
         for rank in self.missed(since_s):
             if rank not in named:
-                for step in self._sessions[rank].on_forgotten(now_s):
-                    self._take(rank, step, now_s)
-                self._note_state(rank)
+                self._take_all(rank, self._sessions[rank].on_forgotten(now_s), now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         """Take the answer; yields between batches, and slices of a snapshot."""
@@ -225,13 +221,8 @@ class CanonicalFollower:
         is_exact = yield from restore(self._index, WorkerRank(self._worker, rank), answer.snapshot)
         self._set_groups(rank)
         if is_exact:
-            _logger.info(
-                "rank restored worker=%s rank=%d num_blocks=%d sequence=%d",
-                self._worker,
-                rank,
-                answer.snapshot.holding.num_blocks,
-                answer.snapshot.sequence,
-            )
+            text = "rank restored worker=%s rank=%d num_blocks=%d sequence=%d"
+            _logger.info(text, self._worker, rank, answer.snapshot.holding.num_blocks, answer.snapshot.sequence)
         return is_exact
 
     def clear(self) -> None:
@@ -273,6 +264,11 @@ class CanonicalFollower:
         if companion in self._sessions:  # what hits need is not known, or not wholly
             is_short |= companion in self._incomplete or self._sessions[companion].state is not SourceState.LIVE
         return SourceState.PARTIAL if followed is SourceState.LIVE and is_short else followed
+
+    def _take_all(self, rank: int, steps: list[Step[Batch]], now_s: float) -> None:
+        for step in steps:
+            self._take(rank, step, now_s)
+        self._note_state(rank)
 
     def _take(self, rank: int, step: Step[Batch], now_s: float) -> None:
         if isinstance(step, Clear):

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
@@ -92,7 +92,7 @@ async def load() -> None:
             _logger.warning("compiled at each start, in a thread: set NUMBA_CACHE_DIR to a directory that is writable")
         else:
             await _fill_in_child()
-    await _in_daemon_thread(compile_all)
+    await _compile_in_thread()
     if not is_filled:
         _logger.info("the index is compiled after %.1f s", time.monotonic() - started_s)
 
@@ -126,27 +126,21 @@ async def _fill_in_child() -> None:
         _logger.error("the process that compiles failed, a thread does instead: code=%s %s", child.returncode, told)
 
 
-async def _in_daemon_thread(function: Callable[[], object]) -> None:
-    """Run what may take a minute in a thread that a process which ends does not wait for."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def tell(error: BaseException | None) -> None:
-        if not done.done():
-            done.set_result(error)
+async def _compile_in_thread() -> None:
+    """Compile, which may take a minute, in a thread that a process which ends does not wait for."""
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()  # a wait that is cancelled leaves it as it is
 
     def run() -> None:
-        error: BaseException | None = None
         try:
-            function()
-        except BaseException as raised:  # noqa: BLE001 - raised again in the loop
-            error = raised
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, error)
+            compile_all()
+        except BaseException as error:  # noqa: BLE001 - raised again in the loop
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
     threading.Thread(target=run, name="kvist-compile", daemon=True).start()
-    error = await done
-    if error is not None:
-        raise error
+    await asyncio.wrap_future(done)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from kvist.errors import InvalidValueError, MissingExtraError
+from kvist.errors import InvalidValueError, MissingExtraError, leave_group
 from kvist.events import WorkerRank
 from kvist.events.follow import Ticker, follow
 from kvist.events.session import SourceState
@@ -84,18 +83,14 @@ class Indexer:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Stop following; the index keeps what it has."""
         for task in self._housekeeping:
             task.cancel()
         for sources in self._sources.values():
             for _, task in sources:
                 task.cancel()
-        # A task group would wrap an error of the body into a group; it has no part in that error.
-        is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
-        await (self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None))
+        await leave_group(self._tasks, error)
 
     def add_source(self, worker: str, url: str, *, rank: int = 0) -> None:
         """Follow a stream and attribute its blocks to `worker`, whatever name it uses itself; returns at once.

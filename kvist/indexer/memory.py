@@ -12,11 +12,9 @@ _logger = logging.getLogger(__name__)
 BYTES_A_BLOCK = 512
 """What a block may cost: 50 bytes with the name that a stock engine has for it, 365 if it is one of an adapter or a
 salt, which are accounted for in Python (200,000 blocks of one rank, 2026-11-22); the rest is for what else holds it."""
-_SHARE = 2
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
-def default_max_blocks(cgroups: Path = _CGROUPS, own_group: Path = Path("/proc/self/cgroup")) -> int:
+def default_max_blocks(cgroups: Path = Path("/sys/fs/cgroup"), own_group: Path = Path("/proc/self/cgroup")) -> int:
     """Return how many blocks fit half of the memory that the machine has, or its container may use."""
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
     for path in _limit_files(cgroups, own_group):
@@ -24,7 +22,7 @@ def default_max_blocks(cgroups: Path = _CGROUPS, own_group: Path = Path("/proc/s
             memory_bytes = min(memory_bytes, int(path.read_text()))
         except (OSError, ValueError):
             continue  # there is none, or it says "max"
-    max_blocks = max(1, memory_bytes // (_SHARE * BYTES_A_BLOCK))
+    max_blocks = max(1, memory_bytes // (2 * BYTES_A_BLOCK))
     _logger.info("blocks kept by default max_blocks=%d memory_bytes=%d", max_blocks, memory_bytes)
     return max_blocks
 
@@ -38,8 +36,4 @@ def _limit_files(cgroups: Path, own_group: Path) -> Iterator[Path]:
         lines = []
     name = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
     group = cgroups / name
-    while True:
-        yield group / "memory.max"
-        if group == cgroups:
-            return
-        group = group.parent
+    yield from (each / "memory.max" for each in (group, *group.parents) if each.is_relative_to(cgroups))

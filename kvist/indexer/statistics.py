@@ -13,6 +13,7 @@ _logger = logging.getLogger(__name__)
 
 DEFAULT_NUM_RANKS = 64
 """Ranks that a stream may name where nobody says how many there are: each costs every request a candidate."""
+_COUNTED_BY_SESSIONS = ("num_gaps", "num_replays", "num_snapshots", "num_recovered", "num_diverged", "num_duplicates")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class RankBound:
 
 @dataclass(slots=True)
 class SourceCounters:
-    """What a source's follower counts itself; the rest its sessions count."""
+    """What a source's follower counts itself, named as in `SourceStatistics`; the rest its sessions count."""
 
     num_batches: int = 0
     num_events: int = 0
@@ -101,12 +102,8 @@ class SourceCounters:
         self.num_refused_batches += 1
         if self.failure is None:
             self.failure = f"block_size {block_size}, expected {expected}"
-            _logger.error(
-                "stream refused: its blocks are not of this index's size worker=%s block_size=%d expected=%d",
-                worker,
-                block_size,
-                expected,
-            )
+            text = "stream refused: its blocks are not of this index's size worker=%s block_size=%d expected=%d"
+            _logger.error(text, worker, block_size, expected)
 
     def frozen(
         self,
@@ -119,26 +116,17 @@ class SourceCounters:
     ) -> SourceStatistics:
         """Return the statistics as they are now."""
         sessions = tuple(sessions)
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        last_event_at_s = values.pop("last_event_at_s")
+        values["num_malformed"] += num_malformed_frames
+        for name in _COUNTED_BY_SESSIONS:
+            values[name] = sum(getattr(session, name) for session in sessions)
         return SourceStatistics(
             worker=worker,
             url=url,
             states=states,
-            num_batches=self.num_batches,
-            num_events=self.num_events,
-            num_gaps=sum(session.num_gaps for session in sessions),
-            num_replays=sum(session.num_replays for session in sessions),
-            num_snapshots=sum(session.num_snapshots for session in sessions),
-            num_recovered=sum(session.num_recovered for session in sessions),
             num_cleared=sum(session.num_lost for session in sessions),
-            num_diverged=sum(session.num_diverged for session in sessions),
             num_restarts=sum(max(0, session.num_epochs - 1) for session in sessions),
-            num_duplicates=sum(session.num_duplicates for session in sessions),
-            num_malformed=self.num_malformed + num_malformed_frames,
-            num_unknown_events=self.num_unknown_events,
-            num_refused_batches=self.num_refused_batches,
-            num_refused_events=self.num_refused_events,
-            num_refused_ranks=self.num_refused_ranks,
-            last_event_age_s=None if self.last_event_at_s is None else now_s - self.last_event_at_s,
-            lag_s=self.lag_s,
-            failure=self.failure,
+            last_event_age_s=None if last_event_at_s is None else now_s - last_event_at_s,
+            **values,
         )

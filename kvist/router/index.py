@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.errors import InvalidValueError, MissingExtraError, only_cause
+from kvist.errors import InvalidValueError, MissingExtraError, leave_group, only_cause
 from kvist.events import Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Endpoint, open_subscription, public_url
@@ -34,8 +33,7 @@ from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S, ExpectedBlocks
 if TYPE_CHECKING:
     from kvist.indexer.dumps.dumper import Namespaced
     from kvist.indexer.dumps.format import NamespaceHead, StreamState
-    from kvist.indexer.dumps.keeper import StateKeeper
-    from kvist.indexer.dumps.statistics import StateStatistics
+    from kvist.indexer.dumps.keeper import StateKeeper, StateStatistics
     from kvist.indexer.source import Source
     from kvist.radix import RadixIndex
 
@@ -158,23 +156,19 @@ class FleetIndex:
         self._follower = self._tasks.create_task(self._follow(), name="kvist-index")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         assert self._follower is not None
         if self._keeper is not None:
             await self._keeper.stop()
         for task in (self._follower, *self._learners):
             task.cancel()
         try:
-            # The group must see its own cancellation, and nothing else: it would wrap the body's error.
-            is_cancelled = isinstance(error, asyncio.CancelledError)
-            await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+            await leave_group(self._tasks, error)
         except BaseExceptionGroup as group:
             raise only_cause(group) from None
         finally:
             if self._keeper is not None:
-                await self._keeper.__aexit__(None, None, None)
+                await self._keeper.__aexit__()
 
     @property
     def hashed_block_size(self) -> int:

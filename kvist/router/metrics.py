@@ -25,6 +25,7 @@ from kvist.router.prompts import APIS, Ask
 from kvist.router.routing import Routing
 from kvist.router.usage import ReportedUsage
 
+_PREFIX = "kvist_router"
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384)
 _EVENT_COUNTERS = (
@@ -34,6 +35,11 @@ _EVENT_COUNTERS = (
     ("malformed", "num_malformed", "Messages not understood"),
     ("ranks_refused", "num_refused_ranks", "Batches of ranks beyond those it may name"),
 )
+_LOADS = {
+    "running_requests": "Requests not ended yet",
+    "prefill_tokens": "Uncached tokens not yet answered",
+    "decode_blocks": "Blocks of running requests",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,75 +58,44 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter, histogram = partial(Counter, registry=self.registry), partial(Histogram, registry=self.registry)
-        gauge = partial(Gauge, registry=self.registry)
+        counter = partial(Counter, namespace=_PREFIX, registry=self.registry)
+        gauge = partial(Gauge, namespace=_PREFIX, registry=self.registry)
+        histogram = partial(Histogram, namespace=_PREFIX, registry=self.registry)
+        times = partial(histogram, buckets=_TTFT_BUCKETS_S)
         self._series: dict[str, _WorkerSeries] = {}
-        self._requests = counter(
-            "kvist_router_requests",
-            "Requests sent to workers; status 0: the worker failed, 499: the client left",
-            ["worker", "status", "policy"],
+        text = "Requests sent to workers; status 0: the worker failed, 499: the client left"
+        self._requests = counter("requests", text, ["worker", "status", "policy"])
+        text = (
+            "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"
         )
-        self._readings = counter(
-            "kvist_router_readings",
-            "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way",
-            ["api", "outcome", "obstacle"],
-        )
-        self._refusals = counter("kvist_router_refusals", "Requests the router answered itself", ["status"])
-        self._retries = counter("kvist_router_retries", "Requests sent on to another worker", ["worker"])
-        self._handovers = counter(
-            "kvist_router_disaggregated", "Requests answered by a decode worker with another's prefill"
-        )
-        self._prefill_time = histogram(
-            "kvist_router_prefill_seconds", "Of a prompt computed for another worker", buckets=_TTFT_BUCKETS_S
-        )
-        self._transfer_time = histogram(
-            "kvist_router_transfer_seconds",
-            "From asking a decode worker to go on to the first byte of its answer",
-            buckets=_TTFT_BUCKETS_S,
-        )
-        self._locals = counter(
-            "kvist_router_local_prefills", "Requests that one worker did all of, though there are others", ["reason"]
-        )
-        self._fallbacks = counter(
-            "kvist_router_disaggregation_fallbacks", "Prefills or transfers that came to nothing", ["reason"]
-        )
-        self._releases = counter(
-            "kvist_router_releases",
-            "Prompts that prefill workers were told nobody will fetch, by whether they held them",
-            ["outcome"],
-        )
-        self._full_reports = counter(
-            "kvist_router_full_reports",
-            "Answers to requests that had a partial worker report its cached blocks again, by what they showed",
-            ["worker", "report"],
-        )
-        self._healed = counter(
-            "kvist_router_healed", "Partial ranks that are asked for full reports no more, by why", ["worker", "reason"]
-        )
-        self._hits = gauge(
-            "kvist_router_healing_hits",
-            "Blocks that partial ranks said they had cached and the index had not, each counted once a rank",
-            ["worker"],
-        )
-        self._hit_digest = gauge(
-            "kvist_router_healing_digest", "A number that changes whenever such a block is new", ["worker"]
-        )
-        self._prompt_tokens = counter("kvist_router_prompt_tokens", "Prompt tokens routed", ["worker"])
-        self._overlap_tokens = counter(
-            "kvist_router_overlap_tokens", "Prompt tokens predicted to be cached", ["worker"]
-        )
-        self._overlap_error = histogram(
-            "kvist_router_overlap_error_tokens",
-            "How far the predicted cached tokens of a request were over or under those its worker reported",
-            ["worker", "sign"],
-            buckets=_ERROR_BUCKETS_TOKENS,
-        )
-        self._ttft = histogram(
-            "kvist_router_time_to_first_byte_seconds",
-            "From a request's arrival to the first byte of its answer's body",
-            ["worker"],
-            buckets=_TTFT_BUCKETS_S,
-        )
+        self._readings = counter("readings", text, ["api", "outcome", "obstacle"])
+        self._refusals = counter("refusals", "Requests the router answered itself", ["status"])
+        self._retries = counter("retries", "Requests sent on to another worker", ["worker"])
+        self._handovers = counter("disaggregated", "Requests answered by a decode worker with another's prefill")
+        self._prefill_time = times("prefill_seconds", "Of a prompt computed for another worker")
+        text = "From asking a decode worker to go on to the first byte of its answer"
+        self._transfer_time = times("transfer_seconds", text)
+        text = "Requests that one worker did all of, though there are others"
+        self._locals = counter("local_prefills", text, ["reason"])
+        text = "Prefills or transfers that came to nothing"
+        self._fallbacks = counter("disaggregation_fallbacks", text, ["reason"])
+        text = "Prompts that prefill workers were told nobody will fetch, by whether they held them"
+        self._releases = counter("releases", text, ["outcome"])
+        text = "Answers to requests that had a partial worker report its cached blocks again, by what they showed"
+        self._full_reports = counter("full_reports", text, ["worker", "report"])
+        text = "Partial ranks that are asked for full reports no more, by why"
+        self._healed = counter("healed", text, ["worker", "reason"])
+        text = "Blocks that partial ranks said they had cached and the index had not, each counted once a rank"
+        self._hits = gauge("healing_hits", text, ["worker"])
+        text = "A number that changes whenever such a block is new"
+        self._hit_digest = gauge("healing_digest", text, ["worker"])
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens routed", ["worker"])
+        self._overlap_tokens = counter("overlap_tokens", "Prompt tokens predicted to be cached", ["worker"])
+        text = "How far the predicted cached tokens of a request were over or under those its worker reported"
+        sizes = partial(histogram, buckets=_ERROR_BUCKETS_TOKENS)
+        self._overlap_error = sizes("overlap_error_tokens", text, ["worker", "sign"])
+        text = "From a request's arrival to the first byte of its answer's body"
+        self._ttft = times("time_to_first_byte_seconds", text, ["worker"])
 
     def ended(self, decision: Decision, status: int) -> None:
         """Count the end of what was dispatched."""
@@ -192,10 +167,8 @@ class RouterMetrics:
         """Drop every series of a removed worker."""
         self._series.pop(worker, None)
         counters = (self._requests, self._retries, self._full_reports, self._prompt_tokens, self._overlap_tokens)
-        for metric in (*counters, self._healed, self._hits, self._hit_digest):
+        for metric in (*counters, self._healed, self._hits, self._hit_digest, self._overlap_error, self._ttft):
             metric.remove_by_labels({"worker": worker})
-        for histogram in (self._overlap_error, self._ttft):
-            histogram.remove_by_labels({"worker": worker})
 
     def _series_of(self, worker: str) -> _WorkerSeries:
         series = self._series.get(worker)
@@ -235,16 +208,11 @@ class Gauges:
                 yield GaugeMetricFamily("kvist_index_bytes", "Memory of the index", statistics.size_bytes)
 
     def _states(self) -> Iterator[Metric | None]:
-        states = GaugeMetricFamily("kvist_router_worker_state", "Whether a worker is so", labels=["worker", "state"])
-        circuits = GaugeMetricFamily(
-            "kvist_router_circuit_state", "Whether a worker's circuit is so", labels=["worker", "state"]
-        )
-        renderings = GaugeMetricFamily(
-            "kvist_router_worker_rendering",
-            "Whether a worker makes of chats the tokens that the router makes of them",
-            labels=["worker", "state"],
-        )
-        roles = GaugeMetricFamily("kvist_router_worker_role", "What a worker is there for", labels=["worker", "role"])
+        states = _gauge("worker_state", "Whether a worker is so", "worker", "state")
+        circuits = _gauge("circuit_state", "Whether a worker's circuit is so", "worker", "state")
+        text = "Whether a worker makes of chats the tokens that the router makes of them"
+        renderings = _gauge("worker_rendering", text, "worker", "state")
+        roles = _gauge("worker_role", "What a worker is there for", "worker", "role")
         for worker in self.fleet.workers:
             roles.add_metric([worker.url, worker.role.value], 1)
             for state in WorkerState:
@@ -258,24 +226,18 @@ class Gauges:
         yield from (states, circuits, roles, renderings)
 
     def _loads(self) -> Iterator[Metric | None]:
-        labels = ["worker"]
-        running = GaugeMetricFamily("kvist_router_running_requests", "Requests not ended yet", labels=labels)
-        prefill = GaugeMetricFamily("kvist_router_prefill_tokens", "Uncached tokens not yet answered", labels=labels)
-        decode = GaugeMetricFamily("kvist_router_decode_blocks", "Blocks of running requests", labels=labels)
+        gauges = {name: _gauge(name, text, "worker") for name, text in _LOADS.items()}
         now_s = self.now_s()
         for worker in self.fleet.workers:
             loads = [self.load.load(rank.target, now_s) for rank in self.routing.ranks(worker)]
-            running.add_metric([worker.url], sum(load.running_requests for load in loads))
-            prefill.add_metric([worker.url], sum(load.prefill_tokens for load in loads))
-            decode.add_metric([worker.url], sum(load.decode_blocks for load in loads))
+            for name, gauge in gauges.items():
+                gauge.add_metric([worker.url], sum(getattr(load, name) for load in loads))
             yield None
-        yield from (running, prefill, decode)
+        yield from gauges.values()
 
     def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
-        ranks = GaugeMetricFamily(
-            "kvist_router_ranks", "Ranks by how well their cache is known", labels=["worker", "state"]
-        )
-        blocks = GaugeMetricFamily("kvist_router_worker_blocks", "Blocks that its ranks hold", labels=["worker"])
+        ranks = _gauge("ranks", "Ranks by how well their cache is known", "worker", "state")
+        blocks = _gauge("worker_blocks", "Blocks that its ranks hold", "worker")
         for worker in self.fleet.workers:
             statuses = index.ranks(worker.url)
             for state in (*SourceState, APPROXIMATE):
@@ -285,21 +247,22 @@ class Gauges:
         yield from (ranks, blocks)
 
     def _sources(self, index: FleetIndex) -> Iterator[Metric | None]:
-        labels = ["worker", "source"]
-        ages = GaugeMetricFamily("kvist_router_event_age_seconds", "Since a stream's last event", labels=labels)
-        counters = [
-            CounterMetricFamily(f"kvist_router_event_{name}", text, labels=labels) for name, _, text in _EVENT_COUNTERS
-        ]
+        ages = _gauge("event_age_seconds", "Since a stream's last event", "worker", "source")
+        counters = {
+            attribute: CounterMetricFamily(f"{_PREFIX}_event_{name}", text, labels=["worker", "source"])
+            for name, attribute, text in _EVENT_COUNTERS
+        }
         for source in index.every_source():
             names = [source.worker, source.url]
             if source.last_event_age_s is not None:
                 ages.add_metric(names, source.last_event_age_s)
-            for counter, (_, attribute, _) in zip(counters, _EVENT_COUNTERS, strict=True):
+            for attribute, counter in counters.items():
                 counter.add_metric(names, getattr(source, attribute))
             yield None
-        yield from (ages, *counters)
-        yield CounterMetricFamily(
-            "kvist_router_event_answers_refused",
-            "Answers of any stream given up because all that came in took too much memory",
-            BUDGET.num_refused,
-        )
+        yield from (ages, *counters.values())
+        text = "Answers of any stream given up because all that came in took too much memory"
+        yield CounterMetricFamily(f"{_PREFIX}_event_answers_refused", text, BUDGET.num_refused)
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"{_PREFIX}_{name}", text, labels=labels)

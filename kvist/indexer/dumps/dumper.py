@@ -10,7 +10,7 @@ from typing import Protocol
 from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import Indexer
-from kvist.indexer.dumps.format import DumpWriter, NamespaceHead, StreamState
+from kvist.indexer.dumps.format import VERSION, DumpHead, DumpWriter, NamespaceHead, StreamState
 from kvist.indexer.engine_map import Names
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
@@ -29,16 +29,13 @@ class Namespaced(Protocol):
         """Return the model's name and the routing group."""
 
     @property
-    def block_size(self) -> int:
-        """Return the tokens in each of its blocks."""
+    def block_size(self) -> int: ...
 
     @property
-    def index(self) -> RadixIndex:
-        """Return the index."""
+    def index(self) -> RadixIndex: ...
 
     @property
-    def indexer(self) -> Indexer:
-        """Return who feeds it."""
+    def indexer(self) -> Indexer: ...
 
     def endpoint_of(self, source: Source) -> str:
         """Return the URL that was given for a stream that is followed."""
@@ -59,7 +56,7 @@ class Dumper:
         """Hand all that the indexes hold to `write`, once no other dump is under way; raises what `write` raises."""
         async with self._turn:
             writer = DumpWriter()
-            await write(writer.head())
+            await write(writer.frame(DumpHead(VERSION)))
             for each in [*indexes]:
                 await _settled(each.indexer)
                 with each.index.snapshot(BLOCKS_PER_FRAME) as snapshot:

@@ -102,10 +102,6 @@ class DumpWriter:
         self._num_frames = 0
         self._num_blocks = 0
 
-    def head(self) -> bytes:
-        """Return the first frame."""
-        return self.frame(DumpHead(VERSION))
-
     def frame(self, frame: Frame) -> bytes:
         """Return a frame as bytes."""
         body = _encoder.encode(frame)

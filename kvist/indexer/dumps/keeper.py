@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvist.errors import MalformedMessageError
 from kvist.events.session import SourceState
 from kvist.files import AtomicFile, exclusive_folder, in_thread
 from kvist.indexer.dumps.dumper import Dumper, Namespaced
 from kvist.indexer.dumps.format import DumpReader, NamespaceHead
-from kvist.indexer.dumps.statistics import StateStatistics
 from kvist.indexer.dumps.takeover import Destination, Takeover
 from kvist.indexer.source import Source
 
@@ -32,6 +33,60 @@ LAST_SAVE_TIMEOUT_S = 20.0
 """How long the save of a service that stops may take; beyond it the one before stays."""
 _WATCH_S = 0.25
 _PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StateStatistics:
+    """How keeping goes: what became of what was loaded, in streams, and saves; None for what has not happened yet."""
+
+    is_loaded: bool
+    num_loaded: int
+    num_proven: int
+    """They go on from where they were; `num_cleared` did not, or it could not be proven."""
+    num_cleared: int
+    num_waiting: int
+    """They are not followed yet; `num_dropped` no longer, or were not for too long."""
+    num_dropped: int
+    num_saves: int
+    num_failures: int
+    failure: str | None
+    """Why the last save failed, if it did."""
+    size_bytes: int | None
+    age_s: float | None
+
+    @property
+    def is_proven(self) -> bool:
+        """Return whether nothing of what was loaded is still to be proven."""
+        return self.is_loaded and self.num_proven + self.num_cleared + self.num_dropped == self.num_loaded
+
+    def described(self) -> dict[str, object]:
+        """Return what `/health` says of it."""
+        return {
+            "is_proven": self.is_proven,
+            "streams": self._fates(),
+            "saves": self.num_saves,
+            "save_failures": self.num_failures,
+            "last_save_failure": self.failure,
+            "last_save_age_s": None if self.age_s is None else round(self.age_s, 3),
+            "bytes": self.size_bytes,
+        }
+
+    def metrics(self) -> Iterator[Metric]:
+        """Yield the same for Prometheus."""
+        text = "Streams loaded from disk by what became of them"
+        streams = GaugeMetricFamily("kvist_state_streams", text, labels=["fate"])
+        for fate, number in self._fates().items():
+            streams.add_metric([fate], number)
+        yield streams
+        yield CounterMetricFamily("kvist_state_saves", "Times that the index was saved", self.num_saves)
+        yield CounterMetricFamily("kvist_state_save_failures", "Saves that failed", self.num_failures)
+        if self.age_s is not None:
+            yield GaugeMetricFamily("kvist_state_age_seconds", "Since the last save", self.age_s)
+        if self.size_bytes is not None:
+            yield GaugeMetricFamily("kvist_state_bytes", "Size of the last save", self.size_bytes)
+
+    def _fates(self) -> dict[str, int]:
+        return {name: getattr(self, f"num_{name}") for name in ("loaded", "proven", "cleared", "waiting", "dropped")}
 
 
 class StateKeeper:
@@ -74,9 +129,7 @@ class StateKeeper:
             self._exits = exits.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Unlock the folder; `stop` comes before, while the indexes are still fed."""
         await self._exits.__aexit__(None, None, None)
 
@@ -199,12 +252,8 @@ class StateKeeper:
             followed = {source for indexer in indexers for source in indexer.sources}
             self._unproven = [each for each in self._unproven if each in parked or not self._is_settled(each, followed)]
         if self._num_loaded:
-            _logger.info(
-                "state settled: streams went on, were cleared, or dropped proven=%d cleared=%d dropped=%d",
-                self._num_proven,
-                self._num_cleared,
-                self._num_dropped,
-            )
+            text = "state settled: streams went on, were cleared, or dropped proven=%d cleared=%d dropped=%d"
+            _logger.info(text, self._num_proven, self._num_cleared, self._num_dropped)
 
     def _is_settled(self, source: Source, followed: AbstractSet[Source]) -> bool:
         """Return whether a stream that waits no longer is to be watched no longer; if so, count what became of it."""

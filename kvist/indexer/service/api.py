@@ -13,15 +13,19 @@
 Bodies may name a `routing_group`, "default" without one. Registering makes the service dial an endpoint, so that and
 what hands out a whole index is for administrators (`--admin-key`, or loopback). Queries and the list of workers need
 the API key or that of administrators, if `--api-key` is set; the last two above are open.
+
+This module needs compiled code, so that `service` imports it late.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from time import perf_counter
+from pathlib import Path
+from time import monotonic, perf_counter
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
@@ -30,15 +34,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
 from kvist.events.hashing import sequence_hashes
-from kvist.http import Answer, QuickEndpoint, Request, Responder
+from kvist.http import Answer, QuickEndpoint, Request, Responder, ServerStatistics
 from kvist.indexer.compiled.hashing import block_hashes
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
-from kvist.indexer.service.bodies import read_hash_query, read_query, read_register, read_unregister
+from kvist.indexer.memory import default_max_blocks
+from kvist.indexer.service.bodies import DEFAULT_GROUP, read_hash_query, read_query, read_register, read_unregister
+from kvist.indexer.service.config import IndexConfig
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.metrics import RequestCounters
+from kvist.indexer.service.metrics import Gauges, RequestCounters
 from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
+from kvist.indexer.service.restore import Registrations, Restorer
 from kvist.indexer.service.workers import describe_workers
 from kvist.metrics_page import MetricsPage
 
@@ -47,21 +54,12 @@ Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
 DUMP_TIMEOUT_S = 600.0
 """While a dump is under way, its index is kept twice: a client that never ends would cost that memory for ever."""
 
-_METHODS = {
-    "/query": "POST",
-    "/query_by_hash": "POST",
-    "/register": "POST",
-    "/unregister": "POST",
-    "/workers": "GET",
-    "/dump": "GET",
-    "/health": "GET",
-    "/readiness": "GET",
-    "/metrics": "GET",
-}
+_METHODS = dict.fromkeys(("/query", "/query_by_hash", "/register", "/unregister"), "POST") | dict.fromkeys(
+    ("/workers", "/dump", "/health", "/readiness", "/metrics"), "GET"
+)
 _CLIENT_PATHS = frozenset({"/query", "/query_by_hash", "/workers"})
 _JSON_TYPE = b"application/json"
 _JSON = (b"content-type", _JSON_TYPE)
-_DONE = b'{"status":"ok"}'
 
 
 class Api:
@@ -73,8 +71,7 @@ class Api:
         rules: EndpointRules,
         counters: RequestCounters,
         metrics: MetricsPage,
-        api_key: str | None,
-        admin_key: str | None,
+        config: IndexConfig,
         dumper: Dumper,
         keeper: StateKeeper | None,
     ) -> None:
@@ -82,8 +79,7 @@ class Api:
         self._rules = rules
         self._counters = counters
         self._page = metrics
-        self._api_key = api_key
-        self._admin_key = admin_key
+        self._api_key, self._admin_key = config.api_key, config.admin_key
         self._dumper = dumper
         self._keeper = keeper
         self.cold_start_s = 0.0
@@ -149,42 +145,40 @@ class Api:
         return self._routes[path]
 
     def _query(self, body: bytes) -> bytes:
-        query = read_query(body)
-        member = self._registry.get(query.model_name, query.group)
+        query, token_ids = read_query(body)
+        member = self._registry.get(query.namespace)
         hashes_of = partial(
             block_hashes, block_size=member.block_size, lora_name=query.lora_name, cache_salt=query.cache_salt
         )
-        hashes, eagle_hashes = hashes_of(query.token_ids), None
+        hashes, eagle_hashes = hashes_of(token_ids), None
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
-        if len(member.index.match(hashes_of(query.token_ids[: member.block_size + 1], is_eagle=True))):
-            eagle_hashes = hashes_of(query.token_ids, is_eagle=True)
+        if len(member.index.match(hashes_of(token_ids[: member.block_size + 1], is_eagle=True))):
+            eagle_hashes = hashes_of(token_ids, is_eagle=True)
         return member.writer.answer(hashes, member.indexer.resyncing, eagle_hashes)
 
     def _query_by_hash(self, body: bytes) -> bytes:
-        query = read_hash_query(body)
-        member = self._registry.get(query.model_name, query.group)
-        return member.writer.answer(sequence_hashes(query.local_hashes), member.indexer.resyncing)
+        query, local_hashes = read_hash_query(body)
+        member = self._registry.get(query.namespace)
+        return member.writer.answer(sequence_hashes(local_hashes), member.indexer.resyncing)
 
     async def _register(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
         _require_json(request)
         body = read_register(request.body)
         stream = Stream(body.endpoint, self._rules.url(body.endpoint, body.replay_endpoint))
-        namespace = Namespace(body.model_name, body.group)
-        await self._registry.register(namespace, body.block_size, body.instance_id, body.dp_rank, stream)
-        await responder.send_response(HTTPStatus.CREATED, [_JSON], _DONE)
+        await self._registry.register(body.namespace, body.block_size, body.instance_id, body.dp_rank, stream)
+        await _send_json(responder, {"status": "ok"}, HTTPStatus.CREATED)
 
     async def _unregister(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
         _require_json(request)
         body = read_unregister(request.body)
-        self._registry.unregister(Namespace(body.model_name, body.group), body.instance_id, body.dp_rank)
-        await responder.send_response(HTTPStatus.OK, [_JSON], _DONE)
+        self._registry.unregister(body.namespace, body.instance_id, body.dp_rank)
+        await _send_json(responder, {"status": "ok"})
 
     async def _workers(self, request: Request, responder: Responder) -> None:
         models = parse_qs(request.query).get("model_name", [None])
-        workers = describe_workers(self._registry, models[0])
-        await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(workers))
+        await _send_json(responder, describe_workers(self._registry, models[0]))
 
     async def _dump(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
@@ -194,11 +188,10 @@ class Api:
         health: dict[str, Any] = {"status": "ok", "version": __version__, "cold_start_s": round(self.cold_start_s, 3)}
         if self._keeper is not None:
             health["state"] = self._keeper.statistics().described()
-        await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(health))
+        await _send_json(responder, health)
 
     async def _readiness(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
-        page = {"ready": True, "index": "joined"}
-        await responder.send_response(HTTPStatus.OK, [_JSON], msgspec.json.encode(page))
+        await _send_json(responder, {"ready": True, "index": "joined"})
 
     async def _metrics(self, request: Request, responder: Responder) -> None:  # noqa: ARG002
         headers = [(b"content-type", CONTENT_TYPE_LATEST.encode())]
@@ -222,8 +215,58 @@ async def send_dump(dumper: Dumper, members: Iterable[Member], responder: Respon
         await responder.finish()
 
 
+async def _send_json(responder: Responder, value: object, status: HTTPStatus = HTTPStatus.OK) -> None:
+    await responder.send_response(status, [_JSON], msgspec.json.encode(value))
+
+
 def _require_json(request: Request) -> None:
     """A page in a browser can post to loopback, but not with this content type unless it is allowed to."""
     content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip()
     if content_type.lower() != b"application/json":
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
+
+
+@asynccontextmanager
+async def open_api(config: IndexConfig, server: Callable[[], ServerStatistics]) -> AsyncIterator[Api]:
+    """Have the API on indexes that follow what is configured, once they are restored, until the context ends."""
+    rules = EndpointRules(config.allow_endpoints, config.replay)
+    is_held = bool(config.peers) or config.state_dir is not None
+    registry = Registry(
+        monotonic,
+        max_blocks=config.max_blocks or default_max_blocks(),
+        num_ranks=config.data_parallel_size,
+        has_full_reports=config.full_reports,
+        is_held=is_held,
+    )
+    async with AsyncExitStack() as exits:
+        await exits.enter_async_context(registry)
+        dumper = Dumper()
+        keeper = await _open_state(config, exits, registry, dumper)
+        for worker in config.parsed_workers():
+            assert config.block_size is not None
+            namespace = Namespace(config.model_name, DEFAULT_GROUP)
+            stream = Stream(worker.endpoint, rules.with_replay(worker.endpoint))
+            await registry.register(namespace, config.block_size, worker.instance_id, worker.dp_rank, stream)
+        restorer = Restorer(registry, rules, config.admin_key or config.api_key)
+        is_restored = bool(config.peers) and await restorer.restore(config.peers)
+        if keeper is not None:
+            if not is_restored:
+                registrations = Registrations(registry, rules)
+                await keeper.load(registrations, registrations.follow_all)
+            keeper.begin()
+        registry.release()
+        counters = RequestCounters()
+        page = MetricsPage(Gauges(registry, counters, server, keeper).collect)
+        yield Api(registry, rules, counters, page, config, dumper, keeper)
+
+
+async def _open_state(
+    config: IndexConfig, exits: AsyncExitStack, registry: Registry, dumper: Dumper
+) -> StateKeeper | None:
+    """Return what keeps the indexes on disk, if anything does; it saves once more at the end."""
+    if config.state_dir is None:
+        return None
+    keeper = StateKeeper(Path(config.state_dir), "index", config.state_interval_s, lambda: registry, dumper, monotonic)
+    await exits.enter_async_context(keeper)
+    exits.push_async_callback(keeper.stop)
+    return keeper

@@ -6,7 +6,7 @@ import json
 import re
 from contextlib import suppress
 from http import HTTPStatus
-from typing import Annotated, Any, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,7 @@ from kvist.indexer.compiled.hashing import token_array
 from kvist.indexer.compiled.json_tokens import Integer, split_integer_array
 from kvist.indexer.service.config import MAX_INSTANCE_ID
 from kvist.indexer.service.errors import ApiError
+from kvist.indexer.service.registry import Namespace
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
@@ -47,8 +48,8 @@ class _Scoped(msgspec.Struct):
     tenant_id: _Name | None = None
 
     @property
-    def group(self) -> str:
-        return self.routing_group or self.tenant_id or DEFAULT_GROUP
+    def namespace(self) -> Namespace:
+        return Namespace(self.model_name, self.routing_group or self.tenant_id or DEFAULT_GROUP)
 
 
 class RegisterBody(_Scoped, kw_only=True):
@@ -68,7 +69,7 @@ class UnregisterBody(_Scoped, kw_only=True):
     dp_rank: _Rank | None = None
 
 
-class _QueryBody(_Scoped, kw_only=True):
+class QueryBody(_Scoped, kw_only=True):
     """`POST /query`."""
 
     token_ids: list[int]
@@ -76,28 +77,10 @@ class _QueryBody(_Scoped, kw_only=True):
     cache_salt: _Name | None = None
 
 
-class _HashQueryBody(_Scoped, kw_only=True):
+class HashQueryBody(_Scoped, kw_only=True):
     """`POST /query_by_hash`."""
 
     block_hashes: list[int]
-
-
-class Query(NamedTuple):
-    """A prompt."""
-
-    model_name: str
-    group: str
-    token_ids: NDArray[np.uint32]
-    lora_name: str | None
-    cache_salt: str | None
-
-
-class HashQuery(NamedTuple):
-    """A prompt by the local hashes of its blocks."""
-
-    model_name: str
-    group: str
-    local_hashes: NDArray[np.uint64]
 
 
 _Body = TypeVar("_Body", bound=_Scoped)
@@ -114,32 +97,32 @@ def read_unregister(body: bytes) -> UnregisterBody:
     return _with_instance(_read(_unregister_decoder, body))
 
 
-def read_query(body: bytes) -> Query:
-    """Return the body of `POST /query`; raises ApiError."""
+def read_query(body: bytes) -> tuple[QueryBody, NDArray[np.uint32]]:
+    """Return the body of `POST /query` and its tokens; raises ApiError."""
     query, token_ids = _read_prompt(_query_decoder, body, b"token_ids", np.uint32)
     if token_ids is None:
         try:
             token_ids = token_array(query.token_ids)
         except InvalidValueError as error:
             _refuse_item("token_ids", query.token_ids, error.value)
-    return Query(query.model_name, query.group, token_ids, query.lora_name, query.cache_salt)
+    return query, token_ids
 
 
-def read_hash_query(body: bytes) -> HashQuery:
-    """Return the body of `POST /query_by_hash`; raises ApiError."""
+def read_hash_query(body: bytes) -> tuple[HashQueryBody, NDArray[np.uint64]]:
+    """Return the body of `POST /query_by_hash` and its hashes; raises ApiError."""
     query, hashes = _read_prompt(_hash_query_decoder, body, b"block_hashes", np.uint64)
     if hashes is None:
         wrong = next((value for value in query.block_hashes if not -(1 << 63) <= value < 1 << 64), None)
         if wrong is not None:
             _refuse_item("block_hashes", query.block_hashes, wrong)
         hashes = np.array([value % (1 << 64) for value in query.block_hashes], np.uint64)  # the peer's clients send i64
-    return HashQuery(query.model_name, query.group, hashes)
+    return query, hashes
 
 
 _register_decoder = msgspec.json.Decoder(RegisterBody)
 _unregister_decoder = msgspec.json.Decoder(UnregisterBody)
-_query_decoder = msgspec.json.Decoder(_QueryBody)
-_hash_query_decoder = msgspec.json.Decoder(_HashQueryBody)
+_query_decoder = msgspec.json.Decoder(QueryBody)
+_hash_query_decoder = msgspec.json.Decoder(HashQueryBody)
 
 
 def _read_prompt(

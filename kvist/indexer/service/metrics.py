@@ -12,9 +12,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
 from kvist.http import ServerStatistics
-from kvist.indexer import SourceStatistics
 from kvist.indexer.dumps.keeper import StateKeeper
-from kvist.indexer.service.registry import Member, Registry
+from kvist.indexer.service.registry import Registry
 
 _LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
 
@@ -92,13 +91,13 @@ class Gauges:
     def _server(self) -> Iterator[Metric]:
         server = self.server()
         yield GaugeMetricFamily("kvist_index_connections", "Open client connections", server.num_connections)
-        yield CounterMetricFamily(
-            "kvist_index_http_refused", "Requests refused before they were read", server.num_refused
-        )
-        yield CounterMetricFamily("kvist_index_http_evicted", "Idle clients that made room", server.num_evicted)
-        yield CounterMetricFamily("kvist_index_http_timeouts", "Clients that were too slow", server.num_timeouts)
-        failures = server.num_handler_failures
-        yield CounterMetricFamily("kvist_index_http_failures", "Requests that the service failed on", failures)
+        for name, text, number in (
+            ("refused", "Requests refused before they were read", server.num_refused),
+            ("evicted", "Idle clients that made room", server.num_evicted),
+            ("timeouts", "Clients that were too slow", server.num_timeouts),
+            ("failures", "Requests that the service failed on", server.num_handler_failures),
+        ):
+            yield CounterMetricFamily(f"kvist_index_http_{name}", text, number)
 
     def _indexes(self) -> Iterator[Metric | None]:
         labels = ["model", "routing_group"]
@@ -119,6 +118,7 @@ class Gauges:
 
     def _streams(self) -> Iterator[Metric | None]:
         labels = ["model", "instance", "dp_rank"]
+        sources = ((member, source) for member in [*self.registry] for source in member.indexer.each_statistics())
         states = GaugeMetricFamily(
             "kvist_index_stream_ranks", "Its ranks by how well their blocks are known", labels=[*labels, "state"]
         )
@@ -128,7 +128,7 @@ class Gauges:
             name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
             for name, text in _SOURCE_COUNTERS.items()
         }
-        for member, source in self._sources():
+        for member, source in sources:
             names = [member.namespace.model_name, *source.worker.split(":")]
             for state in SourceState:
                 states.add_metric([*names, state.value], sum(each is state for each in source.states.values()))
@@ -140,13 +140,5 @@ class Gauges:
                 counter.add_metric(names, getattr(source, f"num_{name}"))
             yield None
         yield from (states, ages, lags, *counters.values())
-        yield CounterMetricFamily(
-            "kvist_index_answers_refused",
-            "Answers of any stream given up because all that came in took too much memory",
-            BUDGET.num_refused,
-        )
-
-    def _sources(self) -> Iterator[tuple[Member, SourceStatistics]]:
-        for member in [*self.registry]:
-            for source in member.indexer.each_statistics():
-                yield member, source
+        text = "Answers of any stream given up because all that came in took too much memory"
+        yield CounterMetricFamily("kvist_index_answers_refused", text, BUDGET.num_refused)

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from types import TracebackType
 from typing import NamedTuple, Self
 
+from kvist.errors import leave_group
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
 from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.scores import MatchWriter, stream_name
+from kvist.indexer.service.scores import MatchWriter, parse_stream_name, stream_name
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.radix import RadixIndex
@@ -79,12 +79,6 @@ class Member:
         return source.url if stream is None else stream.endpoint
 
 
-def parse_stream_name(name: str) -> tuple[int, int] | None:
-    """Return instance and rank of what `stream_name` made, None for anything else."""
-    instance_id, _, dp_rank = name.partition(":")
-    return (int(instance_id), int(dp_rank)) if instance_id.isdecimal() and dp_rank.isdecimal() else None
-
-
 class Registry:
     """Keeps the namespaces; use it as `async with Registry(...) as registry`, from one event loop."""
 
@@ -116,15 +110,11 @@ class Registry:
         await self._tasks.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Stop following everything."""
         for member in self._members.values():
             member.closed.set()
-        # The group must see its own cancellation, and nothing else: it would wrap the body's error.
-        is_cancelled = isinstance(error, asyncio.CancelledError)
-        await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        await leave_group(self._tasks, error)
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -144,11 +134,11 @@ class Registry:
         """Return the namespace's member, if any instance has registered for it."""
         return self._members.get(namespace)
 
-    def get(self, model_name: str, group: str) -> Member:
+    def get(self, namespace: Namespace) -> Member:
         """Return the namespace's member; raises ApiError (404) when no instance has registered for it."""
-        member = self.find(Namespace(model_name, group))
+        member = self.find(namespace)
         if member is None:
-            raise ApiError(HTTPStatus.NOT_FOUND, f"no indexer for {Namespace(model_name, group)}")
+            raise ApiError(HTTPStatus.NOT_FOUND, f"no indexer for {namespace}")
         return member
 
     async def register(

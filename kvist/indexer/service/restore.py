@@ -24,7 +24,8 @@ from kvist.indexer.dumps.format import NamespaceHead, StreamState
 from kvist.indexer.dumps.takeover import Takeover
 from kvist.indexer.service.endpoints import EndpointRules
 from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.registry import Namespace, Registry, Stream, parse_stream_name
+from kvist.indexer.service.registry import Namespace, Registry, Stream
+from kvist.indexer.service.scores import parse_stream_name
 from kvist.indexer.source import Source
 
 _logger = logging.getLogger(__name__)
@@ -72,12 +73,8 @@ class Registrations:
         member = self._registry.find(Namespace(head.model_name, head.group))
         if member is None or member.block_size != head.block_size:
             expected = "none" if member is None else member.block_size
-            _logger.warning(
-                "not restored: other block size, or not followed model=%s block_size=%d expected=%s",
-                head.model_name,
-                head.block_size,
-                expected,
-            )
+            text = "not restored: other block size, or not followed model=%s block_size=%d expected=%s"
+            _logger.warning(text, head.model_name, head.block_size, expected)
             return None
         return member
 

@@ -28,9 +28,10 @@ def stream_name(instance_id: int, dp_rank: int) -> str:
     return f"{instance_id}:{dp_rank}"
 
 
-def instance_of(stream: str) -> int:
-    """Return the instance of a name that `stream_name` made."""
-    return int(stream.partition(":")[0])
+def parse_stream_name(name: str) -> tuple[int, int] | None:
+    """Return instance and rank of what `stream_name` made, None for anything else."""
+    instance_id, _, dp_rank = name.partition(":")
+    return (int(instance_id), int(dp_rank)) if instance_id.isdecimal() and dp_rank.isdecimal() else None
 
 
 class MatchWriter:
@@ -84,7 +85,7 @@ class MatchWriter:
         for slot in range(num_known if ranks is known else 0, len(ranks)):
             source = ranks[slot]
             if slot >= num_known or source is not known[slot]:
-                self._names[slot] = instance_of(source.worker), source.rank, 0
+                self._names[slot] = int(source.worker.partition(":")[0]), source.rank, 0
         self._ranks, self._num_known = ranks, len(ranks)
 
     def _reserve(self, num_slots: int) -> None:

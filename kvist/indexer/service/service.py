@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any, Self
 import msgspec
 
 from kvist import __version__
-from kvist.errors import only_cause
+from kvist.errors import leave_group, only_cause
 from kvist.http import HttpLimits, HttpServer, QuickEndpoint, Request, Responder, default_max_connections
 from kvist.indexer import compilation
 from kvist.indexer.service.config import IndexConfig
-from kvist.indexer.service.errors import ApiError
 
 if TYPE_CHECKING:
     from kvist.indexer.service.api import Api
@@ -94,10 +93,8 @@ class IndexService:
             if not self._joined.is_set():
                 self._index.cancel()
             await asyncio.wait([self._index])
-            # The group must see its own cancellation, and nothing else: it would wrap the body's error.
-            is_cancelled = isinstance(error, asyncio.CancelledError)
             try:
-                await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+                await leave_group(self._tasks, error)
             except BaseExceptionGroup as group:
                 raise only_cause(group) from None
 
@@ -110,7 +107,7 @@ class IndexService:
     async def _keep_index(self) -> None:
         """Have the index from when it can be had until the server has stopped."""
         await compilation.load()
-        from kvist.indexer.service.serving import open_api
+        from kvist.indexer.service.api import open_api
 
         self._state = "restoring"
         async with open_api(self._config, self._server.statistics) as api:
@@ -136,8 +133,6 @@ class IndexService:
             return
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
         page: dict[str, Any] = {"ready": False, "index": self._state}
-        body = msgspec.json.encode(page)
         if request.path != "/readiness":
-            reason = f"the index is {self._state}; GET /readiness says when it has joined"
-            body = ApiError(HTTPStatus.SERVICE_UNAVAILABLE, reason).body()
-        await responder.send_response(HTTPStatus.SERVICE_UNAVAILABLE, headers, body)
+            page = {"error": f"the index is {self._state}; GET /readiness says when it has joined"}
+        await responder.send_response(HTTPStatus.SERVICE_UNAVAILABLE, headers, msgspec.json.encode(page))

@@ -10,10 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
-from kvist.errors import InvalidValueError, KvistError, MalformedMessageError
+from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, leave_group
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
@@ -79,14 +78,10 @@ class Fleet:
                 await asyncio.gather(*(worker.was_checked.wait() for worker in self._workers.values()))
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for task in [*self._checks.values(), *self._drains, *self.renderings.tasks.values()]:
             task.cancel()
-        # The group must see its own cancellation, and nothing else: it would wrap the body's error.
-        is_cancelled = isinstance(error, asyncio.CancelledError)
-        await self._tasks.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        await leave_group(self._tasks, error)
 
     def check_renderings(self, tokenizer: ChatTokenizer) -> None:
         """Have each worker's tokens compared with this model's, from now on."""

@@ -13,10 +13,10 @@ import asyncio
 import logging
 from collections.abc import Callable
 from http import HTTPStatus
-from types import TracebackType
 from typing import NamedTuple, Self
 from urllib.parse import quote
 
+from kvist.errors import leave_group
 from kvist.http import Headers, UpstreamError, UpstreamPool
 
 logger = logging.getLogger(__name__)
@@ -50,13 +50,10 @@ class Releases:
         self._senders = [self._group.create_task(self._send(), name="release prompts") for _ in range(_NUM_SENDERS)]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for sender in self._senders:
             sender.cancel()
-        is_cancelled = isinstance(error, asyncio.CancelledError)  # any other error the group would wrap
-        await self._group.__aexit__(*((kind, error, trace) if is_cancelled else (None, None, None)))
+        await leave_group(self._group, error)
 
     def release(self, worker: str, remote_request_id: str, headers: Headers) -> None:
         """Have the worker told, soon, that nobody will fetch what it holds under this name. Never waits."""

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
-from kvist.errors import InvalidValueError
+from kvist.errors import InvalidValueError, leave_group
 from kvist.events.transports import base
 from kvist.events.transports.base import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
@@ -80,16 +79,10 @@ class ZmtpSubscription:
         self._connecting = self._tasks.create_task(self._stay_connected(), name=f"kvist-zmtp-{self._address}")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self._connecting.cancel()
-        # A task group would wrap an error of the body into a group; it has no part in that error.
-        is_cancelled = kind is not None and issubclass(kind, asyncio.CancelledError)
         try:
-            await (
-                self._tasks.__aexit__(kind, error, trace) if is_cancelled else self._tasks.__aexit__(None, None, None)
-            )
+            await leave_group(self._tasks, error)
         finally:
             self._inbox.close()
             if self._listener is not None:
