@@ -18,23 +18,14 @@ from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 COMMANDS = ("up", "route", "index", "serve", "publish", "record", "replay", "compile")
 
 # What each optional dependency comes with, for a command whose import failed.
-_EXTRA_OF_MODULE = {
-    "numba": "router",
-    "llvmlite": "router",
-    "httptools": "router",
-    "starlette": "router",
-    "uvicorn": "router",
-    "tokenizers": "router",
-    "jinja2": "router",
-    "prometheus_client": "router",
-    "rich": "router",
-    "torch": "engine",
-    "safetensors": "engine",
-    "triton": "gpu",
-    "opentelemetry": "tracing",
-    "mcap": "replay",
-    "zstandard": "replay",
+_MODULES_OF_EXTRA = {
+    "router": "numba llvmlite httptools starlette uvicorn tokenizers jinja2 prometheus_client rich",
+    "engine": "torch safetensors",
+    "gpu": "triton",
+    "tracing": "opentelemetry",
+    "replay": "mcap zstandard",
 }
+_EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() for name in names.split()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

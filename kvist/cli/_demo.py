@@ -18,10 +18,10 @@ import shutil
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, TypeAlias
+from typing import Any
 from urllib.parse import urlsplit
 
 _NUM_ROUNDS = 2
@@ -65,9 +65,6 @@ class Served:
     error: str | None = None
 
 
-Progress: TypeAlias = Callable[[Served], None]
-
-
 @dataclass(frozen=True, slots=True)
 class DemoResult:
     """Everything both policies served, in the order in which requests ended."""
@@ -77,7 +74,7 @@ class DemoResult:
 
 
 async def run_demo(
-    router_url: str, baseline_url: str, worker_urls: list[str], model: str, progress: Progress
+    router_url: str, baseline_url: str, worker_urls: list[str], model: str, progress: Callable[[Served], None]
 ) -> DemoResult:
     """Send every conversation through both routers, `_NUM_ROUNDS` times each; `progress` hears of each request."""
     result = DemoResult([], [])
@@ -86,28 +83,25 @@ async def run_demo(
     runs = [(router_url, result.routed), (baseline_url, result.baseline)]
     for round_idx in range(_NUM_ROUNDS):
         for url, served in runs if round_idx % 2 == 0 else reversed(runs):
-            await _flush(worker_urls, router_url)
+            await asyncio.to_thread(_flush, worker_urls, router_url)
             await _converse(url, model, Random(round_idx), served, progress)
     return result
 
 
 def summary(result: DemoResult, events_filtered: int) -> dict[str, Any]:
     """Return the facts of the demo under the names that `--json` prints."""
-    completed = [served for served in result.routed if served.error is None]
-    baseline = [served for served in result.baseline if served.error is None]
-    return {
-        "requests": len(result.routed),
-        "completed": len(completed),
-        "prompt_tokens": sum(served.prompt_tokens for served in completed),
-        "cached_tokens": sum(served.cached_tokens for served in completed),
-        "baseline_requests": len(result.baseline),
-        "baseline_completed": len(baseline),
-        "baseline_prompt_tokens": sum(served.prompt_tokens for served in baseline),
-        "baseline_cached_tokens": sum(served.cached_tokens for served in baseline),
-        "ttft_ms_p50": _median_ms(completed),
-        "baseline_ttft_ms_p50": _median_ms(baseline),
-        "events_filtered": events_filtered,
-    }
+    facts: dict[str, Any] = {}
+    for prefix, requests in (("", result.routed), ("baseline_", result.baseline)):
+        completed = [served for served in requests if served.error is None]
+        times_s = [served.ttft_s for served in completed]
+        facts |= {
+            f"{prefix}requests": len(requests),
+            f"{prefix}completed": len(completed),
+            f"{prefix}prompt_tokens": sum(served.prompt_tokens for served in completed),
+            f"{prefix}cached_tokens": sum(served.cached_tokens for served in completed),
+            f"{prefix}ttft_ms_p50": round(statistics.median(times_s) * 1000, 2) if times_s else None,
+        }
+    return facts | {"events_filtered": events_filtered}
 
 
 def transfer_summary(worker_urls: list[str], router_urls: list[str]) -> dict[str, int]:
@@ -124,12 +118,9 @@ def transfer_summary(worker_urls: list[str], router_urls: list[str]) -> dict[str
     }
 
 
-def _median_ms(served: Iterable[Served]) -> float | None:
-    times = [one.ttft_s for one in served]
-    return round(statistics.median(times) * 1000, 2) if times else None
-
-
-async def _converse(url: str, model: str, random: Random, served: list[Served], progress: Progress) -> None:
+async def _converse(
+    url: str, model: str, random: Random, served: list[Served], progress: Callable[[Served], None]
+) -> None:
     """Let four clients go on with whatever conversation waits, one turn at a time: users do not queue up in order."""
     waiting = [
         ([{"role": "system", "content": system_prompt}], list(functions)) for system_prompt, functions in _CONVERSATIONS
@@ -212,14 +203,10 @@ def _read_stream(title: str, response: http.client.HTTPResponse, start: float) -
     )
 
 
-async def _flush(worker_urls: list[str], router_url: str) -> None:
+def _flush(worker_urls: list[str], router_url: str) -> None:
     """Empty every worker's cache, and wait until the router's index has heard of it."""
     for url in worker_urls:
-        await asyncio.to_thread(fetch, url, "/flush_cache", method="POST")
-    await asyncio.to_thread(_wait_for_empty_index, router_url)
-
-
-def _wait_for_empty_index(router_url: str) -> None:
+        fetch(url, "/flush_cache", method="POST")
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     while metric(router_url, "kvist_index_blocks") and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -79,9 +79,7 @@ def _config_of(words: Sequence[str]) -> str | None:
         if word.startswith(f"{CONFIG_FLAG}."):
             key, has_value, value = word.removeprefix(f"{CONFIG_FLAG}.").partition("=")
             by_key[key.replace("-", "_")] = _parsed(value if has_value else following)
-    if whole is None:
-        return msgspec.json.encode(by_key).decode() if by_key else None
-    return whole
+    return msgspec.json.encode(by_key).decode() if whole is None and by_key else whole
 
 
 def _parsed(text: str) -> object:

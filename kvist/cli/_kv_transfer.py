@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
 
-ROLES = ("both", "prefill", "decode")
-AGENTS = ("shared_memory", "nixl")
 _WILDCARDS = ("*", "0.0.0.0", "[::]", "::")
 _MAX_TIMEOUT_S = 86_400
 _MAX_PORT = 65_535
@@ -26,11 +24,10 @@ _UNSET: dict[str, object] = {
 
 
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
+    parser.set_defaults(**_UNSET)
     parser.add_argument(
         "--role",
-        choices=ROLES,
-        default=_UNSET["role"],
+        choices=("both", "prefill", "decode"),
         help="what routers use this worker for, beside --kv-transfer (default: %(default)s)",
     )
     parser.add_argument(
@@ -40,21 +37,18 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-transfer-agent",
-        choices=AGENTS,
-        default=_UNSET["kv_transfer_agent"],
+        choices=("shared_memory", "nixl"),
         help="what moves the bytes: shared_memory within a host, nixl between hosts (default: %(default)s)",
     )
     parser.add_argument(
         "--kv-transfer-bounce-mib",
         type=int,
-        default=_UNSET["kv_transfer_bounce_mib"],
         metavar="N",
         help="MiB of each of two regions through which thousands of small pieces go as one write (default: 0, off)",
     )
     parser.add_argument(
         "--kv-transfer-timeout",
         type=float,
-        default=_UNSET["kv_transfer_timeout"],
         metavar="S",
         help="when a transfer has failed; prompts are held twice as long (default: %(default)s)",
     )

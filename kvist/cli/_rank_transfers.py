@@ -46,9 +46,7 @@ class RankTransfers:
     @property
     def allocate(self) -> Callable[[int], torch.Tensor] | None:
         """Return what gives the engine its memory, None for torch."""
-        if self._settings.agent == "nixl":
-            return None
-        return self._allocate
+        return None if self._settings.agent == "nixl" else self._allocate
 
     def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
         """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
@@ -62,12 +60,8 @@ class RankTransfers:
         except (EOFError, ConnectionError) as error:
             assert loaded.followers is not None
             raise loaded.followers.lose("could not open the transfers of all ranks") from error
-        logger.info(
-            "kv transfers open endpoints=%s agent=%s bounce_mib=%d",
-            ",".join(transfers.endpoints),
-            self._settings.agent,
-            bounce_bytes >> 20,
-        )
+        endpoints, agent = ",".join(transfers.endpoints), self._settings.agent
+        logger.info("kv transfers open endpoints=%s agent=%s bounce_mib=%d", endpoints, agent, bounce_bytes >> 20)
         loaded.core.attach(transfers.command, is_fallback_allowed=self._settings.is_fallback_allowed)
         return transfers
 

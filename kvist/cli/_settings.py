@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from kvist.errors import InvalidValueError
 from kvist.settings import option_help, parse_values, read_toml, secret_names
+
+T = TypeVar("T")
 
 _PLACES = "; env:NAME or file:PATH says where it is"
 
@@ -40,16 +42,18 @@ def add_settings(parser: argparse.ArgumentParser, kind: type, special: Mapping[s
         parser.add_argument(options.pop("flag", "--" + name.replace("_", "-")), dest=name, **options)
 
 
-def read_settings(args: argparse.Namespace, kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the file overridden by those `given` as flags; raises InvalidValueError."""
+def read_config(args: argparse.Namespace, kind: type[T], read: Mapping[str, Callable[[Any], Any]]) -> T:
+    """Return the file's values overridden by flags, whose texts `read` makes values of; raises InvalidValueError."""
+    given = {name: value for name, value in vars(args).items() if name in option_help(kind)}
+    given |= {name: of_text(given[name]) for name, of_text in read.items() if name in given}
     from_file = read_toml(args.config) if args.config is not None else {}
-    # A file has types, so its values are checked as they are; flags are text.
     secrets = secret_names(kind)
     from_file, given = (
         {name: _secret(name, value) if name in secrets else value for name, value in values.items()}
         for values in (from_file, given)
     )
-    return parse_values(kind, from_file) | parse_values(kind, given, strict=False)
+    # A file has types, so its values are checked as they are; flags are text.
+    return kind(**parse_values(kind, from_file) | parse_values(kind, given, strict=False))
 
 
 def _secret(name: str, value: Any) -> Any:
@@ -67,11 +71,6 @@ def _secret(name: str, value: Any) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidValueError(name, value, f"a file that can be read ({type(error).__name__})") from None
     return value
-
-
-def given_flags(args: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """Return what was given on the command line, by key."""
-    return {name: value for name, value in vars(args).items() if name in option_help(kind)}
 
 
 def _shown(default: object) -> str:

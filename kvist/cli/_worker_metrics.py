@@ -19,8 +19,8 @@ class PublisherCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        statistics = self._publisher.statistics()
-        streams = statistics.ranks.values()
+        now = self._publisher.statistics()
+        streams = now.ranks.values()
         num_passed = sum(stream.filter.num_passed for stream in streams)
         num_filtered = sum(stream.filter.num_filtered for stream in streams)
         num_malformed = sum(stream.num_malformed for stream in streams)
@@ -29,14 +29,12 @@ class PublisherCollector(Collector):
         yield _counter(
             "publisher_events_malformed", "Events of wrong types, for which the rank was cleared.", num_malformed
         )
-        yield _counter("publisher_events_lost", "Events lost because the publisher lagged.", statistics.num_lost_events)
-        yield _counter("publisher_batches_dropped", "Batches left to replay.", statistics.num_dropped_batches)
-        yield _counter("publisher_messages_sent", "Messages handed to the transport.", statistics.num_sent_messages)
-        yield _counter("publisher_sent_bytes", "Their bytes.", statistics.num_sent_bytes)
-        yield _counter("publisher_snapshots", "Snapshots made for subscribers.", statistics.num_snapshots)
-        yield _gauge(
-            "publisher_batches_waiting", "Batches the transport has not taken.", statistics.num_waiting_batches
-        )
+        yield _counter("publisher_events_lost", "Events lost because the publisher lagged.", now.num_lost_events)
+        yield _counter("publisher_batches_dropped", "Batches left to replay.", now.num_dropped_batches)
+        yield _counter("publisher_messages_sent", "Messages handed to the transport.", now.num_sent_messages)
+        yield _counter("publisher_sent_bytes", "Their bytes.", now.num_sent_bytes)
+        yield _counter("publisher_snapshots", "Snapshots made for subscribers.", now.num_snapshots)
+        yield _gauge("publisher_batches_waiting", "Batches the transport has not taken.", now.num_waiting_batches)
 
 
 class TransferCollector(Collector):
@@ -47,9 +45,9 @@ class TransferCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics as they are now."""
-        statistics = self._transfers.statistics()
-        sender, receiver, agent = statistics.sender, statistics.receiver, statistics.agent
-        bounce, num_refused = statistics.bounce, statistics.num_refused_greetings
+        now = self._transfers.statistics()
+        sender, receiver, agent = now.sender, now.receiver, now.agent
+        bounce, num_refused = now.bounce, now.num_refused_greetings
         num_used_bytes = bounce.receive_bytes + bounce.send_bytes
         yield _counter("transfer_sent", "Prompts that another worker has fetched.", sender.num_fetched)
         yield _counter("transfer_given_up", "Prompts that were held and not fetched.", sender.num_given_up)
@@ -59,13 +57,11 @@ class TransferCollector(Collector):
         yield _counter("transfer_sent_descriptors", "Pieces they were written in.", agent.num_fragments_written)
         yield _counter("transfer_bounced_bytes", "Those of them that went through a bounce region.", bounce.bytes_sent)
         yield _counter("transfer_bounced_descriptors", "Pieces that were gathered for that.", bounce.num_fragments_sent)
-        yield _counter("transfer_received_bytes", "Bytes that other workers wrote here.", statistics.bytes_received)
-        yield _counter("transfer_write_seconds", "Seconds that writes took, summed.", statistics.write_seconds)
-        yield _counter(
-            "transfer_fetch_seconds", "Seconds from asking for a prompt to having it.", statistics.fetch_seconds
-        )
+        yield _counter("transfer_received_bytes", "Bytes that other workers wrote here.", now.bytes_received)
+        yield _counter("transfer_write_seconds", "Seconds that writes took, summed.", now.write_seconds)
+        yield _counter("transfer_fetch_seconds", "Seconds from asking for a prompt to having it.", now.fetch_seconds)
         yield _counter("transfer_refused_greetings", "Requests of workers whose blocks are not like ours.", num_refused)
-        yield _counter("transfer_malformed", "Messages that were ignored.", statistics.num_malformed)
+        yield _counter("transfer_malformed", "Messages that were ignored.", now.num_malformed)
         yield _gauge("transfer_bounce_used_bytes", "Bytes in use of both regions.", num_used_bytes)
         yield _gauge(
             "transfer_bounce_quarantined_bytes", "Those that may be written to late.", bounce.quarantined_bytes
@@ -76,7 +72,7 @@ class TransferCollector(Collector):
         yield _gauge(
             "transfer_quarantined_bytes",
             "Bytes of failed fetches that may be written to.",
-            statistics.quarantined_bytes,
+            now.quarantined_bytes,
         )
 
 

@@ -6,8 +6,9 @@ import argparse
 import asyncio
 import re
 import time
+from functools import partial
 
-from kvist.cli._settings import add_settings, given_flags, read_settings
+from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import serve
 from kvist.indexer.service.config import IndexConfig
 
@@ -19,8 +20,7 @@ _JOINT = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_end
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
-    joined = {name: {"nargs": None} for name in _JOINT}
-    add_settings(parser, IndexConfig, joined)
+    add_settings(parser, IndexConfig, {name: {"nargs": None} for name in _JOINT})
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,8 +37,8 @@ def run(args: argparse.Namespace) -> int:
 
 def make_config(args: argparse.Namespace) -> IndexConfig:
     """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
-    given = given_flags(args, IndexConfig)
-    for name in _JOINT:
-        if name in given:
-            given[name] = [part.strip() for part in re.split(_JOINT[name], given[name]) if part.strip()]
-    return IndexConfig(**read_settings(args, IndexConfig, given))
+    return read_config(args, IndexConfig, {name: partial(_parts, joint) for name, joint in _JOINT.items()})
+
+
+def _parts(joint: str, text: str) -> list[str]:
+    return [part.strip() for part in re.split(joint, text) if part.strip()]

@@ -29,7 +29,6 @@ HELP = "publish an engine's KV events as canonical batches"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's flags."""
     _add_engine(parser)
     parser.add_argument(
         "--to",
@@ -152,7 +151,6 @@ def run(args: argparse.Namespace) -> int:
 
 async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> None:
     """Run the sidecar until it fails or a signal asks it to end."""
-
     task = asyncio.get_running_loop().create_task(sidecar.run(), name="kvist-publish")
     on_signal(task.cancel)
     block_size = sidecar.block_size or "learnt from the first event"
@@ -195,7 +193,6 @@ def _running_engine(engine: str | None) -> EngineProcess | None:
 
 
 def _named_endpoints(args: argparse.Namespace) -> list[Endpoint]:
-
     if args.engine is None:
         if args.endpoint is not None:
             raise InvalidValueError("--engine", None, "vllm or sglang, beside --endpoint")

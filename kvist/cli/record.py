@@ -22,8 +22,8 @@ _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's flags."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--from",
         dest="sources",
         action="append",
@@ -31,16 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="[NAME=]URL",
         help="a stream to record, an engine's own (?engine=sglang if not vLLM's) or a canonical one; may be repeated",
     )
-    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the recording, such as fleet.mcap")
-    parser.add_argument(
-        "--append", action="store_true", help="go on behind a recording that exists, in a file of its own"
-    )
-    parser.add_argument(
+    add("--to", type=Path, required=True, metavar="FILE", help="the recording, such as fleet.mcap")
+    add("--append", action="store_true", help="go on behind a recording that exists, in a file of its own")
+    add(
         "--rotate-bytes",
         metavar="SIZE",
         help="beyond this size, such as 512M, begin fleet.1.mcap, fleet.2.mcap and so on",
     )
-    parser.add_argument("--duration", type=float, metavar="SECONDS", help="end after so long (default: when signalled)")
+    add("--duration", type=float, metavar="SECONDS", help="end after so long (default: when signalled)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +81,6 @@ def _skip(recorder: Recorder, earlier: Path) -> None:
 
 async def _record(recorder: Recorder, writer: RecordingWriter, args: argparse.Namespace) -> None:
     """Record until it fails, a signal asks it to end, or its time is up."""
-
     loop = asyncio.get_running_loop()
     task = loop.create_task(recorder.run(), name="kvist-record")
     on_signal(task.cancel)

@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import time
 
-from kvist.cli._settings import add_settings, given_flags, read_settings
+from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import serve
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
@@ -37,10 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 def make_config(args: argparse.Namespace) -> RouterConfig:
     """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
-    given = given_flags(args, RouterConfig)
-    if _EVENT_SOURCES in given:
-        given[_EVENT_SOURCES] = _event_sources(given[_EVENT_SOURCES])
-    return RouterConfig(**read_settings(args, RouterConfig, given))
+    return read_config(args, RouterConfig, {_EVENT_SOURCES: _event_sources})
 
 
 def _event_sources(texts: list[str]) -> dict[str, list[str]]:

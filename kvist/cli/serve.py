@@ -10,7 +10,8 @@ import socket
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,33 +45,33 @@ _SERVICES = {"both": "kvist-worker", "prefill": "kvist-prefill", "decode": "kvis
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags; what is left out of them is the engine's default."""
-    parser.add_argument("--model", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)")
-    parser.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the path)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8100, help="port, 0 for a free one (default: %(default)s)")
-    parser.add_argument(
+    """Declare the flags; those about the engine go to the fields of its configuration."""
+    add = parser.add_argument
+    add("--model", dest="model_dir", type=Path, required=True, help="directory of the checkpoint (Hugging Face layout)")
+    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model (default: the path)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8100, help="port, 0 for a free one (default: %(default)s)")
+    add(
         "--kv-events",
         default="tcp://127.0.0.1:0",
         metavar="URL",
         help="where to publish cache events, 'none' for nowhere (default: a free loopback port)",
     )
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
-    parser.add_argument("--dtype", help="bfloat16, float16 or float32 (default: float32 on the CPU, else bfloat16)")
-    parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
+    add("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
+    add("--dtype", help="bfloat16, float16 or float32 (default: float32 on the CPU, else bfloat16)")
+    add("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
     _add_memory_arguments(parser)
-    parser.add_argument(
-        "--max-num-seqs", type=int, default=64, help="sequences computed at once (default: %(default)s)"
+    add("--max-num-seqs", type=int, default=64, help="sequences computed at once (default: %(default)s)")
+    add("--max-num-batched-tokens", type=int, default=2048, help="tokens in a step (default: %(default)s)")
+    add("--max-num-waiting", type=int, default=1024, help="sequences that may queue (default: %(default)s)")
+    add(
+        "--no-cuda-graphs",
+        dest="has_cuda_graphs",
+        action="store_false",
+        help="on a GPU, launch every kernel of a decode step",
     )
-    parser.add_argument(
-        "--max-num-batched-tokens", type=int, default=2048, help="tokens in a step (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-num-waiting", type=int, default=1024, help="sequences that may queue (default: %(default)s)"
-    )
-    parser.add_argument("--no-cuda-graphs", action="store_true", help="on a GPU, launch every kernel of a decode step")
-    parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
-    parser.add_argument(
+    add("--threads", dest="num_threads", type=int, default=1, help="torch threads on the CPU (default: %(default)s)")
+    add(
         "--tensor-parallel-size",
         type=int,
         default=1,
@@ -91,24 +92,26 @@ def add_tracing_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--block-size", type=int, default=16, help="tokens a KV block (default: %(default)s)")
+    add = parser.add_argument
+    add("--block-size", type=int, default=16, help="tokens a KV block (default: %(default)s)")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--num-blocks", type=int, help="KV blocks of each window group")
     memory.add_argument("--kv-memory-mib", type=int, help="KV memory of all groups (default: 256; on a GPU, most)")
-    parser.add_argument(
+    add(
         "--kv-budget",
         default="bounded",
         metavar="POLICY",
         help="'bounded' gives sliding windows what sequences can hold, 'uniform' every group as many blocks (default: "
         "%(default)s)",
     )
-    parser.add_argument("--kv-cache-dtype", metavar="DTYPE", help="fp8_e5m2, fp8_e4m3 or as --dtype (default: --dtype)")
-    parser.add_argument(
+    add("--kv-cache-dtype", metavar="DTYPE", help="fp8_e5m2, fp8_e4m3 or as --dtype (default: --dtype)")
+    add(
         "--swa-scratch",
+        dest="has_swa_scratch",
         action="store_true",
         help="blocks of a prompt that slide out of their window within a step share memory; less of it can be reused",
     )
-    parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt anew")
+    add("--no-prefix-cache", dest="has_prefix_cache", action="store_false", help="compute every prompt anew")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,28 +119,11 @@ def run(args: argparse.Namespace) -> int:
     from kvist.engine.config import EngineConfig
     from kvist.engine.loading import load_with_memory
 
-    config = EngineConfig(
-        model_dir=args.model,
-        device=args.device,
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        block_size=args.block_size,
-        num_blocks=args.num_blocks,
-        kv_memory_mib=args.kv_memory_mib,
-        kv_budget=args.kv_budget,
-        kv_cache_dtype=args.kv_cache_dtype,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        max_num_waiting=args.max_num_waiting,
-        has_prefix_cache=not args.no_prefix_cache,
-        has_swa_scratch=args.swa_scratch,
-        has_cuda_graphs=not args.no_cuda_graphs,
-        num_threads=args.threads,
-        tensor_parallel_size=args.tensor_parallel_size,
-    )
+    config = EngineConfig(**{field.name: getattr(args, field.name) for field in fields(EngineConfig)})
     with _listen(args.host, args.port) as listener:
         worker = f"{args.host}:{listener.getsockname()[1]}"
-        tracing = _open_tracing(args, worker)
+        traces = args.otlp_traces_endpoint
+        tracing = None if traces is None else open_tracing(traces, _SERVICES[args.role], worker)
         settings = read_transfer_settings(args, f"{worker}/{uuid.uuid4().hex}", _names(args)[0])
         transfers, allocate, open_server = None, None, None
         if settings is not None:
@@ -155,20 +141,17 @@ def run(args: argparse.Namespace) -> int:
             return asyncio.run(_serve(args, listener, loaded, publisher, transfers, tracing))
 
 
-@contextmanager
-def _publisher(args: argparse.Namespace, worker: str) -> Iterator[KvEventPublisher | None]:
+def _publisher(args: argparse.Namespace, worker: str) -> AbstractContextManager[KvEventPublisher | None]:
     from kvist.publisher import KvEventPublisher, PublisherLimits
 
     if args.kv_events == "none":
-        yield None
-        return
+        return nullcontext()
     limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
-    with KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits) as publisher:
-        yield publisher
+    return KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits)
 
 
 def _names(args: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(args.served_model_name or [str(args.model)])
+    return tuple(args.served_model_name or [str(args.model_dir)])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -193,7 +176,7 @@ async def _serve(
     from kvist.engine.server.spans import WorkerSpans
     from kvist.openai.tokenization import ChatTokenizer
 
-    tokenizer = ChatTokenizer.load(args.model)
+    tokenizer = ChatTokenizer.load(args.model_dir)
     names = _names(args)
     url = f"http://{args.host}:{listener.getsockname()[1]}"
     events = "no KV events" if publisher is None else f"KV events on {publisher.endpoint}"
@@ -226,7 +209,7 @@ async def _serve(
             names=names,
             block_size=args.block_size,
             max_model_len=loaded.core.limits.max_model_len,
-            max_total_num_tokens=0 if args.no_prefix_cache else num_blocks * args.block_size,
+            max_total_num_tokens=num_blocks * args.block_size if args.has_prefix_cache else 0,
             kv_events_endpoint=None if publisher is None else publisher.endpoint,
             transfers=served,
             tensor_parallel_size=args.tensor_parallel_size,
@@ -241,13 +224,6 @@ async def _serve(
     if followers is not None and followers.error is not None:
         raise followers.error
     return 0
-
-
-def _open_tracing(args: argparse.Namespace, worker: str) -> Tracing | None:
-    """Return what exports this worker's spans, None without the flag; raises InvalidValueError or MissingExtraError."""
-    if args.otlp_traces_endpoint is None:
-        return None
-    return open_tracing(args.otlp_traces_endpoint, _SERVICES[args.role], worker)
 
 
 def _end_on_loss(followers: Followers, server: uvicorn.Server) -> None:

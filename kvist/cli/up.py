@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from kvist.cli._terminal import on_signal
@@ -35,25 +34,23 @@ _DEMO_LOCAL_TOKENS = "64"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's flags."""
-    parser.add_argument("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
-    parser.add_argument(
-        "--disaggregated", action="store_true", help="the first worker computes prompts, the others go on"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--workers", type=int, default=2, help="bundled engine workers to start (default: 2)")
+    add("--disaggregated", action="store_true", help="the first worker computes prompts, the others go on")
+    add(
         "--kv-transfer-bounce-mib",
         type=int,
         default=0,
         metavar="N",
         help="with --disaggregated, the workers' flag of this name (default: 0, off)",
     )
-    parser.add_argument("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
-    parser.add_argument("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
+    add("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
+    add("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
+    add("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
     add_tracing_argument(parser)
-    parser.add_argument("--no-demo", action="store_true", help="serve at once, without the demo's requests")
-    parser.add_argument("--exit", action="store_true", help="end after the demo instead of serving on")
-    parser.add_argument("--json", action="store_true", help="print the demo's facts as one line of JSON, last")
+    add("--no-demo", action="store_true", help="serve at once, without the demo's requests")
+    add("--exit", action="store_true", help="end after the demo instead of serving on")
+    add("--json", action="store_true", help="print the demo's facts as one line of JSON, last")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,9 +81,7 @@ async def _up(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     async with ProcessGroup() as group:
         worker_urls, router_url = await _start(args, group, console)
-        exit_code = 0
-        if not args.no_demo:
-            exit_code = await _demo(args, group, console, worker_urls, router_url)
+        exit_code = 0 if args.no_demo else await _demo(args, group, console, worker_urls, router_url)
         if args.exit:
             return exit_code
         console.print(f"\nServing on [bold]{router_url}[/bold] (OpenAI API; metrics at /metrics). Ctrl-C stops it.")
@@ -233,9 +228,7 @@ class ProcessGroup:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 process.terminate()

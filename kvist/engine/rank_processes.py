@@ -76,11 +76,6 @@ class Followers:
             self._processes.append(process)
         atexit.register(self.close)  # or multiprocessing waits for them for ever: they do not heed its SIGTERM
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Return the others' process ids, by rank."""
-        return tuple(process.pid for process in self._processes if process.pid is not None)
-
     def agree(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
         """Return, here and in `Leader.agree`, the fewest blocks of each group that any rank has room for."""
         offers = [num_blocks, *self._receive()]

@@ -10,8 +10,6 @@ from kvist.http.connection import Handler, QuickEndpoint
 from kvist.http.errors import (
     ClientDisconnectedError,
     ConnectError,
-    RequestRefusedError,
-    StaleConnectionError,
     UpstreamClosedError,
     UpstreamError,
     UpstreamProtocolError,
@@ -19,7 +17,7 @@ from kvist.http.errors import (
 )
 from kvist.http.fields import Headers
 from kvist.http.limits import HttpLimits, UpstreamLimits, default_max_connections
-from kvist.http.pool import PoolStatistics, UpstreamPool, UpstreamResponse
+from kvist.http.pool import UpstreamPool, UpstreamResponse
 from kvist.http.request import Request
 from kvist.http.responder import Answer, Responder
 from kvist.http.server import HttpServer, ServerStatistics
@@ -32,13 +30,10 @@ __all__ = [
     "Headers",
     "HttpLimits",
     "HttpServer",
-    "PoolStatistics",
     "QuickEndpoint",
     "Request",
-    "RequestRefusedError",
     "Responder",
     "ServerStatistics",
-    "StaleConnectionError",
     "UpstreamClosedError",
     "UpstreamError",
     "UpstreamLimits",

@@ -10,10 +10,7 @@ from kvist.http.request import Request
 from kvist.http.responder import Responder
 
 Message = MutableMapping[str, Any]
-AsgiApp = Callable[
-    [MutableMapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]],
-    Awaitable[None],
-]
+AsgiApp = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
 async def serve_asgi(app: AsgiApp, request: Request, responder: Responder, *, scheme: str = "http") -> None:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 from kvist.http.deadline import Deadline
 from kvist.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
-from kvist.http.fields import render_head, status_line
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request, RequestParser
 from kvist.http.responder import Answer, Responder
@@ -292,12 +291,12 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if phase != self._deadline.phase:
             limits = self._limits
-            timeout_s = {
+            timeouts_s = {
                 "idle": limits.idle_timeout_s,
                 "header": limits.header_timeout_s,
                 "body": limits.body_timeout_s,
             }
-            self._deadline.set(phase, timeout_s[phase])
+            self._deadline.set(phase, timeouts_s[phase])
 
     def _handler_done(self, task: asyncio.Task[None]) -> None:
         responder, self._task, self._responder = self._responder, None, None
@@ -351,13 +350,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._answer_and_close(refusal)
 
     def _answer_and_close(self, refusal: RequestRefusedError) -> None:
-        body = refusal.body()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-        ]
-        self._transport.write(render_head(status_line(refusal.status), headers) + body)
+        answer = Answer(refusal.status, b"application/json", refusal.body())
+        self._transport.write(answer.render(b"connection: close\r\n"))
         self._linger()
 
     def _linger(self) -> None:

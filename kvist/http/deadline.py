@@ -23,10 +23,10 @@ class Deadline:
         """Replaces whatever was awaited by `phase`, from now on."""
         self.phase = phase
         self._when = self._loop.time() + timeout_s
-        if self._handle is None:
-            self._handle = self._loop.call_at(self._when, self._fire)
-        elif self._when < self._handle.when():
+        if self._handle is not None and self._when < self._handle.when():
             self._handle.cancel()
+            self._handle = None
+        if self._handle is None:
             self._handle = self._loop.call_at(self._when, self._fire)
 
     def clear(self) -> None:

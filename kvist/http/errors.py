@@ -23,9 +23,7 @@ class RequestRefusedError(KvistError):
     def body(self) -> bytes:
         """The refusal in the shape OpenAI clients parse."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return msgspec.json.encode(
-            {"error": {"message": self.message, "type": kind, "param": None, "code": self.code}},
-        )
+        return msgspec.json.encode({"error": {"message": self.message, "type": kind, "param": None, "code": self.code}})
 
 
 class ClientDisconnectedError(KvistError, ConnectionError):

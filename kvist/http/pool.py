@@ -13,7 +13,6 @@ import re
 import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from kvist.errors import InvalidValueError
@@ -69,15 +68,13 @@ def _parse_base_url(base_url: str) -> _Origin:
     )
 
 
+@dataclass(slots=True, eq=False)
 class UpstreamResponse:
     """A worker's response: status and end-to-end headers now, the body as it comes."""
 
-    __slots__ = ("_connection", "headers", "status")
-
-    def __init__(self, connection: UpstreamConnection, status: int, headers: Headers) -> None:
-        self._connection = connection
-        self.status = status
-        self.headers = headers
+    _connection: UpstreamConnection
+    status: int
+    headers: Headers
 
     async def body(self) -> AsyncIterator[bytes]:
         """The worker's bytes, unchanged and in order, in pieces of any size above 0; raises UpstreamError."""
@@ -85,17 +82,15 @@ class UpstreamResponse:
             yield piece
 
 
+@dataclass(slots=True, eq=False)
 class Exchange:
     """One request and its response, as an async context manager."""
 
-    __slots__ = ("_base_url", "_connection", "_message", "_method", "_pool")
-
-    def __init__(self, pool: "UpstreamPool", base_url: str, method: str, message: bytes) -> None:
-        self._pool = pool
-        self._base_url = base_url
-        self._method = method
-        self._message = message
-        self._connection: UpstreamConnection | None = None
+    _pool: "UpstreamPool"
+    _base_url: str
+    _method: str
+    _message: bytes
+    _connection: UpstreamConnection | None = None
 
     async def __aenter__(self) -> UpstreamResponse:
         connection = await self._pool._send(self._base_url, self._method, self._message)
@@ -108,12 +103,7 @@ class Exchange:
         self._connection = connection
         return UpstreamResponse(connection, head.status, head.headers)
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._connection is not None
         self._pool._release(self._base_url, self._connection)
 
@@ -161,22 +151,17 @@ class UpstreamPool:
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
-            num_idle=sum(len(connections) for connections in self._idle.values()),
-            num_active=len(self._active),
-            num_connected=self._num_connected,
-            num_reused=self._num_reused,
-            num_stale=self._num_stale,
+            sum(map(len, self._idle.values())),
+            len(self._active),
+            self._num_connected,
+            self._num_reused,
+            self._num_stale,
         )
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Closes every connection, active ones included."""
         for connection in [*self._active, *(c for connections in self._idle.values() for c in connections)]:
             connection.abort()

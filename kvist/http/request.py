@@ -82,9 +82,7 @@ class Request(msgspec.Struct, frozen=True):
         return is_named_so and _FORWARDED.isdisjoint([name for name, _ in self.headers])
 
 
-_CONTROL_FIELDS = frozenset(
-    {b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"},
-)
+_CONTROL_FIELDS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection", b"expect", b"upgrade"})
 """The fields that decide about the message itself."""
 
 

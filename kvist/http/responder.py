@@ -63,12 +63,7 @@ class Responder:
     )
 
     def __init__(
-        self,
-        connection: ClientConnection,
-        request: Request,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        keep_alive: bool,
+        self, connection: ClientConnection, request: Request, loop: asyncio.AbstractEventLoop, *, keep_alive: bool
     ) -> None:
         self._connection = connection
         self._request = request
@@ -126,8 +121,7 @@ class Responder:
         self.is_finished = True
         if self._framing == "chunked":
             self._send(b"0\r\n\r\n")
-        else:
-            self._flush_head()
+        self._flush_head()
         await self._connection.drained()
 
     def _render(self, status: int, headers: Headers) -> bytes:
@@ -174,5 +168,4 @@ class Responder:
     def _flush_head(self) -> None:
         """Sends the head if no piece of the body took it along."""
         if self._head is not None:
-            head, self._head = self._head, None
-            self._connection.send(head)
+            self._send(b"")

@@ -4,7 +4,6 @@ import asyncio
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from kvist.http.connection import Handler, QuickEndpoint, ServerConnection, ServerState
@@ -97,12 +96,7 @@ class HttpServer:
                 socket.listen(_BACKLOG)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stops listening, lets running requests end within `close_timeout_s`, then cuts them off."""
         assert self._server is not None
         self._server.close()

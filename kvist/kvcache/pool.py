@@ -63,10 +63,6 @@ class BlockPool:
         cached = len(self._cached)
         return PoolStatistics(self.group.group_id, self.group.window, self.num_blocks, used, cached, num_scratch)
 
-    def cached_hashes(self) -> set[int]:
-        """Return the event hashes of all cached blocks: what a follower of the events holds too. O(cached)."""
-        return {event_hash(digest) for digest in self._cached}
-
     def __contains__(self, digest: bytes) -> bool:
         """Return whether a block with this digest is cached; its place in the LRU order stays."""
         return digest in self._cached

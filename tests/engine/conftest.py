@@ -19,6 +19,7 @@ from kvist.engine.loading import load_engine
 from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.events import EventSink
 from kvist.kvcache import KvCacheManager
+from kvist.kvcache.sequences import event_hash
 from kvist.openai.requests import SamplingParams
 
 S, F = "sliding_attention", "full_attention"
@@ -299,7 +300,9 @@ class EventFollower:
 
     def assert_equals(self, kv_cache: KvCacheManager) -> None:
         """Assert that following the events gives what the pools hold."""
-        assert self.held == {pool.group.group_id: pool.cached_hashes() for pool in kv_cache.pools}
+        assert self.held == {
+            pool.group.group_id: {event_hash(digest) for digest in pool._cached} for pool in kv_cache.pools
+        }
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 
 from kvist.events import FULL, Window
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, KvGroup, LayerKv
+from kvist.kvcache.sequences import event_hash
 
 
 class EventFollower:
@@ -54,7 +55,7 @@ class EventFollower:
     def assert_equals(self, manager: KvCacheManager) -> None:
         """Assert that following the events gives what the pools hold."""
         for pool in manager.pools:
-            assert set(self.held[pool.group.group_id]) == pool.cached_hashes()
+            assert set(self.held[pool.group.group_id]) == {event_hash(digest) for digest in pool._cached}
 
 
 @pytest.fixture

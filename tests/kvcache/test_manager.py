@@ -139,7 +139,7 @@ def test_flush_clears_everything_at_rest_and_only_free_blocks_otherwise(make_gro
     manager.close(admit(manager, list(range(50, 70))))
     manager.flush()
     assert follower.num_clears == 1
-    assert [len(pool.cached_hashes()) for pool in manager.pools] == [2, 2]
+    assert [pool.statistics().num_cached for pool in manager.pools] == [2, 2]
     follower.assert_equals(manager)
 
 

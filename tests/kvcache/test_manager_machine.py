@@ -20,6 +20,7 @@ from kvist.kvcache import (
     SequenceBlocks,
     num_stale_blocks,
 )
+from kvist.kvcache.sequences import event_hash
 
 B = 4
 WINDOWS: tuple[Window, ...] = (FULL, 9, 3)
@@ -276,7 +277,7 @@ class KvCacheMachine(RuleBasedStateMachine):
     def memory_is_consistent(self) -> None:
         self.manager.check_invariants(life.blocks for life in self.lives + self.reserved)
         for pool, statistics in zip(self.manager.pools, self.manager.statistics().pools, strict=True):
-            assert self.sink.held[pool.group.group_id] == pool.cached_hashes()
+            assert self.sink.held[pool.group.group_id] == {event_hash(digest) for digest in pool._cached}
             assert statistics.num_scratch == 0
 
     @invariant()

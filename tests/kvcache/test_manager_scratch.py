@@ -20,6 +20,7 @@ from kvist.kvcache import (
     ScratchPolicy,
     SequenceBlocks,
 )
+from kvist.kvcache.sequences import event_hash
 
 SCRATCH = ScratchPolicy()
 
@@ -144,7 +145,7 @@ def test_stored_events_skip_scratch_blocks_and_say_whose_child_the_first_kept_bl
     tokens, chain = list(range(32)), BlockHashChain(4)
     sequence = manager.open(manager.match(chain, tokens), chain, tokens, 32, is_scratch_allowed=True)
     assert sequence is not None
-    hashes = [pool.cached_hashes() for pool in manager.pools]
+    hashes = [{event_hash(digest) for digest in pool._cached} for pool in manager.pools]
     assert [len(each) for each in hashes] == [8, 2]
     assert hashes[1] < hashes[0]
     follower.assert_equals(manager)
@@ -239,7 +240,7 @@ def test_guessed_tokens_can_be_taken_back_and_others_written_in_their_place(make
     sequence = must_start(manager, tokens, 24)
     manager.settle()
     assert len(sequence.chain.digests) == 7, "match has hashed the prompt"
-    assert [len(pool.cached_hashes()) for pool in manager.pools] == [4, 1], "blocks 4 and 5 may still change"
+    assert [pool.statistics().num_cached for pool in manager.pools] == [4, 1], "blocks 4 and 5 may still change"
     manager.rewind(sequence, 19)
     manager.check_invariants([sequence])
     assert [len(table.block_ids) for table in sequence.tables] == [5, 5]

@@ -81,7 +81,7 @@ def test_what_is_reused_is_the_least_that_any_window_can_serve(make_groups, run_
     assert manager.match(BlockHashChain(4), prompt).num_tokens == 20
     assert run_sequence(manager, prompt[:9]) == 8, "blocks 0 and 1 are the last to be reused now"
     run_sequence(manager, list(range(100, 120)))
-    assert [len(pool.cached_hashes()) for pool in manager.pools] == [10, 10, 7]
+    assert [pool.statistics().num_cached for pool in manager.pools] == [10, 10, 7]
     hit = manager.match(BlockHashChain(4), prompt)
     assert hit.num_tokens == 8, "the narrowest has blocks 0 and 1 left"
     assert hit.first_held == (0, 0, 0)

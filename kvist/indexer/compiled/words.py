@@ -49,13 +49,6 @@ def big_word_at(data: Bytes, at: int) -> np.uint64:
 
 
 @inlined
-def put_word(data: Bytes, at: int, word: np.uint64) -> None:
-    """Write eight bytes, the lowest of the word first."""
-    for offset in range(8):
-        data[np.uint64(at + offset)] = np.uint8(word >> np.uint64(offset * 8))
-
-
-@inlined
 def byteswap(word: np.uint64) -> np.uint64:
     """Return a word with its bytes in reverse."""
     word = (word >> _8) & np.uint64(0x00FF_00FF_00FF_00FF) | (word & np.uint64(0x00FF_00FF_00FF_00FF)) << _8

@@ -76,12 +76,6 @@ def find(index: Record, segments: Records, block_hash: np.uint64) -> int:
 
 
 @helper
-def hash_at(segments: Records, row: int) -> np.uint64:
-    """Return the hash of a row's block."""
-    return row_at(segments, row).hash
-
-
-@helper
 def depth_at(segments: Records, row: int) -> int:
     """Return how many blocks come before a row's block, at most MAX_DEPTH."""
     return signed(row_at(segments, row).marks) & MAX_DEPTH
