@@ -57,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="where to publish cache events, 'none' for nowhere (default: a free loopback port)",
     )
+    add(
+        "--groups",
+        choices=("largest", "all"),
+        default="largest",
+        help="'all' also publishes what window groups beside the largest hold, as kvist publish does",
+    )
     add("--device", default="cpu", help="cpu, cuda or cuda:N (default: %(default)s)")
     add("--dtype", help="bfloat16, float16 or float32 (default: float32 on the CPU, else bfloat16)")
     add("--max-model-len", type=int, help="longest sequence in tokens (default: the model's)")
@@ -146,8 +152,13 @@ def _publisher(args: argparse.Namespace, worker: str) -> AbstractContextManager[
 
     if args.kv_events == "none":
         return nullcontext()
-    limits = PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S)
-    return KvEventPublisher(args.kv_events, worker=worker, block_size=args.block_size, limits=limits)
+    return KvEventPublisher(
+        args.kv_events,
+        worker=worker,
+        block_size=args.block_size,
+        has_all_groups=args.groups == "all",
+        limits=PublisherLimits(close_timeout_s=_PUBLISHER_CLOSE_S),
+    )
 
 
 def _names(args: argparse.Namespace) -> tuple[str, ...]:

@@ -74,6 +74,11 @@ class EngineResidency:
         return slot
 
     @property
+    def believes_all(self) -> bool:
+        """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
+        return self.counts_copies
+
+    @property
     def companion_slot(self) -> int:
         """Return the slot that stands for the rank's other groups, -1 without any."""
         slot = self._index.slot_of(self._source.companion) if self.groups.kinds else None

@@ -109,12 +109,14 @@ class GroupAccount:
             [rule.num_needed for rule in rules],
         )
 
-    def stored(self, group: int, engine_hashes: Sequence[EngineHash | None], *, counts_copies: bool) -> None:
+    def stored(
+        self, group: int, engine_hashes: Sequence[EngineHash | None], *, counts_copies: bool, believes_all: bool
+    ) -> None:
         """Note that a group holds blocks, or a copy more of each.
 
         Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
         """
-        believed = engine_hashes if counts_copies else engine_hashes[-self._num_believed[group] :]
+        believed = engine_hashes if believes_all else engine_hashes[-self._num_believed[group] :]
         place = self._first + group
         for name in believed:
             num_copies = 0 if name is None else self._copies.of(name, place)
@@ -164,6 +166,10 @@ class GroupHolder(Protocol):
     @property
     def counts_copies(self) -> bool:
         """Whether what is stored again has one more copy, rather than being reported once more."""
+
+    @property
+    def believes_all(self) -> bool:
+        """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
@@ -231,7 +237,8 @@ class GroupSplitter:
         if group is None or event.tier is not Tier.GPU:
             return group
         if isinstance(event, EngineStored):
-            holder.groups.stored(group, event.block_hashes, counts_copies=holder.counts_copies)
+            counting = {"counts_copies": holder.counts_copies, "believes_all": holder.believes_all}
+            holder.groups.stored(group, event.block_hashes, **counting)
         else:
             holder.groups.removed(group, event.block_hashes, counts_copies=holder.counts_copies)
         return group

@@ -77,6 +77,7 @@ class KvEventPublisher:
         lora_names: Mapping[int, str] | None = None,
         num_ranks: int = 1,
         counts_copies: bool = False,
+        has_full_reports: bool = False,
         has_all_groups: bool = False,
         num_ahead: int = 0,
         limits: PublisherLimits | None = None,
@@ -85,7 +86,8 @@ class KvEventPublisher:
 
         `block_size` must be the engine's. `window` is the one to publish, for engines that do not report theirs.
         Ranks below `num_ranks` send heartbeats from the start; others from their first event on. With `counts_copies`,
-        a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy. With
+        a block that is stored again is held until it is removed as often, as by vLLM, which reports each copy; with
+        `has_full_reports` it may be reported once more because somebody asked. With
         `has_all_groups` a second stream of each rank has what its other groups hold of the published one's blocks, and
         how many blocks behind a hit the engine must have as well, `num_ahead`: with EAGLE vLLM may compute one again.
         """
@@ -96,7 +98,7 @@ class KvEventPublisher:
         self._block_size = block_size
         self._window = window
         self._lora_names = lora_names
-        self._counts_copies = counts_copies
+        self._counts_copies, self._has_full_reports = counts_copies, has_full_reports
         self._has_all_groups, self._num_ahead = has_all_groups, num_ahead
         self._limits = PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
@@ -395,6 +397,7 @@ class KvEventPublisher:
                 window=self._window,
                 lora_names=self._lora_names,
                 counts_copies=self._counts_copies,
+                has_full_reports=self._has_full_reports,
                 has_all_groups=self._has_all_groups,
                 num_ahead=self._num_ahead,
             )

@@ -93,6 +93,7 @@ class Sidecar:
         router have it report what it holds anew. Raises InvalidValueError when a value is wrong, the port taken, or the
         folder unusable.
         """
+        self._has_full_reports = has_full_reports
         self._counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
         # Raises now for a value that would otherwise be refused only when the first event comes.
         source = WorkerRank(worker, 0)
@@ -200,6 +201,7 @@ class Sidecar:
             lora_names=self._lora_names,
             num_ranks=0,  # which ranks there are, the engine's events tell
             counts_copies=self._counts_copies,
+            has_full_reports=self._has_full_reports,
             has_all_groups=self._has_all_groups,
             num_ahead=int(any(feed.endpoint.drops_last_block for feed in self._feeds)),
             limits=self._limits,

@@ -161,17 +161,19 @@ class RankStream(Stream):
         window: KnownWindow | None = None,
         lora_names: Mapping[int, str] | None = None,
         counts_copies: bool = False,
+        has_full_reports: bool = False,
         has_all_groups: bool = False,
         num_ahead: int = 0,
     ) -> None:
         """With `counts_copies`, what the engine stores again is one more copy of it, as long as nothing was lost.
 
+        With `has_full_reports` what it stores may be what it has, reported because somebody asked.
         With `has_all_groups` a companion has what the other groups hold, and that hits need `num_ahead` blocks more.
         """
         super().__init__(source, block_size, epoch)
         self._lora_names = lora_names
         self._filter = WindowFilter(source.rank, window)
-        self._counts_copies = counts_copies
+        self._counts_copies, self._has_full_reports = counts_copies, has_full_reports
         self._hold(self.residency)
         self._num_events = 0
         self._num_malformed = 0
@@ -252,6 +254,11 @@ class RankStream(Stream):
     def counts_copies(self) -> bool:
         """Whether what is stored again has one more copy, rather than being reported once more."""
         return self._counts_copies and self.is_complete
+
+    @property
+    def believes_all(self) -> bool:
+        """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
+        return not self._has_full_reports and (self.is_complete or not self._counts_copies)
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
         """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
