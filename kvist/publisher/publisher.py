@@ -115,7 +115,7 @@ class KvEventPublisher:
         self.failure: BaseException | None = None
         """What ended publishing, None while all is well; `close` raises it."""
         self._num_heartbeats = self._num_malformed = 0
-        self._told_facts: list[tuple[object, ...]] = []
+        self._told_facts: list[object] = []
         self._is_inherited = False
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -372,9 +372,9 @@ class KvEventPublisher:
         else:
             self._stream(item.rank).admit(item)
 
-    def _facts(self) -> list[tuple[object, ...]]:
+    def _facts(self) -> list[object]:
         """Return what heartbeats alone tell, and followers should know at once."""
-        return [(each.is_complete, each.companion and each.companion.rules) for each in self._streams.values()]
+        return [each.companion.rules for each in self._streams.values() if each.companion is not None]
 
     def _send_heartbeats(self) -> None:
         if self._outbox:

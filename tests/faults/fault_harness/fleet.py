@@ -18,7 +18,9 @@ from fault_harness.sidecar import SidecarWorker
 from fault_harness.virtual import World
 from fault_harness.wire import Network, Weather
 from fault_harness.workers import EmbeddedWorker, StockWorker, Worker
+from kvist.events import Tier
 from kvist.events.session import SourceState
+from kvist.events.types import MAX_RANKS
 
 QUIET_S = 240.0
 """How long after the last fault everything must be exact, at the latest: questions become ever rarer."""
@@ -308,6 +310,8 @@ class Fleet:
         held = self._router.held()
         for number, worker, engine in self._ranks():
             said = held.pop((number, engine.rank), frozenset())
+            companions = held.pop((number, engine.rank + MAX_RANKS), frozenset())
+            assert {block for block, _ in companions} <= {block for block, tier in said if tier is Tier.GPU}
             if not self._may_lack(number, worker):
                 assert said == engine.held
             elif worker.is_followed_to(self._router.position(number, engine.rank)):
