@@ -48,8 +48,8 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
 
     Or 4 plus one of `other_groups`, with the number of all of its copies.
     """
-    other_groups: tuple[tuple[NonNegative, GroupRule], ...] = ()
-    """The number of each, and what it must hold for a hit."""
+    other_groups: tuple[tuple[int, GroupRule], ...] = ()
+    """The key of each, and what it must hold for a hit."""
 
     @classmethod
     def of(

@@ -42,12 +42,13 @@ class OtherGroups:
 
     def note(self, event: EngineStored, published: FilterState) -> bool:
         """Take note of a store of another group than the published one; return whether it is the group's first."""
-        if event.group is None or published.group is None or event.window is UNKNOWN or event.group in self.rules:
+        key, published_key = group_key(event.group, event.window), group_key(published.group, published.window)
+        if key is None or published_key in (None, key) or event.window is UNKNOWN or key in self.rules:
             return False
-        return self.add(event.group, event.window, event.block_size)
+        return self.add(key, event.window, event.block_size)
 
     def add(self, group: int, window: Window, block_size: int) -> bool:
-        """Take note of a group; return whether what it holds can be accounted for."""
+        """Take note of a group, by its key; return whether what it holds can be accounted for."""
         rule = rule_of(window, block_size, self.block_size, self.num_ahead)
         if rule is None or len(self.rules) == MAX_GROUPS or len({*self.rules.values(), rule}) > MAX_KINDS:
             self.is_expressible = False
@@ -55,9 +56,9 @@ class OtherGroups:
         self.rules[group] = rule
         return True
 
-    def number_of(self, group: int | None) -> int | None:
+    def number_of(self, key: int | None) -> int | None:
         """Return a group's number, None if it is not one of these."""
-        return [*self.rules].index(group) if group in self.rules else None
+        return [*self.rules].index(key) if key in self.rules else None
 
 
 class CopyTable(Protocol):
@@ -233,8 +234,8 @@ class GroupSplitter:
         """Count an event of one of the other groups; return which that is, None if it is none of them."""
         if isinstance(event, EngineStored) and self.others.note(event, self._filter.state):
             self.show()
-        group, holder = self.others.number_of(event.group), self._holder
-        if group is None or event.tier is not Tier.GPU:
+        group, holder = self.others.number_of(group_key(event.group, event.window)), self._holder
+        if group is None or event.tier not in (Tier.GPU, None):
             return group
         if isinstance(event, EngineStored):
             counting = {"counts_copies": holder.counts_copies, "believes_all": holder.believes_all}
@@ -249,11 +250,17 @@ class GroupSplitter:
         counted, names = self._holder.counted(), self._holder.engine_hashes()
         for each in passed:
             publish(each)
-        if before.group is not None and before.window is not None:
-            self.others.add(before.group, before.window, self._block_size)
-            group = self.others.number_of(before.group)
+        key = group_key(before.group, before.window)
+        if key is not None and before.window is not None:
+            self.others.add(key, before.window, self._block_size)
+            group = self.others.number_of(key)
             counted += [] if group is None else [(name, group, 1) for name in names]
         self._holder.count_again(counted)
+
+
+def group_key(group: int | None, window: Window | None) -> int | None:
+    """Return what stands for a group: its number, else, as of TensorRT-LLM's, its window, made negative."""
+    return group if group is not None else -window if isinstance(window, int) else None
 
 
 def num_needed(window: Window, block_size: int) -> int:

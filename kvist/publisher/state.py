@@ -84,7 +84,7 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
     scopes: tuple[tuple[str | None, str | None], ...]
     scoped: tuple[bytes, bytes]
     """The blocks that have a scope, and its number in `scopes`."""
-    others: tuple[tuple[NonNegative, GroupRule], ...] = ()
+    others: tuple[tuple[int, GroupRule], ...] = ()
     counted: tuple[bytes, ...] = (b"", b"", b"")
     """What is counted of the other groups: the engine's hashes, groups, and numbers of copies."""
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvist.events import FULL, EngineCleared, EngineRemoved, EngineStored, Tier, WorkerRank
+from kvist.events.dialects.trtllm import decode
 from kvist.events.engine_events import STATE
 from kvist.events.hashing import block_hashes
 from kvist.events.types import GroupRule
@@ -153,3 +154,32 @@ def test_a_tier_beside_the_gpu_does_not_count_for_the_groups():
     assert stream.companion.num_blocks == 0
     stream.admit(EngineStored([1], [1, 2, 3, 4], SIZE, window=8, group=1))
     assert stream.companion.num_blocks == 1
+
+
+def test_groups_that_are_known_by_their_windows_alone_are_told_apart_as_tensorrt_llm_reports_them():
+    def event(event_id: int, window: int, data: dict[str, object]) -> dict[str, object]:
+        return {"event_id": event_id, "window_size": window, "data": data}
+
+    def stored(*names: int, parent: int | None = None) -> dict[str, object]:
+        blocks = [
+            {"block_hash": name, "cache_level": 0, "tokens": [{"token_id": name * 10 + idx} for idx in range(SIZE)]}
+            for name in names
+        ]
+        return {"type": "stored", "parent_hash": parent, "blocks": blocks}
+
+    stream, index = RankStream(SOURCE, SIZE, 0, has_all_groups=True), RadixIndex()
+    events = [
+        event(0, 4096, stored(1, 2, 3)),
+        event(1, 8, stored(1, 2, 3)),
+        event(2, 8, {"type": "removed", "block_hashes": [3]}),
+    ]
+    hashes = block_hashes([name * 10 + idx for name in (1, 2, 3) for idx in range(SIZE)], SIZE)
+    for num_told, num_hit in ((1, 3), (2, 3), (3, 2)):
+        for each in decode(events[num_told - 1 : num_told], SIZE).events:
+            stream.admit(each)
+        for source, each in ((SOURCE, stream), (SOURCE.companion, stream.companion)):
+            for batch in each.close_batches(0.0):
+                index.apply(source, batch.events)
+        if stream.companion.rules:
+            index.set_groups(SOURCE, stream.companion.rules)
+        assert index.match(hashes)[SOURCE].gpu == num_hit
