@@ -14,14 +14,14 @@ from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS, is_canonical, is_snapshot_part
 from kvist.events.restarts import RestartDetector
 from kvist.events.transports import Message
-from kvist.events.types import NonEmpty, NonNegative, Positive, Rank
+from kvist.events.types import NonEmpty, NonNegative, Positive, Rank, RankOrCompanion
 
 _HEARTBEAT_START = b"\xa9heartbeat"
 
 
 class _RankEnvelope(msgspec.Struct, array_like=True, frozen=True, gc=False):
     worker: NonEmpty
-    rank: Rank
+    rank: RankOrCompanion
     epoch: NonNegative
     sequence: NonNegative
     block_size: Positive

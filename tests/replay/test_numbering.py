@@ -28,9 +28,9 @@ def test_a_message_that_comes_late_is_no_news(make):
     assert (numbering.total("num_missing"), numbering.total("num_duplicates")) == (1, 1)
 
 
-def test_each_rank_has_its_own_numbers(make):
-    numbering, _ = judged(*(make.batch(sequence, rank=rank) for sequence in range(3) for rank in range(2)))
-    assert (len(numbering.ranks), numbering.total("num_gaps"), numbering.total("num_duplicates")) == (2, 0, 0)
+def test_each_rank_and_each_companion_has_its_own_numbers(make):
+    numbering, _ = judged(*(make.batch(sequence, rank=rank) for sequence in range(3) for rank in (0, 1, 4097)))
+    assert (len(numbering.ranks), numbering.total("num_gaps"), numbering.total("num_duplicates")) == (3, 0, 0)
     assert all(rank.is_from_start for rank in numbering.ranks.values())
 
 
