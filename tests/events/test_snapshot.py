@@ -134,7 +134,7 @@ def test_nothing_at_all_is_no_snapshot():
     ("changes", "reason"),
     [
         ({"worker": ""}, r"\$\[1\]"),
-        ({"rank": 4096}, r"\$\[2\]"),
+        ({"rank": 8192}, r"\$\[2\]"),
         ({"part_idx": 1}, "part_idx is 1, expected less than 1"),
         ({"num_parts": 0}, r"\$\[7\]"),
         ({"hashes": bytes(15)}, "hashes has 15 bytes, expected 16"),
