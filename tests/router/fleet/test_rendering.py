@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import vllm_rendering
 from _engine_files import MISSING, versions
-from transformers import AutoTokenizer
 
 from kvist.engine import bundled_model_path
 from kvist.openai.chat_template import ChatTemplate
@@ -21,6 +20,8 @@ from kvist.openai.requests import read_fields
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.fleet import rendering
 from kvist.router.fleet.rendering import Kind
+
+AutoTokenizer = pytest.importorskip("transformers").AutoTokenizer
 
 MODEL = str(bundled_model_path())
 SOURCE = (bundled_model_path() / "chat_template.jinja").read_text()
