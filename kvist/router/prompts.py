@@ -100,8 +100,14 @@ class PromptReader:
     async def read(self, path: str | None, body: bytes) -> Ask:
         """Return what the body of this endpoint asks; raises RequestError (400) that names the field.
 
-        Without a path it may be a chat's, a completion's, or `{"token_ids": […]}`.
+        Without a path it may be a chat's, a completion's, or `{"token_ids": […]}`. One that is too long for the event
+        loop is read on a thread.
         """
+        ask = self.read_now(path, body)
+        return await asyncio.to_thread(self._read, path, body) if ask is None else ask
+
+    def read_now(self, path: str | None, body: bytes) -> Ask | None:
+        """Return what `read` does, or None where that would hold the event loop up: then await `read`."""
         if path in FORM_PATHS:
             return _read_other({}, len(body))
         if path == COMPLETION_PATH and self._has_index():
@@ -110,7 +116,7 @@ class PromptReader:
                 return ask
         if len(body) <= INLINE_BODY_BYTES or self._tokenizer is None:
             return self._read(path, body)
-        return await asyncio.to_thread(self._read, path, body)
+        return None
 
     def _read(self, path: str | None, body: bytes) -> Ask:
         fields = _client_fields(body)

@@ -40,9 +40,13 @@ async def test_a_chat_is_rendered_and_tokenised(reader: PromptReader) -> None:
     assert (ask.num_tokens, ask.model, ask.cache_salt, ask.untokenized_reason) == (5, "m", "s", None)
 
 
-async def test_a_long_body_is_read_on_a_thread_with_the_same_result(reader: PromptReader) -> None:
-    ask = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "hello " * 5000}]))
-    assert ask.num_tokens == 5003
+async def test_a_body_is_read_at_once_unless_it_is_long(reader: PromptReader) -> None:
+    short, long = [body(messages=[{"role": "user", "content": "hello " * number}]) for number in (5, 500_000)]
+    now = reader.read_now(CHAT_PATH, short)
+    assert now is not None
+    assert now == await reader.read(CHAT_PATH, short)
+    assert reader.read_now(CHAT_PATH, long) is None
+    assert (await reader.read(CHAT_PATH, long)).num_tokens == 500_003
 
 
 @pytest.mark.parametrize(
