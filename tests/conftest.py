@@ -157,8 +157,11 @@ def until_true() -> Callable[[Callable[[], object]], None]:
 
 @pytest.fixture
 async def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that lets so many seconds pass on the event loop's clock, at once."""
+    """Return a function that lets so many seconds pass on the event loop's clock, at once, the loop being on time."""
+    from kvist.http.deadline import LoopClock
+
     loop, ahead_s = asyncio.get_running_loop(), 0.0
+    monkeypatch.setattr(LoopClock, "_on_tick", lambda _: None)
     real_time = loop.time
     monkeypatch.setattr(loop, "time", lambda: real_time() + ahead_s)
 

@@ -1,12 +1,12 @@
 """The HTTP data path of router and index: strict HTTP/1 in, pooled HTTP/1 out, bytes passed through with back-pressure.
 
-`HttpServer` calls a handler with each valid `Request` and its `Responder`; `UpstreamPool.exchange` asks a worker.
+`HttpServer` calls a handler with each valid `Request` and its `Responder`; `UpstreamPool.send` asks a worker.
 Neither knows of policy. Each message is read by one strict parser and written with framing of our own, so nothing
 ambiguous gets from one side to the other; each wait, buffer and count is a field of `HttpLimits` or `UpstreamLimits`.
 """
 
 from kvist.http.asgi import serve_asgi
-from kvist.http.connection import Handler, QuickEndpoint
+from kvist.http.connection import Handler, Producer, QuickEndpoint
 from kvist.http.errors import (
     ClientDisconnectedError,
     ConnectError,
@@ -21,18 +21,22 @@ from kvist.http.pool import UpstreamPool, UpstreamResponse
 from kvist.http.request import Request
 from kvist.http.responder import Answer, Responder
 from kvist.http.server import HttpServer, ServerStatistics
+from kvist.http.upstream import Exchange, ResponseReceiver
 
 __all__ = [
     "Answer",
     "ClientDisconnectedError",
     "ConnectError",
+    "Exchange",
     "Handler",
     "Headers",
     "HttpLimits",
     "HttpServer",
+    "Producer",
     "QuickEndpoint",
     "Request",
     "Responder",
+    "ResponseReceiver",
     "ServerStatistics",
     "UpstreamClosedError",
     "UpstreamError",

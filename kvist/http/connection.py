@@ -1,7 +1,7 @@
 """One client connection: requests are handled one after the other, and a client that is slow or gone costs little.
 
-The protocol is a small state machine on callbacks: bytes go to the parser; a whole request starts the handler's task;
-the task's end starts the next request. Only the handler's task ever waits.
+The protocol is a small state machine on callbacks: bytes go to the parser; a whole request goes to the handler; the
+response's end starts the next request. Only a handler that is a coroutine has a task, and only that ever waits.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-from kvist.http.deadline import Deadline
+from kvist.http.deadline import Deadline, LoopClock
 from kvist.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request, RequestParser
@@ -19,7 +19,22 @@ from kvist.http.responder import Answer, Responder
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[Request, Responder], Coroutine[Any, Any, None]]
+
+class Producer(Protocol):
+    """Who sends a response by callbacks, and is told of what its client does until the response has ended."""
+
+    def pause(self) -> None:
+        """The client does not read what was sent: no more should be sent for now."""
+
+    def resume(self) -> None:
+        """The client has read nearly all."""
+
+    def stop(self) -> None:
+        """The client has left, and whatever is sent now reaches nobody."""
+
+
+Handler = Callable[[Request, Responder], Coroutine[Any, Any, None] | Producer | None]
+"""Answers a request: at once (None), by callbacks, or as a coroutine, in a task that ends if the client leaves."""
 QuickEndpoint = Callable[[bytes], Answer]
 """Answers a request by its body alone."""
 
@@ -44,6 +59,7 @@ class ServerState:
     quick_endpoints: Mapping[str, QuickEndpoint]
     may_quick: Callable[[Request], bool]
     limits: HttpLimits
+    clock: LoopClock
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
     connections: "dict[ServerConnection, str | None]" = field(default_factory=dict)
     """All that are open, each with its peer's address."""
@@ -105,20 +121,21 @@ class ServerState:
 class ServerConnection(asyncio.BufferedProtocol):
     """Serves one client until it leaves, misbehaves, is too slow, or the server closes."""
 
-    def __init__(self, state: ServerState, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, state: ServerState) -> None:
         self._state = state
         self._limits = state.limits
-        self._loop = loop
-        self._deadline = Deadline(loop, self._expired)
-        self._task: asyncio.Task[None] | None = None
-        self._responder: Responder | None = None
+        self._loop = state.clock.loop
+        self._deadline = Deadline(state.clock, self._expired)
+        self._responder: Responder | None = None  # of the request that is being answered
+        self._task: asyncio.Task[None] | None = None  # of the handler, or of what comes behind an answer
+        self._producer: Producer | None = None
         self._repeated: QuickEndpoint | None = None  # of the last request, while one with its head may come
         self._drain_waiters: list[asyncio.Future[None]] = []
         self._num_body_bytes_held = 0
         self._is_write_paused = False
         self._is_discarding = False
         self._is_guest = False
-        self.lost = loop.create_future()
+        self.lost = self._loop.create_future()
 
     # What asyncio calls.
 
@@ -148,7 +165,7 @@ class ServerConnection(asyncio.BufferedProtocol):
                 return
             self._repeated = None
         self._parser.feed(data)
-        if self._task is None:
+        if not self._is_busy:
             self._advance()
         elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
             self._transport.pause_reading()
@@ -168,6 +185,8 @@ class ServerConnection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         self._is_write_paused = True
         self._deadline.set("write", self._limits.write_timeout_s)
+        if self._producer is not None:
+            self._producer.pause()
 
     def resume_writing(self) -> None:
         self._is_write_paused = False
@@ -177,6 +196,10 @@ class ServerConnection(asyncio.BufferedProtocol):
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        if self._producer is not None:
+            self._producer.resume()
+        elif not self._is_busy:
+            self._advance()
 
     # What the responder calls.
 
@@ -194,6 +217,16 @@ class ServerConnection(asyncio.BufferedProtocol):
         if self._transport.is_closing():
             raise ClientDisconnectedError("the client closed the connection")
 
+    def on_response_end(self) -> None:
+        """Goes on to the next request, if the response was a producer's: other handlers are waited for."""
+        if self._producer is not None:
+            self._producer = None
+            self._on_answered()
+
+    def cut(self) -> None:
+        """Closes at once, so that the client notices that its response is not whole."""
+        self._transport.abort()
+
     # What the server calls.
 
     @property
@@ -202,7 +235,7 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def close_when_idle(self) -> None:
         """Closes now, or when the running request has been answered."""
-        if self._task is None and not self._is_discarding:
+        if not self._is_busy and not self._is_discarding:
             self._close()
 
     def abort(self) -> "asyncio.Task[None] | None":
@@ -214,10 +247,14 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     # From request to request.
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._responder is not None or self._task is not None
+
     def _advance(self) -> None:
-        """Starts the next request if it is whole, else waits for what is missing."""
+        """Starts the next request if it is whole and the client reads; else waits for what is missing."""
         num_answered = 0
-        while self._task is None and not self._is_discarding and not self._transport.is_closing():
+        while not (self._is_busy or self._is_write_paused or self._is_discarding or self._transport.is_closing()):
             try:
                 request = self._parser.next_request()
                 self._hold_body(self._parser.num_body_bytes if request is None else len(request.body))
@@ -235,12 +272,32 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._state.num_requests += 1
             keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
             endpoint = self._state.quick_endpoints.get(request.path) if request.method == "POST" else None
+            num_answered += 1
             if endpoint is None or not self._state.may_quick(request):
-                responder = Responder(self, request, self._loop, keep_alive=keep_alive)
-                self._run(self._state.handler(request, responder), responder)
+                self._handle(request, Responder(self, request, self._loop, keep_alive=keep_alive))
+                if num_answered == MAX_QUICK_ANSWERS and not self._is_busy:
+                    self._run(self._pass_on())
             else:
-                num_answered += 1
                 self._answer(endpoint, request, keep_alive=keep_alive, is_last=num_answered == MAX_QUICK_ANSWERS)
+
+    def _handle(self, request: Request, responder: Responder) -> None:
+        """Has the handler answer; its fault costs its own request, whatever it is."""
+        self._responder = responder
+        try:
+            work = self._state.handler(request, responder)
+        except Exception as error:  # noqa: BLE001
+            self._on_handled(error)
+            return
+        if isinstance(work, Coroutine):
+            self._run(work)
+        elif responder.is_finished:
+            self._on_answered()
+        elif work is None:
+            self._on_handled(None)
+        else:
+            self._producer = work
+            if self._is_write_paused:
+                work.pause()
 
     def _answer(self, endpoint: QuickEndpoint, request: Request, *, keep_alive: bool, is_last: bool) -> None:
         """Answers without a task; takes one behind it where the client does not read, or others wait."""
@@ -271,9 +328,8 @@ class ServerConnection(asyncio.BufferedProtocol):
         await asyncio.sleep(0)
         await self.drained()
 
-    def _run(self, work: Coroutine[Any, Any, None], responder: Responder | None = None) -> None:
-        """Goes on when the work is done; its response is the responder's, if there is one."""
-        self._responder = responder
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Goes on when the work is done."""
         self._task = self._loop.create_task(work, name="kvist-http-request")
         self._task.add_done_callback(self._handler_done)
 
@@ -299,17 +355,35 @@ class ServerConnection(asyncio.BufferedProtocol):
             self._deadline.set(phase, timeouts_s[phase])
 
     def _handler_done(self, task: asyncio.Task[None]) -> None:
-        responder, self._task, self._responder = self._responder, None, None
+        self._task = None
+        if not task.cancelled():
+            self._on_handled(task.exception())
+        elif self._transport.is_closing():
+            self._on_answered()
+        else:
+            self._transport.abort()
+
+    def _on_handled(self, error: BaseException | None) -> None:
+        """The handler is done, and so is the response unless it failed."""
+        responder = self._responder
+        if self._transport.is_closing():
+            if error is not None:
+                self._log_failure(error)
+        elif responder is not None and (error is not None or not responder.is_finished):
+            self._log_failure(error)
+            self._responder = None
+            self._release_body()
+            self._fail(responder)
+            return
+        self._on_answered()
+
+    def _on_answered(self) -> None:
+        """Goes on to what the client asked next, or ends."""
+        responder, self._responder = self._responder, None
         self._release_body()
         if self._transport.is_closing():
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._log_failure(error)
-        elif task.cancelled():
-            self._transport.abort()
-        elif responder is not None and ((error := task.exception()) is not None or not responder.is_finished):
-            self._log_failure(error)
-            self._fail(responder)
-        elif (responder is None or responder.keep_alive) and not self._state.is_closing:
+            return
+        if (responder is None or responder.keep_alive) and not self._state.is_closing:
             self._transport.resume_reading()
             self._advance()
         else:
@@ -337,10 +411,15 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _cancel_handler(self) -> None:
         """The client has left; a handler whose response is finished owes it nothing and may end in peace."""
-        if self._task is None or self._task.cancelling() or self._responder is None or self._responder.is_finished:
+        if self._responder is None or self._responder.is_finished:
             return
-        self._state.num_disconnects += 1
-        self._task.cancel()
+        if self._producer is not None:
+            self._state.num_disconnects += 1
+            producer, self._producer = self._producer, None
+            producer.stop()
+        elif self._task is not None and not self._task.cancelling():
+            self._state.num_disconnects += 1
+            self._task.cancel()
 
     # The end of a connection.
 

@@ -1,33 +1,71 @@
-"""A connection has one deadline at a time; moving it on costs no timer.
+"""A connection has one deadline at a time; moving it on costs no timer, and a late loop makes nobody late.
 
 Setting a later deadline leaves the running timer alone; when that fires early it re-arms itself for what remains.
 """
 
 import asyncio
 from collections.abc import Callable
+from typing import Self
+
+_TICK_S = 0.05
+_TOLERATED_S = 0.005
+"""A tick that is late by less is on time: timers of every loop are."""
+
+
+class LoopClock:
+    """Tells the time in which the event loop ran its callbacks when they were due; what it was late by is left out.
+
+    What a loop that is busy with something else has not read yet, nobody has failed to send. As a context manager it
+    ticks; outside it tells the loop's own time.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.late_s = 0.0
+        """All that the loop was late by since the clock began."""
+        self._tick: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._tick = self.loop.call_later(_TICK_S, self._on_tick)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+
+    def now_s(self) -> float:
+        """Return seconds from an arbitrary moment."""
+        return self.loop.time() - self.late_s
+
+    def _on_tick(self) -> None:
+        assert self._tick is not None
+        late_s = self.loop.time() - self._tick.when()
+        if late_s > _TOLERATED_S:
+            self.late_s += late_s
+        self._tick = self.loop.call_later(_TICK_S, self._on_tick)
 
 
 class Deadline:
     """Calls `on_expired(phase)` once, not before the last deadline set has passed; `None` phase: nothing is awaited."""
 
-    __slots__ = ("_handle", "_loop", "_on_expired", "_when", "phase")
+    __slots__ = ("_clock", "_handle", "_on_expired", "_when_s", "phase")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_expired: Callable[[str], None]) -> None:
-        self._loop = loop
+    def __init__(self, clock: LoopClock, on_expired: Callable[[str], None]) -> None:
+        self._clock = clock
         self._on_expired = on_expired
-        self._when = 0.0
+        self._when_s = 0.0
         self._handle: asyncio.TimerHandle | None = None
         self.phase: str | None = None
 
     def set(self, phase: str, timeout_s: float) -> None:
         """Replaces whatever was awaited by `phase`, from now on."""
         self.phase = phase
-        self._when = self._loop.time() + timeout_s
-        if self._handle is not None and self._when < self._handle.when():
+        self._when_s = self._clock.now_s() + timeout_s
+        if self._handle is not None and self._when_s + self._clock.late_s < self._handle.when():
             self._handle.cancel()
             self._handle = None
         if self._handle is None:
-            self._handle = self._loop.call_at(self._when, self._fire)
+            self._arm()
 
     def clear(self) -> None:
         """Nothing is awaited; the timer is left to run out."""
@@ -40,12 +78,15 @@ class Deadline:
             self._handle.cancel()
             self._handle = None
 
+    def _arm(self) -> None:
+        self._handle = self._clock.loop.call_at(self._when_s + self._clock.late_s, self._fire)
+
     def _fire(self) -> None:
         self._handle = None
         if self.phase is None:
             return
-        if self._loop.time() < self._when:
-            self._handle = self._loop.call_at(self._when, self._fire)
+        if self._clock.now_s() < self._when_s:
+            self._arm()
             return
         phase, self.phase = self.phase, None
         self._on_expired(phase)

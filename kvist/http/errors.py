@@ -31,7 +31,9 @@ class ClientDisconnectedError(KvistError, ConnectionError):
 
 
 class UpstreamError(KvistError):
-    """A worker did not deliver a whole response."""
+    """A worker did not deliver a whole response; `is_ours`: for a reason that lies with us."""
+
+    is_ours = False
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"worker {worker}: {reason}")
@@ -42,12 +44,9 @@ class UpstreamError(KvistError):
 class ConnectError(UpstreamError):
     """No connection to the worker: no byte of the request was sent, any worker may be tried."""
 
-
-class StaleConnectionError(UpstreamError):
-    """A pooled connection was closed before a byte of the request was sent.
-
-    The pool itself goes on with a fresh connection; a caller of `UpstreamPool.exchange` never sees it.
-    """
+    def __init__(self, worker: str, reason: str, *, is_ours: bool = False) -> None:
+        super().__init__(worker, reason)
+        self.is_ours = is_ours
 
 
 class UpstreamClosedError(UpstreamError):

@@ -100,6 +100,8 @@ class UpstreamLimits:
     max_informational_responses: int = 8
     read_buffer_bytes: int = 64 * KIB
     """Unread response bytes above which reading from the worker pauses; one read (256 KiB) may overshoot it."""
+    max_connecting: int = 32
+    """Connections being opened to a worker at a time: requests beyond them wait for these, or for one that is free."""
     connect_timeout_s: float = 3.0
     first_byte_timeout_s: float = 600.0
     """From the request to the end of the response head: a long prompt waits in the worker's queue."""

@@ -1,25 +1,28 @@
 """Connections to workers are kept and reused; a request is sent at most once to a worker that may have seen it.
 
     async with UpstreamPool() as pool:
-        async with pool.exchange("http://10.0.0.7:8000", "POST", "/v1/completions", headers, body) as response:
-            async for piece in response.body(): ...
+        exchange = pool.send(receiver, "http://10.0.0.7:8000", "POST", "/v1/completions", headers, body)
+        ...  # receiver.on_head, on_data, on_end or on_failure are called as the response comes
 
-Leaving the inner block before the body's end, cancellation included, closes the connection: the worker sees it at once.
+`UpstreamPool.exchange` is the same for coroutines.
 """
 
 import asyncio
-import functools
+import errno
 import re
 import ssl
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from kvist.errors import InvalidValueError
-from kvist.http.errors import ConnectError, StaleConnectionError
+from kvist.http.deadline import Deadline, LoopClock
+from kvist.http.errors import ConnectError, UpstreamError
 from kvist.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
 from kvist.http.limits import UpstreamLimits
-from kvist.http.upstream import UpstreamConnection
+from kvist.http.upstream import Exchange, ResponseReceiver, UpstreamConnection
 
 _BASE_URL = re.compile(
     r"(?P<scheme>https?)://(?P<authority>(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?)"
@@ -27,6 +30,8 @@ _BASE_URL = re.compile(
 )
 _NOT_FORWARDED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+_OUR_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
+"""What keeps us from connecting to any worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +57,8 @@ class _Origin:
     path_prefix: str
 
 
-@functools.lru_cache(maxsize=4096)
 def _parse_base_url(base_url: str) -> _Origin:
-    """Checks a worker's base URL once; raises InvalidValueError."""
+    """Checks a worker's base URL; raises InvalidValueError."""
     match = _BASE_URL.fullmatch(base_url)
     if match is None:
         raise InvalidValueError("base_url", base_url, "http(s)://host[:port][/prefix]")
@@ -68,60 +72,38 @@ def _parse_base_url(base_url: str) -> _Origin:
     )
 
 
-@dataclass(slots=True, eq=False)
-class UpstreamResponse:
-    """A worker's response: status and end-to-end headers now, the body as it comes."""
+class _Worker:
+    """The connections to one worker, and the exchanges that wait for one, the oldest first."""
 
-    _connection: UpstreamConnection
-    status: int
-    headers: Headers
-
-    async def body(self) -> AsyncIterator[bytes]:
-        """The worker's bytes, unchanged and in order, in pieces of any size above 0; raises UpstreamError."""
-        while (piece := await self._connection.read_body()) is not None:
-            yield piece
-
-
-@dataclass(slots=True, eq=False)
-class Exchange:
-    """One request and its response, as an async context manager."""
-
-    _pool: "UpstreamPool"
-    _base_url: str
-    _method: str
-    _message: bytes
-    _connection: UpstreamConnection | None = None
-
-    async def __aenter__(self) -> UpstreamResponse:
-        connection = await self._pool._send(self._base_url, self._method, self._message)
-        self._message = b""
-        try:
-            head = await connection.read_head()
-        except BaseException:
-            self._pool._release(self._base_url, connection)
-            raise
-        self._connection = connection
-        return UpstreamResponse(connection, head.status, head.headers)
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._connection is not None
-        self._pool._release(self._base_url, self._connection)
+    def __init__(self, origin: _Origin) -> None:
+        self.origin = origin
+        self.connections: set[UpstreamConnection] = set()
+        self.idle: dict[UpstreamConnection, None] = {}  # last in, first out
+        self.waiting: deque[Exchange] = deque()
+        self.num_connecting = 0
 
 
 class UpstreamPool:
-    """Opens, keeps and reuses connections to workers; as many are active at a time as the caller runs exchanges."""
+    """Opens, keeps and reuses connections to workers; as many are active at a time as the caller has exchanges.
+
+    What finds no idle connection waits for one that becomes free or is opened. Of those being opened at a time there
+    are at most `max_connecting` a worker: more at once are more than its backlog holds. When one cannot be opened, all
+    fail that have waited since before it was tried.
+    """
 
     def __init__(self, limits: UpstreamLimits | None = None, *, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` is for workers with https URLs; the default trusts what the system trusts."""
         self._limits = limits or UpstreamLimits()
         self._tls = tls
-        self._idle: dict[str, dict[UpstreamConnection, None]] = {}  # by worker; last in, first out
-        self._active: set[UpstreamConnection] = set()
+        self._workers: dict[str, _Worker] = {}
+        self._connecting: set[asyncio.Task[None]] = set()
         self._num_connected = 0
         self._num_reused = 0
         self._num_stale = 0
 
-    def exchange(
+    def send(
         self,
+        receiver: ResponseReceiver,
         base_url: str,
         method: str,
         target: str,
@@ -130,97 +112,218 @@ class UpstreamPool:
         *,
         forwarded_for: str | None = None,
     ) -> Exchange:
-        """Sends a request to a worker: `async with` yields its response once the head is there.
+        """Sends a request to a worker, at most once, and tells the receiver of its response.
 
         `target` is in origin form and comes behind the path of `base_url`. Hop-by-hop headers, `host`, `expect` and
         `content-length` are replaced by our own; `forwarded_for` is appended to `x-forwarded-for`.
 
-        Entering raises ConnectError (nothing was sent: any worker may be tried), UpstreamTimeoutError,
-        UpstreamClosedError or UpstreamProtocolError (the worker may have acted on the request).
+        It fails with ConnectError (nothing was sent: any worker may be tried), UpstreamTimeoutError,
+        UpstreamClosedError or UpstreamProtocolError (the worker may have acted on the request). Raises
+        InvalidValueError for a URL that is none, ValueError for what would break out of its line.
         """
-        origin = _parse_base_url(base_url)
+        worker = self._workers.get(base_url)
+        if worker is None:
+            worker = self._workers[base_url] = _Worker(_parse_base_url(base_url))
+        origin = worker.origin
         fields = [(b"host", origin.host_header), *end_to_end(headers, _NOT_FORWARDED)]
         if forwarded_for is not None:
             earlier = [value for name, value in fields if name == b"x-forwarded-for"]
-            fields = [field for field in fields if field[0] != b"x-forwarded-for"]
+            fields = [field for field in fields if field[0] != b"x-forwarded-for"] if earlier else fields
             fields.append((b"x-forwarded-for", b", ".join([*earlier, forwarded_for.encode("ascii")])))
         if body or method in _METHODS_WITH_BODY:
             fields.append((b"content-length", b"%d" % len(body)))
         start_line = f"{method} {origin.path_prefix}{target} HTTP/1.1".encode("ascii")
-        return Exchange(self, base_url, method, render_head(start_line, fields) + body)
+        exchange = Exchange(method, render_head(start_line, fields) + body, receiver)
+        while worker.idle:
+            connection, _ = worker.idle.popitem()
+            if connection.begin(exchange):
+                self._num_reused += 1
+                return exchange
+            self._num_stale += 1
+        worker.waiting.append(exchange)
+        self._connect_more(base_url, worker)
+        return exchange
+
+    def exchange(
+        self, base_url: str, method: str, target: str, headers: Headers, body: bytes = b""
+    ) -> AbstractAsyncContextManager["UpstreamResponse"]:
+        """As `send`, for coroutines: `async with` yields the response once its head is there; raises what fails.
+
+        Leaving the block before the body's end, cancellation included, closes the connection.
+        """
+        return _exchange(self, UpstreamResponse(self._limits), base_url, method, target, headers, body)
 
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
-            sum(map(len, self._idle.values())),
-            len(self._active),
+            sum(len(worker.idle) for worker in self._workers.values()),
+            sum(len(worker.connections) - len(worker.idle) for worker in self._workers.values()),
             self._num_connected,
             self._num_reused,
             self._num_stale,
         )
 
     async def __aenter__(self) -> Self:
+        self._clock = LoopClock(asyncio.get_running_loop())
+        self._clock.__enter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         """Closes every connection, active ones included."""
-        for connection in [*self._active, *(c for connections in self._idle.values() for c in connections)]:
-            connection.abort()
-        self._idle.clear()
+        self._clock.__exit__()
+        for task in self._connecting:
+            task.cancel()
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+        for base_url, worker in self._workers.items():
+            _fail_all(worker.waiting, ConnectError(base_url, "is asked no more, as the pool closes"))
+            for connection in worker.connections:
+                connection.abort()
         await asyncio.sleep(0)  # the loop closes the sockets in its next turn
 
-    async def _send(self, base_url: str, method: str, message: bytes) -> UpstreamConnection:
-        """Sends on a pooled connection if one is alive, else on a new one; the request leaves here at most once."""
-        idle = self._idle.get(base_url, {})
-        while idle:
-            connection, _ = idle.popitem()
-            try:
-                connection.send(method, message)
-            except StaleConnectionError:
-                self._num_stale += 1
+    def _connect_more(self, base_url: str, worker: _Worker) -> None:
+        """Opens as many connections as are waited for, within their bound."""
+        while worker.waiting and worker.waiting[0].receiver is None:
+            worker.waiting.popleft()
+        while worker.num_connecting < min(len(worker.waiting), self._limits.max_connecting):
+            worker.num_connecting += 1
+            task = self._clock.loop.create_task(self._connect(base_url, worker), name=f"kvist-connect {base_url}")
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, base_url: str, worker: _Worker) -> None:
+        waiting = [*worker.waiting]
+        origin, limits, error = worker.origin, self._limits, None
+        try:
+            async with asyncio.timeout(None) as timeout:
+                deadline = Deadline(self._clock, lambda _: timeout.reschedule(0.0))
+                deadline.set("connect", limits.connect_timeout_s)
+                try:
+                    _, connection = await self._clock.loop.create_connection(
+                        lambda: UpstreamConnection(base_url, limits, self._clock, self._on_free, self._on_lost),
+                        origin.host,
+                        origin.port,
+                        ssl=self._tls_context() if origin.is_tls else None,
+                    )
+                finally:
+                    deadline.close()
+        except TimeoutError:
+            error = ConnectError(base_url, f"no connection within {limits.connect_timeout_s:g} s")
+        except OSError as failure:
+            error = ConnectError(base_url, f"cannot connect: {failure}", is_ours=failure.errno in _OUR_SHORTAGES)
+        finally:
+            worker.num_connecting -= 1
+        if error is None:
+            self._num_connected += 1
+            worker.connections.add(connection)
+            self._on_free(connection)
+        else:
+            _fail_all(waiting, error)
+        self._connect_more(base_url, worker)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        """Returns the one context of all connections: to make one takes as long as a hundred requests."""
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+        return self._tls
+
+    def _on_free(self, connection: UpstreamConnection) -> None:
+        """Gives the connection to who has waited longest, or keeps it if there is room."""
+        base_url, worker = connection.worker, self._workers[connection.worker]
+        while worker.waiting:
+            exchange = worker.waiting.popleft()
+            if exchange.receiver is None:
                 continue
-            self._num_reused += 1
-            self._active.add(connection)
-            return connection
-        connection = await self._connect(base_url)
-        try:
-            connection.send(method, message)
-        except StaleConnectionError as error:
-            raise ConnectError(base_url, "closed the connection as soon as it was open") from error
-        self._active.add(connection)
-        return connection
-
-    async def _connect(self, base_url: str) -> UpstreamConnection:
-        origin = _parse_base_url(base_url)
-        loop = asyncio.get_running_loop()
-        tls = (self._tls or ssl.create_default_context()) if origin.is_tls else None
-        try:
-            async with asyncio.timeout(self._limits.connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(base_url, self._limits, loop, self._forget),
-                    origin.host,
-                    origin.port,
-                    ssl=tls,
-                )
-        except TimeoutError as error:
-            raise ConnectError(base_url, f"no connection within {self._limits.connect_timeout_s:g} s") from error
-        except OSError as error:
-            raise ConnectError(base_url, f"cannot connect: {error}") from error
-        self._num_connected += 1
-        return connection
-
-    def _release(self, base_url: str, connection: UpstreamConnection) -> None:
-        """Keeps the connection if its exchange ended cleanly and there is room; else closes it."""
-        self._active.discard(connection)
-        idle = self._idle.setdefault(base_url, {})
-        if connection.is_reusable and len(idle) < self._limits.max_idle_connections:
-            idle[connection] = None
-            connection.park(self._limits.pooled_timeout_s)
+            if not connection.begin(exchange):
+                if connection.is_reused:
+                    worker.waiting.appendleft(exchange)
+                    self._connect_more(base_url, worker)
+                else:
+                    _fail_all([exchange], ConnectError(base_url, "closed the connection as soon as it was open"))
+            return
+        if len(worker.idle) < self._limits.max_idle_connections:
+            worker.idle[connection] = None
+            connection.rest()
         else:
             connection.abort()
 
-    def _forget(self, base_url: str, connection: UpstreamConnection) -> None:
+    def _on_lost(self, connection: UpstreamConnection) -> None:
         """A connection is closed: nothing of it stays, nor of a worker with no connection left."""
-        idle = self._idle.get(base_url, {})
-        idle.pop(connection, None)
-        if not idle:
-            self._idle.pop(base_url, None)
+        worker = self._workers.get(connection.worker)
+        if worker is not None:
+            worker.idle.pop(connection, None)
+            worker.connections.discard(connection)
+            if not (worker.connections or worker.waiting or worker.num_connecting):
+                del self._workers[connection.worker]
+
+
+def _fail_all(exchanges: Iterable[Exchange], error: UpstreamError) -> None:
+    """Ends those of the exchanges that still wait for a connection."""
+    for exchange in exchanges:
+        receiver = exchange.receiver
+        if receiver is not None and exchange.connection is None:
+            exchange.receiver = None
+            receiver.on_failure(error)
+
+
+class UpstreamResponse:
+    """A worker's response for a coroutine: status and end-to-end headers now, the body as it comes."""
+
+    def __init__(self, limits: UpstreamLimits) -> None:
+        self.status = 0
+        self.headers: Headers = []
+        self._limits = limits
+        self._exchange: Exchange
+        self._pieces: list[bytes] = []
+        self._num_unread_bytes = 0
+        self._is_ended = False
+        self._error: UpstreamError | None = None
+        self._changed = asyncio.Event()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.status, self.headers = status, headers
+        self._changed.set()
+
+    def on_data(self, piece: bytes) -> None:
+        self._pieces.append(piece)
+        self._num_unread_bytes += len(piece)
+        if self._num_unread_bytes > self._limits.read_buffer_bytes and not self._exchange.is_paused:
+            self._exchange.pause()
+        self._changed.set()
+
+    def on_end(self) -> None:
+        self._is_ended = True
+        self._changed.set()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self._error = error
+        self._changed.set()
+
+    async def body(self) -> AsyncIterator[bytes]:
+        """The worker's bytes, unchanged and in order, in pieces of any size above 0; raises UpstreamError."""
+        while True:
+            while self._pieces:
+                pieces, self._pieces, self._num_unread_bytes = self._pieces, [], 0
+                if self._exchange.is_paused:
+                    self._exchange.resume()
+                yield pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            if self._is_ended:
+                return
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Waits until something changes; raises what the exchange failed with."""
+        if self._error is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if self._error is not None and not self._pieces:
+            raise self._error
+
+
+@asynccontextmanager
+async def _exchange(pool: UpstreamPool, response: UpstreamResponse, *request: Any) -> AsyncIterator[UpstreamResponse]:
+    response._exchange = exchange = pool.send(response, *request)
+    try:
+        while not response.status:
+            await response._wait()
+        yield response
+    finally:
+        exchange.close()

@@ -43,6 +43,10 @@ class ClientConnection(Protocol):
 
     def send(self, data: bytes) -> None: ...
 
+    def cut(self) -> None: ...
+
+    def on_response_end(self) -> None: ...
+
     async def drained(self) -> None: ...
 
 
@@ -76,13 +80,6 @@ class Responder:
         self.is_finished = False
         self.status: int | None = None
 
-    async def send_response(self, status: int, headers: Headers, body: bytes = b"") -> None:
-        """A whole response at once, with its length; waits while the client's buffer is full."""
-        others = [field for field in headers if field[0] != b"content-length"]
-        self.start(status, [*others, (b"content-length", b"%d" % len(body))])
-        await self.write(body)
-        await self.finish()
-
     def start(self, status: int, headers: Headers) -> None:
         """Begins the response; names must be lower-case. The head leaves with the first piece or in the next loop turn.
 
@@ -95,13 +92,13 @@ class Responder:
         self.status = status
         self._loop.call_soon(self._flush_head)
 
-    async def write(self, chunk: bytes) -> None:
-        """Sends a piece of the body, then waits while the client's buffer is over its high-water mark.
+    def send(self, chunk: bytes) -> None:
+        """Sends a piece of the body; what comes once the client is gone is dropped.
 
-        Raises ClientDisconnectedError once the client is gone, ValueError for more bytes than the stated length.
+        Raises ValueError for more bytes than the stated length.
         """
         if not self.has_started or self.is_finished:
-            raise RuntimeError("write() belongs between start() and finish()")
+            raise RuntimeError("send() belongs between start() and end()")
         if chunk and self._framing != "none":
             if self._framing == "chunked":
                 chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
@@ -110,18 +107,46 @@ class Responder:
                     raise ValueError(f"{len(chunk)} bytes where content-length leaves {self._num_missing}")
                 self._num_missing -= len(chunk)
             self._send(chunk)
-        await self._connection.drained()
 
-    async def finish(self) -> None:
+    def end(self) -> None:
         """Ends the response; raises ValueError if the body is shorter than the stated length."""
         if not self.has_started or self.is_finished:
-            raise RuntimeError("finish() belongs once behind start()")
+            raise RuntimeError("end() belongs once behind start()")
         if self._num_missing:
             raise ValueError(f"the body ended {self._num_missing} bytes short of its content-length")
         self.is_finished = True
         if self._framing == "chunked":
             self._send(b"0\r\n\r\n")
         self._flush_head()
+        self._connection.on_response_end()
+
+    def answer(self, status: int, headers: Headers, body: bytes = b"") -> None:
+        """Sends a whole response at once, with its length."""
+        others = [field for field in headers if field[0] != b"content-length"]
+        self.start(status, [*others, (b"content-length", b"%d" % len(body))])
+        self.send(body)
+        self.end()
+
+    def cut(self) -> None:
+        """Ends a response that cannot be whole, and the connection with it, so that the client notices."""
+        self.is_finished = True
+        self._connection.cut()
+
+    # For coroutines, which wait while the client's buffer is over its high-water mark.
+
+    async def write(self, chunk: bytes) -> None:
+        """As `send`; raises ClientDisconnectedError once the client is gone."""
+        self.send(chunk)
+        await self._connection.drained()
+
+    async def finish(self) -> None:
+        """As `end`; raises ClientDisconnectedError once the client is gone."""
+        self.end()
+        await self._connection.drained()
+
+    async def send_response(self, status: int, headers: Headers, body: bytes = b"") -> None:
+        """As `answer`; raises ClientDisconnectedError once the client is gone."""
+        self.answer(status, headers, body)
         await self._connection.drained()
 
     def _render(self, status: int, headers: Headers) -> bytes:

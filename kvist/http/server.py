@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from kvist.http.connection import Handler, QuickEndpoint, ServerConnection, ServerState
+from kvist.http.deadline import LoopClock
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request
 
@@ -33,10 +34,12 @@ class ServerStatistics:
     num_handler_failures: int
     num_evicted: int
     """Idle connections closed because others needed their place."""
+    late_s: float
+    """All that the event loop was late by."""
 
 
 class HttpServer:
-    """Calls `handler(request, responder)` for each valid request, in a task cancelled when the client leaves early.
+    """Calls `handler(request, responder)` for each valid request; a coroutine's task is cancelled if the client leaves.
 
     A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
     POST requests to the paths that `quick_endpoints` has by then are answered by these instead, at once and without a
@@ -59,7 +62,9 @@ class HttpServer:
         self._port = port
         self._tls = tls
         self._limits = limits or HttpLimits()
-        self._state = ServerState(handler, {} if quick_endpoints is None else quick_endpoints, may_quick, self._limits)
+        self._handler = handler
+        self._quick_endpoints = {} if quick_endpoints is None else quick_endpoints
+        self._may_quick = may_quick
         self._server: asyncio.Server | None = None
 
     @property
@@ -79,12 +84,16 @@ class HttpServer:
             num_disconnects=state.num_disconnects,
             num_handler_failures=state.num_handler_failures,
             num_evicted=state.num_evicted,
+            late_s=state.clock.late_s,
         )
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
+        self._clock = LoopClock(loop)
+        self._clock.__enter__()
+        self._state = ServerState(self._handler, self._quick_endpoints, self._may_quick, self._limits, self._clock)
         self._server = await loop.create_server(
-            lambda: ServerConnection(self._state, loop),
+            lambda: ServerConnection(self._state),
             self._host,
             self._port,
             ssl=self._tls,
@@ -110,3 +119,4 @@ class HttpServer:
         finally:
             tasks = [task for c in connections if (task := c.abort()) is not None]
             await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
+            self._clock.__exit__()

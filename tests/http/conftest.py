@@ -11,7 +11,17 @@ from typing import Any
 import h11
 import pytest
 
-from kvist.http import Handler, HttpLimits, HttpServer, Request, Responder, UpstreamLimits, UpstreamPool
+from kvist.http import (
+    Handler,
+    Headers,
+    HttpLimits,
+    HttpServer,
+    Request,
+    Responder,
+    UpstreamError,
+    UpstreamLimits,
+    UpstreamPool,
+)
 
 READ_TIMEOUT_S = 60.0
 
@@ -209,11 +219,48 @@ def echo() -> Handler:
     return handler
 
 
-@pytest.fixture
-def forward_to() -> Callable[[UpstreamPool, str], Handler]:
+class Relay:
+    """Passes a worker's response on in the callbacks that bring it."""
+
+    def __init__(self, responder: Responder) -> None:
+        self.responder = responder
+        self.exchange: Any = None
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.responder.start(status, headers)
+
+    def on_data(self, piece: bytes) -> None:
+        self.responder.send(piece)
+
+    def on_end(self) -> None:
+        self.responder.end()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        if self.responder.has_started:
+            self.responder.cut()
+        else:
+            self.responder.answer(502, [], str(error).encode())
+
+    def pause(self) -> None:
+        self.exchange.pause()
+
+    def resume(self) -> None:
+        self.exchange.resume()
+
+    def stop(self) -> None:
+        self.exchange.close()
+
+
+@pytest.fixture(params=["callbacks", "coroutine"])
+def forward_to(request: pytest.FixtureRequest) -> Callable[[UpstreamPool, str], Handler]:
     """Return a function that makes a handler forwarding everything to one worker."""
 
     def make(pool: UpstreamPool, url: str) -> Handler:
+        def relay(request: Request, responder: Responder) -> Relay:
+            relay = Relay(responder)
+            relay.exchange = pool.send(relay, url, request.method, request.target, request.headers, request.body)
+            return relay
+
         async def handler(request: Request, responder: Responder) -> None:
             exchange = pool.exchange(url, request.method, request.target, request.headers, request.body)
             async with exchange as response:
@@ -222,6 +269,6 @@ def forward_to() -> Callable[[UpstreamPool, str], Handler]:
                     await responder.write(piece)
                 await responder.finish()
 
-        return handler
+        return relay if request.param == "callbacks" else handler
 
     return make

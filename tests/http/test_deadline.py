@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvist.http.deadline import Deadline
+from kvist.http.deadline import Deadline, LoopClock
 
 
 class Handle:
@@ -35,6 +35,9 @@ class Clock:
         self.handles.append(Handle(when, callback))
         return self.handles[-1]
 
+    def call_later(self, delay: float, callback: Callable[[], None]) -> Handle:
+        return self.call_at(self.now + delay, callback)
+
     def advance_to(self, now: float) -> None:
         self.now = now
         for handle in [h for h in self.handles if h.when() <= now]:
@@ -55,7 +58,7 @@ def fired() -> list[str]:
 
 @pytest.fixture
 def deadline(clock: Any, fired: list[str]) -> Deadline:
-    return Deadline(clock, fired.append)
+    return Deadline(LoopClock(clock), fired.append)
 
 
 def test_it_fires_once_when_its_time_has_passed(clock: Clock, deadline: Deadline, fired: list[str]) -> None:
@@ -97,3 +100,19 @@ def test_nothing_fires_after_clear_or_close(clock: Clock, deadline: Deadline, fi
     deadline.set("header", 5)
     clock.advance_to(15)
     assert fired == ["header"]
+
+
+def test_what_the_loop_is_late_by_does_not_count(clock: Any, fired: list[str]) -> None:
+    with LoopClock(clock) as progress:
+        deadline = Deadline(progress, fired.append)
+        deadline.set("first_byte", 3)
+        clock.advance_to(10)
+        assert fired == []
+        assert progress.late_s == pytest.approx(9.95)
+        for tick in range(1, 59):
+            clock.advance_to(10 + tick * 0.05)
+            assert fired == [], tick
+        clock.advance_to(13)
+        clock.advance_to(13.05)
+        assert fired == ["first_byte"]
+    assert all(handle.is_cancelled for handle in clock.handles)

@@ -1,6 +1,8 @@
 """The pool reuses what is alive, sends a request at most once, and says of a failure what the worker may have seen."""
 
 import asyncio
+import errno
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -24,6 +26,28 @@ NextRequest = Callable[[asyncio.StreamReader], Awaitable[tuple[bytes, bytes]]]
 
 HELLO = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+class Told:
+    """A receiver that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.ended = asyncio.Event()
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self.events.append((status, headers))
+
+    def on_data(self, piece: bytes) -> None:
+        self.events.append(piece)
+
+    def on_end(self) -> None:
+        self.events.append("end")
+        self.ended.set()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        self.events.append(error)
+        self.ended.set()
 
 
 async def ask(pool: UpstreamPool, url: str, method: str = "POST", body: bytes = b"{}") -> tuple[int, bytes]:
@@ -66,8 +90,10 @@ async def test_the_request_is_framed_anew(make_pool: MakePool, worker: StartWork
         (b"authorization", b"Bearer k"),
     ]
     url = made.url + "/prefix/"
-    async with pool.exchange(url, "POST", "/v1?a=b", headers, b"body", forwarded_for="10.0.0.2") as response:
-        assert response.headers == [(b"content-length", b"5")]
+    told = Told()
+    pool.send(told, url, "POST", "/v1?a=b", headers, b"body", forwarded_for="10.0.0.2")
+    await told.ended.wait()
+    assert told.events == [(200, [(b"content-length", b"5")]), b"hello", "end"]
     host = made.url.removeprefix("http://").encode()
     assert requests == [
         (
@@ -85,13 +111,13 @@ async def test_the_request_is_framed_anew(make_pool: MakePool, worker: StartWork
 async def test_a_base_url_that_is_none_is_refused_by_name(make_pool: MakePool, url: str) -> None:
     pool = await make_pool()
     with pytest.raises(InvalidValueError, match="base_url"):
-        pool.exchange(url, "GET", "/", [])
+        pool.send(Told(), url, "GET", "/", [])
 
 
 async def test_a_target_that_would_split_the_request_is_refused(make_pool: MakePool) -> None:
     pool = await make_pool()
     with pytest.raises(ValueError, match="CR, LF"):
-        pool.exchange("http://127.0.0.1:1", "GET", "/ HTTP/1.1\r\nX: y", [])
+        pool.send(Told(), "http://127.0.0.1:1", "GET", "/ HTTP/1.1\r\nX: y", [])
 
 
 # What failed, and whether the worker may have seen the request.
@@ -129,7 +155,7 @@ async def test_a_pooled_connection_the_worker_has_closed_is_replaced_before_anyt
 
     pool, made = await make_pool(), await worker(script)
     assert await ask(pool, made.url, body=b"1") == (200, b"hello")
-    (connection,) = pool._idle[made.url]
+    (connection,) = pool._workers[made.url].idle
     connection._transport.pause_reading()  # the end of the stream stays in the kernel, unseen by the loop
     writers[0].close()
     await writers[0].wait_closed()
@@ -144,7 +170,7 @@ async def test_a_pooled_connection_leaves_the_pool_when_the_worker_closes_it(
     pool, worker = await make_pool(), await answering(HELLO, then_close=True)
     assert await ask(pool, worker.url) == (200, b"hello")
     await until(lambda: pool.statistics().num_idle == 0)
-    assert worker.url not in pool._idle
+    assert worker.url not in pool._workers
 
 
 async def test_a_pooled_connection_on_which_the_worker_speaks_unasked_is_closed(
@@ -392,10 +418,77 @@ async def test_a_slow_consumer_makes_the_worker_wait(
 
     pool, made = await make_pool(), await worker(script)
     async with pool.exchange(made.url, "GET", "/", []) as response:
-        connection = next(iter(pool._active))
-        await until(lambda: connection._is_reading_paused)
-        assert connection._num_unread_bytes <= 65536 + 256 * 1024
+        await until(lambda: response._exchange.is_paused)
+        assert response._num_unread_bytes <= 65536 + 256 * 1024
         assert num_sent < 600
         total = sum([len(piece) async for piece in response.body()])
     assert total == 600 * 65536
     assert pool.statistics().num_idle == 1
+
+
+async def test_requests_beyond_the_connections_being_opened_wait_for_one_that_is_free(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest
+) -> None:
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await next_request(reader)
+            writer.write(HELLO)
+
+    pool, made = await make_pool(max_connecting=2), await worker(script)
+    told = [Told() for _ in range(100)]
+    for each in told:
+        pool.send(each, made.url, "GET", "/", [])
+    await asyncio.gather(*(each.ended.wait() for each in told))
+    assert all(each.events[1:] == [b"hello", "end"] for each in told)
+    assert made.num_connections <= 100
+    assert pool.statistics().num_reused + pool.statistics().num_connected >= 2
+
+
+async def test_a_worker_that_cannot_be_reached_fails_all_that_wait_and_asks_nobody_else_to(
+    make_pool: MakePool, free_port: Callable[[], int]
+) -> None:
+    pool, url = await make_pool(max_connecting=1), f"http://127.0.0.1:{free_port()}"
+    told = [Told() for _ in range(50)]
+    exchanges = [pool.send(each, url, "GET", "/", []) for each in told]
+    exchanges[7].close()
+    await asyncio.gather(*(each.ended.wait() for each in told if each is not told[7]))
+    assert all(
+        isinstance(each.events[0], ConnectError) and len(each.events) == 1 for each in told if each is not told[7]
+    )
+    assert told[7].events == []
+    assert not pool._workers or not pool._workers[url].waiting
+
+
+async def test_a_shortage_of_descriptors_is_not_the_workers_fault(
+    make_pool: MakePool, answering: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, worker, told = await make_pool(), await answering(HELLO), Told()
+
+    async def fail(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "create_connection", fail)
+        pool.send(told, worker.url, "GET", "/", [])
+        await told.ended.wait()
+    assert told.events[0].is_ours
+    assert await ask(pool, worker.url) == (200, b"hello")
+
+
+async def test_a_busy_loop_blames_no_worker(
+    make_pool: MakePool, worker: StartWorker, next_request: NextRequest
+) -> None:
+    """Connecting, and the first byte, may take half a second: ten times that passes in a loop that does not run."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(HELLO)
+
+    pool = await make_pool(connect_timeout_s=0.5, first_byte_timeout_s=0.5)
+    made, told = await worker(script), Told()
+    pool.send(told, made.url, "GET", "/", [])
+    for _ in range(8):
+        await asyncio.sleep(0)
+        time.sleep(0.6)  # noqa: ASYNC251
+    await told.ended.wait()
+    assert told.events[1:] == [b"hello", "end"]

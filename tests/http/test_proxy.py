@@ -130,12 +130,12 @@ async def test_a_client_that_reads_slowly_slows_the_worker_and_memory_stays_boun
     client = await connect(server)
     client.writer.transport.pause_reading()
     client.send(GET)
-    await until(lambda: pool._active and next(iter(pool._active))._is_reading_paused)
+    await until(lambda: pool.statistics().num_active)
+    (upstream,) = next(iter(pool._workers.values())).connections
+    await until(lambda: upstream._exchange.is_paused)
     (connection,) = server._state.connections
-    upstream = next(iter(pool._active))
     assert num_sent < num_chunks
     assert connection._transport.get_write_buffer_size() <= 65536 + 2 * (65536 + 256 * 1024)
-    assert upstream._num_unread_bytes <= 65536 + 256 * 1024
     client.writer.transport.resume_reading()
     assert len((await client.answer()).body) == num_chunks * 65536
 

@@ -228,7 +228,7 @@ async def test_each_repeated_request_moves_the_idle_deadline_on(server):
         await reader.readuntil(b"quick:")
         (connection,) = server._state.connections
         assert connection._deadline.phase == "idle"
-        deadlines.append(connection._deadline._when)
+        deadlines.append(connection._deadline._when_s)
     assert deadlines == sorted(set(deadlines))
     writer.close()
 

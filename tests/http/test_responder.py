@@ -21,6 +21,12 @@ class Wire:
     def send(self, data: bytes) -> None:
         self.sent.append(data)
 
+    def cut(self) -> None:
+        self.sent.append(None)
+
+    def on_response_end(self) -> None:
+        """A coroutine's response; the connection learns of its end by the task's."""
+
     async def drained(self) -> None:
         await self.has_room.wait()
 
@@ -126,14 +132,14 @@ async def test_a_body_longer_or_shorter_than_its_length_is_refused() -> None:
 
 async def test_steps_out_of_order_are_refused() -> None:
     _, responder = respond_to()
-    with pytest.raises(RuntimeError, match="write"):
+    with pytest.raises(RuntimeError, match="send"):
         await responder.write(b"x")
-    with pytest.raises(RuntimeError, match="finish"):
+    with pytest.raises(RuntimeError, match="end"):
         await responder.finish()
     await responder.send_response(200, [])
     with pytest.raises(RuntimeError, match="already started"):
         responder.start(200, [])
-    with pytest.raises(RuntimeError, match="write"):
+    with pytest.raises(RuntimeError, match="send"):
         await responder.write(b"x")
 
 
