@@ -4,14 +4,15 @@
     match   which ranks hold how many of its leading blocks           routing
     choose  a rank, by overlap and load                               policy
     prefill where that is worth it, by another worker first           prefill
-    send    the same bytes; another worker if this one fails          here
+    send    the same bytes; another worker if this one fails          here, attempts
             before the first byte of its answer. A vLLM worker
             that is known in part is asked to report all it finds     healing
-    relay   the answer's bytes as they come, unchanged                here
-    account for load, circuit, metrics and the cached tokens reported here
+    relay   the answer's bytes as they come, unchanged                attempts
+    account for load, circuit, metrics and the cached tokens reported attempts
 
-Whatever ends a request, its load is given back; when the client leaves, the worker's connection closes at once. Each
-step can be told to a trace (`spans`); untold, it costs what telling nobody costs.
+It runs in the callbacks of the client's and the workers' sockets, without a task; only a prompt that takes long is read
+on a thread. Whatever ends a request, its load is given back; when the client leaves, the worker's connection closes at
+once. Each step can be told to a trace (`spans`); untold, it costs what telling nobody costs.
 """
 
 from __future__ import annotations
@@ -19,12 +20,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from functools import partial
-from http import HTTPStatus
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from kvist.http import (
     ClientDisconnectedError,
@@ -33,34 +30,22 @@ from kvist.http import (
     Responder,
     UpstreamError,
     UpstreamPool,
-    UpstreamResponse,
     UpstreamTimeoutError,
 )
-from kvist.openai.chats import RESPONSES_PATH
-from kvist.openai.errors import RequestError, error_body
+from kvist.openai.errors import RequestError
 from kvist.router import spans
+from kvist.router.attempts import AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.load import ActiveRequest, LoadTracker
+from kvist.router.fleet.load import LoadTracker
 from kvist.router.healing import Healer, without_report_mode
 from kvist.router.index import Overlaps
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
-from kvist.router.prefill.handover import (
-    FALLBACKS,
-    MAX_HANDOFF_BYTES,
-    Handover,
-    Local,
-    Plan,
-    decode_body,
-    obstacle,
-    prefill_body,
-    read_handoff,
-)
+from kvist.router.prefill.handover import FALLBACKS, Handoff, Handover, Local, Plan, obstacle
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import Ask, PromptReader
 from kvist.router.routing import Routing
-from kvist.router.usage import UsageReader
 from kvist.tracing import NO_SPAN, Span
 
 if TYPE_CHECKING:
@@ -68,17 +53,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The worker says it cannot take the request now; any other answer is the request's own and is passed on.
-RETRIED_STATUSES = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
-
-# What metrics show instead of a worker's status, for want of one.
-WORKER_FAILED_STATUS = 0
-CLIENT_LEFT_STATUS = 499  # nginx's number for it
-
-RANK_HEADER = b"x-data-parallel-rank"
-"""By which vLLM's front end takes the data-parallel rank to use."""
-
 _RELEASE_HEADERS = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-request-id"})
+
+Refuse = Callable[[Responder, RequestError, bytes], None]
+"""Answers with an error, under the request's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +73,37 @@ class Forwarder:
     releases: Releases
     metrics: RouterMetrics
     now_s: Callable[[], float]
+    refuse: Refuse
     tracing: Tracing | None = None
 
-    async def forward(
+    def forward(
         self, request: Request, responder: Responder, request_id: bytes, *, shows_worker: bool = False
-    ) -> None:
-        """Answer the request from a worker; raises RequestError when no answer has begun and none will come.
+    ) -> Forwarding:
+        """Answer the request from a worker, or refuse it; what is returned is told of what the client does.
 
         `shows_worker`: the answer's headers say which worker that was, and how much of the prompt it held.
         """
-        if self.tracing is None:
-            await _Forwarding(self, request, responder, request_id, NO_SPAN, shows_worker, self.now_s()).run()
-            return
-        attributes = spans.of_request(request, request_id)
-        with self.tracing.request(spans.name_of(request), request.headers, attributes) as trace:
-            try:
-                await _Forwarding(self, request, responder, request_id, trace, shows_worker, self.now_s()).run()
-            except RequestError as error:
-                trace.set(spans.of_answer, error.status)
-                raise
+        trace = NO_SPAN
+        if self.tracing is not None:
+            attributes = spans.of_request(request, request_id)
+            trace = self.tracing.request(spans.name_of(request), request.headers, attributes)
+        forwarding = Forwarding(self, request, responder, request_id, trace, shows_worker, self.now_s())
+        forwarding.start()
+        return forwarding
 
 
 @dataclass(slots=True, eq=False)
-class _Forwarding:
-    """One request, from its body to the last byte of its answer. Until that it is in one of two states:
+class Forwarding:
+    """One request, from its body to the last byte of its answer. It is a `Producer`, and in one of these states:
 
-        alone        `_plan` has one worker do all of it         `_answer`; if the worker fails: alone, by another
-                     or one compute the prompt for another       `_prefill`: handed over; if it fails: alone
-        handed over  `_choose_decode` says who goes on           `_answer`; if the worker fails: handed over, to another
-                                                                 if the transfer fails, or nobody is left: alone
+        reading      the prompt, on a thread                      then: alone
+        alone        `_plan` has one worker do all of it          `AnswerAttempt`; if it fails: alone, by another
+                     or one compute the prompt for another        `PrefillAttempt`: handed over; if it fails: alone
+        handed over  `_choose_decode` says who goes on            `AnswerAttempt`; if it fails: handed over, to another
+                                                                  if the transfer fails, or nobody is left: alone
 
-    `handover` is the prompt that was computed, `local` why none will be, `tried` whom not to ask again.
+    `attempt` is the worker that is asked now, `handover` the prompt that was computed, `local` why none will be,
+    `tried` whom not to ask again.
     """
 
     router: Forwarder
@@ -138,37 +116,99 @@ class _Forwarding:
     ask: Ask = field(init=False)
     body: bytes = field(init=False)
     overlaps: Overlaps = field(init=False)
-    is_healing: bool = False
+    is_client_slow: bool = False
     handover: Handover | None = None
     local: Local | None = None
     tried: set[str] = field(default_factory=set)
+    attempt: PrefillAttempt | AnswerAttempt | None = None
+    _reading: asyncio.Task[Ask] | None = None
+    _reading_step: Span = NO_SPAN
 
-    async def run(self) -> None:
-        router, path = self.router, self.request.path
-        with self.trace.step("read"):
-            self.ask = await router.reader.read(path, self.request.body)
-            self.body = without_report_mode(self.request.body, self.ask.fields)
-        router.metrics.read(path, self.ask)
-        self.trace.set(spans.of_ask, self.ask)
-        with self.trace.step("match"):
-            self.overlaps = router.routing.overlaps(self.ask)
-        if router.fleet.has_prefill_workers:
-            self.local = obstacle(path, self.ask)
-        is_answered = False
+    # What the client does.
+
+    def pause(self) -> None:
+        """Let the worker wait, if the answer has begun."""
+        self.is_client_slow = True
+        if isinstance(self.attempt, AnswerAttempt):
+            self.attempt.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        self.is_client_slow = False
+        if isinstance(self.attempt, AnswerAttempt):
+            self.attempt.resume()
+
+    def stop(self) -> None:
+        """Let everybody know that the client has left."""
+        if self._reading is not None:
+            self._reading.cancel()
+        if self.attempt is not None:
+            self.attempt.stop()
+        self.end(ClientDisconnectedError("the client left"))
+
+    # Read and match.
+
+    def start(self) -> None:
+        """Read the prompt."""
+        self._reading_step = self.trace.step("read")
+        reader, path, body = self.router.reader, self.request.path, self.request.body
         try:
-            while not is_answered:
-                if self.handover is None:
-                    plan = self._plan()
-                    if plan.prefill is None:
-                        is_answered = await self._answer(plan.answer)
-                    else:
-                        await self._prefill(plan.prefill)
-                elif (decode := self._choose_decode()) is not None:
-                    is_answered = await self._answer(decode)
-                else:
+            ask = reader.read_now(path, body)
+        except RequestError as error:
+            self._reading_step.end(error)
+            self._refuse(error)
+            return
+        if ask is not None:
+            self._on_read(ask)
+            return
+        self._reading = asyncio.get_running_loop().create_task(reader.read(path, body), name="kvist-read-prompt")
+        self._reading.add_done_callback(self._on_reading_done)
+
+    def _on_reading_done(self, reading: asyncio.Task[Ask]) -> None:
+        self._reading = None
+        if reading.cancelled():
+            self._reading_step.end(ClientDisconnectedError("the client left"))
+            return
+        error = reading.exception()
+        if isinstance(error, RequestError):
+            self._reading_step.end(error)
+            self._refuse(error)
+        else:
+            self._on_read(reading.result())
+
+    def _on_read(self, ask: Ask) -> None:
+        router, path, self.ask = self.router, self.request.path, ask
+        self.body = without_report_mode(self.request.body, ask.fields)
+        self._reading_step.end()
+        router.metrics.read(path, ask)
+        self.trace.set(spans.of_ask, ask)
+        with self.trace.step("match"):
+            self.overlaps = router.routing.overlaps(ask)
+        if router.fleet.has_prefill_workers:
+            self.local = obstacle(path, ask)
+        self._ask_next()
+
+    # Choose and send.
+
+    def _ask_next(self) -> None:
+        """Ask the next worker, or refuse the request where there is none."""
+        self.attempt = None
+        try:
+            if self.handover is not None:
+                decode = self._choose_decode()
+                if decode is None:
                     self._fall_back(Local.DECODE_FAILED)
-        finally:
-            self._release()
+                else:
+                    self._answer_by(decode)
+                    return
+            plan = self._plan()
+        except RequestError as error:
+            self._refuse(error)
+            return
+        if plan.prefill is None:
+            self._answer_by(plan.answer)
+        else:
+            self.attempt = PrefillAttempt(self, plan.prefill)
 
     def _plan(self) -> Plan:
         """Return who answers and who computes the prompt; why nobody does that for another is noted the first time."""
@@ -190,132 +230,15 @@ class _Forwarding:
             choice.set(spans.of_decision, decision)
         return decision
 
-    async def _prefill(self, decision: Decision) -> None:
-        """Have the prompt computed. If that fails, another prefill worker may follow while attempts are left."""
-        router, worker, started_s = self.router, decision.chosen.target.worker, self.router.now_s()
-        router.metrics.dispatched(decision)
-        answer, failure = b"", None
-        try:
-            with _Attempt(router, decision, decision.overlap_tokens) as attempt:
-                async with self._exchange("prefill", decision, prefill_body(self.body)) as response:
-                    async for piece in response.body():
-                        answer += piece
-                        if len(answer) > MAX_HANDOFF_BYTES:
-                            break
-                    attempt.judge(response.status)
-            if attempt.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                failure = f"answered {attempt.status}"
-        except UpstreamError as error:
-            failure = error.reason
-            logger.warning("prefill failed worker=%s reason=%s", error.worker, failure)
-        if failure is not None:
-            self.tried.add(worker)
-            self._note_retry(decision, failure)
-            if len(self.tried) + 1 >= router.config.max_attempts:  # the last one is for who answers
-                self._fall_back(Local.PREFILL_FAILED)
-        elif attempt.status == HTTPStatus.OK and (handoff := read_handoff(answer)) is not None:
-            self.handover = Handover(handoff, worker, router.now_s() - started_s)
-            router.routing.computed(self.ask, worker)
-        else:
-            self._fall_back(Local.PREFILL_REFUSED)
+    def _answer_by(self, decision: Decision) -> None:
+        self.tried.add(decision.chosen.target.worker)
+        self.attempt = AnswerAttempt(self, decision)
 
-    async def _answer(self, decision: Decision) -> bool:
-        """Return whether the client has its answer; if not, the worker failed, and another may be tried."""
-        router, request, handover, target = self.router, self.request, self.handover, decision.chosen.target
-        self.tried.add(target.worker)
-        router.routing.dispatched()
-        if handover is None:
-            router.metrics.dispatched(decision)
-            step, num_spared_tokens = "generate", decision.overlap_tokens
-            body = router.healer.body_for(target, request.path, self.body, self.ask.fields)
-            self.is_healing = body is not self.body
-        else:
-            handover.sent_s = router.now_s()
-            step, num_spared_tokens = "decode", decision.prompt.num_tokens
-            body = decode_body(self.body, handover.handoff.params)
-        failure = None
-        try:
-            with _Attempt(router, decision, num_spared_tokens) as attempt:
-                async with self._exchange(step, decision, body) as response:
-                    if handover is not None and response.status == HTTPStatus.INTERNAL_SERVER_ERROR:
-                        attempt.status, failure = response.status, "the transfer failed"
-                        self._fall_back(Local.TRANSFER_FAILED)  # which is not the worker's fault: it may do all
-                        self.tried.discard(target.worker)
-                    else:
-                        attempt.judge(response.status)
-                        if response.status in RETRIED_STATUSES and self._may_retry():
-                            failure = f"answered {response.status}"
-                        else:
-                            await self._relay(response, decision, attempt.load)
-        except UpstreamError as error:
-            failure = self._failure_before_answer(error)
-        if failure is not None:
-            self._note_retry(decision, failure)
-        return failure is None
+    def headers_for(self, worker: str) -> Headers:
+        """Return the client's headers as this worker gets them."""
+        return forwarded_headers(self.request, self.router.config, worker, self.request_id)
 
-    def _exchange(self, step: str, decision: Decision, body: bytes) -> AbstractAsyncContextManager[UpstreamResponse]:
-        """Send a body with the client's headers, and which rank was chosen; the worker goes on with the trace."""
-        request, target, call = self.request, decision.chosen.target, self.trace.call(step)
-        headers = call.headers(forwarded_headers(request, self.router.config, target.worker, self.request_id))
-        if self.router.routing.is_one_of_several_ranks(target):
-            headers.append((RANK_HEADER, b"%d" % target.rank))
-        client = request.client[0] if request.client else None
-        exchange = self.router.pool.exchange(
-            target.worker, request.method, request.target, headers, body, forwarded_for=client
-        )
-        return spans.traced(exchange, call, decision)
-
-    async def _relay(self, response: UpstreamResponse, decision: Decision, active: ActiveRequest) -> None:
-        """Pass the answer on as it comes. Nothing is sent before its first byte, so until then another may be tried."""
-        router, responder, handover = self.router, self.responder, self.handover
-        metrics = router.metrics
-        is_event_stream = _is_event_stream(response.headers)
-        is_kept = self.request.path == RESPONSES_PATH and self.ask.fields.get("store") is not False
-        usage_reader = UsageReader(is_event_stream=is_event_stream, is_last_event_long=is_kept)
-        body = response.body()
-        piece = await anext(body, b"")
-        active.end_prefill()
-        first_byte_at_s = self.router.now_s()
-        first_byte_s = first_byte_at_s - self.started_s
-        metrics.first_byte(decision, first_byte_s)
-        if piece and response.status == HTTPStatus.OK:
-            self.router.routing.computed(self.ask, decision.chosen.target.worker)
-        self.trace.set(spans.of_answer, response.status, first_byte_s)
-        if handover is not None:
-            handover.transfer_s = first_byte_at_s - handover.sent_s
-            handover.is_fetched = response.status == HTTPStatus.OK
-            metrics.handed_over(handover.prefill_s, handover.transfer_s)
-        theirs = [field for field in response.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
-        responder.start(response.status, theirs + self._own_headers(decision))
-        try:
-            while piece:
-                usage_reader.feed(piece)
-                if is_event_stream:
-                    active.add_tokens(piece.count(b"\n\n"))
-                await responder.write(piece)
-                piece = await anext(body, b"")
-        except UpstreamError as error:
-            if not usage_reader.is_between_events:
-                raise
-            await responder.write(b"data: " + error_body(worker_failure(error)) + b"\n\n")
-            await responder.finish()
-            raise
-        if is_kept and response.status == HTTPStatus.OK:
-            answer, worker = usage_reader.answer(), decision.chosen.target.worker
-            router.reader.conversations.remember(worker, self.ask.chat, answer, is_event=is_event_stream)
-        await responder.finish()
-        usage = usage_reader.usage()
-        if usage is not None:
-            self.trace.set(spans.of_usage, usage)
-        if handover is not None:
-            handover.log(decision, self.router.now_s(), self.request_id)
-        elif usage is not None:
-            metrics.reported(decision, usage)
-        if self.is_healing:
-            block_hashes = partial(self.router.routing.block_hashes, self.ask, decision.chosen.target.worker)
-            self.router.healer.answered(decision, usage, block_hashes)
-
-    def _own_headers(self, decision: Decision) -> Headers:
+    def own_headers(self, decision: Decision) -> Headers:
         """Return what the client is told. Who knows what a worker held may learn what others have asked."""
         told = [(b"x-request-id", self.request_id)]
         if self.shows_worker:
@@ -325,20 +248,51 @@ class _Forwarding:
                 told += self.handover.headers()
         return told
 
-    def _failure_before_answer(self, error: UpstreamError) -> str | None:
-        """Return the failure where another worker may follow, None where the answer was whole; raises it elsewhere."""
-        request_id = self.request_id.decode("latin-1")
-        logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
-        if self.responder.is_finished:
-            return None
-        if self.responder.has_started:
-            raise error
-        # A worker that was silent too long may still be busy with it: trying another would double the work.
-        if not isinstance(error, UpstreamTimeoutError) and self._may_retry():
-            return error.reason
-        raise worker_failure(error) from error
+    # What came of an attempt.
 
-    def _may_retry(self) -> bool:
+    def on_prefilled(self, decision: Decision, handoff: Handoff | None, prefill_s: float) -> None:
+        """Go on with the prompt that a worker computed, or without it."""
+        worker = decision.chosen.target.worker
+        if handoff is None:
+            self._fall_back(Local.PREFILL_REFUSED)
+        else:
+            self.handover = Handover(handoff, worker, prefill_s)
+            self.router.routing.computed(self.ask, worker)
+        self._ask_next()
+
+    def on_prefill_failed(self, decision: Decision, reason: str) -> None:
+        """Have another prefill worker compute the prompt, while attempts are left."""
+        worker = decision.chosen.target.worker
+        logger.warning("prefill failed worker=%s reason=%s", worker, reason)
+        self.tried.add(worker)
+        self._note_retry(decision, reason)
+        if len(self.tried) + 1 >= self.router.config.max_attempts:  # the last one is for who answers
+            self._fall_back(Local.PREFILL_FAILED)
+        self._ask_next()
+
+    def on_transfer_failed(self, decision: Decision) -> None:
+        """Have one worker do all: the one that could not fetch the prompt may, it is not its fault."""
+        self._fall_back(Local.TRANSFER_FAILED)
+        self.tried.discard(decision.chosen.target.worker)
+        self.on_answer_failed(decision, "the transfer failed")
+
+    def on_answer_failed(self, decision: Decision, reason: str) -> None:
+        """Have another worker answer."""
+        self._note_retry(decision, reason)
+        self._ask_next()
+
+    def on_no_answer(self, decision: Decision, error: UpstreamError) -> None:
+        """Have another worker answer, if there is one.
+
+        A worker that was silent too long may still be busy with it: trying another would double the work.
+        """
+        if not isinstance(error, UpstreamTimeoutError) and self.may_retry():
+            self.on_answer_failed(decision, error.reason)
+        else:
+            self._refuse(worker_failure(error))
+
+    def may_retry(self) -> bool:
+        """Return whether another worker may answer."""
         is_allowed = len(self.tried) < self.router.config.max_attempts
         return is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
 
@@ -356,6 +310,19 @@ class _Forwarding:
         self.trace.mark("fallback", {"kvist.reason": reason.value})
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 
+    # The end.
+
+    def _refuse(self, error: RequestError) -> None:
+        self.trace.set(spans.of_answer, error.status)
+        self.router.refuse(self.responder, error, self.request_id)
+        self.end(error)
+
+    def end(self, error: Exception | None = None) -> None:
+        """Let go of what the request still holds; its answer has ended or nobody will read it."""
+        self.attempt = None
+        self._release()
+        self.trace.end(error)
+
     def _release(self) -> None:
         """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""
         handover = self.handover
@@ -363,48 +330,9 @@ class _Forwarding:
             return
         worker = self.router.fleet.get(handover.prefill_worker)
         if worker is not None and worker.identity.engine == "kvist":
-            theirs = forwarded_headers(self.request, self.router.config, worker.url, self.request_id)
+            theirs = self.headers_for(worker.url)
             headers = [field for field in self.trace.headers(theirs) if field[0] in _RELEASE_HEADERS]
             self.router.releases.release(worker.url, handover.handoff.remote_request_id, headers)
-
-
-class _Attempt:
-    """One worker's part in a request: on every way out its load is given back, its circuit judged, its end counted."""
-
-    __slots__ = ("_breaker", "_decision", "_is_trial", "_router", "load", "status")
-
-    def __init__(self, router: Forwarder, decision: Decision, num_spared_tokens: int) -> None:
-        target, now_s = decision.chosen.target, router.now_s()
-        worker = router.fleet.get(target.worker)
-        assert worker is not None
-        self._router, self._decision, self._breaker = router, decision, worker.breaker
-        self._is_trial = worker.breaker.begin()
-        self.load = router.load.begin(target, decision.prompt, num_spared_tokens, now_s)
-        self.status = WORKER_FAILED_STATUS
-
-    def judge(self, status: int) -> None:
-        """Take the status of the worker's answer, which is a success or a failure of the worker."""
-        self.status = status
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self._breaker.fail(self._router.now_s())
-        else:
-            self._breaker.succeed()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.load.finish()
-        if isinstance(error, UpstreamError):
-            self.status = WORKER_FAILED_STATUS
-            self._breaker.fail(self._router.now_s())
-        elif isinstance(error, asyncio.CancelledError | ClientDisconnectedError):
-            self.status = CLIENT_LEFT_STATUS
-        if self._is_trial:
-            self._breaker.abandon()
-        self._router.metrics.ended(self._decision, self.status)
 
 
 def forwarded_headers(request: Request, config: RouterConfig, worker: str, request_id: bytes) -> Headers:
@@ -418,14 +346,3 @@ def forwarded_headers(request: Request, config: RouterConfig, worker: str, reque
         dropped.add(b"authorization")
     headers = [field for field in request.headers if field[0] not in dropped]
     return [*headers, (b"x-request-id", request_id), *authorization]
-
-
-def worker_failure(error: UpstreamError) -> RequestError:
-    """Return what a client is told of a worker that failed before its answer began."""
-    is_timeout = isinstance(error, UpstreamTimeoutError)
-    status = HTTPStatus.GATEWAY_TIMEOUT if is_timeout else HTTPStatus.BAD_GATEWAY
-    return RequestError(status, str(error), code="worker_failed")
-
-
-def _is_event_stream(headers: Headers) -> bool:
-    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers)

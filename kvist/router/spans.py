@@ -13,17 +13,14 @@ POST /v1/completions        the request, until its last byte has gone out
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from http import HTTPStatus
 from urllib.parse import urlsplit
 
-from kvist.http import Request, UpstreamResponse
+from kvist.http import Request
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import Plan
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, Ask
 from kvist.router.usage import ReportedUsage
-from kvist.tracing import Attributes, Span
+from kvist.tracing import Attributes
 
 _OPERATIONS = {CHAT_PATH: "chat", COMPLETION_PATH: "text_completion"}
 
@@ -91,27 +88,8 @@ def of_usage(usage: ReportedUsage) -> Attributes:
     }
 
 
-def traced(
-    exchange: AbstractAsyncContextManager[UpstreamResponse], call: Span, decision: Decision
-) -> AbstractAsyncContextManager[UpstreamResponse]:
-    """Return the exchange as it is, or one that is told of: to whom, how long, and what came of it."""
-    return _told(exchange, call, decision) if call.is_recorded else exchange
-
-
-@asynccontextmanager
-async def _told(
-    exchange: AbstractAsyncContextManager[UpstreamResponse], call: Span, decision: Decision
-) -> AsyncIterator[UpstreamResponse]:
-    with call:
-        call.set(_of_call, decision)
-        async with exchange as response:
-            call.set(of_answer, response.status)
-            if response.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                call.fail(f"answered {response.status}")
-            yield response
-
-
-def _of_call(decision: Decision) -> Attributes:
+def of_call(decision: Decision) -> Attributes:
+    """Say who is asked."""
     target = decision.chosen.target
     place = urlsplit(target.worker)
     return {"server.address": place.hostname, "server.port": place.port, "kvist.rank": target.rank}

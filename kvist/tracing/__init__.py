@@ -29,8 +29,8 @@ _P = ParamSpec("_P")
 class Span:
     """A step that is not traced: whatever is called does nothing. Subclasses trace.
 
-    It has begun when it is made, and ends with its `with` block; an error that leaves the block is its error. Steps of
-    a step nest in it. All times are those of `time.monotonic`.
+    It has begun when it is made, and ends with its `with` block, whose error is its own, or by `end`. Steps of a step
+    nest in it. All times are those of `time.monotonic`.
     """
 
     __slots__ = ()
@@ -44,6 +44,10 @@ class Span:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End the step."""
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the step, which came to nothing if there is an error."""
 
     def step(self, name: str) -> Span:
         """Begin a step of this one."""

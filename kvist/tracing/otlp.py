@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 from opentelemetry import trace
@@ -117,12 +116,10 @@ class _Recorded(_PassedOn):
         self._offset_ns = offset_ns
         self._end_ns: int | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._span.set_attribute("error.type", kind.__name__)
-            self.fail(str(error) or kind.__name__)
+    def end(self, error: BaseException | None = None) -> None:
+        if error is not None:
+            self._span.set_attribute("error.type", type(error).__name__)
+            self.fail(str(error) or type(error).__name__)
         self._span.end(self._wall_ns() if self._end_ns is None else self._end_ns)
 
     def step(self, name: str) -> Span:

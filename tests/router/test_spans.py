@@ -192,7 +192,7 @@ async def test_a_client_that_leaves_ends_its_trace(worker, router, until, trace_
         asking.cancel()
         spans = await spans_of(trace_collector, until)
         assert spans[-1].name == "generate"
-        assert [span.attributes["error.type"] for span in (spans[0], spans[-1])] == ["CancelledError"] * 2
+        assert [span.attributes["error.type"] for span in (spans[0], spans[-1])] == ["ClientDisconnectedError"] * 2
 
 
 async def test_without_tracing_a_clients_trace_is_passed_on_as_it_is(worker, router, answers) -> None:

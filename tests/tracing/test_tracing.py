@@ -199,7 +199,7 @@ def test_a_queue_that_is_full_drops_spans_and_waits_for_nobody(
         assert not [record for record in caplog.records if "opentelemetry" in record.name]
         trace_collector.may_answer.set()
     names = [span.name for span in trace_collector.spans]
-    assert len(names) in (4, 8), "what was queued at last, and what was on its way if it was early enough"
+    assert 4 <= len(names) <= 8, "what was queued at last, and what was on its way if it was early enough"
     assert set(names) >= {"96", "97", "98", "99"}
 
 

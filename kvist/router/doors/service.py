@@ -15,12 +15,13 @@ import logging
 import secrets
 import ssl
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -28,6 +29,7 @@ from kvist.errors import InvalidValueError
 from kvist.http import (
     HttpLimits,
     HttpServer,
+    Producer,
     Request,
     Responder,
     UpstreamError,
@@ -38,6 +40,7 @@ from kvist.http import (
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.doors.api import AdminApi
 from kvist.router.doors.auth import (
@@ -51,7 +54,7 @@ from kvist.router.doors.auth import (
 )
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
-from kvist.router.forward import Forwarder, forwarded_headers, worker_failure
+from kvist.router.forward import Forwarder, forwarded_headers
 from kvist.router.healing import Healer
 from kvist.router.index import FleetIndex
 from kvist.router.metrics import Gauges, RouterMetrics
@@ -142,7 +145,7 @@ class RouterService:
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics.released))
         self._forwarder = Forwarder(
-            config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, tracing
+            config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, self._refuse, tracing
         )
         self._admin = AdminApi(fleet, load, index, reader, routing, page, self._started_s, now_s).application()
         limits = HttpLimits(
@@ -164,53 +167,60 @@ class RouterService:
         self._metrics.registry.register(tracing)
         return tracing
 
-    async def _handle(self, request: Request, responder: Responder) -> None:
+    def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | Producer | None:
         """Answer any request, with an OpenAI error where it cannot be served."""
         given_id = request.header(b"x-request-id")
         request_id = given_id or self._new_request_id()
         try:
             if given_id:
                 check_request_id("x-request-id", given_id.decode("latin-1"))
-            await self._dispatch(request, responder, request_id)
+            return self._dispatch(request, responder, request_id)
         except RequestError as error:
-            self._metrics.refused(error.status)
-            if error.param == "x-request-id":
-                request_id = self._new_request_id()
-            headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
-            if error.status == HTTPStatus.UNAUTHORIZED:
-                headers.append((b"www-authenticate", b"Bearer"))
-            await responder.send_response(error.status, headers, error_body(error))
+            self._refuse(responder, error, self._new_request_id() if error.param == "x-request-id" else request_id)
+            return None
 
-    async def _dispatch(self, request: Request, responder: Responder, request_id: bytes) -> None:
+    def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
+        self._metrics.refused(error.status)
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
+        if error.status == HTTPStatus.UNAUTHORIZED:
+            headers.append((b"www-authenticate", b"Bearer"))
+        responder.answer(error.status, headers, error_body(error))
+
+    def _dispatch(
+        self, request: Request, responder: Responder, request_id: bytes
+    ) -> Coroutine[Any, Any, None] | Producer | None:
         path = plain_path(request.path)
         if path != request.path:
             request = msgspec.structs.replace(request, target=path + request.target[len(request.path) :])
         if path in OPEN_PATHS:
-            await serve_asgi(self._admin, request, responder)
-        elif path in ADMIN_PATHS:
-            require_administrator(request, self._config.admin_key)
-            await serve_asgi(self._admin, request, responder)
-        elif methods_of(path) is None:
-            require_administrator(request, self._config.admin_key)
-            await self._pass_to_worker(request, responder, request_id)
-        else:
-            config = self._config
-            require_client(request, config.api_key, config.admin_key)
-            check_client_request(request)
-            if path.startswith(MODELS_PATH):
-                await self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
-            else:
-                shows_worker = config.debug_headers or is_administrator(request, config.admin_key)
-                await self._forwarder.forward(request, responder, request_id, shows_worker=shows_worker)
+            return serve_asgi(self._admin, request, responder)
+        config = self._config
+        if path in ADMIN_PATHS:
+            require_administrator(request, config.admin_key)
+            return serve_asgi(self._admin, request, responder)
+        if methods_of(path) is None:
+            require_administrator(request, config.admin_key)
+            return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
+        require_client(request, config.api_key, config.admin_key)
+        check_client_request(request)
+        if path.startswith(MODELS_PATH):
+            self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
+            return None
+        shows_worker = config.debug_headers or is_administrator(request, config.admin_key)
+        return self._forwarder.forward(request, responder, request_id, shows_worker=shows_worker)
 
-    async def _pass_to_worker(self, request: Request, responder: Responder, request_id: bytes) -> None:
-        """Pass an administrator's request to the worker that it names, and the answer back, both as they are."""
+    def _named_worker(self, request: Request) -> str:
+        """Return the URL of the worker that an administrator's request is for."""
         url = (request.header(WORKER_HEADER) or b"").decode("latin-1").rstrip("/")
         if self._fleet.get(url) is None:
             expected = f"the URL of a known worker, as {request.method} {request.path} is no endpoint of the router"
             raise RequestError(
                 HTTPStatus.BAD_REQUEST, f"x-kvist-worker: got {url!r:.200}, expected {expected}", param="x-kvist-worker"
             )
+        return url
+
+    async def _pass_to_worker(self, request: Request, url: str, responder: Responder, request_id: bytes) -> None:
+        """Pass a request to a worker, and the answer back, both as they are."""
         forwarded = forwarded_headers(request, self._config, url, request_id)
         headers = [field for field in forwarded if field[0] != WORKER_HEADER]
         try:
@@ -222,22 +232,20 @@ class RouterService:
         except UpstreamError as error:
             if responder.has_started:
                 raise
-            raise worker_failure(error) from error
+            self._refuse(responder, worker_failure(error), request_id)
 
     def _new_request_id(self) -> bytes:
         """Return 32 hex digits that no other request, of this router or another, has."""
         return b"%b%012x" % (self._request_id_prefix, next(self._request_numbers))
 
-    async def _show_models(self, model_id: str, responder: Responder) -> None:
+    def _show_models(self, model_id: str, responder: Responder) -> None:
         """Answer with the model of this id, or a list of all where it is empty."""
         entries = [model.entry for model in self._fleet.models() if model_id in ("", model.id)]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"
             raise RequestError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         body = entries[0] if model_id else {"object": "list", "data": entries}
-        await responder.send_response(
-            HTTPStatus.OK, [(b"content-type", b"application/json")], msgspec.json.encode(body)
-        )
+        responder.answer(HTTPStatus.OK, [(b"content-type", b"application/json")], msgspec.json.encode(body))
 
 
 async def _load_tokenizer(model_path: str | None) -> ChatTokenizer | None:

@@ -1,0 +1,248 @@
+"""One worker's part in a request: asked once, told of by callbacks, and accounted for on every way out.
+
+    _Attempt        load, circuit, metrics and span of a worker that is asked
+    PrefillAttempt  computes a prompt for another worker; its answer names what it holds
+    AnswerAttempt   answers the client: bytes are relayed as they come, from the first of the body on
+
+What becomes of the request after that is its owner's to decide (`kvist.router.forward`).
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+from kvist.http import ClientDisconnectedError, Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
+from kvist.openai.chats import RESPONSES_PATH
+from kvist.openai.errors import RequestError, error_body
+from kvist.router import spans
+from kvist.router.policy.decision import Decision
+from kvist.router.prefill.handover import MAX_HANDOFF_BYTES, decode_body, prefill_body, read_handoff
+from kvist.router.usage import UsageReader
+
+if TYPE_CHECKING:
+    from kvist.router.forward import Forwarding
+
+logger = logging.getLogger(__name__)
+
+# The worker says it cannot take the request now; any other answer is the request's own and is passed on.
+RETRIED_STATUSES = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
+
+# What metrics show instead of a worker's status, for want of one.
+WORKER_FAILED_STATUS = 0
+CLIENT_LEFT_STATUS = 499  # nginx's number for it
+
+RANK_HEADER = b"x-data-parallel-rank"
+"""By which vLLM's front end takes the data-parallel rank to use."""
+
+
+class _Attempt(ResponseReceiver):
+    """On every way out its load is given back, its circuit judged, its end counted."""
+
+    def __init__(self, owner: Forwarding, decision: Decision, step: str, body: bytes, num_spared_tokens: int) -> None:
+        router, request, target = owner.router, owner.request, decision.chosen.target
+        worker = router.fleet.get(target.worker)
+        assert worker is not None
+        self.owner = owner
+        self.decision = decision
+        self._breaker = worker.breaker
+        self._is_trial = worker.breaker.begin()
+        self._load = router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s())
+        self._call = owner.trace.call(step)
+        self._call.set(spans.of_call, decision)
+        headers = self._call.headers(owner.headers_for(target.worker))
+        if router.routing.is_one_of_several_ranks(target):
+            headers.append((RANK_HEADER, b"%d" % target.rank))
+        client = request.client[0] if request.client else None
+        self.exchange = router.pool.send(
+            self, target.worker, request.method, request.target, headers, body, forwarded_for=client
+        )
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Judge the worker by its status."""
+        self._call.set(spans.of_answer, status)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._call.fail(f"answered {status}")
+        self.status, self.headers = status, headers
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """Blame the worker, unless it is not its fault."""
+        if not error.is_ours:
+            self._breaker.fail(self.owner.router.now_s())
+        self._end(WORKER_FAILED_STATUS, error)
+
+    def stop(self) -> None:
+        """Let the worker know that the client has left."""
+        self.exchange.close()
+        self._end(CLIENT_LEFT_STATUS, ClientDisconnectedError("the client left"))
+
+    def _judge(self) -> None:
+        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._breaker.fail(self.owner.router.now_s())
+        else:
+            self._breaker.succeed()
+
+    def _end(self, status: int, error: Exception | None = None) -> None:
+        self._load.finish()
+        if self._is_trial:
+            self._breaker.abandon()
+        self._call.end(error)
+        self.owner.router.metrics.ended(self.decision, status)
+
+
+class PrefillAttempt(_Attempt):
+    """Tells its owner what came of it, once: `on_prefilled` or `on_prefill_failed`."""
+
+    def __init__(self, owner: Forwarding, decision: Decision) -> None:
+        self._answer = b""
+        self._started_s = owner.router.now_s()
+        owner.router.metrics.dispatched(decision)
+        super().__init__(owner, decision, "prefill", prefill_body(owner.body), decision.overlap_tokens)
+
+    def on_data(self, piece: bytes) -> None:
+        """Keep what names the blocks; what is longer names none."""
+        self._answer += piece
+        if len(self._answer) > MAX_HANDOFF_BYTES:
+            self.exchange.close()
+            self.on_end()
+
+    def on_end(self) -> None:
+        """Report what was computed."""
+        self._judge()
+        self._end(self.status)
+        if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.owner.on_prefill_failed(self.decision, f"answered {self.status}")
+            return
+        handoff = read_handoff(self._answer) if self.status == HTTPStatus.OK else None
+        self.owner.on_prefilled(self.decision, handoff, self.owner.router.now_s() - self._started_s)
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """Report that there is nothing to fetch."""
+        super().on_failure(error)
+        self.owner.on_prefill_failed(self.decision, error.reason)
+
+
+class AnswerAttempt(_Attempt):
+    """Sends the client the worker's answer, or tells its owner that there is none: `on_answer_failed`.
+
+    Nothing is sent before the first byte of the body, so until then another worker may be tried.
+    """
+
+    def __init__(self, owner: Forwarding, decision: Decision) -> None:
+        router, handover = owner.router, owner.handover
+        router.routing.dispatched()
+        self._has_begun = False
+        self._is_healing = False
+        if handover is None:
+            router.metrics.dispatched(decision)
+            body = router.healer.body_for(decision.chosen.target, owner.request.path, owner.body, owner.ask.fields)
+            self._is_healing = body is not owner.body
+            super().__init__(owner, decision, "generate", body, decision.overlap_tokens)
+        else:
+            handover.sent_s = router.now_s()
+            body = decode_body(owner.body, handover.handoff.params)
+            super().__init__(owner, decision, "decode", body, decision.prompt.num_tokens)
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        """Take the answer for the client's, unless another worker may give a better one."""
+        super().on_head(status, headers)
+        owner = self.owner
+        if owner.handover is not None and status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.exchange.close()
+            self._end(status)
+            owner.on_transfer_failed(self.decision)
+            return
+        self._judge()
+        if status in RETRIED_STATUSES and owner.may_retry():
+            self.exchange.close()
+            self._end(status)
+            owner.on_answer_failed(self.decision, f"answered {status}")
+
+    def on_data(self, piece: bytes) -> None:
+        """Pass the next bytes on."""
+        if not self._has_begun:
+            self._begin(is_empty=False)
+        self._usage.feed(piece)
+        if self._is_event_stream:
+            self._load.add_tokens(piece.count(b"\n\n"))
+        self.owner.responder.send(piece)
+
+    def on_end(self) -> None:
+        """End the client's answer, and learn from what it said of its tokens."""
+        if not self._has_begun:
+            self._begin(is_empty=True)
+        owner, router, decision = self.owner, self.owner.router, self.decision
+        if self._is_kept and self.status == HTTPStatus.OK:
+            worker, is_event = decision.chosen.target.worker, self._is_event_stream
+            router.reader.conversations.remember(worker, owner.ask.chat, self._usage.answer(), is_event=is_event)
+        self._end(self.status)
+        usage = self._usage.usage()
+        if usage is not None:
+            owner.trace.set(spans.of_usage, usage)
+        if owner.handover is not None:
+            owner.handover.log(decision, router.now_s(), owner.request_id)
+        elif usage is not None:
+            router.metrics.reported(decision, usage)
+        if self._is_healing:
+            block_hashes = partial(router.routing.block_hashes, owner.ask, decision.chosen.target.worker)
+            router.healer.answered(decision, usage, block_hashes)
+        owner.responder.end()
+        owner.end()
+
+    def on_failure(self, error: UpstreamError) -> None:
+        """Cut an answer that has begun, between two events with one that says why; another worker may begin one."""
+        super().on_failure(error)
+        owner, request_id = self.owner, self.owner.request_id.decode("latin-1")
+        logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
+        if not self._has_begun:
+            owner.on_no_answer(self.decision, error)
+            return
+        if self._usage.is_between_events:
+            owner.responder.send(b"data: " + error_body(worker_failure(error)) + b"\n\n")
+            owner.responder.end()
+        else:
+            owner.responder.cut()
+        owner.end(error)
+
+    def pause(self) -> None:
+        """Let the worker wait for the client."""
+        if self._has_begun:
+            self.exchange.pause()
+
+    def resume(self) -> None:
+        """Go on."""
+        if self.exchange.is_paused:
+            self.exchange.resume()
+
+    def _begin(self, *, is_empty: bool) -> None:
+        """Begin the client's answer with the first byte of the worker's."""
+        self._has_begun = True
+        owner, router, decision = self.owner, self.owner.router, self.decision
+        content_types = [value for name, value in self.headers if name == b"content-type"]
+        self._is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)
+        self._is_kept = owner.request.path == RESPONSES_PATH and owner.ask.fields.get("store") is not False
+        self._usage = UsageReader(is_event_stream=self._is_event_stream, is_last_event_long=self._is_kept)
+        self._load.end_prefill()
+        now_s = router.now_s()
+        first_byte_s = now_s - owner.started_s
+        router.metrics.first_byte(decision, first_byte_s)
+        if not is_empty and self.status == HTTPStatus.OK:
+            router.routing.computed(owner.ask, decision.chosen.target.worker)
+        owner.trace.set(spans.of_answer, self.status, first_byte_s)
+        if owner.handover is not None:
+            owner.handover.transfer_s = now_s - owner.handover.sent_s
+            owner.handover.is_fetched = self.status == HTTPStatus.OK
+            router.metrics.handed_over(owner.handover.prefill_s, owner.handover.transfer_s)
+        theirs = [field for field in self.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
+        owner.responder.start(self.status, theirs + owner.own_headers(decision))
+        if owner.is_client_slow:
+            self.exchange.pause()
+
+
+def worker_failure(error: UpstreamError) -> RequestError:
+    """Return what a client is told of a worker that failed before its answer began."""
+    is_timeout = isinstance(error, UpstreamTimeoutError)
+    status = HTTPStatus.GATEWAY_TIMEOUT if is_timeout else HTTPStatus.BAD_GATEWAY
+    return RequestError(status, str(error), code="worker_failed")
