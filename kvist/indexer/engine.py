@@ -64,6 +64,7 @@ class EngineFollower:
         self._num_ahead = num_ahead
         self._counts_copies = counts_copies and engine == "vllm"
         self._has_full_reports = not counts_copies and engine == "vllm"
+        self._may_keep = engine == "vllm"
         self._feed = EngineFeed(engine, worker, self, limits)
         self._lane = EngineLane(block_size, engine, index, self._bound.own_rank)
         self._ranks = self._lane.ranks
@@ -99,18 +100,20 @@ class EngineFollower:
             return None
         is_told = all(rank.residency.is_told_by_names for rank in self._ranks.values())
         is_short = any(self._index.evicted_from(source) for source in self._sources())
+        is_keeping = any(rank.is_keeping for rank in self._ranks.values())
         return EngineProgress(
             session.expected_sequence,
-            session.is_complete and is_told and not is_short,
+            session.is_complete and is_told and not is_short and not is_keeping,
             session.state is SourceState.RESYNCING or session.is_unproven or not is_caught_up,
             tuple(restarts.remembered()),
             tuple(
                 EngineRankProgress.of(
                     number,
                     rank.filter.state,
-                    is_whole=number in self._whole and rank.residency.is_told_by_names,
+                    is_whole=number in self._whole and not rank.is_keeping and rank.residency.is_told_by_names,
                     copies=rank.residency.told_copies(),
                     others=rank.others.rules,
+                    is_offloading=rank.is_offloading,
                 )
                 for number, rank in self._ranks.items()
             ),
@@ -124,6 +127,7 @@ class EngineFollower:
         for each in progress.ranks:
             rank = self._rank(each.rank)
             rank.resume(each.filter_state, dict(each.other_groups), each.copies)
+            rank.is_offloading = each.is_offloading
             if each.is_whole:
                 self._whole.add(each.rank)
         self._note_state()
@@ -198,7 +202,10 @@ class EngineFollower:
             return
         for event in batch.events:
             self._check_block_size(event)
-            self._rank(number).admit(event)
+            rank = self._rank(number)
+            # vLLM says so of the GPU: what it keeps beside is dropped with it or not, of which it tells nothing.
+            rank.is_keeping |= self._may_keep and rank.is_offloading and isinstance(event, EngineCleared)
+            rank.admit(event)
         self._counters.num_unknown_events += batch.num_ignored_events
         if self._is_part:
             self._counters.num_events += len(batch.events)
@@ -265,7 +272,8 @@ class EngineFollower:
         """Have copies counted of ranks that lack nothing: of others, the engine may have been asked to report anew."""
         is_complete = self._feed.session.is_complete
         for number, rank in self._ranks.items():
-            rank.residency.counts_copies = self._counts_copies and (is_complete or number in self._whole)
+            is_known = (is_complete or number in self._whole) and not rank.is_keeping
+            rank.residency.counts_copies = self._counts_copies and is_known
 
     def _note_state(self) -> None:
         """Tell the router whether the ranks' overlap counts; called once the steps so far are taken."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, WorkerRank
+from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, Tier, WorkerRank
 from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.engine_events import FULL, STATE, UNKNOWN, UnsizedWindow
 from kvist.events.restarts import RestartDetector
@@ -66,11 +66,14 @@ class EngineRank:
         self._source = source
         self._block_size = block_size
         self._residency = EngineResidency(index, source, apply)
+        self.is_keeping = False
+        """Whether it may have kept blocks beside the GPU when it dropped all on it."""
         self.verdicts = Verdicts(source.rank)
         self._begin()
 
     def admit(self, event: EngineEvent) -> None:
         """Take one event; what it amounts to is in the index when this returns."""
+        self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
         before = self._filter.state, self._splitter.rules
         passes, group = self._splitter.admit(event, self._normaliser.normalise)
         if before != (self._filter.state, self._splitter.rules):
@@ -81,7 +84,17 @@ class EngineRank:
     def clear(self) -> None:
         """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
         self._residency.clear()
+        self.is_keeping = False
         self._begin()
+
+    @property
+    def is_offloading(self) -> bool:
+        """Return whether it ever stored anything beside the GPU."""
+        return bool(self.verdicts.record["is_offloading"][0])
+
+    @is_offloading.setter
+    def is_offloading(self, is_offloading: bool) -> None:
+        self.verdicts.record["is_offloading"] = is_offloading
 
     @property
     def others(self) -> OtherGroups:
@@ -91,7 +104,7 @@ class EngineRank:
     @property
     def is_short(self) -> bool:
         """Return whether hits need what is not accounted for."""
-        return not (self.others.is_expressible and self._residency.copies.has_room)
+        return self.is_keeping or not (self.others.is_expressible and self._residency.copies.has_room)
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
         """Go on with groups as they were."""

@@ -50,6 +50,8 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
     """
     other_groups: tuple[tuple[int, GroupRule], ...] = ()
     """The key of each, and what it must hold for a hit."""
+    is_offloading: bool = False
+    """Whether it keeps blocks beside the GPU, too."""
 
     @classmethod
     def of(
@@ -60,6 +62,7 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
         is_whole: bool = False,
         copies: bytes = b"",
         others: Mapping[int, GroupRule] = MappingProxyType({}),
+        is_offloading: bool = False,
     ) -> Self:
         """Return the progress of a rank whose filter is in this state."""
         groups = [
@@ -78,6 +81,7 @@ class EngineRankProgress(msgspec.Struct, array_like=True, frozen=True):
             is_whole,
             copies,
             tuple(others.items()),
+            is_offloading,
         )
 
     @property

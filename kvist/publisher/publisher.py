@@ -374,7 +374,7 @@ class KvEventPublisher:
 
     def _facts(self) -> list[object]:
         """Return what heartbeats alone tell, and followers should know at once."""
-        return [each.companion.rules for each in self._streams.values() if each.companion is not None]
+        return [(each.is_complete, each.rules) for each in with_companions(self._streams).values()]
 
     def _send_heartbeats(self) -> None:
         if self._outbox:

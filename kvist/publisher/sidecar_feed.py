@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
-from kvist.events import EngineCleared, EngineEvent, EngineRemoved, Tier, Window
+from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.session import NO_REPLAY, SourceState
@@ -61,6 +61,9 @@ class SidecarFeed:
         self._num_lost_before = 0
         # The same for each rank that said so itself since the stream, which it may share, was last cleared.
         self._num_lost_before_of: dict[int, int] = {}
+        # Ranks that keep blocks beside the GPU, too, and those that may have kept them when they dropped all on it.
+        self._offloading: set[int] = set()
+        self._keeping: set[int] = set()
         # What the publisher was told last: which ranks are complete, and how many there were.
         self._published_completeness: tuple[frozenset[int], int] = (frozenset(), 0)
 
@@ -101,7 +104,7 @@ class SidecarFeed:
         if self._has_full_reports:
             return frozenset()
         if self.is_complete:
-            return frozenset(self._ranks)
+            return frozenset(self._ranks - self._keeping)
         return frozenset(rank for rank, num_lost in self._num_lost_before_of.items() if num_lost == self._num_lost)
 
     def progress(self) -> EngineProgress | None:
@@ -111,15 +114,16 @@ class SidecarFeed:
             return None
         known = [pair for pair in self.feed.restarts.remembered() if pair[0] < session.expected_sequence]
         fingerprints = tuple(known[-_NUM_FINGERPRINTS:])
-        return EngineProgress(
-            self.name, session.expected_sequence, self.is_complete, fingerprints, tuple(sorted(self._ranks))
-        )
+        is_complete, complete_ranks = self.is_complete and not self._keeping, tuple(sorted(self._complete_ranks))
+        followed = self.name, session.expected_sequence, is_complete, fingerprints
+        return EngineProgress(*followed, tuple(sorted(self._ranks)), complete_ranks)
 
     def restore(
         self, publisher: KvEventPublisher, progress: EngineProgress, ranks: Mapping[int, RankState], now_s: float
     ) -> None:
         """Go on from there once that is proven; to be called before anything else."""
         self._publisher, self._restored = publisher, ranks
+        self._num_lost_before_of = dict.fromkeys(progress.complete_ranks, publisher.num_lost_events)
         self.feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
 
@@ -174,8 +178,11 @@ class SidecarFeed:
         for event in join_removals(batch.events):
             self._ranks.add(event.rank)
             self._publisher.report(event)
-            if isinstance(event, EngineCleared):
+            if isinstance(event, EngineStored) and event.tier is not Tier.GPU:
+                self._offloading.add(event.rank)
+            elif isinstance(event, EngineCleared):
                 self._note_empty(event.rank, is_alone=batch.rank is None and len(self._ranks) == 1)
+                self._publish_completeness()  # before what follows: of a rank that is complete copies are counted
 
     def clear(self) -> None:
         """Report that every rank of this endpoint holds nothing that is known (called by the feed)."""
@@ -184,6 +191,7 @@ class SidecarFeed:
             self._ranks |= self._restored.keys()  # said to be empty: the engine may stay silent about them for long
             self._restored = None
         self._num_lost_before_of.clear()
+        self._keeping.clear()
         is_other_process = self.feed.session.num_epochs > self._num_processes
         self._num_processes = self.feed.session.num_epochs
         if self._publisher is not None:
@@ -196,7 +204,14 @@ class SidecarFeed:
                 self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
 
     def _note_empty(self, rank: int, *, is_alone: bool) -> None:
-        """Take note that a rank holds nothing, and the stream with it if that is of this rank alone."""
+        """Take note that a rank holds nothing, and the stream with it if that is of this rank alone.
+
+        vLLM says so of the GPU: what it keeps beside is dropped with it or not, of which it tells nothing.
+        """
+        if rank in self._offloading and self.endpoint.engine == "vllm":
+            self._keeping.add(rank)
+            self._num_lost_before_of.pop(rank, None)
+            return
         self._num_lost_before_of[rank] = self._num_lost
         if is_alone:
             self.feed.session.on_cleared()
@@ -209,6 +224,9 @@ class SidecarFeed:
         restored, self._restored = self._restored, None
         assert self._publisher is not None
         self._ranks |= restored.keys()
+        for rank, state in restored.items():
+            if any(state.residency.names(tier) for tier in Tier if tier is not Tier.GPU):
+                self._offloading.add(rank)
         self._publisher.resume(restored)
         self.num_resumed += 1
         num_blocks = sum(rank.residency.num_blocks for rank in restored.values())

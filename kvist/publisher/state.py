@@ -57,6 +57,8 @@ class EngineProgress(msgspec.Struct, array_like=True, frozen=True):
     fingerprints: tuple[tuple[NonNegative, NonNegative], ...]
     """Sequence and XXH3-64 of the last messages, the newest included, oldest first."""
     ranks: tuple[Rank, ...]
+    complete_ranks: tuple[Rank, ...] = ()
+    """Those that lack no block, whatever the stream lacks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from kvist.events import Tier, WorkerRank
+from kvist.events import EngineStored, Tier, WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.engine import EngineFollower
@@ -29,6 +29,7 @@ class PlainRank:
     def __init__(self, source: WorkerRank, index: RadixIndex, apply) -> None:
         self._source, self._index, self._apply = source, index, apply
         self.residency = self
+        self.is_offloading = self.is_keeping = False
         self._begin()
 
     def _begin(self) -> None:
@@ -44,9 +45,10 @@ class PlainRank:
 
     @property
     def is_short(self) -> bool:
-        return not self._stream.is_expressible
+        return self.is_keeping or not self._stream.is_expressible
 
     def admit(self, event) -> None:
+        self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
         self._stream.admit(event)
         for batch in self._stream.close_batches(0.0):
             self._apply(batch.events)
@@ -56,6 +58,7 @@ class PlainRank:
     def clear(self) -> None:
         self._index.clear(*self._source)
         self._index.clear(*self._source.companion)
+        self.is_keeping = False
         self._begin()
 
     def tidy(self) -> None:
@@ -447,6 +450,28 @@ def test_copies_are_not_counted_of_a_rank_that_lacks_something_until_it_is_clear
     assert pair.lane.held() == {}
     pair.take([{"type": "AllBlocksCleared"}], [stored([1], [1, 2])], [stored([1], [1, 2])], [removed(1)])
     assert len(pair.lane.held()) == 1
+
+
+def test_a_rank_of_which_a_reset_may_have_left_blocks_beside_the_gpu_is_partial_until_the_engine_restarts(pair):
+    cleared = {"type": "AllBlocksCleared"}
+    pair.take([stored([1, 2], [1, 2, 3, 4])], [cleared], [stored([1, 2], [1, 2, 3, 4])])
+    assert pair.lane.follower.states() == {0: SourceState.LIVE}
+    pair.take([stored([1, 2], [1, 2, 3, 4], medium="CPU")], [removed(1, 2, medium="CPU")])
+    assert pair.lane.follower.states() == {0: SourceState.LIVE}
+    pair.take(
+        [cleared, stored([1], [1, 2]), stored([1], [1, 2])], [cleared], [stored([1], [1, 2]), stored([1], [1, 2])]
+    )
+    assert pair.lane.follower.states() == {0: SourceState.PARTIAL}
+    later = Side(False, "vllm")
+    progress = msgspec.msgpack.decode(encode(pair.lane.follower.progress()), type=EngineProgress)
+    later.follower.resume(progress, 0.0)
+    assert not progress.is_complete
+    assert not progress.ranks[0].is_whole
+    assert later.follower._ranks[0].is_offloading
+    pair.take([removed(1)])
+    assert pair.lane.held() == {}  # which somebody may have had reported anew
+    pair.lane.follower.clear()
+    assert pair.lane.follower.states() == {0: SourceState.LIVE}
 
 
 def test_copies_go_on_to_be_counted_where_another_follower_resumes(pair):

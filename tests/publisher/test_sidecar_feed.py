@@ -52,6 +52,10 @@ class Engine:
                 "medium": "GPU",
             }
         self.held ^= {number}
+        return self.say(event)
+
+    def say(self, event: dict[str, object]) -> Message:
+        """Send an event."""
         timestamp_s = 1000.0 * self._process + len(self._payloads)
         self._payloads.append(msgspec.msgpack.encode([timestamp_s, [event], 0]))
         return Message(b"", len(self._payloads) - 1, self._payloads[-1])
@@ -397,6 +401,69 @@ def test_an_incomplete_rank_says_so_and_stays_it_when_it_is_saved(start, publica
     assert (second.held(), second.state) == ({block_of(4)}, SourceState.PARTIAL)
     second.publisher.close()
     assert not publication.heartbeats()[-1].events[0].is_complete
+
+
+def test_a_rank_known_wholly_stays_it_beside_what_its_stream_lacks_when_it_is_saved(start, publication):
+    engine = Engine(1, 1)
+    first = start()
+    first.receive(engine.change(1), 1.0)
+    engine.change(2)
+    first.receive(engine.say({"type": "AllBlocksCleared"}), 2.0)
+    first.settle(engine, 2.0)
+    first.receive(engine.change(3), 3.0)
+    assert first.state is SourceState.PARTIAL
+    second = start(first.save(), 4.0)
+    second.settle(engine, 4.0)
+    assert (second.held(), second.state) == ({block_of(3)}, SourceState.PARTIAL)
+    second.publisher.close()
+    assert publication.heartbeats()[-1].events[0].is_complete
+
+
+def test_copies_are_counted_from_the_event_on_that_says_that_a_rank_holds_nothing(publication):
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, num_ranks=0, counts_copies=True, limits=QUICK)
+    feed, engine = SidecarFeed(Endpoint.parse("tcp://h:1?replay_port=none"), lambda _: publisher), Engine(1, 1)
+    stored = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens_of(1)}
+    engine.change(2)  # which is lost
+    messages = [engine.change(3), engine.say({"type": "AllBlocksCleared"})]
+    messages += [engine.say({**stored, "block_size": 4}) for _ in range(2)]
+    messages.append(engine.say({"type": "BlockRemoved", "block_hashes": [1]}))
+    for _ in feed.receive_all(messages[:1], 1.0):
+        pass
+    for question in feed.questions(1.0):
+        for _ in feed.on_answer(question, None, 1.0):
+            pass
+    for _ in feed.receive_all(messages[1:], 2.0):
+        pass
+    held: list[int] = []
+    publisher.between_events(lambda streams: held.append(streams[0].num_blocks)).result(20)
+    assert held == [1]
+    publisher.close()
+
+
+def test_a_rank_that_may_have_kept_blocks_beside_the_gpu_is_incomplete_also_when_it_is_saved(start, publication):
+    engine = Engine(1, 100)
+    offloaded = {"type": "BlockStored", "block_hashes": [1], "parent_block_hash": None, "token_ids": tokens_of(1)}
+    first = start()
+    first.receive(engine.say({**offloaded, "block_size": 4, "medium": "CPU"}), 1.0)
+    first.receive(engine.change(2), 1.0)
+    second = start(first.save(), 2.0)
+    second.settle(engine, 2.0)
+    second.publisher.between_events(lambda streams: [*streams]).result(20)
+    for _ in range(2):
+        second.receive(engine.say({"type": "AllBlocksCleared"}), 3.0)
+    third = start(second.save(), 4.0)
+    third.settle(engine, 4.0)
+    third.publisher.close()
+    assert not publication.heartbeats()[-1].events[0].is_complete
+
+
+def test_what_a_publisher_learns_of_its_completeness_it_tells_at_once(publication, until_true):
+    limits = PublisherLimits(coalesce_s=0, heartbeat_s=1000.0)
+    publisher = KvEventPublisher(publication, worker="w", block_size=4, limits=limits)
+    for is_complete in (False, True):
+        publisher.between_events(lambda streams, is_complete=is_complete: streams[0].set_complete(is_complete))
+        until_true(lambda wanted=is_complete: publication.heartbeats()[-1].events[0].is_complete is wanted)
+    publisher.close()
 
 
 def test_a_rank_that_holds_nothing_is_complete_and_another_one_of_its_stream_is_not(publication):

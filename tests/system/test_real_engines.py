@@ -103,7 +103,10 @@ def lives_of(name: str, listeners: list[Callable[[Any], None]], engine: Engine, 
 
 
 def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[int]]]:
-    """Return what the engine would have taken from its cache, and what was said of it, for each probe and listener."""
+    """Return what the engine would have taken from its cache, and what was said of it, for each probe and listener.
+
+    Only what was said of a rank in the state it ought to be in: one that may keep blocks through a reset is partial.
+    """
     scenario, rng = SCENARIOS[name], random.Random(name)
     engine = scenario.start(rng)
     is_counting, is_dropping = counts_copies and scenario.engine == "vllm", "EAGLE" in name and "lookahead" not in name
@@ -118,8 +121,10 @@ def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[in
     answers = []
     for prompt in lives_of(name, [listener.receive for listener in listeners], engine, rng):
         for listener in listeners:
-            answers.append((engine.hits(prompt), listener.hits(prompt, engine)))
-            assert listener.state is (state if listener.publisher is None else SourceState.LIVE)
+            due = state if listener.publisher is None else SourceState.LIVE
+            assert listener.state is due or (listener.publisher is None and "offloaded" in name)
+            if listener.state is due:
+                answers.append((engine.hits(prompt), listener.hits(prompt, engine)))
     assert sum(held[0] > 0 for held, _ in answers) > len(answers) / 2
     return answers
 

@@ -369,6 +369,7 @@ def _take_events(
         event, passes, result = events[stream.event_idx], 0, DONE
         is_stored = event.kind == STORED
         is_sized = is_stored and event.block_size == stream.block_size
+        rank.is_offloading |= is_stored and event.tier != 0
         if event.kind == IGNORED:
             stream.num_ignored += 1
         elif event.kind == UNUSUAL or rank.slot < 0 or (is_stored and not is_sized and not stream.has_block_size):

@@ -86,6 +86,7 @@ RANK = np.dtype(
         ("number", "i8"),
         ("slot", "i8"),  # -1 of a rank that nobody knows
         ("companion", "i8"),  # slot that holds what all other groups of a kind do; see `kvist.radix.compiled.layout`
+        ("is_offloading", "i8"),  # whether it ever stored anything beside the GPU
         ("num_groups", "i8"),  # others
         ("num_kinds", "i8"),
         ("kinds", "i8", MAX_OTHER_GROUPS),  # of each group
