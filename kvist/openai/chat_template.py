@@ -62,6 +62,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise InvalidValueError("chat template", source[:80], f"jinja2 ({error}, line {error.lineno})") from None
+        self._template.globals = dict(self._template.globals)  # a chain of maps takes half of what rendering takes
         self._special_tokens = dict(special_tokens)
         self._takes_parts = _loops_over_content(environment.parse(source))
         self._knows_developers = "'developer'" in source or '"developer"' in source

@@ -60,9 +60,7 @@ class Routing:
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
             return {}
-        from kvist.indexer.compiled.hashing import token_array  # compiled when the index was
-
-        token_ids, hashes_of = token_array(ask.token_ids), self._hashes_of(ask, block_size)
+        token_ids, hashes_of = ask.token_ids, self._hashes_of(ask, block_size)
         overlaps = self._index.match(hashes_of(token_ids[:num_usable_tokens]))
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
         if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
@@ -166,7 +164,7 @@ class Routing:
 
     def _hashes_of(self, ask: Ask, block_size: int) -> Callable[..., NDArray[np.uint64]]:
         """Return what names the blocks of a prompt as the workers' streams do."""
-        from kvist.indexer.compiled.hashing import block_hashes
+        from kvist.indexer.compiled.hashing import block_hashes  # compiled when the index was
 
         lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
         return partial(block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=ask.cache_salt)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fastokens
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvist.errors import InvalidValueError
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
-from kvist.openai.tokenization import ChatTokenizer, cut_pattern, split_segments
+from kvist.openai.tokenization import ChatTokenizer
 
 TOOL = {
     "type": "function",
@@ -64,8 +68,8 @@ def test_a_chat_has_the_tokens_that_transformers_gives_it(
         CONVERSATIONS[name], tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False, **options
     )
     request = ChatCompletionRequest(messages=CONVERSATIONS[name], tools=tools, chat_template_kwargs=options or None)
-    assert tokenizer.tokenize_chat(request) == expected
-    assert tokenizer.tokenize_chat(request) == expected  # and again, from the cache
+    assert tokenizer.tokenize_chat(request).tolist() == expected
+    assert tokenizer.tokenize_chat(request).tolist() == expected  # and again, from the cache
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"], indirect=True)
@@ -76,13 +80,13 @@ def test_a_call_of_a_tool_is_rendered_as_an_object_though_openai_sends_a_string(
     sent = json.loads(json.dumps(turns))
     sent[1]["tool_calls"][0]["function"]["arguments"] = json.dumps(CALL["function"]["arguments"])
     expected = oracle.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert tokenizer.tokenize_chat(ChatCompletionRequest(messages=sent)) == expected
+    assert tokenizer.tokenize_chat(ChatCompletionRequest(messages=sent)).tolist() == expected
 
 
 def test_text_in_parts_is_the_same_prompt_as_plain_text(tokenizer: ChatTokenizer) -> None:
     plain = ChatCompletionRequest(messages=[{"role": "user", "content": "one two"}])
     parts = ChatCompletionRequest(messages=[{"role": "user", "content": [{"type": "text", "text": "one two"}]}])
-    assert tokenizer.tokenize_chat(parts) == tokenizer.tokenize_chat(plain)
+    assert tokenizer.tokenize_chat(parts).tolist() == tokenizer.tokenize_chat(plain).tolist()
 
 
 def test_a_continued_message_ends_where_its_text_ends(
@@ -91,16 +95,40 @@ def test_a_continued_message_ends_where_its_text_ends(
     turns = [TURNS[0], {"role": "assistant", "content": "It is rather"}]
     expected = oracle.apply_chat_template(turns, continue_final_message=True, tokenize=True, return_dict=False)
     request = ChatCompletionRequest(messages=turns, continue_final_message=True, add_generation_prompt=False)
-    assert tokenizer.tokenize_chat(request) == expected
+    assert tokenizer.tokenize_chat(request).tolist() == expected
 
 
 def test_a_text_prompt_starts_with_the_special_tokens_of_the_model(
     tokenizer: ChatTokenizer, oracle: PreTrainedTokenizerFast
 ) -> None:
     text = "The quick brown fox – naïve"
-    assert tokenizer.tokenize_prompt(text) == oracle(text).input_ids
-    assert tokenizer.tokenize_prompt(text, add_special_tokens=False) == oracle(text, add_special_tokens=False).input_ids
-    assert tokenizer.tokenize_prompt([5, 6, 7]) == [5, 6, 7]
+    assert tokenizer.tokenize_text(text).tolist() == oracle(text).input_ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_text_has_the_tokens_that_transformers_gives_it(
+    tokenizer: ChatTokenizer, oracle: PreTrainedTokenizerFast, data: st.DataObject
+) -> None:
+    pieces = [
+        *oracle.get_added_vocab(),
+        " ",
+        "   ",
+        "\n",
+        "\r\n\t",
+        "'ll",
+        "ǅ",
+        "e\u0301",
+        "\u200d",
+        "1234",
+        "▁",
+        "the",
+    ]
+    text = "".join(data.draw(st.lists(st.sampled_from(pieces) | st.text(max_size=12), max_size=12)))
+    add = data.draw(st.booleans())
+    made = tokenizer.tokenize_text(text, add_special_tokens=add)
+    assert made.dtype == np.uint32
+    assert made.tolist() == oracle(text, add_special_tokens=add).input_ids
 
 
 @settings(max_examples=150, deadline=None)
@@ -119,41 +147,83 @@ def test_tokens_of_cached_turns_equal_a_full_tokenisation(
         expected = oracle.apply_chat_template(
             messages[:num_turns], add_generation_prompt=True, tokenize=True, return_dict=False
         )
-        assert tokenizer.tokenize_chat(ChatCompletionRequest(messages=messages[:num_turns])) == expected
+        assert tokenizer.tokenize_chat(ChatCompletionRequest(messages=messages[:num_turns])).tolist() == expected
 
 
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
 def test_a_new_turn_tokenises_only_itself(tokenizer: ChatTokenizer) -> None:
     history = [{"role": "user", "content": "first " * 200}, {"role": "assistant", "content": "answer"}]
     tokenizer.tokenize_chat(ChatCompletionRequest(messages=history[:2]))
-    before = tokenizer.statistics()
+    before = tokenizer._fast.segment_cache_stats()
     tokenizer.tokenize_chat(ChatCompletionRequest(messages=[*history, {"role": "user", "content": "second"}]))
-    after = tokenizer.statistics()
-    assert after.hits > before.hits
-    assert after.num_tokens - before.num_tokens < 300
+    after = tokenizer._fast.segment_cache_stats()
+    assert after["hit_bytes"] - before["hit_bytes"] > 1200
+    assert after["miss_bytes"] - before["miss_bytes"] < 100
 
 
-def test_the_cache_stays_within_its_tokens(model_dir: Path) -> None:
+RightTokenizer = fastokens.Tokenizer
+
+
+class OtherTokens:
+    """Stands in for a fastokens that is wrong about one kind of text."""
+
+    def __init__(self, json: str, text: str) -> None:
+        self._right, self._text = RightTokenizer.from_json_str(json), text
+        self.enable_segment_cache = self._right.enable_segment_cache
+
+    def encode_batch_flat(self, texts: list[str], add_special_tokens: bool) -> tuple[bytes, bytes]:
+        token_ids, offsets = self._right.encode_batch_flat(texts, add_special_tokens)
+        return (token_ids[:-4] if self._text in texts[0] else token_ids), offsets
+
+
+def without_fastokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(sys.modules, "fastokens", None)
+
+
+def with_other_tokens_of(text: str) -> Callable[[pytest.MonkeyPatch], None]:
+    stub = SimpleNamespace(from_json_str=lambda json: OtherTokens(json, text))
+    return lambda patch: patch.setattr(fastokens, "Tokenizer", stub)
+
+
+@pytest.mark.parametrize("family", ["qwen3"], indirect=True)
+@pytest.mark.parametrize(
+    ("breaks", "reason"),
+    [
+        (without_fastokens, "import of fastokens halted"),
+        (with_other_tokens_of("\u3000"), "other tokens of ' two  spaces"),
+        (with_other_tokens_of("<|im_end|>"), "other tokens of '<|im_start|><|im_end|>"),
+    ],
+    ids=["not installed", "wrong about spaces", "wrong about special tokens"],
+)
+def test_tokenizers_makes_the_tokens_where_fastokens_cannot_and_one_warning_says_so(
+    model_dir: Path,
+    oracle: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    breaks: Callable[[pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    breaks(monkeypatch)
     loaded = ChatTokenizer.load(model_dir)
-    small = ChatTokenizer(loaded._tokenizer, loaded._template, max_cached_tokens=100)
-    for index in range(50):
-        small.tokenize_chat(ChatCompletionRequest(messages=[{"role": "user", "content": f"question {index}"}]))
-        assert small.statistics().num_tokens <= 100
+    text = "\u3000 two <|im_end|>"
+    assert loaded.tokenize_text(text).tolist() == loaded.tokenize_text(text).tolist() == oracle(text).input_ids
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert reason in caplog.text
 
 
-def test_no_cut_before_a_token_that_another_may_swallow() -> None:
-    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
-    tokenizer.add_special_tokens(
-        [
-            AddedToken("<x>", special=True, normalized=False),  # inside <<x>>
-            AddedToken("<<x>>", special=True, normalized=False),  # overlaps its own start? no; nothing holds it
-            AddedToken("<s>", special=True, normalized=False, lstrip=True),  # eats the space before it
-            AddedToken("<n>", special=True, normalized=True),  # matched in normalised text
-        ]
-    )
-    pattern = cut_pattern(tokenizer)
-    assert pattern is not None
-    assert split_segments("a<x>b<<x>>a <s>b<n>", pattern) == ["a<x>b", "<<x>>a <s>b<n>"]
+@pytest.mark.parametrize("family", ["mistral"], indirect=True)
+def test_a_tokeniser_that_fastokens_does_not_know_is_named_in_the_warning(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ChatTokenizer.load(model_dir)
+    assert "Metaspace" in caplog.text
+
+
+def test_half_of_a_surrogate_pair_is_the_clients_error(tokenizer: ChatTokenizer) -> None:
+    for text in ("\ud800", "a \udfff b"):
+        with pytest.raises(RequestError, match="half of a surrogate pair") as caught:
+            tokenizer.tokenize_text(text)
+        assert caught.value.status == 400
 
 
 @settings(max_examples=200, deadline=None)

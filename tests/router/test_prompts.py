@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from kvist.engine import bundled_model_path
 from kvist.openai.chat_template import ChatTemplate
 from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
@@ -36,17 +37,57 @@ def words(text: str) -> list[int]:
 
 async def test_a_chat_is_rendered_and_tokenised(reader: PromptReader) -> None:
     ask = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "hello world"}], cache_salt="s"))
-    assert ask.token_ids == words("user : hello world end")
+    assert ask.token_ids.tolist() == words("user : hello world end")
     assert (ask.num_tokens, ask.model, ask.cache_salt, ask.untokenized_reason) == (5, "m", "s", None)
 
 
-async def test_a_body_is_read_at_once_unless_it_is_long(reader: PromptReader) -> None:
-    short, long = [body(messages=[{"role": "user", "content": "hello " * number}]) for number in (5, 500_000)]
-    now = reader.read_now(CHAT_PATH, short)
-    assert now is not None
-    assert now == await reader.read(CHAT_PATH, short)
-    assert reader.read_now(CHAT_PATH, long) is None
-    assert (await reader.read(CHAT_PATH, long)).num_tokens == 500_003
+async def test_what_takes_long_to_read_is_left_for_a_thread(reader: PromptReader) -> None:
+    def chat(num_bytes: int) -> bytes:
+        empty = len(body(messages=[{"role": "user", "content": ""}]))
+        return body(messages=[{"role": "user", "content": "hello ".ljust(num_bytes - empty)}])
+
+    by_ids = PromptReader(None, lambda: True)
+    with_fastokens = PromptReader(ChatTokenizer.load(bundled_model_path()))
+    for each, path, longest in [
+        (reader, CHAT_PATH, chat(2048)),
+        (with_fastokens, CHAT_PATH, chat(24 * 1024)),
+        (PromptReader(None), CHAT_PATH, chat(24 * 1024)),
+        (by_ids, COMPLETION_PATH, body(prompt=[7] * 600_000)),
+    ]:
+        now = each.read_now(path, longest)
+        assert now is not None
+        assert now.num_tokens == (await each.read(path, longest)).num_tokens
+        longer = longest.ljust(2 * 2**20 + 1 if each is by_ids else len(longest) + 1)
+        assert each.read_now(path, longer) is None
+        assert (await each.read(path, longer)).num_tokens in (now.num_tokens, len(longer) // 4)
+    assert by_ids.read_now(COMPLETION_PATH, body(prompt="x" * 25_000)) is None
+
+
+async def test_text_whose_tokens_nobody_needs_is_not_rendered() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    needs_tokens = False
+    template = ChatTemplate("{{ raise_exception('rendered') }}", {})
+    reader = PromptReader(ChatTokenizer(tokenizer, template), needs_tokens=lambda: needs_tokens)
+    chat = body(messages=[{"role": "user", "content": "hello " * 100}], stream=True)
+    ask = await reader.read(CHAT_PATH, chat)
+    assert (ask.model, ask.num_tokens, ask.obstacle) == ("m", len(chat) // 4, "not_needed")
+    assert ask.fields["stream"] is True
+    text = await reader.read(COMPLETION_PATH, body(prompt="hello " * 100))
+    assert (text.token_ids, text.num_tokens, text.obstacle) == (None, 151, "not_needed")
+    assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2, 3]))).num_tokens == 3
+    with pytest.raises(RequestError, match="kv_transfer_params"):
+        await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}], kv_transfer_params={}))
+    needs_tokens = True
+    assert (await reader.read(CHAT_PATH, chat)).obstacle == "template_refused"
+
+
+async def test_half_of_a_surrogate_pair_in_the_arguments_of_a_call_costs_the_match_and_not_the_request() -> None:
+    tokenizer = ChatTokenizer.load(bundled_model_path())
+    source = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
+    reader = PromptReader(ChatTokenizer(tokenizer._tokenizer, ChatTemplate(source, {})))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"text": "\\ud800"}'}}
+    ask = await reader.read(CHAT_PATH, body(messages=[{"role": "assistant", "tool_calls": [call]}]))
+    assert (ask.token_ids, ask.obstacle) == (None, "not_unicode")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +95,7 @@ async def test_a_body_is_read_at_once_unless_it_is_long(reader: PromptReader) ->
 )
 async def test_a_completion_takes_text_or_tokens(reader: PromptReader, prompt: Any, token_ids: list[int]) -> None:
     ask = await reader.read(COMPLETION_PATH, body(prompt=prompt))
-    assert (ask.token_ids, ask.num_tokens) == (token_ids, len(token_ids))
+    assert (ask.token_ids.tolist(), ask.num_tokens) == (token_ids, len(token_ids))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +117,7 @@ async def test_beside_an_index_prompts_read_the_same(fields: dict[str, Any]) -> 
     for name in ("model", "num_tokens", "cache_salt", "untokenized_reason"):
         assert getattr(indexed, name) == getattr(plain, name)
     assert (indexed.token_ids is None) == (plain.token_ids is None)
-    assert plain.token_ids is None or list(indexed.token_ids) == plain.token_ids
+    assert plain.token_ids is None or indexed.token_ids.tolist() == plain.token_ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +134,7 @@ async def test_beside_an_index_the_same_is_refused(fields: dict[str, Any]) -> No
 
 async def test_a_batch_is_matched_by_its_longest_prompt_and_weighs_all_of_them(reader: PromptReader) -> None:
     ask = await reader.read(COMPLETION_PATH, body(prompt=[[1, 2], [3, 4, 5], [6]]))
-    assert (ask.token_ids, ask.num_tokens) == ([3, 4, 5], 6)
+    assert (ask.token_ids.tolist(), ask.num_tokens) == ([3, 4, 5], 6)
 
 
 async def test_text_without_a_tokeniser_is_estimated_and_token_ids_still_match() -> None:
@@ -101,7 +142,7 @@ async def test_text_without_a_tokeniser_is_estimated_and_token_ids_still_match()
     ask = await reader.read(COMPLETION_PATH, body(prompt="x" * 400))
     assert (ask.token_ids, ask.num_tokens) == (None, 101)
     assert "no model path" in (ask.untokenized_reason or "")
-    assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2]))).token_ids == [1, 2]
+    assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2]))).token_ids.tolist() == [1, 2]
     assert (await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}]))).token_ids is None
 
 
@@ -130,9 +171,9 @@ async def test_a_template_of_plain_text_is_matched_up_to_the_message_with_the_fi
         {"role": "user", "content": "x"},
     ]
     ask = await reader.read(CHAT_PATH, body(messages=messages))
-    assert ask.token_ids == words("user : again end user :")
+    assert ask.token_ids.tolist() == words("user : again end user :")
     only_image = await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": [image]}]))
-    assert only_image.token_ids == words("user :")
+    assert only_image.token_ids.tolist() == words("user :")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +203,8 @@ async def test_other_endpoints_give_their_model_if_they_say_one(reader: PromptRe
 
 
 async def test_a_body_to_be_explained_may_be_of_any_kind(reader: PromptReader) -> None:
-    assert (await reader.read(None, b'{"token_ids": [1, 2, 3]}')).token_ids == [1, 2, 3]
-    assert (await reader.read(None, body(prompt="hello"))).token_ids == [2]
+    assert (await reader.read(None, b'{"token_ids": [1, 2, 3]}')).token_ids.tolist() == [1, 2, 3]
+    assert (await reader.read(None, body(prompt="hello"))).token_ids.tolist() == [2]
     assert (await reader.read(None, body(messages=[{"role": "user", "content": "hello"}]))).num_tokens == 4
     for wrong in (b"{", b'{"token_ids": "x"}', b'{"token_ids": [-1]}', b"{}"):
         with pytest.raises(RequestError) as refusal:
@@ -179,7 +220,7 @@ TURN = {"role": "user", "content": "hello"}
 async def test_a_chat_is_the_same_prompt_by_every_api(reader: PromptReader, path: str) -> None:
     name = "input" if path == RESPONSES_PATH else "messages"
     ask = await reader.read(path, body(**{name: [TURN, {"role": "assistant", "content": "world"}], "cache_salt": "s"}))
-    assert ask.token_ids == [*words("user : hello end"), 0, *words(": world end")]
+    assert ask.token_ids.tolist() == [*words("user : hello end"), 0, *words(": world end")]
     assert (ask.model, ask.cache_salt, ask.outcome, ask.obstacle) == ("m", "s", "tokens", None)
 
 

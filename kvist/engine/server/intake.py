@@ -30,9 +30,6 @@ from kvist.openai.tokenization import ChatTokenizer
 
 _T = TypeVar("_T")
 
-# Tokenising this much takes about as long as handing it to another thread and back (0.1 ms).
-_INLINE_BODY_BYTES = 1024
-
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat may fill the context
 
 
@@ -96,7 +93,7 @@ async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[st
     request = decode_chat_request(fields)
     params = _check(request, decode_sampling_params(fields), model_names)
     _check_is_text(request)
-    prompt = await _off_loop(lambda: tokenizer.tokenize_chat(request), len(body))
+    prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(request).tolist())
     return _job(request, params, (prompt,), _handoff(fields))
 
 
@@ -110,9 +107,12 @@ async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tu
 
     def tokenize() -> tuple[list[int], ...]:
         add = request.add_special_tokens
-        return tuple(tokenizer.tokenize_prompt(prompt, add_special_tokens=add) for prompt in request.prompts)
+        return tuple(
+            prompt if isinstance(prompt, list) else tokenizer.tokenize_text(prompt, add_special_tokens=add).tolist()
+            for prompt in request.prompts
+        )
 
-    return _job(request, params, await _off_loop(tokenize, len(body)), _handoff(fields))
+    return _job(request, params, await _off_loop(tokenizer, body, tokenize), _handoff(fields))
 
 
 async def read_tokenize(
@@ -128,14 +128,16 @@ async def read_tokenize(
         if asked.add_special_tokens:
             message = "add_special_tokens: got true, expected it left out: a chat has those of its template"
             raise RequestError(400, message, param="add_special_tokens")
-        prompt = await _off_loop(lambda: tokenizer.tokenize_chat(chat), len(body))
+        prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(chat).tolist())
     else:
         text = decode_completion_request(fields)
         _check_model(text, model_names)
         if not isinstance(text.prompt, str):
             raise RequestError(400, "prompt: expected text", param="prompt")
         add, given = text.add_special_tokens, text.prompt
-        prompt = await _off_loop(lambda: tokenizer.tokenize_prompt(given, add_special_tokens=add), len(body))
+        prompt = await _off_loop(
+            tokenizer, body, lambda: tokenizer.tokenize_text(given, add_special_tokens=add).tolist()
+        )
     return prompt, tokenizer.token_strs(prompt) if asked.return_token_strs else None
 
 
@@ -208,6 +210,6 @@ def _handoff(fields: Fields) -> Handoff | None:
             return RemoteDecode()
 
 
-async def _off_loop(tokenize: Callable[[], _T], num_bytes: int) -> _T:
+async def _off_loop(tokenizer: ChatTokenizer, body: bytes, tokenize: Callable[[], _T]) -> _T:
     """Tokenise here or, when it would hold up other requests, in a thread."""
-    return tokenize() if num_bytes <= _INLINE_BODY_BYTES else await asyncio.to_thread(tokenize)
+    return tokenize() if len(body) <= tokenizer.inline_body_bytes else await asyncio.to_thread(tokenize)

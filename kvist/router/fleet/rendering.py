@@ -284,10 +284,13 @@ def _make_probes(special_tokens: Sequence[str]) -> dict[Kind, dict[str, Any]]:
 def _tokens_here(tokenizer: ChatTokenizer, probe: dict[str, Any]) -> list[int] | None:
     try:
         if "prompt" in probe:
-            return tokenizer.tokenize_prompt(probe["prompt"])
-        return tokenizer.tokenize_chat(msgspec.convert(probe, ChatCompletionRequest))
+            tokens = tokenizer.tokenize_text(probe["prompt"])
+        else:
+            tokens = tokenizer.tokenize_chat(msgspec.convert(probe, ChatCompletionRequest))
     except RequestError:
         return None
+    token_ids: list[int] = tokens.tolist()
+    return token_ids
 
 
 def _first_difference(tokenizer: ChatTokenizer, here: list[int], there: list[int]) -> Difference | None:
