@@ -1,289 +1,159 @@
-"""How many requests a second does one core forward?
+"""How many chats does a second of the router's CPU route by prefix, and what does it add to their latency?
 
-Bound by the proxy's own Python: the upstream and the load generator are raw asyncio protocols that parse nothing, in
-processes of their own. The figure to compare is requests per second of the *proxy's* CPU time, which other processes on
-the machine move least; wall-clock throughput stands beside it. `direct` is the ceiling of the generator and upstream;
-`asyncio pipe`, which copies bytes without reading them, is what the event loop and the system calls cost any proxy.
-`kvist data path` only forwards; `kvist route` is the whole router, which reads the prompt, decides and counts as well.
-Baseline: uvicorn (httptools) with an httpx client, the proxy one writes in an afternoon.
+The whole router is measured: `kvist route` with a tokenizer of 32,000 words, KV events from four workers over ZeroMQ,
+metrics and all defaults. What bounds it is its own work: the workers answer from prepared bytes and the clients read
+nothing but endings, in processes of their own. CPU is that of the router and the processes it started, user and system.
+Baseline: smg, the successor of sglang-router, with its default policy cache_aware (an approximate tree over the text:
+over HTTP it hears no events), which must route the same chats as well, and with round robin; logging off in both.
 
-    python benchmarks/bench_proxy.py [--quick] [--save] [--connections 64]
+Each router has a fleet of its own; they take turns within each work, and medians of the rounds are shown. Latency is
+what is added to the same chats sent directly to a worker. At 64 clients everything is busy, and a router's latency is
+little else than its share of the cores. `cached`, the share of the prompts' tokens that the workers had, tells whether
+it routed by prefix.
+
+    pip install smg py-spy uvloop
+    python benchmarks/bench_proxy.py [--quick] [--save] [--profile]
 """
 
-import argparse
-import asyncio
-import functools
-import json
-import multiprocessing
-import socket
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from __future__ import annotations
 
-import httpx
-import psutil
-import uvicorn
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from contextlib import ExitStack
+from pathlib import Path
+
+import uvloop
+from _chat_clients import Load, Sample, drive, raise_descriptor_limit
+from _chat_fleet import SIDES, Router
+from _chats import WORKS, Chats, Work, make_model
 from _common import report, table
 
-from kvist.http import HttpServer, Request, Responder, UpstreamPool
-from kvist.router.config import PolicyName, RouterConfig
-from kvist.router.doors.service import RouterService
-
-BODY = json.dumps({"model": "m", "prompt": list(range(1000, 1036)), "max_tokens": 16}).encode()
-ANSWER = b'{"id":"cmpl-1","object":"text_completion","choices":[{"text":"' + b"y" * 160 + b'"}],"done":true}'
-EVENT = b'data: {"id":"cmpl-1","choices":[{"index":0,"delta":{"content":" token"}}]}\n\n'
-NUM_EVENTS = 64
-UNARY = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER)
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
-LAST_CHUNK = b"0\r\n\r\n"
-ABOUT_WORKER = b'HTTP/1.1 200 OK\r\ncontent-length: 23\r\n\r\n{"data": [{"id": "m"}]}'
-ENDINGS = {"unary": ANSWER[-12:], "stream": LAST_CHUNK}
+FEW, MANY = 2, 64
+BASELINE = "smg cache_aware"
+PROFILED_SIDE = "kvist kv"
+NUM_SHOWN = 25
+WAITING = ("_worker (concurrent/futures/thread.py", "EpollSelector.select")
+"""Where threads wait, though py-spy takes some of them for busy."""
 
 
-class Upstream(asyncio.Protocol):
-    """Answers `?unary` at once, and `?stream` with one event per loop turn."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
-        self.received = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.received += data
-        if self.received.startswith(b"GET "):  # the router asks how its worker is
-            self.received = b""
-            self.transport.write(ABOUT_WORKER)
-        if not self.received.endswith(BODY):
-            return
-        is_unary = self.received.startswith(b"POST /v1/completions?unary")
-        self.received = b""
-        if is_unary:
-            self.transport.write(UNARY)
-        else:
-            self.transport.write(STREAM_HEAD)
-            asyncio.get_running_loop().call_soon(self.send_event, NUM_EVENTS)
-
-    def send_event(self, num_left: int) -> None:
-        self.transport.write(CHUNK if num_left else LAST_CHUNK)
-        if num_left:
-            asyncio.get_running_loop().call_soon(self.send_event, num_left - 1)
+def measure(router: Router, chats: Chats, work: Work, num_clients: int, duration_s: float) -> Sample:
+    """Return a sample of one work through one router; what is sent again was sent before."""
+    load = Load(router.port, chats, work)
+    return uvloop.run(
+        drive(load, num_clients, duration_s, router.cpu_s, warm_up=2 * work.pool_size * (work.num_pooled > 0))
+    )
 
 
-async def serve_upstream(ready: Connection, _upstream_url: str) -> None:
-    server = await asyncio.get_running_loop().create_server(Upstream, "127.0.0.1", 0, backlog=1024)
-    ready.send(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
+def quantile_ms(samples: list[Sample], percent: int) -> float:
+    """Return the median over samples of a percentile of their latencies."""
+    cuts = [statistics.quantiles(sample.latencies_s, n=100)[percent - 1] for sample in samples]
+    return statistics.median(cuts) * 1e3
 
 
-class Pipe(asyncio.Protocol):
-    """One end of a pair of connections; what arrives at one end leaves by the other, unread."""
-
-    def __init__(self, upstream_port: int | None = None) -> None:
-        self.upstream_port = upstream_port
-        self.other: Pipe | None = None
-        self.early: list[bytes] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
-        if self.upstream_port is not None:
-            self.connecting = asyncio.create_task(self.connect(self.upstream_port))
-
-    async def connect(self, port: int) -> None:
-        _, self.other = await asyncio.get_running_loop().create_connection(Pipe, "127.0.0.1", port)
-        self.other.other = self
-        self.other.transport.write(b"".join(self.early))
-
-    def data_received(self, data: bytes) -> None:
-        if self.other is None:
-            self.early.append(data)
-        else:
-            self.other.transport.write(data)
-
-
-async def serve_pipe(ready: Connection, upstream_url: str) -> None:
-    upstream_port = int(upstream_url.rpartition(":")[2])
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Pipe(upstream_port), "127.0.0.1", 0, backlog=1024)
-    ready.send(server.sockets[0].getsockname()[1])
-    await server.serve_forever()
+def measure_work(
+    routers: dict[str, Router], chats: Chats, work: Work, num_rounds: int, duration_s: float
+) -> dict[str, dict[str, float]]:
+    """Return the figures of one work by side."""
+    samples: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    before = {side: router.fleet.counts() for side, router in routers.items()}
+    for _ in range(num_rounds):
+        for num_clients in (MANY, FEW):
+            for side, router in routers.items():
+                share = 1.0 if num_clients == MANY else 0.5
+                samples[side, num_clients].append(measure(router, chats, work, num_clients, share * duration_s))
+    figures = {}
+    for side in SIDES:
+        rates = [sample.num_answers / sample.cpu_s for sample in samples[side, MANY]]
+        figures[side] = {"requests_per_cpu_s": statistics.median(rates), "least": min(rates), "greatest": max(rates)}
+        counts = routers[side].fleet.counts()
+        cached, sent = (counts[name] - before[side][name] for name in ("cached", "tokens"))
+        figures[side]["cached"] = cached / sent
+        for num_clients in (FEW, MANY):
+            for percent in (50, 99):
+                direct_ms = quantile_ms(samples["direct", num_clients], percent)
+                added_ms = quantile_ms(samples[side, num_clients], percent) - direct_ms
+                figures[side][f"p{percent}_added_ms_{num_clients}_clients"] = added_ms
+    return figures
 
 
-async def serve_data_path(ready: Connection, upstream_url: str) -> None:
-    async with UpstreamPool() as pool:
+def profile(router: Router, chats: Chats, work: Work, duration_s: float) -> str:
+    """Return where the microseconds of a request go, by the time of Python functions without those they call.
 
-        async def forward(request: Request, responder: Responder) -> None:
-            async with pool.exchange(
-                upstream_url, request.method, request.target, request.headers, request.body
-            ) as response:
-                responder.start(response.status, response.headers)
-                async for piece in response.body():
-                    await responder.write(piece)
-                await responder.finish()
-
-        async with HttpServer(forward) as server:
-            ready.send(server.port)
-            await asyncio.Event().wait()
-
-
-async def serve_router(policy: PolicyName, ready: Connection, upstream_url: str) -> None:
-    config = RouterConfig(worker_urls=(upstream_url,), policy=policy, block_size=16, port=0)
-    async with RouterService(config) as service:
-        ready.send(int(service.url.rpartition(":")[2]))
-        await asyncio.Event().wait()
-
-
-async def serve_httpx(ready: Connection, upstream_url: str) -> None:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
-
-        async def app(scope, receive, send) -> None:  # type: ignore[no-untyped-def]
-            message = await receive()
-            headers = [field for field in scope["headers"] if field[0] not in (b"host", b"content-length")]
-            url = f"{upstream_url}{scope['path']}?{scope['query_string'].decode()}"
-            async with client.stream(scope["method"], url, headers=headers, content=message["body"]) as response:
-                kept = [f for f in response.headers.raw if f[0].lower() != b"transfer-encoding"]
-                await send({"type": "http.response.start", "status": response.status_code, "headers": kept})
-                async for piece in response.aiter_raw():
-                    await send({"type": "http.response.body", "body": piece, "more_body": True})
-                await send({"type": "http.response.body", "body": b""})
-
-        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        config = uvicorn.Config(app, http="httptools", loop="asyncio", lifespan="off", log_level="error")
-        ready.send(listener.getsockname()[1])
-        await uvicorn.Server(config).serve(sockets=[listener])
-
-
-class Client(asyncio.Protocol):
-    """Sends the next request as soon as the last byte of a response is there."""
-
-    def __init__(self, answer: str, latencies_s: list[float]) -> None:
-        self.request = b"POST /v1/completions?%b HTTP/1.1\r\nhost: bench\r\n" % answer.encode()
-        self.request += b"content-type: application/json\r\n"
-        self.request += b"authorization: Bearer sk-bench\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
-        self.ending = ENDINGS[answer]
-        self.latencies_s = latencies_s
-        self.is_stopping = False
-        self.ended = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: asyncio.Transport = transport  # type: ignore[assignment]
-        self.send()
-
-    def send(self) -> None:
-        self.started_s = time.perf_counter()
-        self.last = b""
-        self.transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        self.last = (self.last + data)[-16:]
-        if self.last.endswith(self.ending):
-            self.latencies_s.append(time.perf_counter() - self.started_s)
-            if self.is_stopping:
-                self.transport.close()
-                self.ended.set_result(None)
-            else:
-                self.send()
-
-
-async def load(port: int, answer: str, num_connections: int, duration_s: float) -> list[float]:
-    """The latency of each response within `duration_s`."""
-    latencies_s: list[float] = []
-    loop = asyncio.get_running_loop()
-    clients = [
-        (await loop.create_connection(lambda: Client(answer, latencies_s), "127.0.0.1", port))[1]
-        for _ in range(num_connections)
-    ]
-    await asyncio.sleep(duration_s / 4)
-    latencies_s.clear()
-    await asyncio.sleep(duration_s)
-    for client in clients:
-        client.is_stopping = True
-    measured_s = list(latencies_s)
-    await asyncio.gather(*(client.ended for client in clients))
-    return measured_s
-
-
-def run_server(serve: Callable[[Connection, str], object], ready: Connection, upstream_url: str) -> None:
-    asyncio.run(serve(ready, upstream_url))  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    requests_per_cpu_s: float
-    requests_per_s: float
-    p50_ms: float
-    p99_ms: float
-
-
-def measure(pid: int, port: int, answer: str, num_connections: int, duration_s: float) -> Figures:
-    process = psutil.Process(pid)
-    before_s = sum(process.cpu_times()[:2])
-    latencies_s = asyncio.run(load(port, answer, num_connections, duration_s))
-    # The warm-up is a fifth of the whole run, and costs the proxy its share.
-    cpu_s = (sum(process.cpu_times()[:2]) - before_s) * 0.8
-    cuts = statistics.quantiles(latencies_s, n=100)
-    return Figures(len(latencies_s) / cpu_s, len(latencies_s) / duration_s, cuts[49] * 1e3, cuts[98] * 1e3)
+    Waiting for the interpreter's lock counts for the function that waits, and a library's time for its caller.
+    """
+    sample = measure(router, chats, work, MANY, duration_s)
+    with tempfile.NamedTemporaryFile(suffix=".txt") as file:
+        options = f"--pid {router.pid} --duration {duration_s:.0f} --rate 250 --format raw --output {file.name}"
+        command = [str(Path(sys.executable).with_name("py-spy")), "record", *options.split()]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as spy:
+            measure(router, chats, work, MANY, 1.2 * duration_s)
+            if spy.wait():
+                raise RuntimeError("py-spy could not look into the router: it needs the right to trace processes")
+        own: Counter[str] = Counter()
+        for line in Path(file.name).read_text().splitlines():
+            stack, _, number = line.rpartition(" ")
+            own[stack.rpartition(";")[2].rpartition(":")[0]] += int(number)
+        for waiting in [name for name in own if name.startswith(WAITING)]:
+            del own[waiting]
+    us = sample.cpu_s / sample.num_answers * 1e6
+    rows = [(f"`{name}`", f"{us * number / own.total():.1f}") for name, number in own.most_common(NUM_SHOWN)]
+    shown = sum(number for _, number in own.most_common(NUM_SHOWN))
+    rows.append(("all others", f"{us * (1 - shown / own.total()):.1f}"))
+    return f"{PROFILED_SIDE}, {work.name}: {us:.0f} µs of CPU a request\n\n" + table(["function", "own µs"], rows)
 
 
 def main() -> None:
+    """Measure, and print and keep the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--save", action="store_true", help="keep the result below benchmarks/results")
-    parser.add_argument("--connections", type=int, default=64)
+    parser.add_argument("--profile", action="store_true", help="show by py-spy where the time of Kvist's router goes")
     options = parser.parse_args()
-    duration_s, num_rounds = (1.0, 1) if options.quick else (4.0, 3)
-    spawn = multiprocessing.get_context("spawn")
-    servers = {
-        "direct": serve_upstream,
-        "asyncio pipe": serve_pipe,
-        "kvist data path": serve_data_path,
-        "kvist route, round-robin": functools.partial(serve_router, "round-robin"),
-        "kvist route, kv": functools.partial(serve_router, "kv"),
-        "uvicorn + httpx": serve_httpx,
-    }
-    running: dict[str, tuple[int, int]] = {}
-    processes = []
-    for name, serve in servers.items():
-        ours, theirs = spawn.Pipe()
-        upstream_url = f"http://127.0.0.1:{running['direct'][1]}" if running else ""
-        process = spawn.Process(target=run_server, args=(serve, theirs, upstream_url), daemon=True)
-        process.start()
-        processes.append(process)
-        running[name] = (process.pid or 0, ours.recv())
-    rows: dict[str, dict[str, Figures]] = {}
-    for answer in ENDINGS:
-        for name, (pid, port) in running.items():
-            figures = [measure(pid, port, answer, options.connections, duration_s) for _ in range(num_rounds)]
-            rows.setdefault(answer, {})[name] = sorted(figures, key=lambda f: f.requests_per_cpu_s)[num_rounds // 2]
-    for process in processes:
-        process.kill()
-    show(rows, options.connections, options.save)
+    duration_s, num_rounds = (1.0, 1) if options.quick else (3.0, 3)
+    raise_descriptor_limit()
+    works = [work for name, work in WORKS.items() if "kB" not in name]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        make_model(folder)
+        chats = Chats(folder)
+        routers = {side: stack.enter_context(Router(side, folder)) for side in ("direct", *SIDES)}
+        results = {work.name: measure_work(routers, chats, work, num_rounds, duration_s) for work in works}
+        profiled = [work for work in works if "1,000" in work.name] if options.profile else []
+        profiles = [profile(routers[PROFILED_SIDE], chats, work, 4 * duration_s) for work in profiled]
+    show(results, profiles, options.save)
 
 
-def show(rows: dict[str, dict[str, Figures]], num_connections: int, save: bool) -> None:
-    cells = [
-        (answer, name, round(f.requests_per_cpu_s), round(f.requests_per_s), f"{f.p50_ms:.2f}", f"{f.p99_ms:.2f}")
-        for answer, by_name in rows.items()
-        for name, f in by_name.items()
+def show(results: dict[str, dict[str, dict[str, float]]], profiles: list[str], save: bool) -> None:
+    """Print and keep the tables."""
+    rows = [
+        (
+            work,
+            side,
+            f"{figures['requests_per_cpu_s']:.0f} ({figures['least']:.0f}–{figures['greatest']:.0f})",
+            f"{figures['requests_per_cpu_s'] / by_side[BASELINE]['requests_per_cpu_s']:.2f}",
+            f"{figures['cached']:.0%}",
+            *(
+                " / ".join(f"{figures[f'p{percent}_added_ms_{clients}_clients']:.2f}" for percent in (50, 99))
+                for clients in (FEW, MANY)
+            ),
+        )
+        for work, by_side in results.items()
+        for side, figures in by_side.items()
     ]
-    markdown = f"{num_connections} connections, {len(BODY)} B requests; a stream is {NUM_EVENTS} events\n\n" + table(
-        ["answer", "proxy", "requests / CPU s", "requests / s", "p50 ms", "p99 ms"], cells
-    )
-    results = {
-        "requests_per_cpu_s": {
-            answer: {name: round(f.requests_per_cpu_s) for name, f in by_name.items()}
-            for answer, by_name in rows.items()
-        },
-        "kvist_over_uvicorn_httpx": {
-            answer: round(
-                by_name["kvist data path"].requests_per_cpu_s / by_name["uvicorn + httpx"].requests_per_cpu_s, 1
-            )
-            for answer, by_name in rows.items()
-        },
+    headers = ["work", "router", "requests / CPU s (least–greatest)", f"x {BASELINE}", "cached"]
+    headers += [f"p50 / p99 added, ms, {clients} clients" for clients in (FEW, MANY)]
+    markdown = "\n\n".join([table(headers, rows), *profiles])
+    rounded = {
+        work: {
+            side: {name: float(f"{value:.4g}") for name, value in figures.items()} for side, figures in sides.items()
+        }
+        for work, sides in results.items()
     }
-    report("proxy", markdown, results, ["uvicorn", "httpx", "httptools"], save)
+    report("proxy", markdown, {"works": rounded}, ["smg", "tokenizers", "uvloop"], save)
 
 
 if __name__ == "__main__":
