@@ -200,7 +200,7 @@ def show(outcomes: list[tuple[str, str, Outcome]], limit: int, save: bool) -> No
     markdown = table([*headers, "whole, s", "peak RSS, MB"], rows)
     markdown += f"\n\nDescriptors a process may have: {limit}."
     results = [{"load": load, "side": side, **asdict(outcome)} for load, side, outcome in outcomes]
-    report("overload", markdown, {"descriptors": limit, "rows": results}, ["smg", "tokenizers", "uvloop"], save)
+    report("overload", markdown, {"descriptors": limit, "rows": results}, ["smg", "fastokens", "uvloop"], save)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from _chat_fleet import SIDES, Router
 from _chats import WORKS, Chats, Work, make_model
 from _common import report, table
 
+from kvist.openai.tokenization import ChatTokenizer
+
 FEW, MANY = 2, 64
 BASELINE = "smg cache_aware"
 PROFILED_SIDE = "kvist kv"
@@ -119,6 +121,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_model(folder)
+        ChatTokenizer.load(folder)  # warns where the router's tokens are made by tokenizers, slowly
         chats = Chats(folder)
         routers = {side: stack.enter_context(Router(side, folder)) for side in ("direct", *SIDES)}
         results = {work.name: measure_work(routers, chats, work, num_rounds, duration_s) for work in works}
@@ -153,7 +156,7 @@ def show(results: dict[str, dict[str, dict[str, float]]], profiles: list[str], s
         }
         for work, sides in results.items()
     }
-    report("proxy", markdown, {"works": rounded}, ["smg", "tokenizers", "uvloop"], save)
+    report("proxy", markdown, {"works": rounded}, ["smg", "fastokens", "uvloop"], save)
 
 
 if __name__ == "__main__":
