@@ -175,10 +175,10 @@ class PromptReader:
         return Ask(request.model, num_tokens, token_ids, salt, reason, num_prompts, fields, None, None, obstacle)
 
     def _loaded_tokenizer(self) -> ChatTokenizer:
-        if not self._needs_tokens():
-            raise RequestError(400, "the policy looks at no prompt, so text is not tokenised", code="not_needed")
         if self._tokenizer is None:
             raise RequestError(400, "the router has no model path, so text is not tokenised", code="no_tokenizer")
+        if not self._needs_tokens():
+            raise RequestError(400, "the policy looks at no prompt, so text is not tokenised", code="not_needed")
         return self._tokenizer
 
 

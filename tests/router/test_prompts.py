@@ -77,6 +77,8 @@ async def test_text_whose_tokens_nobody_needs_is_not_rendered() -> None:
     assert (await reader.read(COMPLETION_PATH, body(prompt=[1, 2, 3]))).num_tokens == 3
     with pytest.raises(RequestError, match="kv_transfer_params"):
         await reader.read(CHAT_PATH, body(messages=[{"role": "user", "content": "x"}], kv_transfer_params={}))
+    without_tokenizer = PromptReader(None, needs_tokens=lambda: False)
+    assert (await without_tokenizer.read(CHAT_PATH, chat)).obstacle == "no_tokenizer"
     needs_tokens = True
     assert (await reader.read(CHAT_PATH, chat)).obstacle == "template_refused"
 
