@@ -95,7 +95,9 @@ class IndexService:
         """Forget an engine."""
         self._post("unregister", {"instance_id": INSTANCE, "model_name": model})
 
-    def ask(self, model: str, prompt: Prompt, block_size: int, names_ahead: bool) -> dict[int, list[int]]:
+    def ask(
+        self, model: str, prompt: Prompt, block_size: int, names_ahead: bool, looks_at_last: bool = True
+    ) -> dict[int, list[int]]:
         """Return how many of a prompt's tokens each rank holds, with each tier; asked as a router asks."""
         scope = {"lora_name": prompt.lora_name, "cache_salt": prompt.cache_salt}
         scope = {key: value for key, value in scope.items() if value is not None}
@@ -109,7 +111,7 @@ class IndexService:
             body = {"model_name": model, "token_ids": prompt.token_ids[:num_usable], **scope}
             found = _tokens(self._exchange("query", body))
         if names_ahead:
-            tokens = prompt.token_ids[: num_usable + 1]
+            tokens = prompt.token_ids[: min(num_usable + 1, len(prompt.token_ids) - (not looks_at_last))]
             found |= self._ask_by_hash(model, local_block_hashes(tokens, block_size, is_eagle=True, **scope))
         return found
 

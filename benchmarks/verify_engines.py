@@ -275,7 +275,8 @@ class Judge:
         counts["missed tokens"] += max(0, true[-1] - given[-1])
 
     def _ask(self, side: str, prompt: Prompt, engine: Engine) -> dict[int, list[int]]:
-        return self._services[side].ask(self._model, prompt, engine.block_size, engine.names_ahead)
+        looks_at_last = self._scenario.engine == "vllm"  # for the name of a block that ends before it; SGLang does not
+        return self._services[side].ask(self._model, prompt, engine.block_size, engine.names_ahead, looks_at_last)
 
     def _settle(self) -> None:
         """Return once every side shows a block that each rank told of last, as far as it shows any."""

@@ -28,7 +28,6 @@ from typing import Any, TypeAlias
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.router.fleet.fleet import Fleet
-from kvist.router.fleet.worker import Worker
 from kvist.router.index import FleetIndex, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
@@ -169,7 +168,7 @@ class Healer:
         if status is None or status.state is not SourceState.PARTIAL:
             return False
         worker = self._fleet.get(target.worker)
-        if worker is None or not _is_vllm(worker):
+        if worker is None or not worker.is_of("vllm"):
             return False
         healing = self._ranks.get(target)
         if healing is None or healing.clearing != status.clearing:  # each loss clears the rank
@@ -218,8 +217,3 @@ def _inserted(body: bytes, place: int, field: bytes) -> bytes:
     """Return the body with a field put in where an object begins."""
     separator = b"" if body[place:].lstrip().startswith(b"}") else b","
     return b"".join((body[:place], field, separator, body[place:]))
-
-
-def _is_vllm(worker: Worker) -> bool:
-    """Return whether the worker's API is vLLM's, which it says in its model list."""
-    return any(model.entry.get("owned_by") == "vllm" for model in worker.identity.models or ())

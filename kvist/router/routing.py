@@ -65,7 +65,12 @@ class Routing:
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
         if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
-            overlaps = {**overlaps, **self._index.match(eagle_hashes)}
+            found = dict(self._index.match(eagle_hashes))
+            if num_usable_tokens + 1 == len(token_ids):  # that one is the last, at which SGLang does not look
+                for rank, depths in found.items():
+                    if (worker := self._fleet.get(rank.worker)) is not None and worker.is_of("sglang"):
+                        found[rank] = tuple(min(depth, len(eagle_hashes) - 1) for depth in depths)
+            overlaps = {**overlaps, **found}
         return self._where_rendered_alike(ask, overlaps, self._index)
 
     def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, index: FleetIndex) -> Overlaps:

@@ -268,8 +268,7 @@ class OneRank:
         self.state, self.clearing = SourceState.PARTIAL, 1
         self.reports: list[tuple[str, int]] = []
         self.ends: list[str] = []
-        model = SimpleNamespace(entry=VLLM[0])
-        worker = SimpleNamespace(identity=SimpleNamespace(models=[model]))
+        worker = SimpleNamespace(is_of=lambda engine: engine == "vllm")
         self.healer = Healer(SimpleNamespace(get=lambda _: worker), self, self)
 
     def ranks(self, *_: object) -> list[RankStatus]:

@@ -50,6 +50,18 @@ async def test_an_engine_with_eagle_is_matched_by_its_own_hashes(worker, router)
         assert decision["worker"] == b.url
 
 
+async def test_sglang_with_eagle_reuses_no_block_whose_name_covers_the_last_token(worker, router) -> None:
+    sglang, vllm = ([{"id": "m", "owned_by": engine}] for engine in ("sglang", "vllm"))
+    async with worker(models=sglang) as a, worker(models=vllm) as b, router(a.url, b.url, block_size=16) as front:
+        for each in (a, b):
+            eagle_hashes = block_hashes(TOKENS, 16, is_eagle=True)
+            front.service._index.radix.store(WorkerRank(each.url, 0), Tier.GPU, None, eagle_hashes)
+        for num_tokens, overlaps in ((48, (2, 2)), (49, (2, 3)), (50, (3, 3)), (17, (0, 1))):
+            candidates = (await front.explain(TOKENS[:num_tokens]))["candidates"]
+            found = {one["worker"]: one["overlap_blocks"]["gpu"] for one in candidates}
+            assert (found[a.url], found[b.url]) == overlaps
+
+
 async def test_a_block_elsewhere_in_the_hierarchy_counts_less(worker, router) -> None:
     async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
         front.hold(a.url, TOKENS[:48], Tier.DISK)

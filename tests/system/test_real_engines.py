@@ -74,7 +74,8 @@ class Listener:
         hashes = block_hashes(prompt.token_ids[:num_usable], size, mm_hashes=mm_hashes, **keys)
         found = self.index.match(hashes)
         if engine.names_ahead:
-            hashes = block_hashes(prompt.token_ids[: num_usable + 1], size, is_eagle=True, **keys)
+            num_seen = len(prompt.token_ids) - (self.engine == "sglang")  # which does not look at the last
+            hashes = block_hashes(prompt.token_ids[: min(num_usable + 1, num_seen)], size, is_eagle=True, **keys)
             found = self.index.match(hashes) or found
         depths = found[RANK] if RANK in found else [0] * len(Tier)
         return [num_blocks * size for num_blocks in depths[: engine.num_tiers]]
@@ -109,7 +110,10 @@ def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[in
     """
     scenario, rng = SCENARIOS[name], random.Random(name)
     engine = scenario.start(rng)
-    is_counting, is_dropping = counts_copies and scenario.engine == "vllm", "EAGLE" in name and "lookahead" not in name
+    is_counting, is_dropping = (
+        counts_copies and scenario.engine == "vllm",
+        getattr(scenario.model, "eagle", None) == "drop",
+    )
     publisher = RankStream(
         RANK, engine.block_size, 1, counts_copies=is_counting, has_all_groups=True, num_ahead=int(is_dropping)
     )
@@ -152,6 +156,7 @@ def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[in
         "full attention + states",
         "SGLang",
         "SGLang, pages of 64",
+        "SGLang, EAGLE",
         "SGLang, LoRA and salts",
         "SGLang, HiCache",
     ],

@@ -76,6 +76,10 @@ class Worker:
             self._model_ids = frozenset(model.id for model in identity.models)
             self.adapters = frozenset(model.id for model in identity.models if model.parent is not None)
 
+    def is_of(self, engine: str) -> bool:
+        """Return whether the worker's API is an engine's, which it says in its model list."""
+        return any(model.entry.get("owned_by") == engine for model in self.identity.models or ())
+
     def serves(self, model: str | None) -> bool:
         """Return whether the worker has the model; one that never told has any."""
         return model is None or self._model_ids is None or model in self._model_ids
