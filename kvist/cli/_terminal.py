@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -26,12 +26,14 @@ def on_signal(do: Callable[[], object]) -> None:
 
 
 async def serve(service: AbstractAsyncContextManager[T], ready_line: Callable[[T], str]) -> int:
-    """Run a service, and say when it is ready, until SIGINT or SIGTERM; return 0."""
-    stopped = asyncio.Event()
-    on_signal(stopped.set)
-    async with service as entered:
-        print(ready_line(entered), flush=True)
-        await stopped.wait()
+    """Run a service, and say when it is ready, until SIGINT or SIGTERM; a second one hurries its end. Return 0."""
+    task, stopped = asyncio.current_task(), asyncio.Event()
+    assert task is not None
+    on_signal(lambda: task.cancel() if stopped.is_set() else stopped.set())
+    with suppress(asyncio.CancelledError):
+        async with service as entered:
+            print(ready_line(entered), flush=True)
+            await stopped.wait()
     return 0
 
 

@@ -29,6 +29,8 @@ HELP = "start a router and bundled workers, send real conversations through them
 
 _URL = re.compile(rb"http://[^\s,]+")
 _LOOK_S = 0.1
+_SHUTDOWN_TIMEOUT_S = "2"
+"""Less than what a child gets to end in."""
 _DEMO_LOCAL_TOKENS = "64"
 """Conversations of the demo grow by some hundred tokens a turn, so that most turns are handed over."""
 
@@ -122,7 +124,7 @@ def _route(args: argparse.Namespace, worker_urls: list[str], policy: str, host: 
     handing_over = ["--max-local-prefill-tokens", _DEMO_LOCAL_TOKENS] if args.disaggregated else []
     return [
         *("route", "--worker-urls", *worker_urls, "--model-path", _model(args), *handing_over),
-        *("--policy", policy, "--host", host, "--port", port),
+        *("--policy", policy, "--host", host, "--port", port, "--shutdown-timeout-s", _SHUTDOWN_TIMEOUT_S),
         *_tracing(args),
     ]
 

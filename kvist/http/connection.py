@@ -32,6 +32,9 @@ class Producer(Protocol):
     def stop(self) -> None:
         """The client has left, and whatever is sent now reaches nobody."""
 
+    def shut_down(self) -> None:
+        """The server ends: the response is to end now, whole or cut."""
+
 
 Handler = Callable[[Request, Responder], Coroutine[Any, Any, None] | Producer | None]
 """Answers a request: at once (None), by callbacks, or as a coroutine, in a task that ends if the client leaves."""
@@ -237,6 +240,13 @@ class ServerConnection(asyncio.BufferedProtocol):
         """Closes now, or when the running request has been answered."""
         if not self._is_busy and not self._is_discarding:
             self._close()
+
+    def shut_down(self) -> None:
+        """Ends the running request; a producer's last words may still leave."""
+        if self._producer is not None:
+            self._producer.shut_down()
+        elif self._task is not None:
+            self.abort()
 
     def abort(self) -> "asyncio.Task[None] | None":
         """Closes at once and cancels a running handler, whose task is returned."""

@@ -105,8 +105,8 @@ class HttpServer:
                 socket.listen(_BACKLOG)
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        """Stops listening, lets running requests end within `close_timeout_s`, then cuts them off."""
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Stops listening, lets running requests go on for `close_timeout_s`, or not if an error ends it; ends them."""
         assert self._server is not None
         self._server.close()
         self._state.is_closing = True
@@ -114,9 +114,19 @@ class HttpServer:
         for connection in connections:
             connection.close_when_idle()
         try:
-            if connections:
-                await asyncio.wait([c.lost for c in connections], timeout=self._limits.close_timeout_s)
+            if kind is None:
+                await _wait_lost(connections, self._limits.close_timeout_s)
         finally:
-            tasks = [task for c in connections if (task := c.abort()) is not None]
-            await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
-            self._clock.__exit__()
+            for connection in connections:
+                connection.shut_down()
+            try:
+                await _wait_lost(connections, self._limits.linger_timeout_s)
+            finally:
+                tasks = [task for c in connections if (task := c.abort()) is not None]
+                await asyncio.gather(*tasks, *(c.lost for c in connections), return_exceptions=True)
+                self._clock.__exit__()
+
+
+async def _wait_lost(connections: list[ServerConnection], timeout_s: float) -> None:
+    if connections:
+        await asyncio.wait([connection.lost for connection in connections], timeout=timeout_s)

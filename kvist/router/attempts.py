@@ -14,7 +14,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from kvist.http import ClientDisconnectedError, Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
+from kvist.http import Headers, ResponseReceiver, UpstreamError, UpstreamTimeoutError
 from kvist.openai.chats import RESPONSES_PATH
 from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
@@ -73,10 +73,10 @@ class _Attempt(ResponseReceiver):
             self._breaker.fail(self.owner.router.now_s())
         self._end(WORKER_FAILED_STATUS, error)
 
-    def stop(self) -> None:
-        """Let the worker know that the client has left."""
+    def stop(self, status: int, error: Exception) -> None:
+        """Let the worker know that nobody waits for it any more."""
         self.exchange.close()
-        self._end(CLIENT_LEFT_STATUS, ClientDisconnectedError("the client left"))
+        self._end(status, error)
 
     def _judge(self) -> None:
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -196,15 +196,21 @@ class AnswerAttempt(_Attempt):
         super().on_failure(error)
         owner, request_id = self.owner, self.owner.request_id.decode("latin-1")
         logger.warning("worker failed worker=%s reason=%s request_id=%s", error.worker, error.reason, request_id)
-        if not self._has_begun:
-            owner.on_no_answer(self.decision, error)
-            return
-        if self._usage.is_between_events:
-            owner.responder.send(b"data: " + error_body(worker_failure(error)) + b"\n\n")
-            owner.responder.end()
+        if self.break_off(worker_failure(error)):
+            owner.end(error)
         else:
-            owner.responder.cut()
-        owner.end(error)
+            owner.on_no_answer(self.decision, error)
+
+    def break_off(self, error: RequestError) -> bool:
+        """End an answer that has begun: between two events with one that says why, else cut. Return if it had."""
+        if not self._has_begun:
+            return False
+        if self._usage.is_between_events:
+            self.owner.responder.send(b"data: " + error_body(error) + b"\n\n")
+            self.owner.responder.end()
+        else:
+            self.owner.responder.cut()
+        return True
 
     def pause(self) -> None:
         """Let the worker wait for the client."""

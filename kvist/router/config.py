@@ -166,6 +166,12 @@ class RouterConfig:
     breaker_failures: Annotated[int, Meta(ge=1, description="failed requests in a row that open a circuit")] = 5
     breaker_cooldown_s: Annotated[float, Meta(gt=0, description="time an open circuit waits for its next try")] = 10.0
     drain_timeout_s: Annotated[float, Meta(gt=0, description="time a removed worker's requests may go on")] = 300.0
+    drain_delay_s: Annotated[
+        float, Meta(ge=0, description="at SIGTERM, time for which /readiness fails before connections are refused")
+    ] = 0.0
+    shutdown_timeout_s: Annotated[
+        float, Meta(gt=0, description="at SIGTERM, time that running requests may then go on before they are ended")
+    ] = 180.0
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import TYPE_CHECKING
 
 from kvist.http import (
@@ -34,7 +35,7 @@ from kvist.http import (
 )
 from kvist.openai.errors import RequestError
 from kvist.router import spans
-from kvist.router.attempts import AnswerAttempt, PrefillAttempt, worker_failure
+from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
@@ -140,11 +141,29 @@ class Forwarding:
 
     def stop(self) -> None:
         """Let everybody know that the client has left."""
+        error = ClientDisconnectedError("the client left")
+        self._stop(CLIENT_LEFT_STATUS, error)
+        self.end(error)
+
+    def shut_down(self) -> None:
+        """Tell the client that the router ends, as far as its answer allows."""
+        message = "the router is shutting down; ask again"
+        self._break_off(RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="shutting_down"))
+
+    def _break_off(self, error: RequestError) -> None:
+        """End the request, whatever it is at, with an error that the client is told if it still can be."""
+        attempt = self.attempt
+        self._stop(error.status, error)
+        if isinstance(attempt, AnswerAttempt) and attempt.break_off(error):
+            self.end(error)
+        else:
+            self._refuse(error)
+
+    def _stop(self, status: int, error: Exception) -> None:
         if self._reading is not None:
             self._reading.cancel()
         if self.attempt is not None:
-            self.attempt.stop()
-        self.end(ClientDisconnectedError("the client left"))
+            self.attempt.stop(status, error)
 
     # Read and match.
 

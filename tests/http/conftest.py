@@ -250,6 +250,10 @@ class Relay:
     def stop(self) -> None:
         self.exchange.close()
 
+    def shut_down(self) -> None:
+        self.exchange.close()
+        self.responder.cut()
+
 
 @pytest.fixture(params=["callbacks", "coroutine"])
 def forward_to(request: pytest.FixtureRequest) -> Callable[[UpstreamPool, str], Handler]:

@@ -88,6 +88,58 @@ async def test_closing_can_itself_be_cancelled_and_still_cuts_connections_off(co
     assert ended == ["cancelled"]
 
 
+class Streaming:
+    """A response that ends with last words."""
+
+    def __init__(self, responder: Responder) -> None:
+        self.responder = responder
+        responder.start(200, [])
+        responder.send(b"first words")
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def shut_down(self) -> None:
+        self.responder.send(b", last words")
+        self.responder.end()
+
+
+async def test_a_response_that_outlasts_the_close_timeout_ends_as_its_producer_says(connect: Connect) -> None:
+    async with HttpServer(lambda _, to: Streaming(to), limits=HttpLimits(close_timeout_s=0.02)) as server:
+        client = await connect(server)
+        client.send(GET)
+        client.unread = await client.read_until(b"first words")
+    assert (await client.answer()).body == b"first words, last words"
+    assert await client.read_to_end() == b""
+
+
+async def test_a_server_whose_block_fails_waits_for_nobody(connect: Connect) -> None:
+    server = HttpServer(lambda _, to: Streaming(to), limits=HttpLimits(close_timeout_s=10_000))
+    await server.__aenter__()
+    client = await connect(server)
+    client.send(GET)
+    client.unread = await client.read_until(b"first words")
+    await server.__aexit__(ZeroDivisionError)
+    assert (await client.answer()).body == b"first words, last words"
+
+
+async def test_a_client_that_reads_nothing_does_not_hold_the_end_up(connect: Connect) -> None:
+    def handler(_: Request, responder: Responder) -> Streaming:
+        streaming = Streaming(responder)
+        responder.send(bytes(64 << 20))
+        return streaming
+
+    limits = HttpLimits(close_timeout_s=0.02, linger_timeout_s=0.02)
+    async with HttpServer(handler, limits=limits) as server:
+        client = await connect(server)
+        client.send(GET)
+        client.unread = await client.read_until(b"first words")
+    assert server.statistics().num_connections == 0
+
+
 async def test_without_descriptors_connections_wait_and_the_log_is_not_flooded(
     echo: Handler, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,7 +1,7 @@
 """The router's own endpoints, as a Starlette application: workers, loads, health, metrics, and why a decision falls.
 
     GET  /health      200 while the router serves              POST   /workers     add {"url", "role"?, …}
-    GET  /readiness   200 while a worker can take requests     DELETE /workers     ?url=…: drain, then remove
+    GET  /readiness   200 while requests can be taken           DELETE /workers     ?url=…: drain, then remove
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
 
@@ -55,6 +55,7 @@ class AdminApi:
     metrics: MetricsPage
     started_s: float
     now_s: Callable[[], float]
+    is_draining: Callable[[], bool]
 
     def application(self) -> Starlette:
         """Return the ASGI application."""
@@ -84,7 +85,7 @@ class AdminApi:
         return _json(health)
 
     async def _readiness(self, request: Request) -> Response:  # noqa: ARG002
-        page = explain_readiness(self.fleet, self.index)
+        page = explain_readiness(self.fleet, self.index, is_draining=self.is_draining())
         return _json(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     async def _metrics(self, request: Request) -> Response:  # noqa: ARG002

@@ -154,19 +154,19 @@ def _explain_source(source: SourceStatistics) -> dict[str, Any]:
     }
 
 
-def explain_readiness(fleet: Fleet, index: FleetIndex | None) -> dict[str, Any]:
+def explain_readiness(fleet: Fleet, index: FleetIndex | None, *, is_draining: bool) -> dict[str, Any]:
     """Return whether requests can be taken, why not, and which event streams are not as they should be.
 
-    `ready` means that some worker is healthy. Streams have no say in it, nor has an index that is being compiled: a
-    worker whose caches are not known is routed to by load, so that a broker or a stream that is away costs overlap, not
-    requests.
+    `ready` means that some worker is healthy and the router is not about to end. Streams have no say in it, nor has an
+    index that is being compiled: a worker whose caches are not known is routed to by load, so that a broker or a stream
+    that is away costs overlap, not requests.
     """
     workers = fleet.workers
     states = [worker.state for worker in workers]
-    is_ready = WorkerState.HEALTHY in states
+    is_ready = WorkerState.HEALTHY in states and not is_draining
     page: dict[str, Any] = {
         "ready": is_ready,
-        "reason": None if is_ready else _why_not_ready(workers),
+        "reason": "draining" if is_draining else None if is_ready else _why_not_ready(workers),
         "workers": {state.value: states.count(state) for state in WorkerState},
     }
     renderings = [(worker.url, worker.rendering) for worker in workers if worker.rendering is not None]

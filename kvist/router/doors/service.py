@@ -3,8 +3,13 @@
     async with RouterService(RouterConfig(worker_urls=(...))) as service:
         ...  # serves on service.url
 
-The server listens once each worker was asked, and stops first: requests that run get `CLOSE_TIMEOUT_S`. The index joins
-when it is compiled; until then requests are routed by load.
+The server listens once each worker was asked, and stops first, in this order (`docs/operating.md`):
+
+    drain       `/readiness` fails for `drain_delay_s`; requests are still taken
+    close       nothing is listened to any more; what runs goes on for `shutdown_timeout_s`
+    shut down   what still runs is ended: a stream by an event that says why, where it can be
+
+The index joins when it is compiled; until then requests are routed by load.
 """
 
 from __future__ import annotations
@@ -69,9 +74,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 4.0
-"""Time that running requests get when the router stops; the rest of its five seconds is for everything else."""
-
 TRACES_CLOSE_TIMEOUT_S = 0.5
 
 OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
@@ -81,7 +83,7 @@ WORKER_HEADER = b"x-kvist-worker"
 
 
 class RouterService:
-    """Serves from `async with` on until the block ends."""
+    """Serves from `async with` on until the block ends, and then as said above; at once if an error ends it."""
 
     def __init__(self, config: RouterConfig, started_s: float | None = None) -> None:
         """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows."""
@@ -89,6 +91,7 @@ class RouterService:
         self._started_s = time.monotonic() if started_s is None else started_s
         self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
+        self._is_draining = False
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
         self._request_id_prefix = secrets.token_hex(10).encode()
         self._request_numbers = itertools.count()
@@ -102,7 +105,7 @@ class RouterService:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop listening, let requests end within `CLOSE_TIMEOUT_S`, release everything."""
+        """Drain, stop listening, let requests end, release everything."""
         await self._exits.__aexit__(kind, error, trace)
 
     @property
@@ -147,16 +150,25 @@ class RouterService:
         self._forwarder = Forwarder(
             config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, self._refuse, tracing
         )
-        self._admin = AdminApi(fleet, load, index, reader, routing, page, self._started_s, now_s).application()
+        admin = AdminApi(fleet, load, index, reader, routing, page, self._started_s, now_s, lambda: self._is_draining)
+        self._admin = admin.application()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
             max_body_bytes=config.max_body_bytes,
-            close_timeout_s=CLOSE_TIMEOUT_S,
+            close_timeout_s=config.shutdown_timeout_s,
         )
         server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_tls_context(config))
         self._server = await exits.enter_async_context(server)
+        exits.push_async_exit(self._drain)
         logger.info("router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, now_s() - self._started_s)
+
+    async def _drain(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Have whoever sends requests look elsewhere before they are taken no more."""
+        self._is_draining = True
+        if kind is None:
+            logger.info("router drains delay_s=%g", self._config.drain_delay_s)
+            await asyncio.sleep(self._config.drain_delay_s)
 
     def _open_tracing(self, exits: AsyncExitStack) -> Tracing | None:
         endpoint = self._config.otlp_traces_endpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,36 @@ async def test_the_end_waits_for_running_requests(worker, router, http_bytes, un
         asyncio.get_running_loop().call_later(0.05, go_on.set)
         await front.service.__aexit__(None, None, None)
         assert (await running).status_code == 200
+
+
+async def test_what_outlasts_the_shutdown_timeout_is_told_why_as_far_as_it_can_be(
+    worker, router, http_bytes, until
+) -> None:
+    event = b'data: {"choices": []}\n\n'
+
+    async def stream(received: Any, writer: asyncio.StreamWriter) -> None:
+        begun = {"whole": event, "half": b"data: {"}.get(json.loads(received.body)["prompt"])
+        if begun is not None:
+            writer.write(http_bytes.event_stream_head + http_bytes.chunk(begun))
+        await asyncio.Event().wait()
+
+    async with worker(answer=stream) as one, router(one.url, shutdown_timeout_s=0.05) as front:
+        running = [asyncio.create_task(front.complete(prompt, stream=True)) for prompt in ("whole", "half", "none")]
+        load = front.service._forwarder.load
+        await until(lambda: len(one.completions) == 3)
+
+        async def has_both_begun() -> bool:
+            return (await front.metrics())[f'kvist_router_time_to_first_byte_seconds_count{{worker="{one.url}"}}'] == 2
+
+        await front.until(has_both_begun)
+        await front.service.__aexit__(None, None, None)
+        whole, half, none = await asyncio.gather(*running, return_exceptions=True)
+        assert whole.content.startswith(event)
+        error = json.loads(whole.content.removeprefix(event + b"data: "))["error"]
+        assert (error["code"], error["type"]) == ("shutting_down", "server_error")
+        assert isinstance(half, httpx.RemoteProtocolError)
+        assert (none.status_code, none.json()["error"]["code"]) == (503, "shutting_down")
+        assert load.running_requests(one.url) == 0
 
 
 async def test_an_error_in_the_body_of_the_context_comes_out_as_it_is(worker) -> None:
