@@ -4,7 +4,8 @@ Setting a later deadline leaves the running timer alone; when that fires early i
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Self
 
 _TICK_S = 0.05
@@ -36,6 +37,17 @@ class LoopClock:
     def now_s(self) -> float:
         """Return seconds from an arbitrary moment."""
         return self.loop.time() - self.late_s
+
+    @asynccontextmanager
+    async def timeout(self, timeout_s: float) -> AsyncIterator[None]:
+        """Raises TimeoutError where its block has not ended after so long."""
+        async with asyncio.timeout(None) as timeout:
+            deadline = Deadline(self, lambda _: timeout.reschedule(0.0))
+            deadline.set("timeout", timeout_s)
+            try:
+                yield
+            finally:
+                deadline.close()
 
     def _on_tick(self) -> None:
         assert self._tick is not None

@@ -9,6 +9,7 @@
 
 import asyncio
 import errno
+import math
 import re
 import ssl
 from collections import deque
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kvist.errors import InvalidValueError
-from kvist.http.deadline import Deadline, LoopClock
+from kvist.http.deadline import LoopClock
 from kvist.http.errors import ConnectError, UpstreamError
 from kvist.http.fields import HOP_BY_HOP, Headers, end_to_end, render_head
 from kvist.http.limits import UpstreamLimits
@@ -153,6 +154,16 @@ class UpstreamPool:
         """
         return _exchange(self, UpstreamResponse(self._limits), base_url, method, target, headers, body)
 
+    def silent_s(self, base_url: str) -> float:
+        """Return for how long no byte has come from a worker, in time that the loop was on time; inf if none ever."""
+        worker = self._workers.get(base_url)
+        heard_s = [] if worker is None else [each.heard_s for each in worker.connections if each.heard_s is not None]
+        return self._clock.now_s() - max(heard_s, default=-math.inf)
+
+    def timeout(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
+        """Bounds what its block asks of workers: raises TimeoutError, but not for what the loop is late by."""
+        return self._clock.timeout(timeout_s)
+
     def statistics(self) -> PoolStatistics:
         return PoolStatistics(
             sum(len(worker.idle) for worker in self._workers.values()),
@@ -193,18 +204,13 @@ class UpstreamPool:
         waiting = [*worker.waiting]
         origin, limits, error = worker.origin, self._limits, None
         try:
-            async with asyncio.timeout(None) as timeout:
-                deadline = Deadline(self._clock, lambda _: timeout.reschedule(0.0))
-                deadline.set("connect", limits.connect_timeout_s)
-                try:
-                    _, connection = await self._clock.loop.create_connection(
-                        lambda: UpstreamConnection(base_url, limits, self._clock, self._on_free, self._on_lost),
-                        origin.host,
-                        origin.port,
-                        ssl=self._tls_context() if origin.is_tls else None,
-                    )
-                finally:
-                    deadline.close()
+            async with self._clock.timeout(limits.connect_timeout_s):
+                _, connection = await self._clock.loop.create_connection(
+                    lambda: UpstreamConnection(base_url, limits, self._clock, self._on_free, self._on_lost),
+                    origin.host,
+                    origin.port,
+                    ssl=self._tls_context() if origin.is_tls else None,
+                )
         except TimeoutError:
             error = ConnectError(base_url, f"no connection within {limits.connect_timeout_s:g} s")
         except OSError as failure:

@@ -87,6 +87,9 @@ class UpstreamConnection(asyncio.Protocol):
         """`on_free`: another exchange may follow; `on_lost`: none will."""
         self.worker = worker
         self.is_reused = False
+        self.heard_s: float | None = None
+        """When the last byte came, by the clock."""
+        self._clock = clock
         self._limits = limits
         self._deadline = Deadline(clock, self._on_expired)
         self._on_free = on_free
@@ -105,6 +108,7 @@ class UpstreamConnection(asyncio.Protocol):
         if exchange is None or exchange.receiver is None:
             self._transport.abort()
             return
+        self.heard_s = self._clock.now_s()
         parser, had_head = self._parser, self._parser.head is not None
         try:
             piece = parser.feed(data)

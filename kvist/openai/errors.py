@@ -12,12 +12,21 @@ from kvist.errors import KvistError
 class RequestError(KvistError):
     """A request that will not be served, with the HTTP status and the field (`param`) the client must change."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
 
 def error_body(error: RequestError) -> bytes:

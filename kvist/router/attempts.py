@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # The worker says it cannot take the request now; any other answer is the request's own and is passed on.
-RETRIED_STATUSES = frozenset({HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
+RETRIED_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE})
+_BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
+"""After these the worker is spared for a while."""
 
 # What metrics show instead of a worker's status, for want of one.
 WORKER_FAILED_STATUS = 0
@@ -47,9 +49,11 @@ class _Attempt(ResponseReceiver):
         assert worker is not None
         self.owner = owner
         self.decision = decision
+        self._worker = worker
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
         self._load = router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s())
+        worker.unanswered.add(self)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
         headers = self._call.headers(owner.headers_for(target.worker))
@@ -73,6 +77,14 @@ class _Attempt(ResponseReceiver):
             self._breaker.fail(self.owner.router.now_s())
         self._end(WORKER_FAILED_STATUS, error)
 
+    def on_silence(self, silent_s: float) -> None:
+        """Give the request to another worker, as this one has stopped; once, for others may be as busy with it."""
+        if not self.owner.was_moved:
+            self.owner.was_moved = True
+            self.exchange.close()
+            worker = self.decision.chosen.target.worker
+            self.on_failure(UpstreamError(worker, f"said nothing for {silent_s:g} s"))
+
     def stop(self, status: int, error: Exception) -> None:
         """Let the worker know that nobody waits for it any more."""
         self.exchange.close()
@@ -86,6 +98,7 @@ class _Attempt(ResponseReceiver):
 
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._load.finish()
+        self._worker.unanswered.discard(self)
         if self._is_trial:
             self._breaker.abandon()
         self._call.end(error)
@@ -155,6 +168,9 @@ class AnswerAttempt(_Attempt):
             owner.on_transfer_failed(self.decision)
             return
         self._judge()
+        if status in _BUSY_STATUSES:
+            retry_after = next((value for name, value in headers if name == b"retry-after"), None)
+            owner.router.admission.pause(self._worker, retry_after)
         if status in RETRIED_STATUSES and owner.may_retry():
             self.exchange.close()
             self._end(status)
@@ -231,6 +247,7 @@ class AnswerAttempt(_Attempt):
         self._is_kept = owner.request.path == RESPONSES_PATH and owner.ask.fields.get("store") is not False
         self._usage = UsageReader(is_event_stream=self._is_event_stream, is_last_event_long=self._is_kept)
         self._load.end_prefill()
+        self._worker.unanswered.discard(self)
         now_s = router.now_s()
         first_byte_s = now_s - owner.started_s
         router.metrics.first_byte(decision, first_byte_s)

@@ -165,6 +165,28 @@ class RouterConfig:
     health_successes: Annotated[int, Meta(ge=1, description="passed checks in a row that make it healthy again")] = 2
     breaker_failures: Annotated[int, Meta(ge=1, description="failed requests in a row that open a circuit")] = 5
     breaker_cooldown_s: Annotated[float, Meta(gt=0, description="time an open circuit waits for its next try")] = 10.0
+    silence_timeout_s: Annotated[
+        float, Meta(gt=0, description="time after which a worker that has requests and sends no byte is given up")
+    ] = 3.0
+    max_worker_requests: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="requests a worker is given at a time; without it, what it says to run and a small reserve"),
+    ] = None
+    max_worker_prefill_tokens: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="uncached prompt tokens in flight at which a worker is given no more; without it, no bound"),
+    ] = None
+    max_fleet_requests: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="requests all workers are given at a time; without it, what each of them takes"),
+    ] = None
+    max_queued: Annotated[int, Meta(ge=0, description="requests that may wait for a worker with room")] = 16384
+    queue_timeout_s: Annotated[
+        float, Meta(gt=0, description="time a request may wait; its header x-kvist-queue-timeout may say less")
+    ] = 60.0
+    workers_use_priority: Annotated[
+        bool, Meta(description="workers schedule by a request's priority: it is left in the body")
+    ] = False
     drain_timeout_s: Annotated[float, Meta(gt=0, description="time a removed worker's requests may go on")] = 300.0
     drain_delay_s: Annotated[
         float, Meta(ge=0, description="at SIGTERM, time for which /readiness fails before connections are refused")

@@ -1,6 +1,7 @@
 """The life of one request, top to bottom: read, match, choose, send, relay, account.
 
     read    the prompt's tokens, as the worker will see them          prompts
+    wait    where no worker has room                                  admission
     match   which ranks hold how many of its leading blocks           routing
     choose  a rank, by overlap and load                               policy
     prefill where that is worth it, by another worker first           prefill
@@ -35,6 +36,7 @@ from kvist.http import (
 )
 from kvist.openai.errors import RequestError
 from kvist.router import spans
+from kvist.router.admission import Admission, Place, priority_of, timeout_of, without_priority
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
@@ -72,23 +74,24 @@ class Forwarder:
     routing: Routing
     healer: Healer
     releases: Releases
+    admission: Admission
     metrics: RouterMetrics
     now_s: Callable[[], float]
     refuse: Refuse
     tracing: Tracing | None = None
 
     def forward(
-        self, request: Request, responder: Responder, request_id: bytes, *, shows_worker: bool = False
+        self, request: Request, responder: Responder, request_id: bytes, *, is_administrator: bool = False
     ) -> Forwarding:
         """Answer the request from a worker, or refuse it; what is returned is told of what the client does.
 
-        `shows_worker`: the answer's headers say which worker that was, and how much of the prompt it held.
+        An administrator may jump the queue, and is told which worker that was, and how much of the prompt it held.
         """
         trace = NO_SPAN
         if self.tracing is not None:
             attributes = spans.of_request(request, request_id)
             trace = self.tracing.request(spans.name_of(request), request.headers, attributes)
-        forwarding = Forwarding(self, request, responder, request_id, trace, shows_worker, self.now_s())
+        forwarding = Forwarding(self, request, responder, request_id, trace, is_administrator, self.now_s())
         forwarding.start()
         return forwarding
 
@@ -97,7 +100,8 @@ class Forwarder:
 class Forwarding:
     """One request, from its body to the last byte of its answer. It is a `Producer`, and in one of these states:
 
-        reading      the prompt, on a thread                      then: alone
+        reading      the prompt, on a thread                      then: waiting
+        waiting      for a worker with room, if none has (`place`) then: alone
         alone        `_plan` has one worker do all of it          `AnswerAttempt`; if it fails: alone, by another
                      or one compute the prompt for another        `PrefillAttempt`: handed over; if it fails: alone
         handed over  `_choose_decode` says who goes on            `AnswerAttempt`; if it fails: handed over, to another
@@ -112,7 +116,7 @@ class Forwarding:
     responder: Responder
     request_id: bytes
     trace: Span
-    shows_worker: bool
+    is_administrator: bool
     started_s: float
     ask: Ask = field(init=False)
     body: bytes = field(init=False)
@@ -121,9 +125,12 @@ class Forwarding:
     handover: Handover | None = None
     local: Local | None = None
     tried: set[str] = field(default_factory=set)
+    was_moved: bool = False
+    place: Place | None = None
     attempt: PrefillAttempt | AnswerAttempt | None = None
     _reading: asyncio.Task[Ask] | None = None
     _reading_step: Span = NO_SPAN
+    _waiting_step: Span = NO_SPAN
 
     # What the client does.
 
@@ -162,6 +169,8 @@ class Forwarding:
     def _stop(self, status: int, error: Exception) -> None:
         if self._reading is not None:
             self._reading.cancel()
+        if self.place is not None:
+            self.router.admission.leave(self.place)
         if self.attempt is not None:
             self.attempt.stop(status, error)
 
@@ -198,13 +207,44 @@ class Forwarding:
     def _on_read(self, ask: Ask) -> None:
         router, path, self.ask = self.router, self.request.path, ask
         self.body = without_report_mode(self.request.body, ask.fields)
+        if not router.config.workers_use_priority:
+            self.body = without_priority(self.body, ask.fields)
         self._reading_step.end()
         router.metrics.read(path, ask)
         self.trace.set(spans.of_ask, ask)
-        with self.trace.step("match"):
-            self.overlaps = router.routing.overlaps(ask)
         if router.fleet.has_prefill_workers:
             self.local = obstacle(path, ask)
+
+        try:
+            timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
+            priority = priority_of(ask.fields, is_administrator=self.is_administrator)
+            self.place = router.admission.enter(self, ask.model, priority, timeout_s)
+        except RequestError as error:
+            self._refuse(error)
+            return
+        if self.place is None:
+            self._match()
+        else:
+            self._waiting_step = self.trace.step("queue")
+
+    # Wait and match.
+
+    def on_room(self) -> None:
+        """Go on, with caches and loads as they are now."""
+        self.place = None
+        self._waiting_step.end()
+        self._match()
+
+    def on_refused(self, error: RequestError) -> None:
+        """Tell the client that the wait was in vain."""
+        self.place = None
+        self._waiting_step.end(error)
+        self._refuse(error)
+
+    def _match(self) -> None:
+        self.router.admission.on_first_attempt()
+        with self.trace.step("match"):
+            self.overlaps = self.router.routing.overlaps(self.ask)
         self._ask_next()
 
     # Choose and send.
@@ -231,8 +271,9 @@ class Forwarding:
 
     def _plan(self) -> Plan:
         """Return who answers and who computes the prompt; why nobody does that for another is noted the first time."""
+        excluded = self.tried | self.router.admission.full(self.ask.model, self.tried)
         with self.trace.step("choose") as choice:
-            plan = self.router.routing.plan(self.ask, self.overlaps, self.tried, self.local)
+            plan = self.router.routing.plan(self.ask, self.overlaps, excluded, self.local)
             choice.set(spans.of_plan, plan)
         if plan.local is not None and plan.local not in FALLBACKS:
             if not self.tried:
@@ -260,7 +301,7 @@ class Forwarding:
     def own_headers(self, decision: Decision) -> Headers:
         """Return what the client is told. Who knows what a worker held may learn what others have asked."""
         told = [(b"x-request-id", self.request_id)]
-        if self.shows_worker:
+        if self.is_administrator or self.router.config.debug_headers:
             told.append((b"x-kvist-worker", decision.chosen.target.worker.encode()))
             told.append((b"x-kvist-overlap-tokens", b"%d" % decision.overlap_tokens))
             if self.handover is not None:
@@ -313,7 +354,8 @@ class Forwarding:
     def may_retry(self) -> bool:
         """Return whether another worker may answer."""
         is_allowed = len(self.tried) < self.router.config.max_attempts
-        return is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
+        has_other = is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
+        return has_other and self.router.admission.may_retry()
 
     def _note_retry(self, decision: Decision, reason: str) -> None:
         """Count that another worker gets what this one failed."""

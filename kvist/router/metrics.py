@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
+from kvist.router.admission import Admission
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
 from kvist.router.fleet.load import LoadTracker
@@ -94,6 +95,7 @@ class RouterMetrics:
         text = "How far the predicted cached tokens of a request were over or under those its worker reported"
         sizes = partial(histogram, buckets=_ERROR_BUCKETS_TOKENS)
         self._overlap_error = sizes("overlap_error_tokens", text, ["worker", "sign"])
+        self._queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did")
         text = "From a request's arrival to the first byte of its answer's body"
         self._ttft = times("time_to_first_byte_seconds", text, ["worker"])
 
@@ -112,6 +114,10 @@ class RouterMetrics:
     def refused(self, status: int) -> None:
         """Count an answer of the router's own."""
         self._refusals.labels(str(status)).inc()
+
+    def waited(self, seconds: float) -> None:
+        """Observe how long a request stood in the queue until a worker had room."""
+        self._queue_time.observe(seconds)
 
     def retried(self, worker: str) -> None:
         """Count a request that this worker failed and another gets."""
@@ -188,6 +194,7 @@ class Gauges:
 
     fleet: Fleet
     load: LoadTracker
+    admission: Admission
     routing: Routing
     index: FleetIndex | None
     now_s: Callable[[], float]
@@ -196,6 +203,7 @@ class Gauges:
         """Yield every metric, and None where there may be a pause; states are 1 for the one that holds, else 0."""
         yield from self._states()
         yield from self._loads()
+        yield from self._queue()
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)
@@ -234,6 +242,16 @@ class Gauges:
                 gauge.add_metric([worker.url], sum(getattr(load, name) for load in loads))
             yield None
         yield from gauges.values()
+
+    def _queue(self) -> Iterator[Metric]:
+        queued = _gauge("queued_requests", "Requests that wait for a worker with room", "model")
+        for model, num_queued in self.admission.queued.items():
+            queued.add_metric([model or ""], num_queued)
+        text = "Requests that no worker had room for, by why they wait no longer"
+        rejections = CounterMetricFamily(f"{_PREFIX}_rejections", text, labels=["cause"])
+        for cause, count in self.admission.rejections.items():
+            rejections.add_metric([cause], count)
+        yield from (queued, rejections)
 
     def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
         ranks = _gauge("ranks", "Ranks by how well their cache is known", "worker", "state")

@@ -140,7 +140,7 @@ async def test_the_last_workers_refusal_is_passed_on(worker, router, http_bytes)
         assert len(one.completions) == len(two.completions) == 1
 
 
-@pytest.mark.parametrize("status", [400, 404, 429, 500])
+@pytest.mark.parametrize("status", [400, 404, 500])
 async def test_other_answers_are_the_requests_own_and_passed_on(worker, router, http_bytes, status: int) -> None:
     async def refuse(_: Any, writer: asyncio.StreamWriter) -> None:
         writer.write(http_bytes.response(b"no", status=status))

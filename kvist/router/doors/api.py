@@ -27,6 +27,7 @@ from kvist import __version__
 from kvist.errors import InvalidValueError
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
+from kvist.router.admission import Admission
 from kvist.router.doors.explain import explain_load, explain_plan, explain_readiness, explain_worker
 from kvist.router.fleet.fleet import Fleet, WorkerConflictError
 from kvist.router.fleet.load import LoadTracker
@@ -49,6 +50,7 @@ class AdminApi:
 
     fleet: Fleet
     load: LoadTracker
+    admission: Admission
     index: FleetIndex | None
     reader: PromptReader
     routing: Routing
@@ -121,8 +123,9 @@ class AdminApi:
 
     async def _route(self, request: Request) -> Response:
         ask = await self.reader.read(None, await request.body())
-        plan = self.routing.plan(ask, self.routing.overlaps(ask), obstacle=obstacle(COMPLETION_PATH, ask))
-        return _json(explain_plan(plan, ask))
+        full = self.admission.full(ask.model, ())
+        plan = self.routing.plan(ask, self.routing.overlaps(ask), full, obstacle(COMPLETION_PATH, ask))
+        return _json(explain_plan(plan, ask) | {"queued": self.admission.would_wait(ask.model)})
 
 
 def _json(value: Mapping[str, Any], status: int = HTTPStatus.OK) -> Response:

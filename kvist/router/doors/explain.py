@@ -118,6 +118,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "role": worker.role.value,
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
+        "max_requests": worker.capacity.max_requests,
         "error": worker.error,
         "last_failure": worker.last_failure,
         "engine": identity.engine,

@@ -45,6 +45,7 @@ from kvist.http import (
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.admission import Admission
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
 from kvist.router.doors.api import AdminApi
@@ -140,17 +141,44 @@ class RouterService:
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
         policies = (config.make_policy(), config.make_decode_policy())
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
-        page = MetricsPage(Gauges(fleet, load, routing, index, now_s).collect, self._metrics.registry)
+        admission = Admission(
+            fleet,
+            load,
+            now_s,
+            config.max_queued,
+            config.max_worker_prefill_tokens,
+            config.max_fleet_requests,
+            on_wait=self._metrics.waited,
+        )
+        page = MetricsPage(Gauges(fleet, load, admission, routing, index, now_s).collect, self._metrics.registry)
         self._fleet = await exits.enter_async_context(fleet)
-        reader = PromptReader(await tokenizer, lambda: index is not None and index.has_joined)
+        reader = PromptReader(
+            await tokenizer,
+            has_index=lambda: index is not None and index.has_joined,
+            needs_tokens=lambda: index is not None or fleet.has_prefill_workers,
+        )
         if index is not None and (model := tokenizer.result()) is not None:
             fleet.check_renderings(model)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics.released))
         self._forwarder = Forwarder(
-            config, fleet, pool, load, reader, routing, healer, releases, self._metrics, now_s, self._refuse, tracing
+            config,
+            fleet,
+            pool,
+            load,
+            reader,
+            routing,
+            healer,
+            releases,
+            admission,
+            self._metrics,
+            now_s,
+            self._refuse,
+            tracing,
         )
-        admin = AdminApi(fleet, load, index, reader, routing, page, self._started_s, now_s, lambda: self._is_draining)
+        admin = AdminApi(
+            fleet, load, admission, index, reader, routing, page, self._started_s, now_s, lambda: self._is_draining
+        )
         self._admin = admin.application()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
@@ -194,6 +222,8 @@ class RouterService:
     def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
         self._metrics.refused(error.status)
         headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id)]
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after_s))
         if error.status == HTTPStatus.UNAUTHORIZED:
             headers.append((b"www-authenticate", b"Bearer"))
         responder.answer(error.status, headers, error_body(error))
@@ -218,8 +248,8 @@ class RouterService:
         if path.startswith(MODELS_PATH):
             self._show_models(path.removeprefix(MODELS_PATH).lstrip("/"), responder)
             return None
-        shows_worker = config.debug_headers or is_administrator(request, config.admin_key)
-        return self._forwarder.forward(request, responder, request_id, shows_worker=shows_worker)
+        is_admin = is_administrator(request, config.admin_key)
+        return self._forwarder.forward(request, responder, request_id, is_administrator=is_admin)
 
     def _named_worker(self, request: Request) -> str:
         """Return the URL of the worker that an administrator's request is for."""

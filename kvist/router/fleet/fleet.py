@@ -10,13 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Self
 
 from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, leave_group
 from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
 from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.config import RouterConfig, check_event_source, check_worker_url
-from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, probe
+from kvist.router.fleet.capacity import Capacity, read_report
+from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, fetch, probe
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.rendering import RenderingChecks
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 STARTING_INTERVAL_S = 0.5
 """Time between checks of a worker that has not answered yet, where that is less than the health interval."""
+
+REPORT_INTERVAL_S = 1.0
 
 FIRST_CHECKS_S = 1.0
 """How long the router's start waits for workers that say nothing."""
@@ -64,8 +68,13 @@ class Fleet:
         self._workers: dict[str, Worker] = {}
         self._adapters: frozenset[str | None] = frozenset()
         self._checks: dict[str, asyncio.Task[None]] = {}
+        self._reports: dict[str, asyncio.Task[None]] = {}
         self._drains: set[asyncio.Task[None]] = set()
         self._tasks = asyncio.TaskGroup()
+        self.bounded: set[str] = set()
+        """The workers whose room has, or had, a bound."""
+        self.on_room: Callable[[], None] = lambda: None
+        """Is called when some worker may have room that had none."""
         self.renderings = RenderingChecks(config, pool, now_s)
 
     async def __aenter__(self) -> Self:
@@ -79,7 +88,7 @@ class Fleet:
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for task in [*self._checks.values(), *self._drains, *self.renderings.tasks.values()]:
+        for task in [*self._checks.values(), *self._reports.values(), *self._drains, *self.renderings.tasks.values()]:
             task.cancel()
         await leave_group(self._tasks, error)
 
@@ -155,11 +164,15 @@ class Fleet:
             HealthGauge(config.health_failures, config.health_successes),
             CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
             configured_role=role,
+            capacity=Capacity(config.max_worker_requests),
         )
+        if config.max_worker_requests is not None:
+            self.bounded.add(url)
         if self._index is not None:
             self._index.follow(url, event_sources)
         self._workers[url] = worker
         self._checks[url] = self._tasks.create_task(self._watch(worker), name=f"kvist-health {url}")
+        self._reports[url] = self._tasks.create_task(self._attend(worker), name=f"kvist-report {url}")
         logger.info("worker added url=%s", url)
         return worker
 
@@ -180,6 +193,8 @@ class Fleet:
             running = self._load.running_requests(worker.url)
             logger.warning("worker removed before its requests ended url=%s running=%d", worker.url, running)
         self._checks.pop(worker.url).cancel()
+        self._reports.pop(worker.url).cancel()
+        self.bounded.discard(worker.url)
         if self._index is not None:
             self._index.follow(worker.url, ())
             self._index.forget_expected(worker.url)
@@ -198,12 +213,44 @@ class Fleet:
                 interval_s = min(interval_s, STARTING_INTERVAL_S)
             await asyncio.sleep(interval_s)
 
+    async def _attend(self, worker: Worker) -> None:
+        """While requests run, learn each second how many the worker runs, and give up one that says nothing."""
+        authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            if not self._load.running_requests(worker.url):
+                continue
+            try:
+                async with self._pool.timeout(timeout_s):
+                    status, page = await fetch(self._pool, worker.url, "/metrics", authorization)
+            except TimeoutError:
+                if self._pool.silent_s(worker.url) >= timeout_s:
+                    self._give_up(worker, timeout_s)
+            except (UpstreamError, MalformedMessageError):
+                continue  # health checks and circuits judge by that
+            else:
+                report = read_report(page) if status == HTTPStatus.OK else None
+                if report is not None:
+                    worker.capacity.learn(report, self._load.running_requests(worker.url))
+                    if worker.capacity.max_requests is not None:
+                        self.bounded.add(worker.url)
+                    self.on_room()
+
+    def _give_up(self, worker: Worker, silent_s: float) -> None:
+        """Give a worker nothing more until health checks pass, and what it has not begun to answer to others."""
+        worker.health.give_up()
+        worker.last_failure = f"said nothing for {silent_s:g} s, though asked"
+        num_unanswered = len(worker.unanswered)
+        logger.warning("worker is silent url=%s silent_s=%g unanswered=%d", worker.url, silent_s, num_unanswered)
+        for unanswered in [*worker.unanswered]:
+            unanswered.on_silence(silent_s)
+
     async def _check(self, worker: Worker) -> None:
         """Probe once and take in what the worker said of itself."""
         is_untold = self._index is not None and not self._index.is_told(worker.url)
         authorization = self._config.authorization(worker.url)
         try:
-            async with asyncio.timeout(self._config.health_timeout_s):
+            async with self._pool.timeout(self._config.health_timeout_s):
                 identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold)
         except (UpstreamError, MalformedMessageError) as error:
             if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # who is busy forgets nothing
@@ -214,6 +261,7 @@ class Fleet:
         else:
             self._identified(worker, identity)
             self._checked(worker, None)
+        self.on_room()
 
     def _checked(self, worker: Worker, failure: str | None) -> None:
         worker.last_failure = failure

@@ -31,6 +31,10 @@ class HealthGauge:
         self.is_healthy, self._streak = passed, 0
         return True
 
+    def give_up(self) -> None:
+        """Take a failure that decides at once."""
+        self.is_healthy, self._streak = False, 0
+
 
 class CircuitState(StrEnum):
     """Whether requests may reach a worker: closed lets all through, open none, half-open one trial."""

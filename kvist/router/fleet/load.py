@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Self
 
 from kvist.events import WorkerRank
@@ -41,17 +43,44 @@ class _RankLoad:
         return self.recent_prefill_tokens * math.exp2(-max(0.0, now_s - self.recent_at_s) / half_life_s)
 
 
+@dataclass(slots=True)
+class _WorkerLoad:
+    """What all ranks of a worker have to do together."""
+
+    running_requests: int = 0
+    prefill_tokens: int = 0
+
+
+_NOTHING = _WorkerLoad()
+
+
 class ActiveRequest:
     """One dispatched request. As a context manager it gives back everything it counts, on every way out, once."""
 
-    __slots__ = ("_block_size", "_decode_blocks", "_num_tokens", "_prefill_tokens", "_rank_load", "_tracker", "target")
+    __slots__ = (
+        "_block_size",
+        "_decode_blocks",
+        "_num_tokens",
+        "_prefill_tokens",
+        "_rank_load",
+        "_tracker",
+        "_worker_load",
+        "target",
+    )
 
     def __init__(
-        self, tracker: LoadTracker, target: WorkerRank, rank_load: _RankLoad, prompt: Prompt, uncached_tokens: int
+        self,
+        tracker: LoadTracker,
+        target: WorkerRank,
+        rank_load: _RankLoad,
+        worker_load: _WorkerLoad,
+        prompt: Prompt,
+        uncached_tokens: int,
     ) -> None:
         self.target = target
         self._tracker = tracker
         self._rank_load: _RankLoad | None = rank_load
+        self._worker_load = worker_load
         self._block_size = prompt.block_size
         self._prefill_tokens = uncached_tokens
         self._decode_blocks = -(-prompt.num_tokens // prompt.block_size)
@@ -59,6 +88,8 @@ class ActiveRequest:
         rank_load.running_requests += 1
         rank_load.prefill_tokens += self._prefill_tokens
         rank_load.decode_blocks += self._decode_blocks
+        worker_load.running_requests += 1
+        worker_load.prefill_tokens += self._prefill_tokens
 
     def __enter__(self) -> Self:
         return self
@@ -70,7 +101,9 @@ class ActiveRequest:
         """Take the first byte of the answer: its prefill is done."""
         if self._rank_load is not None:
             self._rank_load.prefill_tokens -= self._prefill_tokens
+            self._worker_load.prefill_tokens -= self._prefill_tokens
             self._prefill_tokens = 0
+            self._tracker.on_freed()
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count what the answer grew by."""
@@ -90,7 +123,9 @@ class ActiveRequest:
         rank_load.running_requests -= 1
         rank_load.prefill_tokens -= self._prefill_tokens
         rank_load.decode_blocks -= self._decode_blocks
-        self._tracker._finished(self.target.worker)
+        self._worker_load.running_requests -= 1
+        self._worker_load.prefill_tokens -= self._prefill_tokens
+        self._tracker._finished(self.target.worker, self._worker_load)
 
 
 class LoadTracker:
@@ -99,7 +134,11 @@ class LoadTracker:
     def __init__(self, recent_half_life_s: float = 60.0) -> None:
         self._half_life_s = recent_half_life_s
         self._ranks: dict[WorkerRank, _RankLoad] = {}
-        self._running: dict[str, int] = {}
+        self._workers: dict[str, _WorkerLoad] = {}
+        self.num_running = 0
+        """Requests of all workers that have not ended."""
+        self.on_freed: Callable[[], None] = lambda: None
+        """Is called when a worker has less to do than it had."""
         self._idle: dict[str, asyncio.Event] = {}
 
     def begin(self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float) -> ActiveRequest:
@@ -108,8 +147,9 @@ class LoadTracker:
         uncached_tokens = max(0, prompt.num_tokens - overlap_tokens)
         rank_load.recent_prefill_tokens = rank_load.decayed(now_s, self._half_life_s) + uncached_tokens
         rank_load.recent_at_s = now_s
-        self._running[target.worker] = self._running.get(target.worker, 0) + 1
-        return ActiveRequest(self, target, rank_load, prompt, uncached_tokens)
+        self.num_running += 1
+        worker_load = self._workers.setdefault(target.worker, _WorkerLoad())
+        return ActiveRequest(self, target, rank_load, worker_load, prompt, uncached_tokens)
 
     def load(self, target: WorkerRank, now_s: float) -> Load:
         """Return what the rank has to do now."""
@@ -125,7 +165,11 @@ class LoadTracker:
 
     def running_requests(self, worker: str) -> int:
         """Return how many requests of the worker, over all its ranks, have not ended."""
-        return self._running.get(worker, 0)
+        return self._workers.get(worker, _NOTHING).running_requests
+
+    def prefill_tokens(self, worker: str) -> int:
+        """Return the uncached tokens of the worker's requests that are not answered yet, over all its ranks."""
+        return self._workers.get(worker, _NOTHING).prefill_tokens
 
     async def wait_idle(self, worker: str) -> None:
         """Return once no request of the worker is running."""
@@ -137,10 +181,11 @@ class LoadTracker:
         for target in [target for target in self._ranks if target.worker == worker]:
             del self._ranks[target]
 
-    def _finished(self, worker: str) -> None:
-        self._running[worker] -= 1
-        if self._running[worker] == 0:
-            del self._running[worker]
+    def _finished(self, worker: str, worker_load: _WorkerLoad) -> None:
+        self.num_running -= 1
+        self.on_freed()
+        if worker_load.running_requests == 0:
+            del self._workers[worker]
             idle = self._idle.pop(worker, None)
             if idle is not None:
                 idle.set()

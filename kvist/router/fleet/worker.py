@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from kvist.router.fleet.capacity import Capacity
 from kvist.router.fleet.discovery import Identity
 from kvist.router.fleet.health import CircuitBreaker, HealthGauge
 from kvist.router.policy.decision import Role
@@ -23,6 +24,13 @@ class WorkerState(StrEnum):
     UNHEALTHY = "unhealthy"
     MISCONFIGURED = "misconfigured"
     DRAINING = "draining"
+
+
+class Unanswered(Protocol):
+    """A request that a worker has not begun to answer."""
+
+    def on_silence(self, silent_s: float) -> None:
+        """The worker has said nothing for so long, to nobody."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +55,9 @@ class Worker:
     rendering: Rendering | None = None
     _model_ids: frozenset[str] | None = None
     adapters: frozenset[str | None] = frozenset()
+    capacity: Capacity = field(default_factory=Capacity)
+    unanswered: set[Unanswered] = field(default_factory=set)
+    """What it was asked and has not sent a first byte for."""
 
     @property
     def state(self) -> WorkerState:

@@ -1,0 +1,247 @@
+"""Requests that no worker has room for stand in one bounded queue a model, and are decided when they leave it.
+
+    room      a worker has less in flight than its bound, and has not asked to be spared (`fleet.capacity`)
+    order     by priority, lower first, then by arrival; who comes when others wait, waits behind them
+    out       when a worker has room, or the deadline has passed (503), or a full queue has no place for it (429)
+
+Where nothing is bounded, nothing is looked at. Which worker takes a request is the policy's to say: here it is only
+said who cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from kvist.http import Request
+from kvist.openai.errors import RequestError
+from kvist.openai.requests import Fields
+from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.worker import Worker
+
+TIMEOUT_HEADER = b"x-kvist-queue-timeout"
+"""By which a client says how many seconds it would wait, if that is less than the router's own limit."""
+
+MAX_RETRY_AFTER_S = 60
+_RETRY_SHARE = 0.2
+_MAX_RETRIES = 100.0
+"""Retries that may be saved up: of requests, a fifth may be sent on to another worker when all is counted."""
+
+
+class Waiter(Protocol):
+    """A request that waits."""
+
+    def on_room(self) -> None:
+        """A worker has room now."""
+
+    def on_refused(self, error: RequestError) -> None:
+        """The wait was in vain."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A request's place in a queue, best first when sorted; `is_left` from its end on."""
+
+    priority: int
+    number: int
+    model: str | None
+    waiter: Waiter
+    since_s: float
+    timer: asyncio.TimerHandle | None = None
+    is_left: bool = False
+
+    def __lt__(self, other: Place) -> bool:
+        return (self.priority, self.number) < (other.priority, other.number)
+
+
+@dataclass(slots=True, eq=False)
+class Admission:
+    """Who has room, and who waits. All times are those of `now_s`, a monotonic clock; it belongs to the event loop."""
+
+    fleet: Fleet
+    load: LoadTracker
+    now_s: Callable[[], float]
+    max_queued: int
+    max_prefill_tokens: int | None = None
+    """A worker with so many uncached tokens in flight has no room for more."""
+    max_requests: int | None = None
+    """So many requests the whole fleet is given at a time."""
+    rejections: Counter[str] = field(default_factory=Counter)
+    """By cause: `queue full`, `timeout`, `displaced`."""
+    on_wait: Callable[[float], None] = lambda _: None
+    """Is told of each wait that ended well, in seconds."""
+    _queues: dict[str | None, list[Place]] = field(default_factory=dict)
+    _num_arrived: int = 0
+    _mean_wait_s: float = 1.0
+    _is_due: bool = False
+    _retries: float = _MAX_RETRIES
+
+    def __post_init__(self) -> None:
+        self.fleet.on_room = self.load.on_freed = self.pump_soon
+
+    # Who has room.
+
+    @property
+    def _is_bounded(self) -> bool:
+        return bool(self.fleet.bounded) or self.max_prefill_tokens is not None or self.max_requests is not None
+
+    def has_room(self, worker: Worker) -> bool:
+        """Return whether the worker may be given one more request."""
+        bound, num_running = worker.capacity.max_requests, self.load.running_requests(worker.url)
+        if worker.capacity.paused_until_s > self.now_s() or (bound is not None and num_running >= bound):
+            return False
+        most = self.max_prefill_tokens
+        return most is None or num_running == 0 or self.load.prefill_tokens(worker.url) < most
+
+    def full(self, model: str | None, excluded: Collection[str]) -> frozenset[str]:
+        """Return who should not be given the request, of those who could; nobody where all are full."""
+        if not self._is_bounded:
+            return frozenset()
+        workers = self.fleet.routable(model, excluded)
+        full = frozenset(worker.url for worker in workers if not self.has_room(worker))
+        return full if len(full) < len(workers) else frozenset()
+
+    def would_wait(self, model: str | None) -> bool:
+        """Return whether a request for this model would stand in the queue now."""
+        return self._is_bounded and (model in self._queues or not self._has_room_for(model))
+
+    def pause(self, worker: Worker, retry_after: bytes | None) -> None:
+        """Spare a worker that said it is too busy, for as long as it asks for, within bounds."""
+        is_number = retry_after is not None and retry_after.isdigit() and len(retry_after) < 4
+        pause_s = min(float(retry_after or 0), MAX_RETRY_AFTER_S) if is_number else 1.0
+        worker.capacity.paused_until_s = self.now_s() + pause_s
+        self.fleet.bounded.add(worker.url)
+        asyncio.get_running_loop().call_later(pause_s, self.pump)
+
+    # Who waits.
+
+    def enter(self, waiter: Waiter, model: str | None, priority: int, timeout_s: float) -> Place | None:
+        """Return the request's place in the queue, or None if it may be sent at once.
+
+        Raises RequestError (429) if the queue is full of requests that are not less urgent.
+        """
+        if not self.would_wait(model):
+            return None
+        queue = self._queues.get(model, [])
+        self._num_arrived += 1
+        place = Place(priority, self._num_arrived, model, waiter, self.now_s())
+        if self.num_queued >= self.max_queued:
+            if not queue or not place < queue[-1]:
+                raise self._refusal("queue full", HTTPStatus.TOO_MANY_REQUESTS, "too many requests wait for a worker")
+            displaced = queue[-1]
+            self.leave(displaced)
+            text = "more urgent requests wait for a worker"
+            displaced.waiter.on_refused(self._refusal("displaced", HTTPStatus.TOO_MANY_REQUESTS, text))
+        place.timer = asyncio.get_running_loop().call_later(timeout_s, self._on_timeout, place, timeout_s)
+        insort(self._queues.setdefault(model, []), place)
+        return place
+
+    def leave(self, place: Place) -> None:
+        """Give the place up, as the client has left or a worker was found. Idempotent."""
+        if not place.is_left:
+            place.is_left = True
+            if place.timer is not None:
+                place.timer.cancel()
+            queue = self._queues[place.model]
+            queue.remove(place)
+            if not queue:
+                del self._queues[place.model]
+
+    def pump_soon(self) -> None:
+        """Look for room in the loop's next turn, if anybody waits: whatever gave room may not be done yet."""
+        if self._queues and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self.pump)
+
+    def pump(self) -> None:
+        """Send whom there is room for, the first first."""
+        self._is_due = False
+        for model, queue in list(self._queues.items()):
+            while queue and self._has_room_for(model):
+                place = queue[0]
+                self.leave(place)
+                wait_s = self.now_s() - place.since_s
+                self._mean_wait_s += (wait_s - self._mean_wait_s) / 16
+                self.on_wait(wait_s)
+                place.waiter.on_room()
+
+    @property
+    def num_queued(self) -> int:
+        """Return how many wait, for whatever model."""
+        return sum(map(len, self._queues.values()))
+
+    @property
+    def queued(self) -> dict[str | None, int]:
+        """Return how many wait, by model."""
+        return {model: len(queue) for model, queue in self._queues.items()}
+
+    def _has_room_for(self, model: str | None) -> bool:
+        if self.max_requests is not None and self.load.num_running >= self.max_requests:
+            return False
+        workers = self.fleet.routable(model)
+        return not workers or any(map(self.has_room, workers))  # where there is nobody, that is said by who chooses
+
+    def _on_timeout(self, place: Place, timeout_s: float) -> None:
+        self.leave(place)
+        text = f"no worker had room within {timeout_s:g} s"
+        place.waiter.on_refused(self._refusal("timeout", HTTPStatus.SERVICE_UNAVAILABLE, text))
+
+    def _refusal(self, cause: str, status: HTTPStatus, text: str) -> RequestError:
+        self.rejections[cause] += 1
+        retry_after_s = max(1, min(MAX_RETRY_AFTER_S, math.ceil(self._mean_wait_s)))
+        return RequestError(status, text, code=cause.replace(" ", "_"), retry_after_s=retry_after_s)
+
+    # Retries.
+
+    def may_retry(self) -> bool:
+        """Return whether one more request may be sent on to another worker, and count it."""
+        if self._retries < 1.0:
+            return False
+        self._retries -= 1.0
+        return True
+
+    def on_first_attempt(self) -> None:
+        """Count a request that is sent for the first time."""
+        self._retries = min(_MAX_RETRIES, self._retries + _RETRY_SHARE)
+
+
+def priority_of(fields: Fields, *, is_administrator: bool) -> int:
+    """Return how urgent a request says it is, lower first; a client may only worsen its own."""
+    priority = fields.get("priority")
+    if type(priority) is not int:
+        return 0
+    return priority if is_administrator else max(0, priority)
+
+
+def timeout_of(request: Request, longest_s: float) -> float:
+    """Return how long the request would wait; raises RequestError (400)."""
+    text = request.header(TIMEOUT_HEADER)
+    if text is None:
+        return longest_s
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s < math.inf:
+        name = TIMEOUT_HEADER.decode()
+        raise RequestError(
+            HTTPStatus.BAD_REQUEST, f"{name}: got {text!r:.100}, expected seconds, 0 or more", param=name
+        )
+    return min(timeout_s, longest_s)
+
+
+def without_priority(body: bytes, fields: Fields) -> bytes:
+    """Return the body without its priority, nearly always the very same object: vLLM refuses one it does not use."""
+    if "priority" not in fields:
+        return body
+    whole: dict[str, Any] = json.loads(body)
+    del whole["priority"]
+    return json.dumps(whole).encode()

@@ -1,0 +1,304 @@
+"""Requests beyond what workers take wait in order, are decided late, and are refused with a reason; nobody is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from kvist.router.fleet.capacity import Capacity, Report, read_report
+
+
+class Gated:
+    """A worker's answers, one for each `let`, in the order that the requests came."""
+
+    def __init__(self, http_bytes: Any) -> None:
+        self.http_bytes = http_bytes
+        self.gate = asyncio.Semaphore(0)
+
+    async def __call__(self, _: Any, writer: asyncio.StreamWriter) -> None:
+        await self.gate.acquire()
+        writer.write(self.http_bytes.response(self.http_bytes.completion()))
+
+    def let(self, num_answers: int = 1) -> None:
+        for _ in range(num_answers):
+            self.gate.release()
+
+
+@pytest.fixture
+def gated(http_bytes: Any) -> Gated:
+    return Gated(http_bytes)
+
+
+def prompts_of(worker: Any) -> list[str]:
+    return [json.loads(received.body)["prompt"] for received in worker.completions]
+
+
+def queued(front: Any) -> int:
+    return front.service._forwarder.admission.num_queued
+
+
+async def test_what_a_worker_has_no_room_for_waits_by_priority_then_arrival(worker, router, gated, until) -> None:
+    async with worker(answer=gated) as one, router(one.url, max_worker_requests=1) as front:
+        assert (await front.explain([1] * 16))["queued"] is False
+        asked = [asyncio.create_task(front.complete("first"))]
+        await until(lambda: len(one.completions) == 1)
+        assert (await front.explain([1] * 16))["queued"] is True
+        for prompt, priority in (("b", 0), ("late", 7), ("c", 0), ("urgent", -3), ("d", 0)):
+            asked.append(asyncio.create_task(front.complete(prompt, priority=priority)))
+            await until(lambda: queued(front) == len(asked) - 1)
+        assert (await front.metrics())['kvist_router_queued_requests{model="m"}'] == 5
+        for num_answered in range(1, 6):
+            gated.let()
+            await until(lambda num_answered=num_answered: len(one.completions) == num_answered + 1)
+        gated.let()
+        assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 6
+        assert prompts_of(one) == ["first", "urgent", "b", "c", "d", "late"]
+        assert all("priority" not in json.loads(received.body) for received in one.completions)
+        metrics = await front.metrics()
+        assert metrics["kvist_router_queue_seconds_count"] == 5
+
+
+async def test_a_client_may_only_worsen_its_own_priority(worker, router, gated, until) -> None:
+    async with (
+        worker(answer=gated) as one,
+        router(
+            one.url, max_worker_requests=1, api_key="k", admin_key="a", workers_use_priority=True, ready=False
+        ) as front,
+    ):
+        client, admin = {"authorization": "Bearer k"}, {"authorization": "Bearer a"}
+
+        async def ask(prompt: str, priority: int, headers: dict[str, str]) -> int:
+            body = {"model": "m", "prompt": prompt, "priority": priority}
+            return (await front.client.post("/v1/completions", json=body, headers=headers)).status_code
+
+        asked = [asyncio.create_task(ask("first", 0, client))]
+        await until(lambda: len(one.completions) == 1)
+        for prompt, priority, headers in (("b", 0, client), ("pushy", -9, client), ("admin", -9, admin)):
+            asked.append(asyncio.create_task(ask(prompt, priority, headers)))
+            await until(lambda: queued(front) == len(asked) - 1)
+        gated.let(4)
+        assert await asyncio.gather(*asked) == [200] * 4
+        assert prompts_of(one) == ["first", "admin", "b", "pushy"]
+        assert [json.loads(received.body)["priority"] for received in one.completions] == [0, -9, 0, -9]
+
+
+async def test_who_waits_too_long_or_finds_the_queue_full_is_told_when_to_come_back(
+    worker, router, gated, until
+) -> None:
+    async with (
+        worker(answer=gated) as one,
+        router(one.url, max_worker_requests=1, max_queued=2) as front,
+    ):
+        running = asyncio.create_task(front.complete("first"))
+        await until(lambda: len(one.completions) == 1)
+        body, headers = {"model": "m", "prompt": "x"}, {"x-kvist-queue-timeout": "0.01"}
+        answer = await front.client.post("/v1/completions", json=body, headers=headers)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "timeout"
+        assert int(answer.headers["retry-after"]) >= 1
+        waiting = [asyncio.create_task(front.complete("a")), asyncio.create_task(front.complete("b", priority=5))]
+        await until(lambda: queued(front) == 2)
+        refused = await front.complete("c", priority=5)
+        assert refused.status_code == 429
+        assert refused.json()["error"]["code"] == "queue_full"
+        assert int(refused.headers["retry-after"]) >= 1
+        waiting.append(asyncio.create_task(front.complete("d")))
+        displaced = await waiting[1]
+        assert (displaced.status_code, displaced.json()["error"]["code"]) == (429, "displaced")
+        answer = await front.client.post("/v1/completions", json=body, headers={"x-kvist-queue-timeout": "soon"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "x-kvist-queue-timeout")
+        gated.let(3)
+        assert [(await each).status_code for each in (running, waiting[0], waiting[2])] == [200] * 3
+        assert prompts_of(one) == ["first", "a", "d"]
+        rejections = {name: value for name, value in (await front.metrics()).items() if "rejections_total" in name}
+        assert rejections['kvist_router_rejections_total{cause="timeout"}'] == 1
+        assert rejections['kvist_router_rejections_total{cause="displaced"}'] == 1
+
+
+async def test_a_queued_request_whose_client_leaves_is_never_sent(worker, router, gated, until) -> None:
+    async with worker(answer=gated) as one, router(one.url, max_worker_requests=1) as front:
+        running = asyncio.create_task(front.complete("first"))
+        await until(lambda: len(one.completions) == 1)
+        leaving = asyncio.create_task(front.complete("never"))
+        await until(lambda: queued(front) == 1)
+        leaving.cancel()
+        await until(lambda: queued(front) == 0)
+        last = asyncio.create_task(front.complete("last"))
+        gated.let(2)
+        assert [(await each).status_code for each in (running, last)] == [200, 200]
+        assert prompts_of(one) == ["first", "last"]
+
+
+async def test_a_queued_request_is_decided_when_it_leaves_the_queue_with_caches_as_they_are_then(
+    worker, router, gated, until
+) -> None:
+    tokens = list(range(1, 65))
+    async with (
+        worker(answer=gated) as one,
+        worker(answer=gated) as two,
+        router(one.url, two.url, max_worker_requests=1, block_size=16) as front,
+    ):
+        running = [asyncio.create_task(front.complete([7] * 40)), asyncio.create_task(front.complete([8] * 40))]
+        await until(lambda: len(one.completions) == len(two.completions) == 1)
+        waiting = asyncio.create_task(front.complete(tokens))
+        await until(lambda: queued(front) == 1)
+        front.hold(two.url, tokens)  # while it waits
+        gated.let(3)
+        answers = await asyncio.gather(*running, waiting)
+        assert answers[2].headers["x-kvist-worker"] in (one.url, two.url)
+        overlap = int(answers[2].headers["x-kvist-overlap-tokens"])
+        assert overlap == (48 if answers[2].headers["x-kvist-worker"] == two.url else 0)
+
+
+async def test_a_worker_at_its_bound_is_passed_over_for_one_with_room(worker, router, gated, until) -> None:
+    tokens = list(range(1, 1025))
+    async with (
+        worker(answer=gated) as one,
+        worker() as two,
+        router(one.url, two.url, max_worker_requests=1, block_size=16) as front,
+    ):
+        front.hold(one.url, tokens)
+        running = asyncio.create_task(front.complete(tokens))
+        await until(lambda: len(one.completions) == 1)
+        assert (await front.complete(tokens)).headers["x-kvist-worker"] == two.url
+        gated.let()
+        assert (await running).status_code == 200
+
+
+async def test_the_fleet_as_a_whole_and_uncached_tokens_are_bounded_too(worker, router, gated, until) -> None:
+    for bound in ({"max_fleet_requests": 2}, {"max_worker_prefill_tokens": 150}):
+        async with worker(answer=gated) as one, router(one.url, block_size=16, **bound) as front:
+            asked = [asyncio.create_task(front.complete([idx] * 100)) for idx in range(1, 5)]
+            await until(lambda: len(one.completions) + queued(front) == 4)
+            assert len(one.completions) == 2
+            gated.let(4)
+            assert [(await each).status_code for each in asked] == [200] * 4
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_worker_that_is_too_busy_is_spared_for_as_long_as_it_asks(worker, router, http_bytes, status) -> None:
+    async def busy(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"{}", status=status, extra="retry-after: 30\r\n"))
+
+    async with worker(answer=busy) as one, worker() as two, router(one.url, two.url, policy="round-robin") as front:
+        for _ in range(8):
+            assert (await front.complete()).headers["x-kvist-worker"] == two.url
+        assert len(one.completions) == 1
+
+
+async def test_retries_are_budgeted_so_that_a_sick_fleet_is_not_made_sicker(worker, router, http_bytes) -> None:
+    async def fail(_: Any, writer: asyncio.StreamWriter) -> None:
+        writer.write(http_bytes.response(b"{}", status=502))
+
+    async with (
+        worker(answer=fail) as one,
+        worker(answer=fail) as two,
+        router(one.url, two.url, breaker_failures=100_000) as front,
+    ):
+        for _ in range(200):
+            assert (await front.complete()).status_code == 502
+        num_sent = len(one.completions) + len(two.completions)
+        assert 200 + 100 <= num_sent <= 200 + 100 + 200 * 0.2 + 1
+
+
+async def test_what_a_stopped_worker_has_not_begun_to_answer_goes_elsewhere_and_it_gets_no_more(
+    worker, router, until, monkeypatch
+) -> None:
+    """A stopped process: the kernel accepts connections for it, and nothing is ever said."""
+
+    async def hang(*_: Any) -> None:
+        one.health_gate.clear()
+        one.is_stopped = True
+        await asyncio.Event().wait()
+
+    class Stopping(worker):
+        is_stopped = False
+
+        async def _reply(self, received: Any, writer: asyncio.StreamWriter) -> None:
+            if self.is_stopped and received.target == "/metrics":
+                await asyncio.Event().wait()
+            await super()._reply(received, writer)
+
+    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    async with (
+        Stopping(answer=hang) as one,
+        worker() as two,
+        router(one.url, policy="round-robin", silence_timeout_s=0.2, health_timeout_s=60) as front,
+    ):
+        asked = [asyncio.create_task(front.complete(str(idx))) for idx in range(3)]
+        await until(lambda: len(one.completions) == 3)
+        assert (await front.client.post("/workers", json={"url": two.url})).status_code == 201
+        answers = await asyncio.gather(*asked)
+        assert [answer.headers["x-kvist-worker"] for answer in answers] == [two.url] * 3
+        assert (await front.workers())[one.url]["state"] == "unhealthy"
+        assert "said nothing" in (await front.workers())[one.url]["last_failure"]
+        assert (await front.complete()).headers["x-kvist-worker"] == two.url
+        assert len(one.completions) == 3
+
+
+async def test_a_worker_that_works_in_silence_and_answers_checks_is_left_alone(
+    worker, router, gated, until, monkeypatch
+) -> None:
+    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    async with worker(answer=gated) as one, worker() as two, router(one.url, silence_timeout_s=0.1) as front:
+        asked = asyncio.create_task(front.complete())
+        await until(lambda: sum(received.target == "/metrics" for received in one.received) >= 30)
+        assert (await front.client.post("/workers", json={"url": two.url})).status_code == 201
+        gated.let()
+        assert (await asked).headers["x-kvist-worker"] == one.url
+
+
+async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gated, until, monkeypatch) -> None:
+    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    page = 'vllm:num_requests_running{engine="0"} 8.0\nvllm:num_requests_waiting{engine="0"} 12.0\n'
+    async with worker(answer=gated) as one, router(one.url) as front:
+        asked = [asyncio.create_task(front.complete(str(idx))) for idx in range(20)]
+        await until(lambda: len(one.completions) == 20)
+        one.metrics = page
+
+        async def has_learnt() -> bool:
+            return (await front.workers())[one.url]["max_requests"] is not None
+
+        await front.until(has_learnt)
+        asked += [asyncio.create_task(front.complete(str(idx))) for idx in range(20, 30)]
+        await until(lambda: queued(front) == 10)
+        one.metrics = page.replace("12.0", "0.0")
+        gated.let(30)
+        assert [(await each).status_code for each in asked] == [200] * 30
+
+
+def test_reports_of_all_engines_are_read_and_other_pages_are_none() -> None:
+    vllm = b'# HELP x\nvllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_running{engine="1"} 4.0\n'
+    assert read_report(vllm + b'vllm:num_requests_waiting{engine="0"} 5.0\n') == Report(7, 5)
+    assert read_report(vllm + b'vllm:num_requests_waiting_by_reason{reason="x"} 5.0\n') == Report(7, 0)
+    assert read_report(b'sglang:num_running_reqs{model="m"} 2\nsglang:num_queue_reqs{model="m"} 1\n') == Report(2, 1)
+    assert read_report(b"kvist_engine_requests_running 1.0\nkvist_engine_requests_waiting 2e1\n") == Report(1, 20)
+    assert read_report(b"vllm:num_requests_running 1.2.3\n") is None
+    assert read_report(b"process_start_time_seconds 1.0\n") is None
+
+
+def test_a_bound_never_starves_the_batch_and_grows_back() -> None:
+    """A worker that runs at most `size` requests, whatever it is given, always has as many as it can run."""
+    for size in (1, 16, 256):
+        capacity, num_wanted = Capacity(), 1000
+        for _ in range(40):
+            num_in_flight = min(num_wanted, capacity.max_requests or num_wanted)
+            capacity.learn(Report(min(size, num_in_flight), max(0, num_in_flight - size)), num_in_flight)
+        assert capacity.max_requests is not None
+        assert size < capacity.max_requests <= size + max(4, size // 8) * 3
+        for _ in range(40):  # its requests have become smaller: it takes all
+            num_in_flight = min(num_wanted, capacity.max_requests)
+            capacity.learn(Report(num_in_flight, 0), num_in_flight)
+        assert capacity.max_requests >= num_wanted
+
+
+def test_routers_share_what_is_too_much() -> None:
+    capacity = Capacity()
+    capacity.learn(Report(100, 112), num_in_flight=53)
+    assert capacity.max_requests == 53 - 25
+    capacity = Capacity(fixed_requests=5)
+    capacity.learn(Report(100, 112), num_in_flight=53)
+    assert capacity.max_requests == 5
