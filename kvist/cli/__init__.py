@@ -31,22 +31,22 @@ _EXTRA_OF_MODULE = {name: extra for extra, names in _MODULES_OF_EXTRA.items() fo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 the arguments are wrong or an extra is missing."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="kvist", description="Prefix-aware routing for fleets of LLM engines.")
+    anywhere = argparse.ArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    levels = ("debug", "info", "warning", "error")
+    anywhere.add_argument("--log-level", choices=levels, help="what goes to stderr (default: info)")
+    description = "Prefix-aware routing for fleets of LLM engines."
+    parser = argparse.ArgumentParser(prog="kvist", description=description, parents=[anywhere])
     parser.add_argument("--version", action="version", version=f"kvist {__version__}")
-    parser.add_argument(
-        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what goes to stderr"
-    )
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     named = [word for word in argv if word in COMMANDS][:1]
     for name in named or COMMANDS:  # the named command alone is imported; all of them only to list them
         module = importlib.import_module(f"kvist.cli.{name}")
-        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP)
+        subparser = subparsers.add_parser(name, help=module.HELP, description=module.HELP, parents=[anywhere])
         module.add_arguments(subparser)
         subparser.set_defaults(run=module.run)
     args = parser.parse_args(argv)
-    logging.basicConfig(
-        level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    level, line = getattr(args, "log_level", "info").upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=level, format=line, stream=sys.stderr)
     try:
         return int(args.run(args))
     except ModuleNotFoundError as error:

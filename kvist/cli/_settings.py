@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from kvist.errors import InvalidValueError
@@ -16,15 +17,23 @@ T = TypeVar("T")
 _PLACES = "; env:NAME or file:PATH says where it is"
 
 
-def add_settings(parser: argparse.ArgumentParser, kind: type, special: Mapping[str, Mapping[str, Any]]) -> None:
+def add_settings(
+    parser: argparse.ArgumentParser,
+    kind: type,
+    special: Mapping[str, Mapping[str, Any]],
+    groups: Mapping[str, str] = MappingProxyType({}),
+) -> None:
     """Declare a flag for each key of the configuration `kind`; `special` has what argparse is told beside for a key.
 
     A `flag` there replaces the key's name. Keys that are tuples take several values; those that are mappings are for
-    the file alone, if nothing is said of them there.
+    the file alone, if nothing is said of them there. `groups` has titles for the help, which hold from a key on.
     """
     parser.add_argument("--config", type=Path, help="TOML file with the same keys (underscores for dashes); flags win")
     hints, secrets = get_type_hints(kind), secret_names(kind)
+    titled = {title: parser.add_argument_group(title) for title in dict.fromkeys(groups.values())}
+    group: argparse._ActionsContainer = parser
     for name, text in option_help(kind).items():
+        group = titled[groups[name]] if name in groups else group
         if get_origin(hints[name]) is dict and name not in special:
             continue
         default = kind.__dataclass_fields__[name].default  # type: ignore[attr-defined]
@@ -39,7 +48,7 @@ def add_settings(parser: argparse.ArgumentParser, kind: type, special: Mapping[s
         if get_origin(hints[name]) is tuple and name not in special:
             options["nargs"] = "+"
         options |= special.get(name, {})
-        parser.add_argument(options.pop("flag", "--" + name.replace("_", "-")), dest=name, **options)
+        group.add_argument(options.pop("flag", "--" + name.replace("_", "-")), dest=name, **options)
 
 
 def read_config(args: argparse.Namespace, kind: type[T], read: Mapping[str, Callable[[Any], Any]]) -> T:

@@ -16,12 +16,27 @@ from kvist.router.config import RouterConfig
 HELP = "route OpenAI requests to the worker that holds their prefix"
 
 _EVENT_SOURCES = "kv_event_sources"
+_GROUPS = {
+    "worker_urls": "workers",
+    "max_local_prefill_tokens": "routing",
+    "kv_event_sources": "workers",
+    "policy": "routing",
+    "block_size": "what workers hold",
+    "host": "listening",
+    "tls_certificate": "security",
+    "max_body_bytes": "listening",
+    "max_attempts": "routing",
+    "health_interval_s": "health of workers",
+    "max_worker_requests": "admission",
+    "connect_timeout_s": "timeouts",
+}
+"""Titles of the help, from these keys on."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
     sources = {"flag": "--kv-event-source", "action": "append", "metavar": "URL=ENDPOINT"}
-    add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources})
+    add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources}, _GROUPS)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ ambiguous gets from one side to the other; each wait, buffer and count is a fiel
 
 from kvist.http.asgi import serve_asgi
 from kvist.http.connection import Handler, Producer, QuickEndpoint
+from kvist.http.deadline import Deadline
 from kvist.http.errors import (
     ClientDisconnectedError,
     ConnectError,
@@ -27,6 +28,7 @@ __all__ = [
     "Answer",
     "ClientDisconnectedError",
     "ConnectError",
+    "Deadline",
     "Exchange",
     "Handler",
     "Headers",

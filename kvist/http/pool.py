@@ -173,6 +173,11 @@ class UpstreamPool:
             self._num_stale,
         )
 
+    @property
+    def clock(self) -> LoopClock:
+        """Return what workers' timeouts are measured by, inside the context."""
+        return self._clock
+
     async def __aenter__(self) -> Self:
         self._clock = LoopClock(asyncio.get_running_loop())
         self._clock.__enter__()

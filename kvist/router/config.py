@@ -11,7 +11,7 @@ from msgspec import Meta
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
-from kvist.http import Headers
+from kvist.http import Headers, UpstreamLimits
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
@@ -32,6 +32,8 @@ DEFAULT_EXPECTED_CACHE_TOKENS = 400_000
 """What an 8B model leaves room for on a GPU of 80 GB. Taken to have twice to eight times what they have, simulated
 workers find up to 7 points more of their prompts cached than with events, and 13 less of conversations that outgrow the
 cache; with a half up to 13 less, with a quarter up to 28 (benchmarks/bench_expected.py, 2026-11-22)."""
+
+_UPSTREAM = UpstreamLimits()
 
 TRANSFER_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
@@ -105,6 +107,16 @@ class RouterConfig:
         str | None, Meta(description="PEM file to serve HTTPS with, the certificate first, then its chain")
     ] = None
     tls_key: Annotated[str | None, Meta(description="PEM file of the certificate's private key")] = None
+    client_ca: Annotated[
+        str | None, Meta(description="PEM file of who signs clients' certificates: those without one are refused")
+    ] = None
+    worker_ca: Annotated[
+        str | None, Meta(description="PEM file of who signs certificates of workers with https; else the system says")
+    ] = None
+    worker_certificate: Annotated[
+        str | None, Meta(description="PEM file of the certificate that such workers are shown, then its chain")
+    ] = None
+    worker_key: Annotated[str | None, Meta(description="PEM file of that certificate's private key")] = None
     api_key: Annotated[Secret | None, Meta(description="bearer key that clients must send")] = field(
         default=None, repr=False
     )
@@ -187,6 +199,19 @@ class RouterConfig:
     workers_use_priority: Annotated[
         bool, Meta(description="workers schedule by a request's priority: it is left in the body")
     ] = False
+    connect_timeout_s: Annotated[
+        float, Meta(gt=0, description="time that a connection to a worker may take to open")
+    ] = _UPSTREAM.connect_timeout_s
+    first_byte_timeout_s: Annotated[
+        float, Meta(gt=0, description="time from a request to a worker to the first byte of its answer")
+    ] = _UPSTREAM.first_byte_timeout_s
+    idle_timeout_s: Annotated[float, Meta(gt=0, description="time between two pieces of a worker's answer")] = (
+        _UPSTREAM.idle_timeout_s
+    )
+    request_timeout_s: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="time for a whole request, all attempts and its answer included; without it, no bound"),
+    ] = None
     drain_timeout_s: Annotated[float, Meta(gt=0, description="time a removed worker's requests may go on")] = 300.0
     drain_delay_s: Annotated[
         float, Meta(ge=0, description="at SIGTERM, time for which /readiness fails before connections are refused")
@@ -216,9 +241,12 @@ class RouterConfig:
 
     def _check_rest(self) -> None:
         check_networks("allowed_event_networks", self.allowed_event_networks)
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            missing = "tls_key" if self.tls_key is None else "tls_certificate"
-            raise InvalidValueError(missing, None, "a PEM file, as certificate and key go together")
+        for names in (("tls_certificate", "tls_key"), ("worker_certificate", "worker_key")):
+            missing = [name for name in names if getattr(self, name) is None]
+            if len(missing) == 1:
+                raise InvalidValueError(missing[0], None, "a PEM file, as certificate and key go together")
+        if self.client_ca is not None and self.tls_certificate is None:
+            raise InvalidValueError("client_ca", self.client_ca, "none without tls_certificate")
         if self.otlp_traces_endpoint is not None:
             check_traces_endpoint(self.otlp_traces_endpoint)
         if self.state_dir is not None and self.policy != "kv":

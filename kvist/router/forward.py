@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from kvist.http import (
     ClientDisconnectedError,
+    Deadline,
     Headers,
     Request,
     Responder,
@@ -128,6 +129,7 @@ class Forwarding:
     was_moved: bool = False
     place: Place | None = None
     attempt: PrefillAttempt | AnswerAttempt | None = None
+    _deadline: Deadline | None = None
     _reading: asyncio.Task[Ask] | None = None
     _reading_step: Span = NO_SPAN
     _waiting_step: Span = NO_SPAN
@@ -177,7 +179,13 @@ class Forwarding:
     # Read and match.
 
     def start(self) -> None:
-        """Read the prompt."""
+        """Read the prompt; the time for the whole request runs from now on, if there is a bound."""
+        timeout_s = self.router.config.request_timeout_s
+        if timeout_s is not None:
+            message = f"the request was not answered within {timeout_s:g} s"
+            error = RequestError(HTTPStatus.GATEWAY_TIMEOUT, message, code="request_timeout")
+            self._deadline = Deadline(self.router.pool.clock, lambda _: self._break_off(error))
+            self._deadline.set("request", timeout_s)
         self._reading_step = self.trace.step("read")
         reader, path, body = self.router.reader, self.request.path, self.request.body
         try:
@@ -381,6 +389,8 @@ class Forwarding:
     def end(self, error: Exception | None = None) -> None:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
         self.attempt = None
+        if self._deadline is not None:
+            self._deadline.close()
         self._release()
         self.trace.end(error)
 

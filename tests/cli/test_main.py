@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -34,6 +35,18 @@ def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFix
         main([command, "--help"])
     assert ended.value.code == 0
     assert f"usage: kvist {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_log_level_stands_before_or_behind_each_command(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[str] = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **options: levels.append(options["level"]))
+    monkeypatch.setattr(f"kvist.cli.{command}.run", lambda _: 0)
+    monkeypatch.setattr(f"kvist.cli.{command}.add_arguments", lambda _: None)
+    for argv in ([command], ["--log-level", "error", command], [command, "--log-level", "error"]):
+        assert main(argv) == 0
+    assert main(["--log-level", "error", command, "--log-level", "debug"]) == 0
+    assert levels == ["INFO", "ERROR", "ERROR", "DEBUG"]
 
 
 @needs_torch

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,20 @@ def test_help_says_where_keys_may_be(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["route", "--help"])
     assert capsys.readouterr().out.count("env:NAME or") == 3
+
+
+def test_help_is_in_groups_and_every_key_of_the_file_but_mappings_is_a_flag(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["route", "--help"])
+    _, *groups = re.split(r"\n(?=[a-z][a-z ]+:\n)", capsys.readouterr().out)
+    flags = {group.partition(":")[0]: set(re.findall(r"\n  --(\S+?)[ ,\n]", group)) for group in groups}
+    assert flags.pop("options") == {"log-level", "config"}
+    assert {"connect-timeout-s", "first-byte-timeout-s", "idle-timeout-s", "request-timeout-s"} <= flags["timeouts"]
+    assert {"worker-urls", "kv-event-source"} <= flags["workers"]
+    assert {"policy", "temperature"} <= flags["routing"]
+    assert {"api-key", "client-ca", "worker-ca", "tls-key"} <= flags["security"]
+    keys = {field.name.replace("_", "-") for field in fields(RouterConfig)} - {"worker-api-keys", "kv-event-sources"}
+    assert set().union(*flags.values()) == keys | {"kv-event-source"}
 
 
 def test_a_value_out_of_range_is_an_error() -> None:

@@ -38,6 +38,7 @@ from kvist.http import (
     Request,
     Responder,
     UpstreamError,
+    UpstreamLimits,
     UpstreamPool,
     default_max_connections,
     serve_asgi,
@@ -137,7 +138,7 @@ class RouterService:
             await exits.enter_async_context(index)
         self._index = index
         load = LoadTracker(config.recent_half_life_s)
-        pool = self._pool = await exits.enter_async_context(UpstreamPool())
+        pool = self._pool = await exits.enter_async_context(_worker_pool(config))
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
         policies = (config.make_policy(), config.make_decode_policy())
         routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
@@ -186,7 +187,7 @@ class RouterService:
             max_body_bytes=config.max_body_bytes,
             close_timeout_s=config.shutdown_timeout_s,
         )
-        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_tls_context(config))
+        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_door_tls(config))
         self._server = await exits.enter_async_context(server)
         exits.push_async_exit(self._drain)
         logger.info("router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, now_s() - self._started_s)
@@ -294,12 +295,42 @@ async def _load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
     return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))
 
 
-def _tls_context(config: RouterConfig) -> ssl.SSLContext | None:
-    if config.tls_certificate is None or config.tls_key is None:
+def _door_tls(config: RouterConfig) -> ssl.SSLContext | None:
+    """Return what clients are met with, None for plain HTTP."""
+    if config.tls_certificate is None:
         return None
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context = _tls_context(config, ssl.Purpose.CLIENT_AUTH, "client_ca", "tls_certificate", "tls_key")
+    if config.client_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def _worker_pool(config: RouterConfig) -> UpstreamPool:
+    limits = UpstreamLimits(
+        connect_timeout_s=config.connect_timeout_s,
+        first_byte_timeout_s=config.first_byte_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+    )
+    context = None
+    if config.worker_ca is not None or config.worker_certificate is not None:
+        names = ("worker_ca", "worker_certificate", "worker_key")
+        context = _tls_context(config, ssl.Purpose.SERVER_AUTH, *names)
+    return UpstreamPool(limits, tls=context)
+
+
+def _tls_context(
+    config: RouterConfig, purpose: ssl.Purpose, authority: str, certificate: str, key: str
+) -> ssl.SSLContext:
+    """Return a context made of the files in these fields; raises InvalidValueError that names the one it cannot read.
+
+    Without an authority the system says which servers are trusted, and clients need not be.
+    """
+    field = authority
     try:
-        context.load_cert_chain(config.tls_certificate, config.tls_key)
+        context = ssl.create_default_context(purpose, cafile=getattr(config, authority))
+        field = certificate
+        if getattr(config, certificate) is not None:
+            context.load_cert_chain(getattr(config, certificate), getattr(config, key))
     except OSError as error:  # ssl.SSLError is one
-        raise InvalidValueError("tls_certificate", config.tls_certificate, f"readable PEM files ({error})") from None
+        raise InvalidValueError(field, getattr(config, field), f"readable PEM files ({error})") from None
     return context

@@ -147,7 +147,8 @@ def test_clients_reach_inference_and_nothing_else() -> None:
 async def test_the_plain_path_is_what_a_worker_gets(worker, router) -> None:
     async with worker() as one, router(one.url) as front:
         assert (await send(front, "//v1/x/..//%63ompletions?a=%2F", b'{"prompt": "x"}'))[0] == 200
-        assert [received.target for received in one.completions] == ["/v1/completions?a=%2F"]
+        assert (await send(front, "/v1/completions/?b", b'{"prompt": "x"}'))[0] == 200
+        assert [received.target for received in one.completions] == ["/v1/completions?a=%2F", "/v1/completions?b"]
 
 
 async def test_the_rest_of_a_worker_is_for_administrators_and_for_one_worker(worker, router) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from kvist.errors import InvalidValueError
+from kvist.http import HttpServer, Request, Responder
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
 
@@ -29,15 +31,51 @@ async def test_clients_are_served_over_https(worker, certificate) -> None:
             assert (await client.get(service.url + "/health")).status_code == 200
 
 
+async def test_both_doors_can_ask_for_certificates(certificate) -> None:
+    chain, authority = str(certificate.chain), str(certificate.authority)
+    trust = ssl.create_default_context(cafile=authority)
+    door = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority)
+    door.load_cert_chain(chain)
+    door.verify_mode = ssl.CERT_REQUIRED
+
+    async def answer(request: Request, responder: Responder) -> None:
+        body = b'{"data": [{"id": "m", "object": "model"}]}' if request.path == "/v1/models" else b"{}"
+        await responder.send_response(404 if request.path == "/server_info" else 200, [], body)
+
+    async with HttpServer(answer, tls=door) as worker:
+        url = f"https://127.0.0.1:{worker.port}"
+        files = {"tls_certificate": chain, "tls_key": chain, "client_ca": authority, "worker_ca": authority}
+        config = RouterConfig(worker_urls=(url,), port=0, policy="random", **files)
+        both = replace(config, worker_certificate=chain, worker_key=chain)
+        async with RouterService(both) as service, httpx.AsyncClient(verify=trust, trust_env=False) as stranger:
+            with pytest.raises(httpx.TransportError):
+                await stranger.get(service.url + "/health")
+            trust.load_cert_chain(chain)
+            async with httpx.AsyncClient(verify=trust, trust_env=False, timeout=60) as client:
+                for _ in range(2):
+                    asked = {"model": "m", "prompt": "x"}
+                    assert (await client.post(service.url + "/v1/completions", json=asked)).status_code == 200
+        async with (
+            RouterService(config) as service,
+            httpx.AsyncClient(verify=trust, trust_env=False, timeout=60) as client,
+        ):
+            assert (await client.get(service.url + "/readiness")).status_code == 503
+
+
 @pytest.mark.parametrize("content", [None, b"no certificate"])
-async def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "cert.pem"
+async def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, certificate, content: bytes | None) -> None:
+    path, chain = str(tmp_path / "cert.pem"), str(certificate.chain)
     if content is not None:
-        path.write_bytes(content)
-    config = RouterConfig(port=0, policy="random", tls_certificate=str(path), tls_key=str(path))
-    with pytest.raises(InvalidValueError, match="tls_certificate"):
-        async with RouterService(config):
-            pass
+        (tmp_path / "cert.pem").write_bytes(content)
+    for names in (
+        {"tls_certificate": path, "tls_key": path},
+        {"client_ca": path, "tls_certificate": chain, "tls_key": chain},
+        {"worker_certificate": path, "worker_key": path},
+        {"worker_ca": path},
+    ):
+        with pytest.raises(InvalidValueError, match=next(iter(names))):
+            async with RouterService(RouterConfig(port=0, policy="random", **names)):
+                pass
 
 
 async def test_the_end_waits_for_running_requests(worker, router, http_bytes, until) -> None:
