@@ -11,8 +11,8 @@ from kvist.http.deadline import LoopClock
 from kvist.http.limits import HttpLimits
 from kvist.http.request import Request
 
-_BACKLOG = 1024
-"""Connections that the system holds until they are accepted."""
+_BACKLOG = 1 << 16
+"""Connections that the system holds until they are accepted, as many as it may (`net.core.somaxconn`)."""
 _ACCEPTED_AT_ONCE = 32
 """In one turn of the loop; and asyncio logs as many lines a second while there are no descriptors left."""
 
