@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from kvist.events import EngineCleared, EngineEvent, EngineStored, Event, WorkerRank
+from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
@@ -19,7 +18,7 @@ from kvist.publisher.engine_feed import EngineFeed
 
 if TYPE_CHECKING:
     from kvist.indexer.engine_lane import EngineRank, Taken
-    from kvist.indexer.engine_map import Names
+    from kvist.indexer.residency import Names
     from kvist.radix import RadixIndex
 
 _JOINED_STEPS = 256
@@ -107,13 +106,13 @@ class EngineFollower:
             session.state is SourceState.RESYNCING or session.is_unproven or not is_caught_up,
             tuple(restarts.remembered()),
             tuple(
-                EngineRankProgress.of(
+                EngineRankProgress(
                     number,
                     rank.filter.state,
-                    is_whole=number in self._whole and not rank.is_keeping and rank.residency.is_told_by_names,
-                    copies=rank.residency.told_copies(),
-                    others=rank.others.rules,
-                    is_offloading=rank.is_offloading,
+                    number in self._whole and not rank.is_keeping and rank.residency.is_told_by_names,
+                    rank.residency.told_copies(),
+                    dict(rank.others.rules),
+                    rank.is_offloading,
                 )
                 for number, rank in self._ranks.items()
             ),
@@ -126,7 +125,7 @@ class EngineFollower:
             self._feed.on_reconnect(now_s)
         for each in progress.ranks:
             rank = self._rank(each.rank)
-            rank.resume(each.filter_state, dict(each.other_groups), each.copies)
+            rank.resume(each.filter, each.other_groups, each.copies)
             rank.is_offloading = each.is_offloading
             if each.is_whole:
                 self._whole.add(each.rank)
@@ -135,7 +134,7 @@ class EngineFollower:
     def names(self) -> Iterator[tuple[int, Names]]:
         """Yield, by rank, what the engine's hashes name in the index, some at a time."""
         for number, rank in [*self._ranks.items()]:
-            for names in rank.residency.names():
+            for names in rank.residency.told_names():
                 yield number, names
 
     def resume_names(self, rank: int, names: Names) -> None:
@@ -287,11 +286,6 @@ class EngineFollower:
     def _rank(self, number: int) -> EngineRank:
         rank = self._ranks.get(number)
         if rank is None:
-            source = WorkerRank(self._worker, number)
-            rank = self._lane.add_rank(source, partial(self._apply, source), self._num_ahead)
+            rank = self._lane.add_rank(WorkerRank(self._worker, number), self._num_ahead)
             self._note_counting()
         return rank
-
-    def _apply(self, source: WorkerRank, events: Iterable[Event]) -> None:
-        result = self._index.apply(source, events)
-        self._counters.num_refused_events += result.num_parent_not_found + result.num_invalid

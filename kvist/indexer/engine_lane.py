@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from kvist.events import EngineEvent, EngineRemoved, EngineStored, Event, Tier, WorkerRank
+from kvist.events import EngineEvent, EngineRemoved, EngineStored, Tier, WorkerRank
 from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.engine_events import FULL, STATE, UNKNOWN, UnsizedWindow
 from kvist.events.restarts import RestartDetector
@@ -16,6 +16,7 @@ from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
 from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages
+from kvist.indexer.compiled.engine_blocks import MAX_ROWS
 from kvist.indexer.compiled.names import FIELDS
 from kvist.indexer.residency import EngineResidency
 from kvist.publisher.filter import FilterState, WindowFilter
@@ -30,7 +31,7 @@ _SCRATCH_BYTES = 1 << 15
 """Messages up to this size have room from the beginning; its memory is used as far as messages need it."""
 _MAX_SCRATCH_BYTES = 1 << 20
 """What a larger message needed is given back after the block it was in."""
-_NO_MAP = (np.zeros(1, HEAD), np.zeros(0, SEGMENT)) * 2
+_NO_TABLE: tuple[Records, Records] = (np.zeros(1, HEAD), np.zeros(0, SEGMENT))
 
 
 class Taken(NamedTuple):
@@ -53,22 +54,15 @@ class Taken(NamedTuple):
 class EngineRank:
     """Filters and normalises a rank's events, and lets compiled code know how it would go about others like them."""
 
-    def __init__(
-        self,
-        source: WorkerRank,
-        block_size: int,
-        index: RadixIndex,
-        apply: Callable[[Iterable[Event]], None],
-        num_ahead: int = 0,
-    ) -> None:
-        """Hold blocks of `source` in `index`, which `apply` applies events of it to; hits need `num_ahead` more."""
+    def __init__(self, source: WorkerRank, block_size: int, index: RadixIndex, num_ahead: int = 0) -> None:
+        """Hold blocks of `source` in `index`; hits need `num_ahead` more."""
         self._num_ahead = num_ahead
         self._source = source
         self._block_size = block_size
-        self._residency = EngineResidency(index, source, apply)
+        self.residency = EngineResidency(index, source)
+        """What the rank holds, and under which names."""
         self.is_keeping = False
         """Whether it may have kept blocks beside the GPU when it dropped all on it."""
-        self.verdicts = Verdicts(source.rank)
         self._begin()
 
     def admit(self, event: EngineEvent) -> None:
@@ -77,24 +71,24 @@ class EngineRank:
         before = self._filter.state, self._splitter.rules
         passes, group = self._splitter.admit(event, self._normaliser.normalise)
         if before != (self._filter.state, self._splitter.rules):
-            self.verdicts.clear(self._splitter.rules[1:])
+            self._forget_verdicts()
         elif isinstance(event, EngineStored | EngineRemoved) and (passes or self.others.is_expressible):
-            self.verdicts.add(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
+            self._note_verdict(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
 
     def clear(self) -> None:
         """Forget what the rank holds and how its groups differ: it restarted, or events were lost."""
-        self._residency.clear()
+        self.residency.clear()
         self.is_keeping = False
         self._begin()
 
     @property
     def is_offloading(self) -> bool:
         """Return whether it ever stored anything beside the GPU."""
-        return bool(self.verdicts.record["is_offloading"][0])
+        return bool(self.residency.record["is_offloading"][0])
 
     @is_offloading.setter
     def is_offloading(self, is_offloading: bool) -> None:
-        self.verdicts.record["is_offloading"] = is_offloading
+        self.residency.record["is_offloading"] = is_offloading
 
     @property
     def others(self) -> OtherGroups:
@@ -104,65 +98,35 @@ class EngineRank:
     @property
     def is_short(self) -> bool:
         """Return whether hits need what is not accounted for."""
-        return self.is_keeping or not (self.others.is_expressible and self._residency.copies.has_room)
+        return self.is_keeping or not self.others.is_expressible or len(self.residency.counts) >= MAX_ROWS
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
         """Go on with groups as they were."""
-        self._residency.resume_copies(copies)
+        self.residency.resume_copies(copies)
         self._splitter.resume(state, others)
-        self.verdicts.clear(self._splitter.rules[1:])
-
-    @property
-    def residency(self) -> EngineResidency:
-        """Return what the rank holds, and under which names."""
-        return self._residency
+        self._forget_verdicts()
 
     @property
     def filter(self) -> WindowFilter:
         """Return what tells the rank's groups apart."""
         return self._filter
 
-    def settle(self) -> tuple[Records, Records, Records, Records]:
-        """Let compiled code know where the rank's blocks are now; return the map of their names, and their copies."""
-        self.verdicts.record["slot"] = self._residency.slot
-        self.verdicts.record["companion"] = self._residency.companion_slot
-        names, copies = self._residency.map, self._residency.copies
-        return names.head, names.segments, copies.head, copies.segments
-
-    def tidy(self) -> None:
-        """Give back some of the memory that is not needed any more; call it now and then."""
-        self._residency.map.tidy()
-        self._residency.copies.tidy()
-
     def _begin(self) -> None:
         self._filter = WindowFilter(self._source.rank)
-        self._splitter = GroupSplitter(self._filter, self._block_size, self._residency, self._num_ahead)
-        self.verdicts.clear([])
+        self._splitter = GroupSplitter(self._filter, self._block_size, self.residency, self._num_ahead)
+        self._forget_verdicts()
         # Partial blocks are never published, so nothing here depends on whether they are remembered.
         self._normaliser = Normaliser(
-            self._block_size, rank=self._source.rank, max_partial_blocks=1, holdings=self._residency
+            self._block_size, rank=self._source.rank, max_partial_blocks=1, holdings=self.residency
         )
 
+    def _forget_verdicts(self) -> None:
+        """Forget how events fare: the filter has changed, or which other groups there are."""
+        self.residency.record["num_verdicts"] = 0
 
-class Verdicts:
-    """What compiled code knows of a rank: its slot, and how events fare with its filter as it is."""
-
-    def __init__(self, number: int) -> None:
-        self.record: Records = np.zeros(1, layout.RANK)
-        self.record["number"] = number
-
-    def clear(self, others: Sequence[GroupRule]) -> None:
-        """Forget all verdicts: the filter has changed, or which other groups there are."""
-        kinds = [*dict.fromkeys(others)]
-        record = self.record[0]
-        record["num_verdicts"] = 0
-        record["num_groups"], record["num_kinds"] = len(others), len(kinds)
-        record["kinds"][: len(others)] = [kinds.index(rule) for rule in others]
-        record["believed"][: len(others)] = [rule.num_needed for rule in others]
-
-    def add(self, event: EngineStored | EngineRemoved, verdict: int) -> None:
+    def _note_verdict(self, event: EngineStored | EngineRemoved, verdict: int) -> None:
         """Let every event fare like this one that has its type, group and window."""
-        key, record = _verdict_key(event), self.record[0]
+        key, record = _verdict_key(event), self.residency.record[0]
         num_verdicts = int(record["num_verdicts"])
         if key is None or key in record["keys"][:num_verdicts]:
             return
@@ -209,9 +173,9 @@ class EngineLane:
         """Return each rank so far."""
         return self._ranks
 
-    def add_rank(self, source: WorkerRank, apply: Callable[[Iterable[Event]], None], num_ahead: int = 0) -> EngineRank:
+    def add_rank(self, source: WorkerRank, num_ahead: int = 0) -> EngineRank:
         """Return a rank that takes single events and shares all that it knows with the lane."""
-        rank = EngineRank(source, self._block_size, self._index, apply, num_ahead)
+        rank = EngineRank(source, self._block_size, self._index, num_ahead)
         self._ranks[source.rank] = rank
         return rank
 
@@ -227,7 +191,7 @@ class EngineLane:
     def tidy(self) -> None:
         """Give back some of the memory that is not needed any more; call it now and then."""
         for rank in self._ranks.values():
-            rank.tidy()
+            rank.residency.tidy()
 
     def skip(self) -> int:
         """Stand behind the message that it stands before, which was taken in another way; return the one it is at."""
@@ -237,12 +201,11 @@ class EngineLane:
         """Take messages, for a sixth of a millisecond, as long as they are ordinary and in sequence."""
         index, stream, rank = self._index, self._stream, self._ranks.get(self._rank_number)
         stream["has_block_size"] = has_our_block_size
-        stream["counts_copies"] = rank is not None and rank.residency.counts_copies
-        names, verdicts = (_NO_MAP, self._nobody) if rank is None else (rank.settle(), rank.verdicts.record)
-        held = index.core, index.segments, *names
+        nobody = index.core, index.segments, *_NO_TABLE, *_NO_TABLE, self._nobody
+        held = nobody if rank is None else rank.residency.settle()
         messages = self._data, self._block.table, next_sequence, _MAX_BYTES
         with index.writing:
-            reason = take_messages(*held, self._streams, verdicts, *messages, *self._scratch, *self._fingerprints)
+            reason = take_messages(held, self._streams, *messages, *self._scratch, *self._fingerprints)
         part = self._unusual_events() if reason == layout.SOME_EVENTS else None
         self._help_out(reason)
         index.keep_to_cap()
@@ -259,17 +222,13 @@ class EngineLane:
 
     def _help_out(self, reason: int) -> None:
         """Provide what compiled code needs before it can go on, if anything."""
-        if reason == layout.INDEX_NEEDS_HELP:
-            self._index.make_room()
-        elif reason == layout.MAP_NEEDS_HELP:
-            self._ranks[self._rank_number].residency.map.help_out()
-        elif reason == layout.COPIES_NEED_HELP:
-            self._ranks[self._rank_number].residency.copies.help_out()
-        elif reason == layout.TOO_LARGE:
+        if reason == layout.TOO_LARGE:
             self._make_room(int(self._block.table[self._stream["message_idx"], PAYLOAD_BYTES]))
         elif reason == layout.OTHER_RANK:
             self._rank_number = int(self._stream["checked_rank"])
             self._nobody["number"], self._nobody["slot"] = self._rank_number, -1
+        elif self._rank_number in self._ranks:
+            self._ranks[self._rank_number].residency.help_out(reason)
 
     def _note_fingerprints(self, restarts: RestartDetector | None) -> None:
         """Have fingerprints written into a ring."""

@@ -1,71 +1,151 @@
-"""What one rank of an engine holds: nearly all of it is in the index already, and only its names are kept beside it.
-
-A *regular* block is held under one engine hash, which names nothing else: a compiled map leads from the hash to the
-block's row, and the row says in which tiers. What is not regular lives in a `Residency`: blocks of an adapter or with a
-salt, blocks with several engine hashes, hashes that name several blocks. In the map their hashes are only marked.
-"""
+"""What one rank of an engine holds: its blocks are in the index already, and its names for them are kept beside it."""
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import secrets
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvist.events import Event, Removed, Stored, Tier, WorkerRank
+from kvist.events import Removed, Tier, WorkerRank
 from kvist.events.dialects.batch import fold_hash
 from kvist.events.engine_events import EngineHash
 from kvist.events.types import GroupRule
-from kvist.indexer.engine_map import COPY, GROUPS, CopyCounts, EngineMap, Names
-from kvist.publisher.groups import GroupAccount
+from kvist.indexer.compiled import engine_blocks as compiled
+from kvist.indexer.compiled import engine_layout as layout
+from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, PLACE_BITS, Arrays
 from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
-from kvist.publisher.residency import Residency
 from kvist.radix import RadixIndex
+from kvist.radix.compiled import table
+from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT, Records
+from kvist.radix.memory import Region, TableMemory, reserved, reserved_array
 
-_LOOKED_AT = 2
-"""Accounts that are looked through for each irregular block."""
+_SEGMENT_BITS = 3
+"""Few, for there may be thousands of tables: 32 KiB once each segment has a page. One of a million grows in 2 ms."""
+_NAMES_AT_ONCE = 4096
+"""Told by `names` in one go: each costs two or three cache misses, so that these take half a millisecond."""
 _MAX_COPIES = 1 << 32
 """Believed of a hash that a dump tells of: more than any engine has blocks."""
+_NO_BLOCKS = np.empty(0, np.uint64)
+
+
+class Names(NamedTuple):
+    """Engine hashes, as `fold_hash` has them, each with the block that it names in a tier."""
+
+    tier: Tier
+    engine_hashes: NDArray[np.uint64]
+    blocks: NDArray[np.uint64]
+
+
+class Table:
+    """Leads from u64 to u64, in one or several parts, in compiled code, with memory of its own."""
+
+    def __init__(self, num_parts: int = 1) -> None:
+        self._num_segments = num_parts << _SEGMENT_BITS
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, and give the memory back."""
+        memory = reserved(SEGMENT.itemsize * self._num_segments)
+        self.segments: Records = np.frombuffer(memory, SEGMENT)
+        self.head = reserved_array(HEAD, 1)
+        self.head["multiplier"], self.head["bits"] = secrets.randbits(64) | 1, _SEGMENT_BITS
+        self._table = TableMemory(self.head, self.segments, Region(memory))
+        self._most = 0  # rows since all segments were of the size they need
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory it takes."""
+        return self._table.size_bytes
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return int(self.head["num_rows"][0])
+
+    def get(self, key: int) -> int:
+        """Return what stands under a key of the first part, 0 if nothing does."""
+        return compiled.look(self.head, self.segments, key)
+
+    def put(self, key: int, value: int, part: int = 0) -> None:
+        """Let something stand under a key, for 0 nothing."""
+        while compiled.put(self.head, self.segments, part, key, value) == FULL:
+            self.help_out()
+
+    def help_out(self) -> None:
+        """Make room when compiled code said FULL."""
+        if not table.grow(self.head, self.segments):
+            raise MemoryError(f"a table of {len(self)} engine hashes has no room for more")
+
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more: a segment's, so call it now and then."""
+        self._most = max(self._most, len(self))
+        if len(self) * 2 >= self._most:
+            return
+        shrinkable = self._table.shrinkable()
+        if shrinkable:
+            self._table.shrink(shrinkable[0])
+        else:
+            self._most = len(self)
+
+    def full(self) -> list[int]:
+        """Return the segments that must grow before they take another row."""
+        return self._table.full()
+
+    def rows(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+        """Return a copy of a segment's keys and values."""
+        rows = self.segments[number]["rows"][: self.segments[number]["room"]]
+        rows = rows[rows["value"] > 0]
+        return np.ascontiguousarray(rows["hash"]), np.ascontiguousarray(rows["value"])
 
 
 class EngineResidency:
-    """Implements `kvist.publisher.residency.Holdings` on an index, to which it applies each change at once.
+    """Implements `kvist.publisher.holdings.Holdings` on an index, which it changes at once, in compiled code.
 
-    A block that the index has evicted is not held any more.
+    So nothing is left to publish. A block that the index has evicted is not held any more; one whose hash is 0 never
+    is.
     """
 
-    def __init__(self, index: RadixIndex, source: WorkerRank, apply: Callable[[Iterable[Event]], None]) -> None:
-        """Hold the blocks of `source` in `index`, which `apply` applies events of that source to."""
+    def __init__(self, index: RadixIndex, source: WorkerRank) -> None:
+        """Hold the blocks of `source` in `index`."""
         self._index = index
         self._source = source
-        self._apply = apply
-        self.map = EngineMap(index)
-        self.copies = CopyCounts()
-        """Of regular blocks; those of irregular ones are counted with them."""
-        self._irregular = Residency()
-        # Blocks in it that a regular hash holds, too: which hash that is shows when it turns up.
-        self._shared: set[int] = set()
-        # Each name in it with its block, to be looked through for what the index has evicted.
-        self._accounts: deque[tuple[EngineHash, int]] = deque()
+        self.record: Records = np.zeros(1, layout.RANK)
+        """What compiled code knows of the rank, true after `settle`."""
+        self.record["number"] = source.rank
+        self.names = Table(len(Tier))
+        self.counts = Table()
+        """Copies of engine hashes beyond the first, hashes of blocks beyond the first, copies in other groups."""
+        # Of blocks with an adapter or a salt, some of them gone: two are looked at for each that comes, in turn.
+        self._scopes: dict[int, Scope] = {}
+        self._scoped: deque[int] = deque()
         self.num_done_before = 0
-        """With so many hashes of what is held or released next compiled code is done: it is no copy, nor gone again."""
+        """With so many hashes of what is held next compiled code is done: they are no copies."""
         self.counts_copies = False
-        """Whether an engine hash that is stored again has one more copy; not of what the index has evicted from."""
+        """Whether an engine hash that is stored again has one more copy, rather than being reported once more."""
+        self._num_evicted = [0] * len(self.names.segments)  # when names were last looked through, by segment
         self._clearing: int | None = None
         self._rules: list[GroupRule] = []
-        self.groups = GroupAccount(self.copies, self._find_on_gpu, self._hold_kind, self._release_kind, GROUPS)
-        """What the rank's other groups hold."""
+
+    def settle(self) -> Arrays:
+        """Let compiled code know where the rank's blocks are now; return what it takes."""
+        index, record = self._index, self.record[0]
+        record["slot"], record["counts_copies"] = self.slot, self.counts_copies
+        companion = index.slot_of(self._source.companion) if record["num_kinds"] else None
+        record["companion"] = -1 if companion is None else companion
+        names, counts = self.names, self.counts
+        return index.core, index.segments, names.head, names.segments, counts.head, counts.segments, self.record
 
     @property
     def slot(self) -> int:
         """Return the slot that stands for the rank in the index."""
         slot = self._index.slot_of(self._source)
         if slot is None:
-            self._apply((Removed(b""),))  # which gives it one
+            self._index.apply(self._source, (Removed(b""),))  # which gives it one
             slot = self._index.slot_of(self._source)
             assert slot is not None
-        self.map.slot = slot
         clearing = self._index.clearing_of(self._source)
         if clearing != self._clearing:
             self._clearing = clearing
@@ -73,54 +153,30 @@ class EngineResidency:
                 self._index.set_groups(self._source, self._rules)
         return slot
 
-    @property
-    def believes_all(self) -> bool:
-        """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
-        return self.counts_copies
+    def help_out(self, reason: int) -> None:
+        """Provide what compiled code needs before it can go on, if anything."""
+        if reason == layout.INDEX_NEEDS_HELP:
+            self._index.make_room()
+        elif reason == layout.COUNTS_NEED_HELP:
+            self.counts.help_out()
+        elif reason == layout.NAMES_NEED_HELP and not self._drop_stale():
+            self.names.help_out()
 
-    @property
-    def companion_slot(self) -> int:
-        """Return the slot that stands for the rank's other groups, -1 without any."""
-        slot = self._index.slot_of(self._source.companion) if self.groups.kinds else None
-        return -1 if slot is None else slot
+    def tidy(self) -> None:
+        """Give back some of the memory that is not needed any more; call it now and then."""
+        self.names.tidy()
+        self.counts.tidy()
 
-    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
-        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
-        self.groups.set_rules(others)
-        self._rules = [published, *self.groups.kinds] if others or published != GroupRule(0) else []
+    def clear(self) -> None:
+        """Hold nothing."""
+        self._index.clear(*self._source)
         self._index.clear(*self._source.companion)
-        if self._rules:
-            self._index.set_groups(self._source, self._rules)
-        for name in {name for name, _, _ in self.counted()}:
-            self.groups.on_published(name)
+        self.names.clear()
+        self.counts.clear()
+        self._scopes.clear()
+        self._scoped.clear()
 
-    def counted(self) -> list[tuple[int, int, int]]:
-        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
-        told = self.copies.told().tolist()
-        return [(name, place - GROUPS, number) for name, place, number in told if place >= GROUPS]
-
-    def count_again(self, counted: Iterable[tuple[int, int, int]]) -> None:
-        """Count what `counted` returned, of blocks that are not published now."""
-        for name, group, number in counted:
-            self.copies.add(name, GROUPS + group, number)
-
-    def engine_hashes(self) -> list[int]:
-        """Return the engine hashes of what is published on the GPU."""
-        regular = [name for names in self.map.names(self.slot) for name in names.engine_hashes.tolist()]
-        names = [*regular, *(name for name in self._irregular.names(Tier.GPU) if isinstance(name, int))]
-        return [name for name in names if self._find_on_gpu(name) is not None]
-
-    def _find_on_gpu(self, name: int) -> int | None:
-        if self.map.is_irregular(name):
-            return self._irregular.names(Tier.GPU).get(name)
-        block_hash = self.map.block_of(name, self.slot)
-        return block_hash if block_hash is not None and self._tiers(block_hash) & 1 else None
-
-    def _hold_kind(self, kind: int, block_hash: int) -> None:
-        self._index.store(self._source.companion, Tier(kind), None, np.array((block_hash,), np.uint64))
-
-    def _release_kind(self, kind: int, block_hashes: Sequence[int]) -> None:
-        self._index.remove(self._source.companion, Tier(kind), np.array(block_hashes, np.uint64))
+    # --- Blocks -------------------------------------------------------------------------------------------------------
 
     @property
     def num_blocks(self) -> int:
@@ -134,20 +190,23 @@ class EngineResidency:
 
     def find(self, engine_hash: EngineHash) -> int | None:
         """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
-        name = fold_hash(engine_hash)
-        return self._irregular.find(name) if self.map.is_irregular(name) else self.map.block_of(name, self.slot)
+        return compiled.block_named(self.settle(), fold_hash(engine_hash)) or None
 
     def holds(self, block_hash: int) -> bool:
         """Return whether any tier holds the block."""
-        return self._tiers(block_hash) != 0
+        return self.tiers(block_hash) != 0
 
-    def parent(self, block_hash: int) -> int | None:
-        """Return the block before an irregular one; None for a regular one, whose place the index knows itself."""
-        return self._irregular.parent(block_hash) if self._irregular.holds(block_hash) else None
+    def tiers(self, block_hash: int) -> int:
+        """Return in which tiers the block is held, by bit."""
+        return compiled.tiers_held(self._index.core, self._index.segments, self.slot, block_hash)
+
+    def parent(self, block_hash: int) -> int | None:  # noqa: ARG002 - the index knows a block's place itself
+        """Return None: where a block that is held has its place, the index knows itself."""
+        return None
 
     def scope(self, block_hash: int) -> Scope:
         """Return the scope that a held block was stored with."""
-        return self._irregular.scope(block_hash)
+        return self._scopes.get(block_hash, NO_SCOPE)
 
     def hold(
         self,
@@ -158,218 +217,169 @@ class EngineResidency:
         scope: Scope = NO_SCOPE,
     ) -> Held:
         """Hold a chain of blocks behind `parent` in a tier; an engine hash names what it was last stored for."""
-        held, first_idx = Held([], []), self.num_done_before
-        self.num_done_before = 0
-        counts_copies = self._is_counting()
-        for idx, (engine_hash, block_hash) in enumerate(zip(engine_hashes, block_hashes, strict=True)):
-            name = fold_hash(engine_hash)
-            if scope == NO_SCOPE and self._is_regular(name, block_hash):
-                is_new = self._store(block_hash, parent, tier)
-                if is_new:
-                    self.copies.drop_all(name, tier)
-                elif counts_copies and idx >= first_idx:
-                    self.copies.add(name, tier, 1)
-                if self.map.can_name(block_hash):
-                    self.map.put(name, block_hash)
-                else:
-                    self.map.mark(name)
-                    self._account(name, block_hash, parent, tier)
-            else:
-                self._forget_evicted()
-                displaced = self._hold_irregular(name, block_hash, parent, tier, scope)
-                held.displaced.extend(displaced)
-                is_new = self._store(block_hash, parent, tier)
-            if is_new:
-                held.new_idxs.append(idx)
-            if tier is Tier.GPU:
-                self.groups.on_published(name)
-            parent = block_hash
-        return held
+        start, self.num_done_before = self.num_done_before, 0
+        blocks = np.array(block_hashes, np.uint64)
+        self._change(compiled.HOLD, tier, _folded(engine_hashes), blocks, parent or 0, start)
+        if scope != NO_SCOPE:
+            self._note_scope(block_hashes, scope)
+        return Held([], [])
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes, or one copy of each that has more, out of a tier, in any order."""
-        released, counts_copies = Released([], []), self._is_counting()
-        first_idx, self.num_done_before = self.num_done_before, 0
-        for engine_hash in engine_hashes[first_idx:]:
-            name = fold_hash(engine_hash)
-            if not self.map.is_irregular(name) and self.map.block_of(name, self.slot) in self._shared:
-                self._make_irregular(name)
-            if self.map.is_irregular(name):
-                block_hashes, not_found = self._irregular.release((name,), tier)
-                if self._irregular.find(name) is None:
-                    self.map.drop(name)
-            elif self.copies.of(name, tier) and counts_copies:
-                self.copies.add(name, tier, -1)
-                continue
-            else:
-                self.copies.drop_all(name, tier)
-                block_hashes = self._release_regular(name, tier)
-                not_found = [] if block_hashes else [name]
-            self._remove(block_hashes, tier)
-            released.block_hashes.extend(block_hashes)
-            released.not_found.extend(engine_hash for _ in not_found)
-        return released
+        self._change(compiled.RELEASE, tier, _folded(engine_hashes))
+        return Released([], [])
+
+    # --- Other groups -------------------------------------------------------------------------------------------------
+
+    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
+        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
+        kinds, record = [*dict.fromkeys(others)], self.record[0]
+        record["num_groups"], record["num_kinds"] = len(others), len(kinds)
+        record["kinds"][: len(others)] = [kinds.index(rule) for rule in others]
+        record["believed"][: len(others)] = [rule.num_needed for rule in others]
+        self._rules = [published, *kinds] if others or published != GroupRule(0) else []
+        self._index.clear(*self._source.companion)
+        if self._rules:
+            self._index.set_groups(self._source, self._rules)
+        self._change(compiled.PLACE, 0, _folded({name for name, _, _ in self.counted()}))
+
+    def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
+        """Note that a group holds blocks, or a copy more of each.
+
+        Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
+        """
+        num_left_out = 0 if self.counts_copies else len(engine_hashes) - int(self.record["believed"][0, group])
+        believed = [name for name in engine_hashes[max(0, num_left_out) :] if name is not None]
+        self._change(compiled.STORE_IN_GROUP, group, _folded(believed))
+
+    def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
+        """Note that a group holds blocks no more, or a copy less of each."""
+        self._change(compiled.REMOVE_FROM_GROUP, group, _folded(engine_hashes))
+
+    def counted(self) -> list[tuple[int, int, int]]:
+        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
+        told = self._told_counts().tolist()
+        return [(name, place - GROUPS, number) for name, place, number in told if GROUPS <= place < ALIASES]
+
+    def count_again(self, counted: Iterable[tuple[int, int, int]]) -> None:
+        """Count what `counted` returned, of blocks that are not published now."""
+        for name, group, number in counted:
+            self._count(name, GROUPS + group, number)
+
+    def engine_hashes(self) -> list[int]:
+        """Return the engine hashes of what is published on the GPU."""
+        return [name for names in self._held_names(Tier.GPU) for name in names.engine_hashes.tolist()]
+
+    # --- For others to go on from here --------------------------------------------------------------------------------
 
     @property
     def is_told_by_names(self) -> bool:
-        """Return whether `names` tells of all blocks; O(irregular ones)."""
-        return not self._shared and len(self._plain_names()) == len(self._irregular.places)
+        """Return whether `told_names` tells of all blocks."""
+        has_aliases = bool((self._told_counts()[:, 1] >= ALIASES).any())
+        return not has_aliases and not any(map(self.holds, self._scopes))
 
-    def names(self) -> Iterator[Names]:
-        """Yield the engine hashes of all regular blocks, some at a time, and of those that are not so by chance alone.
+    def told_names(self) -> Iterator[Names]:
+        """Yield the names of all blocks without an adapter or a salt that have one, some at a time.
 
-        In another index, whose keys are others, they may be regular. Blocks that have other names beside are left out.
+        What is there throughout comes once.
         """
-        shared = np.array([*self._shared], np.uint64)
-        for names in self.map.names(self.slot):
-            is_sole = ~np.isin(names.blocks, shared)
-            yield Names(names.engine_hashes[is_sole], names.blocks[is_sole])
-        plain = self._plain_names()
-        yield Names(np.array([*plain.values()], np.uint64), np.array([*plain], np.uint64))
-
-    def _plain_names(self) -> dict[int, int]:
-        """Return the engine hash of each irregular block without a scope that has one, which names nothing else."""
-        pairs = {pair for tier in Tier for pair in self._irregular.names(tier).items()}
-        num_blocks, num_names = Counter(name for name, _ in pairs), Counter(block_hash for _, block_hash in pairs)
-        return {
-            block_hash: name
-            for name, block_hash in pairs
-            if isinstance(name, int)
-            and num_blocks[name] == num_names[block_hash] == 1
-            and block_hash not in self._irregular.scopes
-            and block_hash not in self._shared
-        }
+        told = self._told_counts()
+        left_out = np.concatenate((told[told[:, 1] >= ALIASES, 0], np.array([*self._scopes], np.uint64)))
+        for tier in Tier:
+            for names in self._held_names(tier):
+                is_told = ~np.isin(names.blocks, left_out)
+                yield Names(tier, names.engine_hashes[is_told], names.blocks[is_told])
 
     def told_copies(self) -> bytes:
-        """Return what engine hashes have more copies than one: each, its tier, and how many more, as u64."""
-        irregular = [(name, tier, num) for (name, tier), num in self._irregular.copies.items() if isinstance(name, int)]
-        told = np.concatenate((self.copies.told(), np.array(irregular, np.uint64).reshape(-1, 3)))
-        return told.astype("<u8", copy=False).tobytes()
+        """Return what engine hashes have more copies than one: each, its tier or group, and how many more, as u64."""
+        told = self._told_counts()
+        return told[told[:, 1] < ALIASES].astype("<u8", copy=False).tobytes()
 
     def resume_copies(self, told: bytes) -> None:
         """Count copies of blocks that `resume` is to account for."""
-        for name, tier, num_copies in np.frombuffer(told[: len(told) // 24 * 24], "<u8").reshape(-1, 3).tolist():
-            self.copies.add(name, tier % COPY, min(num_copies, _MAX_COPIES))
+        for name, place, number in np.frombuffer(told[: len(told) // 24 * 24], "<u8").reshape(-1, 3).tolist():
+            if place < ALIASES:
+                self._count(name, place, min(number, _MAX_COPIES))
 
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""
-        for position in self.map.put_all(names, self.slot).tolist():
-            name, block_hash = int(names.engine_hashes[position]), int(names.blocks[position])
-            self.map.mark(name)
-            for tier in self._tiers_of(block_hash):
-                self._account(name, block_hash, None, tier)
-                self._account_copies(name, tier)
-        if self.groups.kinds:
-            for name in names.engine_hashes.tolist():
-                self.groups.on_published(name)
+        tier, engine_hashes, blocks = names.tier, names.engine_hashes.copy(), names.blocks.copy()
+        num_held = compiled.keep_held(self._index.core, self._index.segments, self.slot, tier, engine_hashes, blocks)
+        engine_hashes, blocks, start = engine_hashes[:num_held], blocks[:num_held], 0
+        while start < num_held:
+            start = compiled.put_names(self.names.head, self.names.segments, tier, engine_hashes, blocks, start)
+            if start < num_held:
+                self.help_out(layout.NAMES_NEED_HELP)
+        if tier is Tier.GPU:
+            self._change(compiled.PLACE, 0, engine_hashes)
 
-    def clear(self) -> None:
-        """Hold nothing."""
-        self._index.clear(*self._source)
-        self._index.clear(*self._source.companion)
-        self.map.clear()
-        self._irregular.clear()
-        self._shared.clear()
-        self._accounts.clear()
-        self.copies.clear()
+    # --- Inside -------------------------------------------------------------------------------------------------------
 
-    def _is_counting(self) -> bool:
-        self._irregular.counts_copies = self.counts_copies and not self._index.evicted_from(self._source)
-        return self._irregular.counts_copies
+    def _change(
+        self,
+        what: int,
+        place: int,
+        engine_hashes: NDArray[np.uint64],
+        blocks: NDArray[np.uint64] = _NO_BLOCKS,
+        parent: int = 0,
+        start: int = 0,
+    ) -> None:
+        """Do one thing with each of the hashes, as `compiled.change` says, and provide what it needs."""
+        reason = -1
+        while reason != layout.DONE:
+            arrays = self.settle()
+            with self._index.writing:
+                reason, start = compiled.change(arrays, what, place, engine_hashes, blocks, parent, start)
+            self.help_out(reason)
+        self._index.keep_to_cap()
 
-    def _account_copies(self, name: int, tier: Tier) -> None:
-        """Count copies of a hash where it is accounted for from now on."""
-        if num_copies := self.copies.of(name, tier):
-            self.copies.drop_all(name, tier)
-            self._irregular.add_copies(name, tier, num_copies)
+    def _note_scope(self, block_hashes: Sequence[int], scope: Scope) -> None:
+        for block_hash in block_hashes:
+            compiled.mark_block(self._index.core, self._index.segments, block_hash)
+            if block_hash not in self._scopes:
+                self._scopes[block_hash] = scope
+                self._scoped.append(block_hash)
+        for _ in range(min(2 * len(block_hashes), len(self._scoped))):
+            block_hash = self._scoped.popleft()
+            if self.holds(block_hash):
+                self._scoped.append(block_hash)
+            else:
+                del self._scopes[block_hash]
 
-    def _is_regular(self, name: int, block_hash: int) -> bool:
-        return not self._irregular.holds(block_hash) and self.map.is_regular(name, block_hash, self.slot)
+    def _count(self, name: int, place: int, number: int) -> None:
+        key = name ^ place * compiled.STEP % (1 << 64)
+        number += self.counts.get(key) >> PLACE_BITS
+        self.counts.put(key, number << PLACE_BITS | place if number else 0)
 
-    def _hold_irregular(self, name: int, block_hash: int, parent: int | None, tier: Tier, scope: Scope) -> list[int]:
-        """Hold a block under a hash, of which one is not regular or is not from here on; return what the hash left."""
-        self._make_irregular(name)
-        if not self._irregular.holds(block_hash):
-            for held_tier in self._tiers_of(block_hash):
-                self._account(_unknown_name(block_hash), block_hash, None, held_tier)
-                self._shared.add(block_hash)
-        if block_hash in self._shared:
-            self.map.mark_row(block_hash)
-        displaced = self._account(name, block_hash, parent, tier, scope).displaced
-        self._remove(displaced, tier)
-        return displaced
+    def _told_counts(self) -> NDArray[np.uint64]:
+        """Return names, places and numbers, as columns of `[num_rows, 3]`."""
+        rows = [self.counts.rows(number) for number in range(len(self.counts.segments))]
+        keys, values = (np.concatenate(column) for column in zip(*rows, strict=True))
+        places = values % np.uint64(1 << PLACE_BITS)
+        return np.stack((keys ^ places * np.uint64(compiled.STEP), places, values >> np.uint64(PLACE_BITS)), axis=1)
 
-    def _account(
-        self, name: EngineHash, block_hash: int, parent: int | None, tier: Tier, scope: Scope = NO_SCOPE
-    ) -> Held:
-        if all(self._irregular.names(each).get(name) != block_hash for each in Tier):
-            self._accounts.append((name, block_hash))
-        return self._irregular.hold((name,), (block_hash,), parent, tier, scope)
+    def _held_names(self, tier: Tier) -> Iterator[Names]:
+        """Yield what names blocks that are held in a tier, some at a time."""
+        for number in range(tier << _SEGMENT_BITS, tier + 1 << _SEGMENT_BITS):
+            engine_hashes, blocks = self.names.rows(number)
+            for start in range(0, len(blocks), _NAMES_AT_ONCE):
+                some = engine_hashes[start : start + _NAMES_AT_ONCE], blocks[start : start + _NAMES_AT_ONCE]
+                num_held = compiled.keep_held(self._index.core, self._index.segments, self.slot, tier, *some)
+                yield Names(tier, some[0][:num_held], some[1][:num_held])
 
-    def _forget_evicted(self) -> None:
-        """Look at two accounts, in turn, and forget what the index has evicted: garbage is never most of them."""
-        for _ in range(min(_LOOKED_AT, len(self._accounts))):
-            name, block_hash = account = self._accounts.popleft()
-            if not any(self._irregular.names(tier).get(name) == block_hash for tier in Tier):
-                continue  # released, or stored for another block since
-            if self._tiers(block_hash):
-                self._accounts.append(account)
+    def _drop_stale(self) -> bool:
+        """Forget names of blocks that were evicted, of segments that are full; return whether that made room."""
+        num_evicted, arrays = self._index.num_evicted, (self._index.core, self._index.segments)
+        for number in self.names.full():
+            if (num_evicted - self._num_evicted[number]) * 8 < len(self.names):
                 continue
-            for tier in Tier:
-                for each in (name, _unknown_name(block_hash)):
-                    if self._irregular.names(tier).get(each) == block_hash:
-                        self._irregular.release((each,), tier)
-            self._shared.discard(block_hash)
-            if isinstance(name, int) and self._irregular.find(name) is None:
-                self.map.drop(name)
-
-    def _make_irregular(self, name: int) -> None:
-        """Keep account of a hash here from now on, with the block that it names, if any."""
-        if self.map.is_irregular(name):
-            return
-        block_hash = self.map.block_of(name, self.slot)
-        self.map.mark(name)
-        if block_hash is None:
-            return
-        for tier in self._tiers_of(block_hash):
-            if block_hash in self._shared and self._irregular.release((_unknown_name(block_hash),), tier).not_found:
-                continue  # in this tier others hold it
-            self._account(name, block_hash, None, tier)
-            self._account_copies(name, tier)
-        self._shared.discard(block_hash)
-
-    def _release_regular(self, name: int, tier: Tier) -> list[int]:
-        block_hash = self.map.block_of(name, self.slot)
-        tiers = 0 if block_hash is None else self._tiers(block_hash)
-        if tiers in (0, 1 << tier):
-            self.map.drop(name)
-        return [block_hash] if block_hash is not None and tiers >> tier & 1 else []
-
-    def _tiers(self, block_hash: int) -> int:
-        return self.map.tiers(block_hash, self.slot)
-
-    def _tiers_of(self, block_hash: int) -> list[Tier]:
-        tiers = self._tiers(block_hash)
-        return [tier for tier in Tier if tiers >> tier & 1]
-
-    def _store(self, block_hash: int, parent: int | None, tier: Tier) -> bool:
-        """Hold a block in the index; return whether it was not held in this tier before."""
-        if self._tiers(block_hash) >> tier & 1:
-            return False
-        self._apply((Stored(_packed((block_hash,)), parent, tier),))
-        return True
-
-    def _remove(self, block_hashes: Sequence[int], tier: Tier) -> None:
-        if block_hashes:
-            self._apply((Removed(_packed(block_hashes), tier),))
-        if block_hashes and tier is Tier.GPU:
-            self.groups.on_withdrawn(block_hashes)
+            self._num_evicted[number] = num_evicted
+            rows, tier = self.names.rows(number), number >> _SEGMENT_BITS
+            names = self.names.head, self.names.segments
+            if compiled.drop_stale(*arrays, *names, self.slot, tier, *rows) * 16 >= len(rows[0]) > 0:
+                return True
+        return False
 
 
-def _unknown_name(block_hash: int) -> bytes:
-    """Return what stands for the regular hash of a block until that turns up; hashes themselves are integers here."""
-    return block_hash.to_bytes(8, "little")
-
-
-def _packed(block_hashes: Sequence[int]) -> bytes:
-    return array("Q", block_hashes).tobytes()
+def _folded(engine_hashes: Iterable[EngineHash]) -> NDArray[np.uint64]:
+    return np.array([*map(fold_hash, engine_hashes)], np.uint64)

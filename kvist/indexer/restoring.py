@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Heartbeat, WorkerRank
 from kvist.events.codec import decode_snapshot_part, is_snapshot_part
-from kvist.events.snapshot import HeldBlocks, Snapshot, SnapshotAssembly
+from kvist.events.snapshot import Snapshot, SnapshotAssembly
 from kvist.events.transports import Message
-from kvist.events.types import Holding, SnapshotPart, Tier
+from kvist.events.types import Holding, SnapshotPart
 
 if TYPE_CHECKING:
     from kvist.radix import RadixIndex
 
 NUM_BLOCKS_A_SLICE = 512
 """Blocks put into the index at a time: some 0.15 ms."""
-
-_TIER_MASKS = range(1, 1 << len(Tier))
 
 
 @dataclass(slots=True)
@@ -80,30 +76,13 @@ def restore(index: RadixIndex, source: WorkerRank, snapshot: Snapshot) -> Genera
 
     Return whether it does: it does not after a fault of ours, or if a block is twice in the snapshot.
     """
+    from kvist.radix import Residencies  # compiled: not for who has no index
+
     index.clear(*source)
     for held in snapshot.slices:
-        for chunk in _slices(held):
-            _put(index, source, chunk)
+        for start in range(0, len(held.hashes), NUM_BLOCKS_A_SLICE):
+            part = slice(start, start + NUM_BLOCKS_A_SLICE)
+            index.restore(Residencies((source,), held.hashes[part], held.depths[part], held.tiers[part]))
             yield
     now = index.digest(source)
     return Holding(now.num_blocks, now.digest) == snapshot.holding or index.evicted_from(source)
-
-
-def _slices(held: HeldBlocks) -> Iterator[HeldBlocks]:
-    for start in range(0, len(held.hashes), NUM_BLOCKS_A_SLICE):
-        part = slice(start, start + NUM_BLOCKS_A_SLICE)
-        yield HeldBlocks(held.hashes[part], held.depths[part], held.tiers[part])
-
-
-def _put(index: RadixIndex, source: WorkerRank, held: HeldBlocks) -> None:
-    from kvist.radix import SnapshotChunk  # compiled: not for who has no index
-
-    chunk = SnapshotChunk(
-        ranks=(source,),
-        hashes=held.hashes,
-        depths=held.depths,
-        set_idx=held.tiers.astype(np.uint32) - np.uint32(1),
-        offsets=np.arange(len(_TIER_MASKS) + 1, dtype=np.uint32),
-        members=np.array(_TIER_MASKS, np.uint32),
-    )
-    index.restore(chunk)

@@ -28,6 +28,7 @@ from kvist.events.engine_events import (
     Window,
     window_size,
 )
+from kvist.events.types import Positive
 
 _logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class FilterState(msgspec.Struct, array_like=True):
     """All that a filter's verdicts depend on."""
 
     is_created_phase: bool = True
-    window: int | UnsizedWindow | None = None  # never UNKNOWN, never STATE
+    window: Positive | UnsizedWindow | None = None
     group: int | None = None
     """The published one; None until an event names it together with the window."""
     is_learning: bool = False
@@ -46,6 +47,11 @@ class FilterState(msgspec.Struct, array_like=True):
     """Only whether there is more than one matters, so it never holds more than two."""
     has_published: bool = False
     has_published_unknown: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is none of a filter's windows."""
+        if self.window in (UNKNOWN, STATE):
+            raise ValueError("the window of a filter is known")
 
     def copy(self) -> FilterState:
         """Return one that changes by itself."""

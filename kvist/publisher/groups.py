@@ -61,119 +61,23 @@ class OtherGroups:
         return [*self.rules].index(key) if key in self.rules else None
 
 
-class CopyTable(Protocol):
-    """Counts copies of an engine hash in a place, such as a group."""
+class GroupHolder(Protocol):
+    """Where a rank's blocks are: what is published, and what its other groups hold.
 
-    def of(self, name: Any, place: int, /) -> int:
-        """Return how many there are."""
-
-    def add(self, name: Any, place: int, num_copies: int, /) -> None:
-        """Count some more, or less."""
-
-    def drop_all(self, name: Any, place: int, /) -> None:
-        """Count none any more."""
-
-    @property
-    def has_room(self) -> bool:
-        """Return whether another hash may be counted."""
-
-
-class GroupAccount:
-    """Counts what each of the other groups holds, by engine hash, and tells what whole kinds hold of what is published.
-
-    A group may hold a block before the published one does, and after it: it is told of while both do.
+    A group may hold a block before the published one does, and after it: it counts while both do.
     """
 
-    def __init__(
-        self,
-        copies: CopyTable,
-        find: Callable[[Any], int | None],
-        hold: Callable[[int, int], None],
-        release: Callable[[int, Sequence[int]], None],
-        first_place: int = 0,
-    ) -> None:
-        """Count in `copies`, from `first_place` on; `find` tells which block on the GPU has an engine hash.
+    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
+        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
 
-        `hold` and `release` are told kinds, with a block and with several.
-        """
-        self._copies, self._find, self._hold, self._release, self._first = copies, find, hold, release, first_place
-        self._kinds: list[int] = []
-        self._num_believed: list[int] = []
-        self.kinds: list[GroupRule] = []
-        """The rule of each kind."""
-
-    def set_rules(self, rules: Sequence[GroupRule]) -> None:
-        """Have these groups from here on; what is counted of them stays, what was told does not count any more."""
-        self.kinds = [*dict.fromkeys(rules)]
-        self._kinds, self._num_believed = (
-            [self.kinds.index(rule) for rule in rules],
-            [rule.num_needed for rule in rules],
-        )
-
-    def stored(
-        self, group: int, engine_hashes: Sequence[EngineHash | None], *, counts_copies: bool, believes_all: bool
-    ) -> None:
+    def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
         """Note that a group holds blocks, or a copy more of each.
 
         Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
         """
-        believed = engine_hashes if believes_all else engine_hashes[-self._num_believed[group] :]
-        place = self._first + group
-        for name in believed:
-            num_copies = 0 if name is None else self._copies.of(name, place)
-            if name is None or (num_copies and not counts_copies) or not (num_copies or self._copies.has_room):
-                continue
-            self._copies.add(name, place, 1)
-            if not num_copies:
-                self._tell(name, self._kinds[group])
 
-    def removed(self, group: int, engine_hashes: Sequence[EngineHash], *, counts_copies: bool) -> None:
+    def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         """Note that a group holds blocks no more, or a copy less of each."""
-        place = self._first + group
-        for name in engine_hashes:
-            num_copies = self._copies.of(name, place)
-            if num_copies > 1 and counts_copies:
-                self._copies.add(name, place, -1)
-            elif num_copies:
-                self._copies.drop_all(name, place)
-                block_hash = self._find(name)
-                if block_hash is not None:
-                    self._release(self._kinds[group], (block_hash,))
-
-    def on_published(self, name: EngineHash) -> None:
-        """Note that the published group may hold the block that has this hash now."""
-        for kind in range(len(self.kinds)):
-            self._tell(name, kind)
-
-    def on_withdrawn(self, block_hashes: Sequence[int]) -> None:
-        """Note that the published group does not hold blocks any more."""
-        for kind in range(len(self.kinds)):
-            self._release(kind, block_hashes)
-
-    def _tell(self, name: EngineHash, kind: int) -> None:
-        block_hash = self._find(name)
-        groups = (group for group, each in enumerate(self._kinds) if each == kind)
-        if block_hash is not None and all(self._copies.of(name, self._first + group) for group in groups):
-            self._hold(kind, block_hash)
-
-
-class GroupHolder(Protocol):
-    """Where a rank's blocks are: what is published, and what its other groups hold."""
-
-    @property
-    def groups(self) -> GroupAccount:
-        """What the other groups hold."""
-
-    @property
-    def counts_copies(self) -> bool:
-        """Whether what is stored again has one more copy, rather than being reported once more."""
-
-    @property
-    def believes_all(self) -> bool:
-        """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
-
-    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
-        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
 
     def counted(self) -> list[tuple[Any, int, int]]:
         """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
@@ -182,7 +86,7 @@ class GroupHolder(Protocol):
         """Count what `counted` returned, of blocks that are not published now."""
 
     def engine_hashes(self) -> list[Any]:
-        """Return the engine hashes of what is published."""
+        """Return the engine hashes of what is published on the GPU."""
 
 
 class GroupSplitter:
@@ -234,14 +138,13 @@ class GroupSplitter:
         """Count an event of one of the other groups; return which that is, None if it is none of them."""
         if isinstance(event, EngineStored) and self.others.note(event, self._filter.state):
             self.show()
-        group, holder = self.others.number_of(group_key(event.group, event.window)), self._holder
+        group = self.others.number_of(group_key(event.group, event.window))
         if group is None or event.tier not in (Tier.GPU, None):
             return group
         if isinstance(event, EngineStored):
-            counting = {"counts_copies": holder.counts_copies, "believes_all": holder.believes_all}
-            holder.groups.stored(group, event.block_hashes, **counting)
+            self._holder.store_in_group(group, event.block_hashes)
         else:
-            holder.groups.removed(group, event.block_hashes, counts_copies=holder.counts_copies)
+            self._holder.remove_from_group(group, event.block_hashes)
         return group
 
     def _publish_another(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from kvist.events.engine_events import EngineCleared, EngineEvent, EngineHash, E
 from kvist.events.transports import Message
 from kvist.events.types import MAX_RANKS, Batch, Cleared, Event, GroupRule, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.publisher.filter import FilterState, FilterStatistics, PassedEvent, WindowFilter
-from kvist.publisher.groups import MAX_COUNTED, GroupAccount, GroupSplitter
+from kvist.publisher.groups import MAX_COUNTED, GroupSplitter
 from kvist.publisher.normaliser import Normaliser, NormaliserStatistics
 from kvist.publisher.residency import Residency
 
@@ -105,41 +105,90 @@ class Stream:
 class Companion(Stream):
     """What the other groups of a rank hold of what it publishes: kind by kind, as if each were a tier."""
 
-    def __init__(self, source: WorkerRank, block_size: int, epoch: int, find: Callable[[Any], int | None]) -> None:
-        """Be the companion of `source`, where `find` tells which block on the GPU has an engine hash."""
+    def __init__(self, source: WorkerRank, block_size: int, epoch: int, published: RankStream) -> None:
+        """Be the companion of `source`, which publishes in that stream."""
         super().__init__(source.companion, block_size, epoch)
-        self.counts: dict[tuple[Any, int], int] = {}
-        self.groups = GroupAccount(self, find, self._hold, self._release)
+        self._published = published
+        self._counts: dict[tuple[Any, int], int] = {}
+        self._kind_of: list[int] = []
+        self._rule_of: list[GroupRule] = []
+        self._num_kinds = 0
 
-    def of(self, name: Any, group: int) -> int:
-        """Return how many copies of a block a group holds."""
-        return self.counts.get((name, group), 0)
+    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
+        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
+        kinds = [*dict.fromkeys(others)]
+        self._rule_of, self._kind_of, self._num_kinds = [*others], [kinds.index(rule) for rule in others], len(kinds)
+        self.rules = (published, *kinds) if others or published != GroupRule(0) else ()
+        self._withdraw_all()
+        self.on_published({name for name, _ in self._counts})
 
-    def add(self, name: Any, group: int, num_copies: int) -> None:
-        """Count some more, or less."""
-        self.counts[name, group] = self.of(name, group) + num_copies
+    def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
+        """Note that a group holds blocks, or a copy more of each.
 
-    def drop_all(self, name: Any, group: int) -> None:
-        """Count none any more."""
-        self.counts.pop((name, group), None)
+        Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
+        """
+        num_believed = len(engine_hashes) if self._published.believes_all else self._rule_of[group].num_needed
+        for name in engine_hashes[max(0, len(engine_hashes) - num_believed) :]:
+            num_copies = self._counts.get((name, group), 0)
+            has_room = len(self._counts) < MAX_COUNTED
+            if name is None or not (self._published.counts_copies if num_copies else has_room):
+                continue
+            self._counts[name, group] = num_copies + 1
+            if not num_copies:
+                self._tell(name, self._kind_of[group])
 
-    @property
-    def has_room(self) -> bool:
-        """Return whether another hash may be counted."""
-        return len(self.counts) < MAX_COUNTED
+    def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
+        """Note that a group holds blocks no more, or a copy less of each."""
+        for name in engine_hashes:
+            num_copies = self._counts.pop((name, group), 0)
+            if num_copies > 1 and self._published.counts_copies:
+                self._counts[name, group] = num_copies - 1
+            elif num_copies and (block_hash := self._find(name)) is not None:
+                self._release(self._kind_of[group], (block_hash,))
+
+    def counted(self) -> list[tuple[Any, int, int]]:
+        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
+        return [(*key, number) for key, number in self._counts.items()]
+
+    def count_again(self, counted: Iterable[tuple[Any, int, int]]) -> None:
+        """Count what `counted` returned, of blocks that are not published now."""
+        self._counts.update({(name, group): number for name, group, number in counted})
+
+    def engine_hashes(self) -> list[Any]:
+        """Return the engine hashes of what is published on the GPU."""
+        return [*self._published.residency.names(Tier.GPU)]
+
+    def on_published(self, names: Iterable[Any]) -> None:
+        """Note that the published group may hold the blocks that have these hashes now."""
+        for name in names if self._num_kinds else ():
+            for kind in range(self._num_kinds):
+                self._tell(name, kind)
+
+    def on_withdrawn(self, block_hashes: Sequence[int]) -> None:
+        """Note that the published group does not hold blocks any more."""
+        for kind in range(self._num_kinds):
+            self._release(kind, block_hashes)
 
     def clear(self) -> None:
         """Hold nothing, and count nothing."""
-        self.counts.clear()
-        self.withdraw_all()
+        self._counts.clear()
+        self._withdraw_all()
 
-    def withdraw_all(self) -> None:
+    def _withdraw_all(self) -> None:
         """Hold nothing; what is counted stays."""
         if self.residency.num_blocks:
             self.residency.clear()
             self._coalescer.add(Cleared())
 
-    def _hold(self, kind: int, block_hash: int) -> None:
+    def _find(self, name: Any) -> int | None:
+        return self._published.residency.names(Tier.GPU).get(name)
+
+    def _tell(self, name: Any, kind: int) -> None:
+        """Hold a block in a kind if all its groups do, and the published one does."""
+        block_hash = self._find(name)
+        groups = (group for group, each in enumerate(self._kind_of) if each == kind)
+        if block_hash is None or not all((name, group) in self._counts for group in groups):
+            return
         if self.residency.hold((block_hash,), (block_hash,), None, Tier(kind)).new_idxs:
             self._coalescer.add(Stored(block_hash.to_bytes(_HASH_BYTES, "little"), None, Tier(kind)))
 
@@ -177,9 +226,9 @@ class RankStream(Stream):
         self._hold(self.residency)
         self._num_events = 0
         self._num_malformed = 0
-        self.companion = Companion(source, block_size, epoch, self._find_on_gpu) if has_all_groups else None
+        self.companion = Companion(source, block_size, epoch, self) if has_all_groups else None
         self._num_ahead = num_ahead
-        self._splitter = None if self.companion is None else GroupSplitter(self._filter, block_size, self, num_ahead)
+        self._split()
 
     def set_complete(self, is_complete: bool) -> None:
         """Say whether all that the engine holds was reported here, as far as whoever reports knows."""
@@ -216,9 +265,10 @@ class RankStream(Stream):
 
     def state(self) -> RankState:
         """Return a copy of what is held, O(blocks), and how events are filtered."""
-        if self._splitter is None:
+        if self.companion is None or self._splitter is None:
             return RankState(self._filter.state, self.residency.copy())
-        return RankState(self._filter.state, self.residency.copy(), dict(self._splitter.others.rules), self.counted())
+        others, counted = dict(self._splitter.others.rules), self.companion.counted()
+        return RankState(self._filter.state, self.residency.copy(), others, counted)
 
     def resume(self, state: RankState) -> None:
         """Hold what another stream held, unless anything was reported here already.
@@ -231,7 +281,7 @@ class RankStream(Stream):
         self._hold(state.residency)
         self.next_sequence = 1
         if self.companion is not None and self._splitter is not None:
-            self.count_again(state.counted)
+            self.companion.count_again(state.counted)
             self._splitter.resume(state.filter, state.others)
             self.companion.close_batches(0.0)
             self.companion.next_sequence = 1
@@ -239,16 +289,7 @@ class RankStream(Stream):
     def forget_groups(self) -> None:
         """Learn anew how the engine's layer groups differ: another process may run another model."""
         self._filter.resume(WindowFilter().state)
-        if self._splitter is not None:
-            self._splitter = GroupSplitter(self._filter, self._block_size, self, self._num_ahead)
-
-    # --- What a splitter of groups needs ------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> GroupAccount:
-        """What the other groups hold."""
-        assert self.companion is not None
-        return self.companion.groups
+        self._split()
 
     @property
     def counts_copies(self) -> bool:
@@ -260,33 +301,11 @@ class RankStream(Stream):
         """Whether all that is stored is there, rather than perhaps reported by an engine that was asked."""
         return not self._has_full_reports and (self.is_complete or not self._counts_copies)
 
-    def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
-        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
-        assert self.companion is not None
-        self.groups.set_rules(others)
-        has_rules = bool(others) or published != GroupRule(0)
-        self.companion.rules = (published, *self.groups.kinds) if has_rules else ()
-        self.companion.withdraw_all()
-        for name in {name for name, _ in self.companion.counts}:
-            self.groups.on_published(name)
-
-    def counted(self) -> list[tuple[Any, int, int]]:
-        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
-        return [] if self.companion is None else [(*key, number) for key, number in self.companion.counts.items()]
-
-    def count_again(self, counted: Iterable[tuple[Any, int, int]]) -> None:
-        """Count what `counted` returned, of blocks that are not published now."""
-        assert self.companion is not None
-        self.companion.counts.update({(name, group): number for name, group, number in counted})
-
-    def engine_hashes(self) -> list[Any]:
-        """Return the engine hashes of what is published."""
-        return [*self.residency.names(Tier.GPU)]
-
-    def _find_on_gpu(self, name: Any) -> int | None:
-        return self.residency.names(Tier.GPU).get(name)
-
-    # ------------------------------------------------------------------------------------------------------------------
+    def _split(self) -> None:
+        """Learn from here on which groups there are, if they are followed."""
+        self._splitter = None
+        if self.companion is not None:
+            self._splitter = GroupSplitter(self._filter, self._block_size, self.companion, self._num_ahead)
 
     def _hold(self, residency: Residency) -> None:
         self.residency = residency
@@ -315,12 +334,11 @@ class RankStream(Stream):
         for canonical in self._normaliser.normalise(passed):
             self._coalescer.add(canonical)
             if isinstance(canonical, Removed) and canonical.tier is Tier.GPU:
-                self.groups.on_withdrawn(array("Q", canonical.hashes).tolist())
+                self.companion.on_withdrawn(array("Q", canonical.hashes).tolist())
         if isinstance(passed, EngineCleared):
             self.companion.clear()
-        elif isinstance(passed, EngineStored) and passed.tier is Tier.GPU and self.groups.kinds:
-            for name in passed.block_hashes:
-                self.groups.on_published(name)  # type: ignore[arg-type]  # what is not found is not published
+        elif isinstance(passed, EngineStored) and passed.tier is Tier.GPU:
+            self.companion.on_published(passed.block_hashes)  # what is not found is not published
 
     def statistics(self) -> StreamStatistics:
         """Return the counters as they are now."""

@@ -33,11 +33,6 @@ class Sweeper:
         slots = len(self._slots.ranks) * int(self._slots.table.itemsize)
         return self._table.size_bytes + sets + slots
 
-    @property
-    def is_sweeping_sets(self) -> bool:
-        """Whether there may be sets to which nothing refers: a snapshot is open, or was until just now."""
-        return self._next_set < self._end_of_sets or bool(self._core["captured_stamp"])
-
     def sweep(self, max_rows: int) -> bool:
         """Do a slice of about `max_rows` rows; return whether more is left to do."""
         num_rows = 0 if self._core["captured_stamp"] else self._forget_snapshot(max_rows)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule
-from kvist.radix import _invariants
 from kvist.radix._cap import Cap
 from kvist.radix._slots import SlotTable
 from kvist.radix._sweeper import Sweeper
@@ -45,7 +44,7 @@ from kvist.radix.values import (
     ApplyResult,
     Match,
     RankDigest,
-    SnapshotChunk,
+    Residencies,
     Statistics,
     StoreResult,
     StoreStatus,
@@ -267,10 +266,6 @@ class RadixIndex:
         """Return how many distinct blocks went because of the cap."""
         return int(self._core["num_evicted"])
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless all of the index's structure is as documented; O(index), for tests."""
-        _invariants.check(self._core, self.segments, self._slots, is_sweeping_sets=self._sweeper.is_sweeping_sets)
-
     # --- Housekeeping -----------------------------------------------------------------------------------------------
 
     def sweep(self, max_rows: int = 50_000) -> bool:
@@ -299,19 +294,17 @@ class RadixIndex:
         self._snapshot = weakref.ref(snapshot)
         return snapshot
 
-    def restore(self, chunk: SnapshotChunk) -> None:
-        """Hold what a chunk of a snapshot holds, beside what is held already; chunks may come in any order."""
-        known = [(source, self._slots.get(source)) for source in chunk.ranks]
-        slots = np.array([self._slots.add(source) if slot is None else slot for source, slot in known], np.int64)
-        lengths: NDArray[np.int64] = (chunk.offsets[1:] - chunk.offsets[:-1]).astype(np.int64)[chunk.set_idx]
-        block = np.repeat(np.arange(len(chunk.hashes)), lengths)
-        within = np.arange(len(block)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        members = chunk.members[chunk.offsets[chunk.set_idx[block]] + within].astype(np.int64)
-        members = (slots[members >> 4] << 4 | members & 15).astype(np.uint64)
-        hashes, depths, start = chunk.hashes[block], chunk.depths[block].astype(np.uint64), 0
+    def restore(self, residencies: Residencies) -> None:
+        """Hold what is told, of a snapshot for instance, beside what is held already; parts may come in any order."""
+        ranks, hashes, depths, members = residencies
+        rank_idx, slots, start = members.astype(np.int64) >> 4, np.zeros(len(ranks), np.uint64), 0
+        for idx in np.unique(rank_idx).tolist():
+            slot = self._slots.get(ranks[idx])
+            slots[idx] = self._slots.add(ranks[idx]) if slot is None else slot
+        words = depths.astype(np.uint64), slots[rank_idx] << np.uint64(4) | members & np.uint64(15)
         while True:
             with self.writing:
-                start = blocks.restore(self.core, self.segments, hashes, depths, members, start)
+                start = blocks.restore(self.core, self.segments, hashes, *words, start)
             if start == len(hashes):
                 break
             self.make_room()

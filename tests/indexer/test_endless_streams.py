@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from index_invariants import check_invariants
 
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
@@ -36,10 +37,10 @@ class Endless:
 
     @property
     def num_names(self) -> int:
-        """How many engine hashes are known, in the map and in Python."""
+        """How many engine hashes are known, what is counted of them, and how many blocks have a scope."""
         (rank,) = self.source.engine._lane.ranks.values()
         residency = rank.residency
-        return len(residency.map) + len(residency._irregular.places) + len(residency._accounts)
+        return len(residency.names) + len(residency.counts) + len(residency._scopes)
 
 
 @pytest.mark.parametrize("more", [{}, {"lora_name": "sql"}, {"extra_keys": [["salt"]] * BLOCKS_A_MESSAGE}])
@@ -49,7 +50,7 @@ def test_what_an_endless_stream_names_is_bounded_by_the_cap_and_its_last_blocks_
     assert stream.index.statistics().num_blocks <= MAX_BLOCKS
     assert stream.num_names < 8 * MAX_BLOCKS
     assert stream.source.states() == {0: SourceState.PARTIAL}
-    stream.index.check_invariants()
+    check_invariants(stream.index)
     held = stream.index.digest(WorkerRank("w", 0)).num_blocks
     last = stream.num_messages * BLOCKS_A_MESSAGE
     removed = {"type": "BlockRemoved", "block_hashes": [last, last - 1], "medium": "GPU"}

@@ -29,16 +29,16 @@ class Checker:
     def __init__(self, dialect: str) -> None:
         index = RadixIndex(seed=1, segment_bits=1)
         self._lane = EngineLane(2, dialect, index)
-        self._index = index.core, index.segments, *((np.zeros(1, HEAD), np.zeros(0, SEGMENT)) * 2)
-        self._nobody = np.zeros(1, layout.RANK)
-        self._nobody["number"] = -1
+        nobody = np.zeros(1, layout.RANK)
+        nobody["number"] = -1
+        self._held = index.core, index.segments, *((np.zeros(1, HEAD), np.zeros(0, SEGMENT)) * 2), nobody
 
     def check(self, payload: bytes) -> list[dict[str, Any]] | None:
         """Return the events of an accepted message, None for one that is not."""
         lane, block = self._lane, MessageBlock.of([Message(b"", 0, payload)])
         lane._stream["message_idx"] = lane._stream["is_checked"] = 0
         data = np.frombuffer(block.buffer, np.uint8)
-        state = *self._index, lane._streams, self._nobody, data, block.table, 0, 1 << 30
+        state = self._held, lane._streams, data, block.table, 0, 1 << 30
         reason = take_messages(*state, *lane._scratch, *lane._fingerprints)
         assert reason in (layout.OTHER_RANK, layout.WHOLE_MESSAGE)
         if reason == layout.WHOLE_MESSAGE:

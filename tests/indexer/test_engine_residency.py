@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_invariants import check_invariants
 
-from kvist.events import Tier, WorkerRank
-from kvist.indexer.engine_map import Names
-from kvist.indexer.residency import EngineResidency
-from kvist.publisher.holdings import NO_SCOPE, Released, Scope
+from kvist.events import Stored, Tier, WorkerRank
+from kvist.indexer.compiled.engine_blocks import PLACE_BITS
+from kvist.indexer.residency import EngineResidency, Table
+from kvist.publisher.holdings import NO_SCOPE, Scope
 from kvist.publisher.residency import Residency
 from kvist.radix import RadixIndex
 
 SOURCE, OTHER = WorkerRank("w", 0), WorkerRank("v", 1)
 
 
-# Two of them cannot be named by a map, in which they say "nothing" and "irregular".
-BLOCKS = [0, 1, 2, 5 << 32 | 3, 5 << 32 | 4, 3 << 62 | 9]
+BLOCKS = [1, 2, 5 << 32 | 3, 5 << 32 | 4, 3 << 62 | 9]
+NAMES = (*range(6), b"\x07")
+TIERS = (Tier.GPU, Tier.HOST)
 names = st.one_of(st.integers(0, 5), st.just(b"\x07"))
 blocks = st.sampled_from(BLOCKS)
-tiers = st.sampled_from([Tier.GPU, Tier.HOST])
+tiers = st.sampled_from(TIERS)
 pairs = st.lists(st.tuples(names, blocks), max_size=4, unique_by=(lambda pair: pair[0], lambda pair: pair[1]))
 steps = st.one_of(
     st.tuples(st.just("hold"), pairs, tiers, st.sampled_from([NO_SCOPE, NO_SCOPE, NO_SCOPE, Scope("sql", None)])),
@@ -30,110 +33,177 @@ steps = st.one_of(
 )
 
 
+def play(history, index, *residencies) -> None:
+    """Do what the history says with each of the residencies; between steps they hold and say the same."""
+    scope_of: dict[int, Scope] = {}
+    for step, items, tier, detail in history:
+        if step == "hold":
+            if any(scope_of.setdefault(block, detail) != detail for _, block in items):
+                continue  # a scope is part of what a block's hash is made from
+            for each in residencies:
+                each.hold([name for name, _ in items], [block for _, block in items], None, tier, detail)
+        elif step == "release":
+            for each in residencies:
+                each.release(items, tier)
+        elif step == "other":  # another rank's blocks make no difference
+            for block in items:
+                if detail:
+                    index.store(OTHER, tier, None, np.array([block], np.uint64))
+                else:
+                    index.remove(OTHER, tier, np.array([block], np.uint64))
+        else:
+            for each in residencies:
+                each.clear()
+        check(*residencies)
+
+
+def check(residency: EngineResidency, model: Residency | None = None) -> None:
+    """Assert that both hold the same."""
+    if model is None:
+        return
+    assert residency.num_blocks == model.num_blocks
+    assert residency.digest == model.digest
+    for name in NAMES:
+        assert residency.find(name) == model.find(name)
+    for block in BLOCKS:
+        assert residency.holds(block) == model.holds(block)
+        if model.holds(block):
+            assert residency.scope(block) == model.scope(block)
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.lists(steps, max_size=25), st.booleans())
 def test_it_holds_and_says_what_the_other_does(history, counts_copies):
     index = RadixIndex(seed=1, segment_bits=0)
-    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
-    model = Residency()
+    residency, model = EngineResidency(index, SOURCE), Residency()
     residency.counts_copies = model.counts_copies = counts_copies
-    scope_of: dict[int, Scope] = {}
-    for step, items, tier, detail in history:
-        if step == "hold":
-            engine_hashes = [name for name, _ in items]
-            block_hashes = [block for _, block in items]
-            if any(scope_of.setdefault(block, detail) != detail for block in block_hashes):
-                continue  # a scope is part of what a block's hash is made from
-            arguments = (engine_hashes, block_hashes, None, tier, detail)
-            held, expected = residency.hold(*arguments), model.hold(*arguments)
-            assert held.new_idxs == expected.new_idxs
-            assert held.displaced == expected.displaced
-        elif step == "release":
-            assert residency.release(items, tier) == model.release(items, tier)
-        elif step == "other":  # another rank's blocks make no difference
-            if detail:
-                for block in items:
-                    index.store(OTHER, tier, None, np.array([block], np.uint64))
-            else:
-                index.remove(OTHER, tier, np.array(items, np.uint64))
-        else:
-            residency.clear()
-            model.clear()
-        check(residency, model)
-    index.check_invariants()
-    for name in (*range(6), b"\x07"):
-        for tier in (Tier.GPU, Tier.HOST):
-            while (released := residency.release([name], tier)).not_found == []:
-                assert released == model.release([name], tier)
-            assert released == model.release([name], tier)
-    assert residency.num_blocks == len(residency.map) == 0
-
-
-def check(residency: EngineResidency, model: Residency) -> None:
-    assert residency.num_blocks == model.num_blocks
-    assert residency.digest == model.digest
-    for name in (*range(6), b"\x07"):
-        assert residency.find(name) == model.find(name)
-    for block in BLOCKS:
-        assert residency.holds(block) == model.holds(block)
-        assert residency.scope(block) == model.scope(block)
+    play(history, index, residency, model)
+    check_invariants(index)
+    for name in NAMES:
+        for tier in TIERS:
+            while not model.release([name], tier).not_found:
+                residency.release([name], tier)
+                check(residency, model)
+            residency.release([name], tier)
+            check(residency, model)
+    assert residency.num_blocks == len(residency.names) == len(residency.counts) == 0
 
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(steps, max_size=25), st.integers(1, 3))
 def test_what_names_tell_is_held_by_another_index_in_the_same_way(history, seed):
     index, other = (RadixIndex(seed=number, segment_bits=0) for number in (1, seed))
-    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
-    residency.counts_copies = True
-    scope_of: dict[int, Scope] = {}
-    for step, items, tier, detail in history:
-        if step == "hold" and all(scope_of.setdefault(block, detail) == detail for _, block in items):
-            residency.hold([name for name, _ in items], [block for _, block in items], None, tier, detail)
-        elif step == "release":
-            residency.release(items, tier)
-        elif step == "clear":
-            residency.clear()
-    told = {int(n): int(b) for names in residency.names() for n, b in zip(*names, strict=True)}
-    held = {
-        block: {tier for tier in Tier if residency.map.tiers(block, residency.slot) >> tier & 1} for block in BLOCKS
-    }
+    residency, copied = EngineResidency(index, SOURCE), EngineResidency(other, SOURCE)
+    residency.counts_copies = copied.counts_copies = True
+    play(history, index, residency)
+    told = list(residency.told_names())
+    held = {(block, tier) for block in BLOCKS for tier in Tier if residency.tiers(block) >> tier & 1}
+    triples = [(int(n), names.tier, int(b)) for names in told for n, b in zip(*names[1:], strict=True)]
     if residency.is_told_by_names:
-        assert set(told.values()) == {block for block, where in held.items() if where}
-    copied = EngineResidency(other, SOURCE, lambda events: other.apply(SOURCE, events))
-    copied.counts_copies = True
-    rows = np.frombuffer(residency.told_copies(), "<u8").reshape(-1, 3).tolist()
-    copies = {(name, tier): num_copies for name, tier, num_copies in rows}
+        assert {(block, tier) for _, tier, block in triples} == held
     copied.resume_copies(residency.told_copies())
-    for block in set(told.values()):
-        for tier in held[block]:
-            other.store(SOURCE, tier, None, np.array([block], np.uint64))
-    for name, block in told.items():
-        copied.resume(Names(np.array([name], np.uint64), np.array([block], np.uint64)))
-    for name, block in told.items():
-        assert copied.find(name) == residency.find(name) == block
-        for tier in held[block]:
-            for _ in range(copies.get((name, tier), 0)):
-                assert copied.release([name], tier) == Released([], [])
-            assert copied.release([name], tier) == Released([block], [])
+    for _, tier, block in triples:
+        other.apply(SOURCE, [Stored(block.to_bytes(8, "little"), None, tier)])
+    for names in told:
+        copied.resume(names)
+    for name, tier, block in triples:
+        while residency.tiers(block) >> tier & 1:
+            assert copied.tiers(block) >> tier & 1
+            for each in (residency, copied):
+                each.release([name], tier)
+        assert not copied.tiers(block) >> tier & 1
     assert copied.num_blocks == 0
-    assert len(set(told.values())) == len(told)
-    other.check_invariants()
+    check_invariants(other)
 
 
-def test_a_block_with_another_name_in_another_tier_is_told_under_neither():
-    index = RadixIndex(seed=1)
-    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
+def told_by(residency: EngineResidency) -> dict[tuple[Tier, int], int]:
+    return {(n.tier, int(e)): int(b) for n in residency.told_names() for e, b in zip(*n[1:], strict=True)}
+
+
+def test_a_block_is_told_under_its_name_in_each_tier_and_not_at_all_if_it_has_two_in_one():
+    residency = EngineResidency(RadixIndex(seed=1), SOURCE)
     residency.hold([1], [11], None, Tier.GPU)
     residency.hold([2], [11], None, Tier.HOST)
-    residency.hold([3], [33], None, Tier.GPU)
-    told = {int(name): int(block) for names in residency.names() for name, block in zip(*names, strict=True)}
-    assert told == {3: 33}
+    assert residency.is_told_by_names
+    residency.hold([3, 4], [33, 44], None, Tier.GPU)
+    residency.hold([5], [33], None, Tier.GPU)
+    assert told_by(residency) == {(Tier.GPU, 1): 11, (Tier.HOST, 2): 11, (Tier.GPU, 4): 44}
     assert not residency.is_told_by_names
 
 
-def test_copies_that_no_engine_can_have_are_bounded_whatever_a_dump_says():
+def test_a_block_whose_hash_is_0_is_left_out_and_leaves_nothing_behind():
     index = RadixIndex(seed=1)
-    residency = EngineResidency(index, SOURCE, lambda events: index.apply(SOURCE, events))
-    told = np.array([[1, 0, 2**64 - 1], [1, 0, 2**63], [2, 2**64 - 64, 1]], "<u8").tobytes()
+    residency = EngineResidency(index, SOURCE)
+    residency.hold([1, 2, 3], [11, 0, 33], None, Tier.GPU)
+    residency.hold([1], [0], None, Tier.GPU)
+    assert [residency.find(name) for name in (1, 2, 3)] == [None, None, 33]
+    residency.release([1, 2, 3], Tier.GPU)
+    assert residency.num_blocks == len(residency.names) == index.statistics().num_blocks == 0
+
+
+def test_scopes_of_blocks_that_are_gone_are_forgotten_as_others_come():
+    residency = EngineResidency(RadixIndex(seed=1), SOURCE)
+    for block in range(1, 2000):
+        residency.hold([block], [block], None, Tier.GPU, Scope("sql", None))
+        residency.release([block - 10], Tier.GPU)
+    assert len(residency._scopes) < 30
+    assert residency.scope(1995) == Scope("sql", None)
+
+
+def test_copies_that_no_engine_can_have_are_bounded_whatever_a_dump_says():
+    residency = EngineResidency(RadixIndex(seed=1), SOURCE)
+    told = np.array([[1, 0, 2**64 - 1], [1, 0, 2**63], [2, 2**64 - 64, 1], [3, 0, 1], [4, 36, 7]], "<u8").tobytes()
     residency.resume_copies(told + b"and some more")
-    assert [residency.copies.of(1, Tier.GPU), residency.copies.of(2, Tier.GPU)] == [2 << 32, 1]
+    assert [residency.counts.get(name) >> PLACE_BITS for name in (1, 2, 3, 4)] == [2 << 32, 0, 1, 0]
+    assert len(residency.counts) == 2
+
+
+@pytest.fixture
+def table() -> Table:
+    return Table()
+
+
+def test_a_row_takes_less_than_24_bytes(table):
+    for key in range(200_000):
+        table.put(key, 1)
+    assert len(table) == 200_000
+    assert table.size_bytes / len(table) < 24
+    assert all(table.get(key) == 1 for key in range(0, 200_000, 1000))
+
+
+def test_memory_goes_back_when_most_rows_are_gone(table):
+    for key in range(50_000):
+        table.put(key, 1)
+    full_bytes = table.size_bytes
+    table.tidy()
+    assert table.size_bytes == full_bytes
+    for key in range(1000, 50_000):
+        table.put(key, 0)
+    for _ in range(50):
+        table.tidy()
+    assert table.size_bytes < full_bytes / 8
+    assert all(table.get(key) == 1 for key in range(1000))
+    assert not table.get(1000)
+    table.clear()
+    assert len(table) == 0
+
+
+def test_names_are_told_some_at_a_time_while_the_table_grows():
+    residency = EngineResidency(RadixIndex(seed=1), SOURCE)
+    hashes = np.random.default_rng(2).integers(1, 2**63, 60_000, dtype=np.uint64)
+    blocks = hashes.tolist()
+
+    def hold(some: list[int]) -> None:
+        residency.hold([block ^ 1 for block in some], some, None, Tier.GPU)
+
+    hold(blocks[:50_000])
+    told, num_parts = [], 0
+    for number, names in enumerate(residency.told_names()):
+        assert len(names.blocks) <= 4096
+        assert (names.engine_hashes ^ np.uint64(1) == names.blocks).all()
+        told += names.blocks.tolist()
+        num_parts += 1
+        hold(blocks[50_000 + number * 500 :][:500])  # segments grow, the one that is told among them
+    assert num_parts > 12
+    assert len(told) == len(set(told))
+    assert set(blocks[:50_000]) <= set(told)

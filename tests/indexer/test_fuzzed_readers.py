@@ -122,7 +122,7 @@ class Engine:
         self.lane = EngineLane(4, name, index)
         for number in range(3):
             source = WorkerRank("w", number)
-            self.lane.add_rank(source, lambda events, source=source: index.apply(source, events))
+            self.lane.add_rank(source)
 
     def message(self) -> bytes:
         rng = self.rng

@@ -133,7 +133,7 @@ def test_another_stream_goes_on_with_what_the_groups_hold():
     assert len(held)
     for _ in range(100):
         both.step()
-    assert resumed.counted() == both.stream.counted()
+    assert resumed.companion.counted() == both.stream.companion.counted()
 
 
 def test_what_does_not_fit_the_rules_is_said_to_be_incomplete():

@@ -11,7 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import index_invariants
+
 LIFE = """
+from index_invariants import check_invariants
 import numpy as np
 from numba import int64, types, uint64
 from kvist.events import Removed, Stored, Tier, WorkerRank
@@ -44,15 +47,15 @@ for max_blocks, bits in ((None, 0), (None, 3), (900, 2)):
             index.sweep(200)
         if step % 400 == 0:
             for chunk in index.snapshot(50):
-                copy.restore(chunk)
+                copy.restore(chunk.residencies())
                 index.remove(source, Tier.GPU, chunk.hashes)
         index.match(chain)
     for source in index.ranks():
         index.remove_worker(source.worker)
     while index.sweep():
         pass
-    index.check_invariants()
-    copy.check_invariants()
+    check_invariants(index)
+    check_invariants(copy)
     assert index.statistics().num_blocks == 0
 print("done")
 """
@@ -61,6 +64,7 @@ print("done")
 def test_a_fleets_life_stays_within_every_array(tmp_path: Path) -> None:
     script = tmp_path / "life.py"
     script.write_text(LIFE)
-    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    caches = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**os.environ, **caches, "PYTHONPATH": str(Path(index_invariants.__file__).parent)}
     result = subprocess.run([sys.executable, str(script)], env=environment, check=True, stdout=subprocess.PIPE)
     assert result.stdout.split() == [b"checked", b"done"]

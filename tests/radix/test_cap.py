@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from index_invariants import check_invariants
 from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
@@ -41,7 +42,7 @@ def test_a_chain_longer_than_the_cap_loses_its_end() -> None:
     assert index.statistics().num_blocks == 28
     assert index.statistics().num_evicted == 22
     assert depth_of(index, chain) == 28
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_what_was_matched_or_stored_last_stays() -> None:
@@ -93,11 +94,11 @@ def test_holders_count_what_they_lost_and_are_known_until_they_are_cleared() -> 
     num_left = depth_of(index, chains[0])
     assert index.digest(W0).num_blocks == 2 * num_left
     assert index.digest(W1).num_blocks == num_left
-    index.check_invariants()
+    check_invariants(index)
     index.clear("w0")
     assert not index.evicted_from(W0)
     assert index.digest(W0) == RankDigest(0, 0)
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_an_evicted_block_is_no_parent_and_may_be_stored_again(u64: U64) -> None:
@@ -116,7 +117,7 @@ def test_blocks_of_ranks_that_are_gone_are_evicted_like_others() -> None:
     for number, chain in enumerate(chains):
         index.store(WorkerRank(f"w{number}", 0), Tier.GPU, None, chain)
         index.remove_worker(f"w{number - 1}")
-        index.check_invariants()
+        check_invariants(index)
     assert index.statistics().num_blocks <= 100
     assert index.digest(WorkerRank("w2", 0)).num_blocks == 80
 
@@ -145,7 +146,7 @@ def test_eviction_follows_use_over_a_long_life(monkeypatch: pytest.MonkeyPatch) 
         for block in gone:
             del last_use[block]
     assert index.statistics().num_evicted > 500
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_epochs_come_round_without_making_old_blocks_young(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,11 +168,11 @@ def test_a_snapshot_still_tells_what_is_evicted_meanwhile() -> None:
     with index.snapshot(50) as snapshot:
         for chain in chains[8:]:
             index.store(W1, Tier.GPU, None, chain)
-            index.check_invariants()
+            check_invariants(index)
         assert index.evicted_from(W0)
         told = [block for chunk in snapshot for block in chunk.hashes.tolist()]
     assert sorted(told) == sorted(chains[:8].ravel().tolist())
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_many_slices_keep_a_large_index_to_its_cap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +183,7 @@ def test_many_slices_keep_a_large_index_to_its_cap(monkeypatch: pytest.MonkeyPat
         sizes.append(index.statistics().num_blocks)
     assert max(sizes) <= 20_000
     assert min(sizes[5_000:]) >= 17_400
-    index.check_invariants()
+    check_invariants(index)
 
 
 def test_a_cap_is_at_least_one_block() -> None:

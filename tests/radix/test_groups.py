@@ -8,6 +8,7 @@ import random
 
 import numpy as np
 import pytest
+from index_invariants import check_invariants
 
 from kvist.errors import InvalidValueError
 from kvist.events import Tier, WorkerRank
@@ -68,7 +69,7 @@ def test_a_hit_is_the_longest_at_whose_end_every_group_has_what_it_needs(seed):
             index.remove_worker(source.worker)
         while index.sweep():
             pass
-        index.check_invariants()
+        check_invariants(index)
 
 
 def test_a_rank_is_of_one_group_again_once_it_or_its_companion_is_cleared():

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from index_invariants import check_invariants
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
 from kvist.radix import RadixIndex, Snapshot, SnapshotChunk, StoreStatus, _cap, snapshot
@@ -156,14 +157,14 @@ class IndexMachine(RuleBasedStateMachine):
         depths = [depth for chunk in self.chunks for depth in chunk.depths.tolist()]
         assert depths == sorted(depths)
         for chunk in reversed(self.chunks):
-            restored.restore(chunk)
+            restored.restore(chunk.residencies())
         for chunk in self.chunks:
             assert len(chunk.hashes) <= self.max_blocks
             for block in chunk.hashes.tolist():
                 assert block not in seen
                 seen.add(block)
         assert seen == hashes
-        restored.check_invariants()
+        check_invariants(restored)
         for source in RANKS:
             assert restored.digest(source) == self.was.digest(source)
 
@@ -171,8 +172,8 @@ class IndexMachine(RuleBasedStateMachine):
     def restore_the_index_onto_itself(self) -> None:
         if self.snapshot is None:
             for chunk in self.index.snapshot(7):
-                self.index.restore(chunk)
-                self.index.check_invariants()
+                self.index.restore(chunk.residencies())
+                check_invariants(self.index)
 
     def forget_what_was_evicted(self) -> None:
         """Blocks go only beyond the cap; nobody holds them then, and all who held them say so."""
@@ -191,7 +192,7 @@ class IndexMachine(RuleBasedStateMachine):
     @invariant()
     def index_and_oracle_agree(self) -> None:
         self.forget_what_was_evicted()
-        self.index.check_invariants()
+        check_invariants(self.index)
         for source in RANKS:
             assert self.index.digest(source) == self.oracle.digest(source)
         for hashes in [*CHAINS, CHAINS[0][:3], HASHES[::-1], CHAINS[0][:6] + CHAINS[1][:6]]:

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from index_invariants import check_invariants
 
 from kvist.events import Stored, Tier, WorkerRank
 from kvist.radix import RadixIndex
@@ -38,7 +39,7 @@ def test_what_is_written_through_one_mapping_is_matched_through_another() -> Non
         index.remove_worker(worker)
     while index.sweep():
         pass
-    index.check_invariants()
+    check_invariants(index)
     assert os.fstat(descriptor).st_blocks * 512 < full_bytes - 50_000 * 16
     assert match(core, segments, query, blocks) == 0
     os.close(descriptor)

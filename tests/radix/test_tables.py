@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvist.indexer.compiled.engine_map import drop_one, look_up, put_one
+from kvist.indexer.compiled.engine_blocks import look, put
 from kvist.radix.compiled import table
 from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT
 from kvist.radix.memory import Region, TableMemory, reserved
 
 
 class Map:
-    """A table of numbers, as engine maps are."""
+    """A table of numbers, as an engine's names are."""
 
     def __init__(self, bits: int = 4, multiplier: int = 0x9E37_79B9_7F4A_7C15) -> None:
         memory = reserved(SEGMENT.itemsize << bits)
@@ -26,15 +26,15 @@ class Map:
         self.num_grown = 0
 
     def __setitem__(self, key: int, value: int) -> None:
-        while put_one(self.head, self.segments, key, value) == FULL:
+        while put(self.head, self.segments, 0, key, value) == FULL:
             assert table.grow(self.head, self.segments)
             self.num_grown += 1
 
     def __getitem__(self, key: int) -> int:
-        return look_up(self.head, self.segments, key)
+        return look(self.head, self.segments, key)
 
     def __delitem__(self, key: int) -> None:
-        drop_one(self.head, self.segments, key)
+        put(self.head, self.segments, 0, key, 0)
 
     def __len__(self) -> int:
         return int(self.head["num_rows"][0])

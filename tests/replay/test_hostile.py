@@ -8,6 +8,7 @@ from contextlib import suppress
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from index_invariants import check_invariants
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message, ReplayRequest
@@ -133,4 +134,4 @@ def test_an_index_is_fed_what_can_be_indexed(records):
     player = IndexPlayer(index, 4)
     player.apply(Line(0, record) for record in records)
     assert player.report().to_text()
-    index.check_invariants()
+    check_invariants(index)

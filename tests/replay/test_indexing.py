@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from index_invariants import check_invariants
 
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
@@ -22,7 +23,7 @@ def indexed(make, records, tmp_path, **options):
     for lines in Script(lambda: RecordingReader(path)).lines():
         player.apply(lines)
     report = player.report()
-    index.check_invariants()
+    check_invariants(index)
     return {rank.source: rank for rank in report.ranks}, report
 
 

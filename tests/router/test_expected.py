@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from index_invariants import check_invariants
 
 from kvist.events import WorkerRank
 from kvist.events.hashing import block_hashes
@@ -99,7 +100,7 @@ async def test_a_prompt_is_forgotten_after_its_time_to_live_unless_it_was_used_a
         clock.now_s += 2
         index.expect("w", 1000)
         assert (overlap(index, "w", TOKENS), overlap(index, "w", TOKENS[80:])) == (2, 0)
-        index.radix.check_invariants()
+        check_invariants(index.radix)
 
 
 async def test_all_workers_together_are_expected_to_hold_no_more_than_the_index_may() -> None:

@@ -3,5 +3,5 @@
 As in `kvist.radix.compiled`, on which it builds, functions take arrays; nothing here knows a socket, a session or a
 Python object. `words` reads bytes, `hashing` names blocks, `json_tokens` reads prompts and `answers` writes who holds
 them; `frames` splits a stream into messages, which `canonical` takes if they are Kvist's own, and `engine` if they are
-an engine's: `engine_events` says what is in one, `engine_map` which block an engine's hash stands for.
+an engine's: `engine_events` says what is in one, `engine_blocks` what an engine's hash stands for.
 """

@@ -22,7 +22,6 @@ STREAM = np.dtype(
         ("block_size", "i8"),
         ("default_rank", "i8"),  # of a batch that names none
         ("has_block_size", "i8"),  # whether any event had blocks of ours
-        ("counts_copies", "i8"),  # whether what is held and stored again has one more copy
         ("field_order", "u1", (2, MAX_FIELDS)),  # of events that are arrays: stored, removed
         # Where it stands: the message, whether it is checked, the event, and of that the block.
         ("message_idx", "i8"),
@@ -48,8 +47,7 @@ STREAM = np.dtype(
         ("num_tokens", "i8"),
         ("checked_rank", "i8"),
         ("checked_end", "i8"),
-        ("chain", "u8", SLICE_BLOCKS),  # of a slice's blocks: their canonical hashes, and what each takes
-        ("outlooks", "u1", SLICE_BLOCKS),
+        ("chain", "u8", SLICE_BLOCKS),  # the canonical hashes of a slice's blocks
     ],
     align=True,
 )
@@ -87,6 +85,7 @@ RANK = np.dtype(
         ("slot", "i8"),  # -1 of a rank that nobody knows
         ("companion", "i8"),  # slot that holds what all other groups of a kind do; see `kvist.radix.compiled.layout`
         ("is_offloading", "i8"),  # whether it ever stored anything beside the GPU
+        ("counts_copies", "i8"),  # whether what is held and stored again has one more copy
         ("num_groups", "i8"),  # others
         ("num_kinds", "i8"),
         ("kinds", "i8", MAX_OTHER_GROUPS),  # of each group
@@ -101,7 +100,7 @@ RANK = np.dtype(
 
 STORED, REMOVED, IGNORED, UNUSUAL = 1, 2, 3, 4
 DONE, PAUSED, NOT_NEXT, WHOLE_MESSAGE, SOME_EVENTS, OTHER_RANK = range(6)
-INDEX_NEEDS_HELP, MAP_NEEDS_HELP, COPIES_NEED_HELP, TOO_LARGE = range(6, 10)
+INDEX_NEEDS_HELP, NAMES_NEED_HELP, COUNTS_NEED_HELP, TOO_LARGE = range(6, 10)
 """Why a call stopped."""
 
 _typeof: Any = numba.typeof

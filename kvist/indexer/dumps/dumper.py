@@ -11,7 +11,7 @@ from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import Indexer
 from kvist.indexer.dumps.format import VERSION, DumpHead, DumpWriter, NamespaceHead, StreamState
-from kvist.indexer.engine_map import Names
+from kvist.indexer.residency import Names
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 

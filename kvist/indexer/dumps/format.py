@@ -16,13 +16,13 @@ from xxhash import xxh3_64
 from kvist.errors import MalformedMessageError
 from kvist.events import WorkerRank
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.types import Rank, RankOrCompanion
-from kvist.indexer.engine_map import Names
+from kvist.events.types import Rank, RankOrCompanion, Tier
 from kvist.indexer.progress import Progress
+from kvist.indexer.residency import Names
 from kvist.radix import SnapshotChunk
 
 FORMAT: Final = "kvist-index-dump"
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 _U64, _U32 = np.dtype("<u8"), np.dtype("<u4")
@@ -72,10 +72,11 @@ class Blocks(msgspec.Struct, tag="blocks", array_like=True, frozen=True):
 
 
 class NamesFrame(msgspec.Struct, tag="names", array_like=True, frozen=True):
-    """What hashes of a stock engine's own name, for one rank: little-endian u64 side by side, each with its block."""
+    """What hashes of a stock engine's own name in a tier of a rank: little-endian u64 side by side, and blocks."""
 
     worker: str
     rank: Rank
+    tier: Tier
     engine_hashes: bytes
     blocks: bytes
 
@@ -112,8 +113,8 @@ class DumpWriter:
 
     def names(self, rank: WorkerRank, names: Names) -> bytes:
         """Return the frame of some names."""
-        engine_hashes, blocks = (each.astype(_U64, copy=False).tobytes() for each in names)
-        return self.frame(NamesFrame(*rank, engine_hashes, blocks))
+        engine_hashes, blocks = (each.astype(_U64, copy=False).tobytes() for each in names[1:])
+        return self.frame(NamesFrame(*rank, names.tier, engine_hashes, blocks))
 
     def blocks(self, chunk: SnapshotChunk) -> bytes:
         """Return the frame of some blocks."""
@@ -221,7 +222,7 @@ def names_of(frame: NamesFrame, source: str) -> Names:
     engine_hashes, blocks = _array(frame.engine_hashes, _U64), _array(frame.blocks, _U64)
     if len(engine_hashes) != len(blocks):
         raise MalformedMessageError(source, "dump: a frame of names has not as many blocks")
-    return Names(engine_hashes, blocks)
+    return Names(frame.tier, engine_hashes, blocks)
 
 
 def _array(part: bytes, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

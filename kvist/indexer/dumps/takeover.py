@@ -6,13 +6,14 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterable
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol
 
 import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from kvist.events import WorkerRank
+from kvist.events import Tier, WorkerRank
 from kvist.indexer.dumps.dumper import Namespaced
 from kvist.indexer.dumps.format import (
     Blocks,
@@ -25,10 +26,10 @@ from kvist.indexer.dumps.format import (
     names_of,
 )
 from kvist.indexer.engine import EngineFollower
-from kvist.indexer.engine_map import Names
 from kvist.indexer.progress import EngineProgress
+from kvist.indexer.residency import Names
 from kvist.indexer.source import Source
-from kvist.radix import SnapshotChunk
+from kvist.radix import Residencies, SnapshotChunk
 
 
 class Destination(Protocol):
@@ -48,8 +49,8 @@ class _Part:
     into: Namespaced
     ranks: set[WorkerRank] = field(default_factory=set)
     engines: dict[WorkerRank, EngineFollower] = field(default_factory=dict)
-    frames: defaultdict[WorkerRank, list[Names]] = field(default_factory=lambda: defaultdict(list))
-    names: dict[WorkerRank, Names] = field(default_factory=dict)
+    frames: defaultdict[tuple[WorkerRank, Tier], list[Names]] = field(default_factory=lambda: defaultdict(list))
+    names: dict[tuple[WorkerRank, Tier], Names] = field(default_factory=dict)
     """Those of `frames`, ordered by block."""
 
 
@@ -74,7 +75,7 @@ class Takeover:
         elif self._part is not None and isinstance(frame, NamesFrame):
             rank = WorkerRank(frame.worker, frame.rank)
             if rank in self._part.engines:
-                self._part.frames[rank].append(names_of(frame, self._origin))
+                self._part.frames[rank, frame.tier].append(names_of(frame, self._origin))
         elif self._part is not None and isinstance(frame, Blocks):
             self._restore(self._part, chunk_of(frame, self._origin))
 
@@ -121,57 +122,43 @@ class Takeover:
         return replace(state, progress=replace(state.progress, is_in_doubt=True))
 
     def _restore(self, part: _Part, chunk: SnapshotChunk) -> None:
-        for rank in [*part.frames]:
-            part.names[rank] = _ordered(part.frames.pop(rank))
-        chunk, named = _select(chunk, part.ranks, part.names)
-        part.into.index.restore(chunk)
-        for rank, names in named.items():
+        for where in [*part.frames]:
+            part.names[where] = _ordered(part.frames.pop(where))
+        held, named = _select(chunk.residencies(), part.ranks, part.names)
+        part.into.index.restore(held)
+        for rank, names in named:
             part.engines[rank].resume_names(rank.rank, names)
 
 
 def _ordered(frames: list[Names]) -> Names:
-    engine_hashes, blocks = (np.concatenate(part) for part in zip(*frames, strict=True))
-    order = np.argsort(blocks)
-    return Names(engine_hashes[order], blocks[order])
+    """Return names by block, without blocks that have several: one of these may have come after the dump's moment."""
+    engine_hashes, blocks = (np.concatenate(part) for part in list(zip(*frames, strict=True))[1:])
+    blocks, first, counts = np.unique(blocks, return_index=True, return_counts=True)
+    return Names(frames[0].tier, engine_hashes[first[counts == 1]], blocks[counts == 1])
 
 
 def _select(
-    chunk: SnapshotChunk, whole: set[WorkerRank], names: dict[WorkerRank, Names]
-) -> tuple[SnapshotChunk, dict[WorkerRank, Names]]:
-    """Return the chunk as if nobody but these ranks held anything, some of them no more than their names tell of.
+    held: Residencies, whole: set[WorkerRank], names: dict[tuple[WorkerRank, Tier], Names]
+) -> tuple[Residencies, list[tuple[WorkerRank, Names]]]:
+    """Return what is held as if nobody but these ranks held anything, some of them no more than their names tell of.
 
     With it come the names of what is left.
     """
-    is_whole = np.array([rank in whole for rank in chunk.ranks], bool)
-    if is_whole.all():
-        return chunk, {}
-    lengths: NDArray[np.int64] = (chunk.offsets[1:] - chunk.offsets[:-1]).astype(np.int64)[chunk.set_idx]
-    block_idx = np.repeat(np.arange(len(lengths)), lengths)
-    within = np.arange(len(block_idx)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    members = chunk.members[chunk.offsets[chunk.set_idx[block_idx]] + within]
-    rank_idx = members >> 4
-    is_kept = is_whole[rank_idx]
-    named = {}
-    for idx, rank in enumerate(chunk.ranks):
-        if rank in names:
-            places = np.flatnonzero(rank_idx == idx)
-            found = _find(names[rank].blocks, chunk.hashes[block_idx[places]])
-            is_kept[places] = found >= 0
-            found = found[found >= 0]
-            named[rank] = Names(names[rank].engine_hashes[found], names[rank].blocks[found])
-    is_used = is_whole | np.array([rank in names for rank in chunk.ranks], bool)
-    new_rank_idx = np.cumsum(is_used) - 1
-    members, rank_idx = members[is_kept], rank_idx[is_kept]
-    ends = np.cumsum(np.bincount(block_idx[is_kept], minlength=len(lengths)))
-    kept = SnapshotChunk(
-        ranks=tuple(rank for rank, used in zip(chunk.ranks, is_used.tolist(), strict=True) if used),
-        hashes=chunk.hashes,
-        depths=chunk.depths,
-        set_idx=np.arange(len(lengths), dtype=np.uint32),
-        offsets=np.concatenate([[0], ends]).astype(np.uint32),
-        members=(new_rank_idx[rank_idx] << 4 | members & 15).astype(np.uint32),
-    )
-    return kept, named
+    is_whole = np.array([rank in whole for rank in held.ranks], bool)
+    rank_idx, tiers, named = held.members >> 4, held.members & 15, []
+    kept = np.where(is_whole[rank_idx], tiers, 0)
+    for (idx, rank), tier in product(enumerate(held.ranks), Tier):
+        each = names.get((rank, tier))
+        if each is None:
+            continue
+        places = np.flatnonzero((rank_idx == idx) & (tiers >> tier & 1 == 1))
+        found = _find(each.blocks, held.hashes[places])
+        kept[places[found >= 0]] |= 1 << tier
+        found = found[found >= 0]
+        named.append((rank, Names(tier, each.engine_hashes[found], each.blocks[found])))
+    left = kept > 0
+    members = (rank_idx[left] << 4 | kept[left]).astype(np.uint32)
+    return Residencies(held.ranks, held.hashes[left], held.depths[left], members), named
 
 
 def _find(ordered: NDArray[np.uint64], wanted: NDArray[np.uint64]) -> NDArray[np.int64]:

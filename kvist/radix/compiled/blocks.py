@@ -23,7 +23,7 @@ from kvist.radix.compiled.layout import (
     HASHES_TYPE,
     INLINE,
     INVALID,
-    IRREGULAR,
+    MARKED,
     MAX_DEPTH,
     NUM_EPOCHS,
     OPERATIONS_TYPE,
@@ -88,16 +88,16 @@ def tiers_at(index: Record, segments: Records, row: int, slot: int) -> int:
 
 
 @helper
-def is_irregular(segments: Records, row: int) -> bool:
+def is_marked(segments: Records, row: int) -> bool:
     """Whether a row's block was marked."""
-    return signed(row_at(segments, row).marks) & IRREGULAR != 0
+    return signed(row_at(segments, row).marks) & MARKED != 0
 
 
 @helper
-def mark_irregular(segments: Records, row: int) -> None:
+def mark(segments: Records, row: int) -> None:
     """Mark a row's block, for as long as anybody holds it."""
     marked = row_at(segments, row)
-    marked.marks = signed(marked.marks) | IRREGULAR
+    marked.marks = signed(marked.marks) | MARKED
 
 
 @helper

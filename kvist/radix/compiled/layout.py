@@ -59,7 +59,7 @@ HEAD = np.dtype(
         ("rooms", "u4", (MAX_SEGMENTS,)),  # of each: segments lie so far apart that to look there would cost a miss
     ]
 )
-MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, IRREGULAR = (1 << 18) - 1, 18, 1 << 12, 1 << 31
+MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, MARKED = (1 << 18) - 1, 18, 1 << 12, 1 << 31
 """Marks: how many blocks come before it, at most MAX_DEPTH; the epoch of its last use; a flag for who calls us."""
 
 # --- The core -------------------------------------------------------------------------------------------------------

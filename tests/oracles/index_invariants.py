@@ -1,4 +1,4 @@
-"""Checks that an index is what its layout says; slow, for tests."""
+"""Checks that an index is what its layout says; slow."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from itertools import pairwise
 import numpy as np
 
 from kvist.events.snapshot import block_digest
+from kvist.radix import RadixIndex
 from kvist.radix._slots import SlotTable
 from kvist.radix.compiled.layout import FULLEST_128THS, INLINE, LIVE, RETIRED, Record, Records
 
 _U64 = (1 << 64) - 1
 
 
-def check(core: Record, segments: Records, slots: SlotTable, *, is_sweeping_sets: bool) -> None:
+def check_invariants(index: RadixIndex) -> None:
     """Raise AssertionError unless rows, sets and slots agree with the documented layout and with each other."""
+    core, segments, slots, sweeper = index.core[0], index.segments, index._slots, index._sweeper
+    is_sweeping_sets = sweeper._next_set < sweeper._end_of_sets or bool(core["captured_stamp"])
     references: Counter[int] = Counter()
     held: dict[int, tuple[int, int]] = {}
     num_rows = num_room = 0

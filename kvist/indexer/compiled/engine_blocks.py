@@ -1,0 +1,454 @@
+"""What one rank of an engine holds, and under which of the engine's own hashes: two tables beside the index.
+
+The *names* say which block an engine hash names, in each tier apart. A name of a block that left the index unnoticed
+(it evicts) says nothing any more, and is written over. The *counts* say how often something is there: copies of a hash
+beyond the first, hashes of a block beyond the first, copies in each of the rank's other groups; nearly always none.
+
+Each change of one block is done in full, or not at all where a table needs help before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numba import int64, types, uint64
+
+from kvist.indexer.compiled.engine_layout import (
+    COUNTS_NEED_HELP,
+    DONE,
+    INDEX_NEEDS_HELP,
+    NAMES_NEED_HELP,
+    RANK_TYPE,
+    SOME_EVENTS,
+)
+from kvist.indexer.compiled.jit import jit
+from kvist.radix.compiled import table
+from kvist.radix.compiled.blocks import (
+    block_digest,
+    credit,
+    depth_at,
+    find,
+    mark,
+    remove_one,
+    row_at,
+    stamp,
+    store_one,
+    tiers_at,
+)
+from kvist.radix.compiled.jit import helper, signed
+from kvist.radix.compiled.layout import (
+    CORE_TYPE,
+    FULL,
+    HASHES_TYPE,
+    HEAD_TYPE,
+    MAX_DEPTH,
+    SEGMENTS_TYPE,
+    Record,
+    Records,
+    Words,
+)
+
+STEP = 0x9E37_79B9_7F4A_7C15
+GROUPS, ALIASES, PLACE_BITS = 4, 36, 6
+"""Of what a count is, as its lowest six bits say: of a hash in a tier; from GROUPS on, of one in another group; from
+ALIASES on, of a block's hashes in a tier."""
+MAX_ROWS = 1 << 22
+"""Counts beyond which other groups' blocks are not counted any more."""
+HOLD, RELEASE, STORE_IN_GROUP, REMOVE_FROM_GROUP, PLACE = range(5)
+_U0, _STEP, _PLACE_BITS = np.uint64(0), np.uint64(STEP), np.uint64(PLACE_BITS)
+_0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
+_1: Any = np.int64(1)
+_MINUS_1: Any = np.int64(-1)
+_WORDS: Any = types.Array(uint64, 1, "C")
+
+
+class Held(NamedTuple):
+    """The index, the two tables, and the rank whose blocks they tell of."""
+
+    index: Record
+    segments: Records
+    names_head: Record
+    names: Records
+    counts_head: Record
+    counts: Records
+    rank: Record
+
+
+# --- Tables, of one part or several ---------------------------------------------------------------------------------
+
+
+@helper
+def _look(head: Record, rows: Records, part: int, key: np.uint64) -> np.uint64:
+    """Return what stands under a key in a part of a table, 0 for nothing."""
+    number = part << head.bits | table.segment_of(head, key)
+    place = table.locate(head, rows, number, key)
+    return rows[number].rows[place].value if place >= 0 else _U0
+
+
+@helper
+def _put(head: Record, rows: Records, part: int, key: np.uint64, value: np.uint64) -> int:
+    """Let something stand under a key; return DONE, or FULL if the table must grow first."""
+    number = part << head.bits | table.segment_of(head, key)
+    segment = rows[number]
+    place = table.locate(head, rows, number, key)
+    if place >= 0:
+        segment.rows[place].value = value
+        return DONE
+    if table.is_full(segment) and segment.room:
+        return FULL
+    return min(table.insert(head, rows, number, -1 - place, key, value), DONE)
+
+
+@helper
+def _drop(head: Record, rows: Records, part: int, key: np.uint64) -> None:
+    """Forget a key, if it is known."""
+    number = part << head.bits | table.segment_of(head, key)
+    place = table.locate(head, rows, number, key)
+    if place >= 0:
+        table.delete(head, rows[number], place)
+
+
+@helper
+def _key(name: np.uint64, place: int) -> np.uint64:
+    """Return under what a name is counted in a place; its own inverse."""
+    return name ^ np.uint64(place) * _STEP
+
+
+@helper
+def _count_of(held: Held, name: np.uint64, place: int) -> int:
+    """Return how often something is there."""
+    if held.counts_head.num_rows == 0:
+        return 0
+    return signed(_look(held.counts_head, held.counts, _0, _key(name, place)) >> _PLACE_BITS)
+
+
+@helper
+def _set_count(held: Held, name: np.uint64, place: int, count: int) -> int:
+    """Note how often something is there; return DONE, or FULL if the table must grow first."""
+    if count > 0:
+        return _put(held.counts_head, held.counts, _0, _key(name, place), np.uint64(count << PLACE_BITS | place))
+    if held.counts_head.num_rows:
+        _drop(held.counts_head, held.counts, _0, _key(name, place))
+    return DONE
+
+
+@helper
+def _add(held: Held, name: np.uint64, place: int) -> int:
+    """Count one more; return DONE, or FULL if the table must grow first."""
+    return _set_count(held, name, place, _count_of(held, name, place) + 1)
+
+
+# --- What else the rank's groups hold ---------------------------------------------------------------------------------
+
+
+@helper
+def _is_in(index: Record, segments: Records, slot: int, tier: int, block_hash: np.uint64) -> bool:
+    """Whether a slot holds a block in a tier."""
+    row = find(index, segments, block_hash)
+    return row >= 0 and tiers_at(index, segments, row, slot) >> tier & 1 == 1
+
+
+@helper
+def _published(held: Held, engine_hash: np.uint64) -> np.uint64:
+    """Return the block on the GPU that has this hash, 0 for none."""
+    name = _look(held.names_head, held.names, _0, engine_hash)
+    is_there = name != _U0 and _is_in(held.index, held.segments, held.rank.slot, _0, name)
+    return name if is_there else _U0
+
+
+@helper
+def _is_in_all(held: Held, engine_hash: np.uint64, kind: int, without: int) -> bool:
+    """Whether all groups of a kind, but for one perhaps, hold a block."""
+    for group in range(held.rank.num_groups):
+        is_asked = held.rank.kinds[group] == kind and group != without
+        if is_asked and _count_of(held, engine_hash, GROUPS + group) == 0:
+            return False
+    return True
+
+
+@helper
+def _place_one(held: Held, block_hash: np.uint64, depth: int, kind: int) -> int:
+    """Let the companion hold a block in one kind; return DONE or FULL."""
+    result = store_one(held.index, held.segments, block_hash, depth, held.rank.companion, kind)
+    if result > 0:
+        credit(held.index, held.rank.companion, _1, block_digest(block_hash, kind))
+    return min(result, DONE)
+
+
+@helper
+def _place(held: Held, engine_hash: np.uint64, block_hash: np.uint64, depth: int) -> int:
+    """Let the companion hold a block in the kinds all of whose groups hold it; return DONE or FULL."""
+    for kind in range(held.rank.num_kinds):
+        is_held = _is_in_all(held, engine_hash, kind, _MINUS_1)
+        if is_held and _place_one(held, block_hash, depth, kind) < 0:
+            return FULL
+    return DONE
+
+
+@helper
+def _displace(held: Held, block_hash: np.uint64, first: int, end: int) -> int:
+    """Let the companion cease to hold a block in some kinds; return DONE or FULL."""
+    for kind in range(first, end):
+        result = remove_one(held.index, held.segments, block_hash, held.rank.companion, kind)
+        if result < 0:
+            return FULL
+        if result:
+            credit(held.index, held.rank.companion, _MINUS_1, _U0 - block_digest(block_hash, kind))
+    return DONE
+
+
+# --- One block --------------------------------------------------------------------------------------------------------
+
+
+@helper
+def row_named(held: Held, engine_hash: np.uint64) -> int:
+    """Return the row of the block that has this hash in the fastest tier that holds it, -1 for none."""
+    index, segments, head, names = held.index, held.segments, held.names_head, held.names
+    for tier in range(4):
+        name = _look(head, names, tier, engine_hash)
+        row = find(index, segments, name) if name != _U0 else -1
+        if row >= 0 and tiers_at(index, segments, row, held.rank.slot) >> tier & 1:
+            return row
+    return -1
+
+
+@helper
+def _let_go(held: Held, tier: int, block_hash: np.uint64) -> int:
+    """Take one of its hashes from a block that is held in a tier: it stays while it has others. Return DONE or FULL."""
+    num_aliases = _count_of(held, block_hash, ALIASES + tier)
+    if num_aliases:
+        return _set_count(held, block_hash, ALIASES + tier, num_aliases - 1)
+    if tier == 0 and held.rank.num_kinds and _displace(held, block_hash, _0, held.rank.num_kinds) < 0:
+        return FULL
+    if remove_one(held.index, held.segments, block_hash, held.rank.slot, tier) < 0:
+        return FULL
+    credit(held.index, held.rank.slot, _MINUS_1, _U0 - block_digest(block_hash, tier))
+    return DONE
+
+
+@helper
+def hold(
+    held: Held, tier: int, hashes: Words, first: int, blocks: Words, num_blocks: int, depth: int, displaces: int
+) -> tuple[int, int]:
+    """Hold blocks in a tier under hashes, from the first on, or one copy more; return DONE or why not, and how many.
+
+    What a hash named before in this tier goes; unless that `displaces`, the answer is SOME_EVENTS. A block whose hash
+    is 0 cannot be named, and is left out.
+    """
+    index, segments, head, names, rank = held.index, held.segments, held.names_head, held.names, held.rank
+    for number in range(num_blocks):
+        engine_hash, block_hash = hashes[first + number], blocks[number]
+        name, row = _look(head, names, tier, engine_hash), find(index, segments, block_hash)
+        tiers = tiers_at(index, segments, row, rank.slot) if row >= 0 else 0
+        if tiers >> tier & 1 and name == block_hash:
+            if index.is_capped:
+                stamp(index, row_at(segments, row))
+            if rank.counts_copies and _add(held, engine_hash, tier) == FULL:
+                return COUNTS_NEED_HELP, number
+            continue
+        if name != _U0 and name != block_hash and _is_in(index, segments, rank.slot, tier, name):
+            if not displaces:
+                return SOME_EVENTS, number
+            if _let_go(held, tier, name) == FULL:
+                return INDEX_NEEDS_HELP, number
+            _drop(head, names, tier, engine_hash)
+        if block_hash == _U0:
+            continue
+        if held.counts_head.num_rows:
+            _set_count(held, engine_hash, tier, _0)
+        if tier == 0 and rank.num_groups and _place(held, engine_hash, block_hash, depth + number) == FULL:
+            return INDEX_NEEDS_HELP, number
+        if name != block_hash and _put(head, names, tier, engine_hash, block_hash) == FULL:
+            return NAMES_NEED_HELP, number
+        if tiers >> tier & 1:
+            if _add(held, block_hash, ALIASES + tier) == FULL:
+                _drop(head, names, tier, engine_hash)
+                return COUNTS_NEED_HELP, number
+            continue
+        if store_one(index, segments, block_hash, min(depth + number, MAX_DEPTH), rank.slot, tier) < 0:
+            return INDEX_NEEDS_HELP, number
+        credit(index, rank.slot, _1, block_digest(block_hash, tier))
+        if held.counts_head.num_rows:
+            _set_count(held, block_hash, ALIASES + tier, _0)  # of before it was evicted
+    return DONE, num_blocks
+
+
+@helper
+def release_one(held: Held, tier: int, engine_hash: np.uint64) -> int:
+    """Take a hash, or one copy of it, out of a tier; return DONE or what needs help."""
+    head, names = held.names_head, held.names
+    name = _look(head, names, tier, engine_hash)
+    if name == _U0:
+        return DONE
+    if _is_in(held.index, held.segments, held.rank.slot, tier, name):
+        num_copies = _count_of(held, engine_hash, tier)
+        if num_copies and held.rank.counts_copies:
+            return _set_count(held, engine_hash, tier, num_copies - 1)
+        if num_copies:
+            _set_count(held, engine_hash, tier, _0)
+        if _let_go(held, tier, name) == FULL:
+            return INDEX_NEEDS_HELP
+    _drop(head, names, tier, engine_hash)
+    return DONE
+
+
+@helper
+def store_in_group(held: Held, group: int, engine_hash: np.uint64) -> int:
+    """Count a block as held by one of the other groups, or one copy more; return DONE or what needs help."""
+    kind, count = held.rank.kinds[group], _count_of(held, engine_hash, GROUPS + group)
+    if held.counts_head.num_rows >= MAX_ROWS if count == 0 else not held.rank.counts_copies:
+        return DONE
+    block_hash = _published(held, engine_hash) if count == 0 else _U0
+    if block_hash != _U0 and _is_in_all(held, engine_hash, kind, group):
+        depth = depth_at(held.segments, find(held.index, held.segments, block_hash))
+        if _place_one(held, block_hash, depth, kind) < 0:
+            return INDEX_NEEDS_HELP
+    return COUNTS_NEED_HELP if _set_count(held, engine_hash, GROUPS + group, count + 1) == FULL else DONE
+
+
+@helper
+def remove_from_group(held: Held, group: int, engine_hash: np.uint64) -> int:
+    """Count a block, or a copy of it, as held by one of the other groups no more; return DONE or what needs help."""
+    kind, count = held.rank.kinds[group], _count_of(held, engine_hash, GROUPS + group)
+    if count == 0 or (count > 1 and held.rank.counts_copies):
+        return _set_count(held, engine_hash, GROUPS + group, count - 1)
+    block_hash = _published(held, engine_hash)
+    if block_hash != _U0 and _displace(held, block_hash, kind, kind + 1) < 0:
+        return INDEX_NEEDS_HELP
+    return _set_count(held, engine_hash, GROUPS + group, _0)
+
+
+# --- For Python -------------------------------------------------------------------------------------------------------
+
+Arrays: TypeAlias = tuple[Records, Records, Records, Records, Records, Records, Records]
+"""What is in a `Held`, as arrays, for compiled code to take from Python."""
+ARRAYS_TYPE: Any = types.Tuple(  # type: ignore[no-untyped-call]
+    (CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, RANK_TYPE)
+)
+
+
+@jit((ARRAYS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE, uint64, int64))
+def change(
+    arrays: Arrays,
+    what: int,
+    place: int,
+    engine_hashes: Words,
+    blocks: Words,
+    parent: int,
+    start: int,
+) -> tuple[int, int]:
+    """Do one thing with each of the hashes, from `start` on; return DONE or what needs help, and how far it went.
+
+    HOLD a chain of blocks behind a parent, if any, or RELEASE hashes, where the place is a tier; or do so in a group,
+    which the place is then; or PLACE what the other groups hold of the blocks so named.
+    """
+    core, segments, names_heads, names, counts_heads, counts, ranks = arrays
+    held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
+    depth, result = _0, DONE
+    if what == HOLD and parent:
+        row = find(held.index, held.segments, np.uint64(parent))
+        depth = depth_at(held.segments, row) + 1 if row >= 0 else _0
+    if what == HOLD:
+        num_left = len(engine_hashes) - start
+        result, num_done = hold(held, place, engine_hashes, start, blocks[start:], num_left, depth + start, _1)
+        return result, start + num_done
+    for number in range(start, len(engine_hashes)):
+        engine_hash = engine_hashes[number]
+        if what == RELEASE:
+            result = release_one(held, place, engine_hash)
+        elif what == STORE_IN_GROUP:
+            result = store_in_group(held, place, engine_hash)
+        elif what == REMOVE_FROM_GROUP:
+            result = remove_from_group(held, place, engine_hash)
+        else:
+            block_hash = _published(held, engine_hash)
+            if block_hash != _U0:
+                depth = depth_at(held.segments, find(held.index, held.segments, block_hash))
+                result = _place(held, engine_hash, block_hash, depth)
+                result = INDEX_NEEDS_HELP if result == FULL else DONE
+        if result != DONE:
+            return result, number
+    return DONE, len(engine_hashes)
+
+
+@jit((ARRAYS_TYPE, uint64))
+def block_named(
+    arrays: Arrays,
+    engine_hash: int,
+) -> int:
+    """Return the block that has this hash, in the fastest tier that holds it, 0 for none."""
+    core, segments, names_heads, names, counts_heads, counts, ranks = arrays
+    held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
+    row = row_named(held, np.uint64(engine_hash))
+    return row_at(held.segments, row).hash if row >= 0 else _U0  # type: ignore[return-value]
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, int64, uint64))
+def tiers_held(core: Records, segments: Records, slot: int, block_hash: int) -> int:
+    """Return in which tiers a slot holds a block, by bit."""
+    row = find(core[0], segments, np.uint64(block_hash))
+    return tiers_at(core[0], segments, row, slot) if row >= 0 else 0
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, uint64))
+def mark_block(core: Records, segments: Records, block_hash: int) -> None:
+    """Have chains behind a block left to Python, for as long as anybody holds it."""
+    row = find(core[0], segments, np.uint64(block_hash))
+    if row >= 0:
+        mark(segments, row)
+
+
+@jit((HEAD_TYPE, SEGMENTS_TYPE, uint64))
+def look(heads: Records, rows: Records, key: int) -> int:
+    """Return what stands under a key in the first part of a table, 0 for nothing."""
+    return _look(heads[0], rows, _0, np.uint64(key))  # type: ignore[return-value]
+
+
+@jit((HEAD_TYPE, SEGMENTS_TYPE, int64, uint64, uint64))
+def put(heads: Records, rows: Records, part: int, key: int, value: int) -> int:
+    """Let something stand under a key of a part, for 0 nothing; return DONE, or FULL if the table must grow first."""
+    if value:
+        return _put(heads[0], rows, part, np.uint64(key), np.uint64(value))
+    _drop(heads[0], rows, part, np.uint64(key))
+    return DONE
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, int64, int64, _WORDS, _WORDS))
+def keep_held(core: Records, segments: Records, slot: int, tier: int, engine_hashes: Words, blocks: Words) -> int:
+    """Keep those hashes whose block, at the same place, a slot holds in a tier, side by side; return how many."""
+    num_kept = 0
+    for number in range(len(blocks)):
+        if _is_in(core[0], segments, slot, tier, blocks[number]):
+            engine_hashes[num_kept], blocks[num_kept] = engine_hashes[number], blocks[number]
+            num_kept += 1
+    return num_kept
+
+
+@jit((HEAD_TYPE, SEGMENTS_TYPE, int64, HASHES_TYPE, HASHES_TYPE, int64))
+def put_names(heads: Records, names: Records, tier: int, engine_hashes: Words, blocks: Words, start: int) -> int:
+    """Let engine hashes name blocks in a tier, from `start` on; return how far: short of the end it must grow."""
+    for number in range(start, len(blocks)):
+        if _put(heads[0], names, tier, engine_hashes[number], blocks[number]) == FULL:
+            return number
+    return len(blocks)
+
+
+@jit((CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE))
+def drop_stale(
+    core: Records,
+    segments: Records,
+    heads: Records,
+    names: Records,
+    slot: int,
+    tier: int,
+    engine_hashes: Words,
+    blocks: Words,
+) -> int:
+    """Forget those hashes whose block, at the same place, a slot does not hold in a tier; return how many."""
+    num_dropped = 0
+    for number in range(len(blocks)):
+        if not _is_in(core[0], segments, slot, tier, blocks[number]):
+            _drop(heads[0], names, tier, engine_hashes[number])
+            num_dropped += 1
+    return num_dropped
