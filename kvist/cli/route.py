@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import serve
@@ -13,7 +18,17 @@ from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
 from kvist.router.config import RouterConfig
 
+if TYPE_CHECKING:
+    from kvist.router.doors.service import RouterService
+
+logger = logging.getLogger(__name__)
+
 HELP = "route OpenAI requests to the worker that holds their prefix"
+
+_LOOK_S = 1.0
+"""How often the file is looked at."""
+
+_Stamp = tuple[int, int, int] | None
 
 _EVENT_SOURCES = "kv_event_sources"
 _GROUPS = {
@@ -40,8 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM."""
-    config, started_s = make_config(args), time.monotonic()
+    """Serve until SIGINT or SIGTERM; read the settings again at SIGHUP and when their file changes."""
+    stamp, started_s = _stamp(args.config), time.monotonic()
+    config = make_config(args)
     from kvist.router.doors.service import RouterService
 
     def ready_line(service: RouterService) -> str:
@@ -49,7 +65,40 @@ def run(args: argparse.Namespace) -> int:
         return f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}"
 
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(RouterService(config, started_s), ready_line))
+        return runner.run(serve(_reloading(RouterService(config, started_s), args, stamp), ready_line))
+
+
+@asynccontextmanager
+async def _reloading(service: RouterService, args: argparse.Namespace, stamp: _Stamp) -> AsyncIterator[RouterService]:
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
+    async with service, asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(_reload(service, args, stamp, asked), name="kvist-settings")
+        yield service
+        watching.cancel()
+
+
+async def _reload(service: RouterService, args: argparse.Namespace, stamp: _Stamp, asked: asyncio.Event) -> None:
+    """Reload whenever asked to, and whenever the file is not the one that had this stamp."""
+    while True:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asked.wait(), None if args.config is None else _LOOK_S)
+        last, stamp = stamp, _stamp(args.config)
+        if asked.is_set() or stamp != last:
+            asked.clear()
+            try:
+                service.reload(make_config(args))
+            except InvalidValueError as error:
+                logger.error("settings stay as they were reason=%s", error)
+
+
+def _stamp(path: Path | None) -> _Stamp:
+    """Return what changes when the file does."""
+    try:
+        status = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
 
@@ -38,6 +38,18 @@ _UPSTREAM = UpstreamLimits()
 TRANSFER_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
 and take 1 to 2 ms to compute. Estimated, not measured."""
+
+RELOADED = frozenset(
+    {
+        *("worker_urls", "prefill_worker_urls", "decode_worker_urls", "kv_event_sources", "allowed_event_networks"),
+        *("expected_cache_tokens", "health_interval_s", "health_timeout_s", "silence_timeout_s", "drain_timeout_s"),
+        *("api_key", "admin_key", "worker_api_key", "worker_api_keys", "debug_headers"),
+        *("policy", "max_local_prefill_tokens", "max_attempts", "prefill_scale", "overlap_credit", "tier_credits"),
+        *("decode_scale", "recent_scale", "temperature", "min_match_blocks", "imbalance_abs", "imbalance_rel"),
+        *("request_timeout_s", "queue_timeout_s", "workers_use_priority", "drain_delay_s"),
+    }
+)
+"""What may change while the router runs. The rest is in what was built of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,6 +265,15 @@ class RouterConfig:
             raise InvalidValueError("state_dir", self.state_dir, f"none, as policy {self.policy} keeps no index")
         if min(self.tier_credits) < 0:
             raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
+
+    def changed_to(self, other: RouterConfig) -> tuple[RouterConfig, list[str], list[str]]:
+        """Return this configuration with what may change taken from another, which fields did, and which could not."""
+        changed = [each.name for each in fields(self) if getattr(self, each.name) != getattr(other, each.name)]
+        fixed = [name for name in changed if name not in RELOADED]
+        if "policy" in changed and "kv" in (self.policy, other.policy):  # that needs an index, or has one too many
+            fixed.append("policy")
+        changed = [name for name in changed if name not in fixed]
+        return replace(self, **{name: getattr(other, name) for name in changed}), changed, fixed
 
     @property
     def every_worker_url(self) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvist.events import WorkerRank
 from kvist.openai.errors import RequestError
+from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
@@ -32,25 +33,26 @@ class Routing:
 
     def __init__(
         self,
-        policy: Policy,
-        decode_policy: Policy,
-        max_local_prefill_tokens: int,
+        config: RouterConfig,
         fleet: Fleet,
         load: LoadTracker,
         index: FleetIndex | None,
         random: Random,
         now_s: Callable[[], float],
     ) -> None:
-        """Decide by `policy`; `index` is None for policies that do not look at caches."""
-        self._policy = policy
-        self._decode_policy = decode_policy
-        self._max_local_prefill_tokens = max_local_prefill_tokens
+        """Decide by the configured policy; `index` is None for policies that do not look at caches."""
+        self.reconfigure(config)
         self._fleet = fleet
         self._load = load
         self._index = index
         self._random = random
         self._now_s = now_s
         self._turn = 0
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Decide by this configuration from now on."""
+        self._policy, self._decode_policy = config.make_policy(), config.make_decode_policy()
+        self._max_local_prefill_tokens = config.max_local_prefill_tokens
 
     def overlaps(self, ask: Ask) -> Overlaps:
         """Return what each rank holds of the prompt; empty where it cannot be known."""

@@ -11,6 +11,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -78,6 +79,14 @@ class Router:
             while not expected.items() <= (await self.client.get("/readiness")).json().items():  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
+    async def logged(self, text: str) -> str:
+        """Return the next line of the log that has this text."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(60):
+            while text not in (line := (await self.process.stderr.readline()).decode()):
+                assert line, "the log has ended"
+        return line
+
     async def end(self) -> int:
         async with asyncio.timeout(60):
             return await self.process.wait()
@@ -95,7 +104,7 @@ async def worker() -> AsyncIterator[Worker]:
 async def running(*flags: str) -> AsyncIterator[Router]:
     command = [sys.executable, "-m", "kvist", "route", "--port", "0", "--policy", "least-loaded", *flags]
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe)
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
     try:
         assert process.stdout is not None
         url = (await process.stdout.readline()).decode().split()[4]
@@ -145,4 +154,41 @@ async def test_listening_ends_at_once_and_a_stream_goes_on_to_its_end(worker: Wo
             worker.go_on.set()
             assert b"".join([piece async for piece in rest]) == EVENT + DONE
         writer.close()
+        assert await router.end() == 0
+
+
+async def test_settings_are_read_again_when_their_file_changes_and_at_sighup(worker: Worker, tmp_path: Path) -> None:
+    other, settings, key = Worker(), tmp_path / "router.toml", tmp_path / "key"
+
+    def write(*lines: str) -> None:
+        (tmp_path / "new.toml").write_text("\n".join(lines))
+        (tmp_path / "new.toml").rename(settings)
+
+    write(f'worker_urls = ["{worker.url}"]')
+    async with HttpServer(other.handle) as other.server, running("--config", str(settings)) as router:
+        await router.until_ready({"ready": True})
+        assert (await router.complete("a")).status_code == 200
+        key.write_text("first\n")
+        write(f'worker_urls = ["{other.url}"]', f'api_key = "file:{key}"', "port = 1", 'policy = "kv"')
+        assert "changed=worker_urls,api_key" in await router.logged("settings reloaded")
+        # The flags win over the file, so the policy is as it was, and so is the port.
+        assert (await router.complete("a")).status_code == 401
+        router.client.headers["authorization"] = "Bearer first"
+        await router.until_ready({"ready": True})  # the other one, which is asked for its health first
+        assert (await router.complete("a")).status_code == 200
+        assert (worker.num_completions, other.num_completions) == (1, 1)
+
+        write('worker_urls = ["nonsense"]', 'admin_key = "secret one"')
+        assert "admin_key: got '***'" in await router.logged("settings stay as they were")
+        write("state_interval_s = 1.5", f'api_key = "file:{key}"', f'worker_urls = ["{other.url}"]')
+        assert "fields=state_interval_s" in await router.logged("need a restart")
+        assert (await router.complete("a")).status_code == 200
+
+        key.write_text("second")
+        os.kill(router.process.pid, signal.SIGHUP)
+        assert "changed=api_key" in await router.logged("settings reloaded changed=api_key")
+        assert (await router.complete("a")).status_code == 401
+        router.client.headers["authorization"] = "Bearer second"
+        assert (await router.complete("a")).status_code == 200
+        os.kill(router.process.pid, signal.SIGTERM)
         assert await router.end() == 0

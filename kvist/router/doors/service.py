@@ -22,6 +22,7 @@ import ssl
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from random import Random
@@ -94,6 +95,7 @@ class RouterService:
         self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
         self._is_draining = False
+        self._forwarder: Forwarder
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
         self._request_id_prefix = secrets.token_hex(10).encode()
         self._request_numbers = itertools.count()
@@ -118,6 +120,16 @@ class RouterService:
         scheme = "http" if self._config.tls_certificate is None else "https"
         return f"{scheme}://{host}:{self._server.port}"
 
+    def reload(self, config: RouterConfig) -> None:
+        """Take over what of another configuration may change while the router runs; say what needs a restart."""
+        self._config, changed, fixed = self._config.changed_to(config)
+        self._fleet.reconfigure(self._config)
+        self._forwarder.routing.reconfigure(self._config)
+        self._forwarder = replace(self._forwarder, config=self._config)
+        logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
+        if fixed:
+            logger.warning("settings changed that need a restart fields=%s", ",".join(fixed))
+
     async def _start(self, exits: AsyncExitStack) -> None:
         config, now_s = self._config, time.monotonic
         tokenizer = asyncio.ensure_future(_load_tokenizer(config.model_path))  # while workers are asked who they are
@@ -140,8 +152,7 @@ class RouterService:
         load = LoadTracker(config.recent_half_life_s)
         pool = self._pool = await exits.enter_async_context(_worker_pool(config))
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
-        policies = (config.make_policy(), config.make_decode_policy())
-        routing = Routing(*policies, config.max_local_prefill_tokens, fleet, load, index, Random(), now_s)
+        routing = Routing(config, fleet, load, index, Random(), now_s)
         admission = Admission(
             fleet,
             load,

@@ -69,7 +69,7 @@ class Fleet:
         self._adapters: frozenset[str | None] = frozenset()
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, asyncio.Task[None]] = {}
-        self._drains: set[asyncio.Task[None]] = set()
+        self._drains: dict[str, asyncio.Task[None]] = {}
         self._tasks = asyncio.TaskGroup()
         self.bounded: set[str] = set()
         """The workers whose room has, or had, a bound."""
@@ -88,8 +88,9 @@ class Fleet:
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for task in [*self._checks.values(), *self._reports.values(), *self._drains, *self.renderings.tasks.values()]:
-            task.cancel()
+        for tasks in (self._checks, self._reports, self._drains, self.renderings.tasks):
+            for task in tasks.values():
+                task.cancel()
         await leave_group(self._tasks, error)
 
     def check_renderings(self, tokenizer: ChatTokenizer) -> None:
@@ -182,8 +183,29 @@ class Fleet:
             worker.is_draining = True
             logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
             task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
-            self._drains.add(task)
-            task.add_done_callback(self._drains.discard)
+            self._drains[worker.url] = task
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Go by another configuration from now on: drain the workers that it no longer names, take in those it adds.
+
+        What an administrator has added or removed stays so unless this names it and the last one did not. A worker's
+        next health check finds its new event sources.
+        """
+        old, self._config, self.renderings.config = self._config, config, config
+        for url in set(old.every_worker_url).difference(config.every_worker_url):
+            if (worker := self._workers.get(url)) is not None:
+                self.drain(worker)
+        for url in config.every_worker_url:
+            sources, role = config.kv_event_sources.get(url, ()), config.role_of(url)
+            is_new = url not in old.every_worker_url
+            if (worker := self._workers.get(url)) is not None:
+                worker.configured_event_sources, worker.configured_role = sources, role
+                if is_new and worker.is_draining:
+                    worker.is_draining = False
+                    self._drains.pop(url).cancel()
+                    self.on_room()
+            elif is_new:
+                self.add(url, sources, role)
 
     async def _remove_when_idle(self, worker: Worker) -> None:
         try:
@@ -192,6 +214,7 @@ class Fleet:
         except TimeoutError:
             running = self._load.running_requests(worker.url)
             logger.warning("worker removed before its requests ended url=%s running=%d", worker.url, running)
+        del self._drains[worker.url]
         self._checks.pop(worker.url).cancel()
         self._reports.pop(worker.url).cancel()
         self.bounded.discard(worker.url)

@@ -108,7 +108,7 @@ class RenderingChecks:
     """Asks workers when they join and when they may have been restarted; all methods belong to the event loop."""
 
     def __init__(self, config: RouterConfig, pool: UpstreamPool, now_s: Callable[[], float]) -> None:
-        self._config, self._pool, self._now_s = config, pool, now_s
+        self.config, self._pool, self._now_s = config, pool, now_s
         self._tokenizer: ChatTokenizer | None = None
         self._probes: dict[Kind, dict[str, Any]] = {}
         self._special_starts: frozenset[str] = frozenset()
@@ -232,7 +232,7 @@ class RenderingChecks:
     async def _tokens_there(self, url: str, probe: dict[str, Any]) -> list[int] | None:
         """Return the worker's tokens, None where it refuses such a request."""
         status, answer = await fetch(
-            self._pool, url, "/tokenize", self._config.authorization(url), msgspec.json.encode(probe)
+            self._pool, url, "/tokenize", self.config.authorization(url), msgspec.json.encode(probe)
         )
         if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
             return None
