@@ -119,7 +119,7 @@ async def running(*flags: str) -> AsyncIterator[Router]:
 async def test_a_router_that_drains_is_not_ready_takes_requests_and_ends_them_at_a_second_signal(
     worker: Worker, until: Until
 ) -> None:
-    async with running("--worker-urls", worker.url, "--drain-delay", "600") as router:
+    async with running("--worker-urls", worker.url, "--drain-delay-s", "600") as router:
         await router.until_ready({"ready": True})
         async with router.stream(EVENT) as whole, router.stream(b"data: {") as half:
             waiting = asyncio.create_task(router.complete("wait"))

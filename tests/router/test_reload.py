@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import ssl
+import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+import pytest
+import trustme
+
+from kvist.errors import InvalidValueError
 from kvist.router.config import RELOADED, RouterConfig
+from kvist.router.doors.service import RouterService
+from kvist.settings import parse_values
 
 
 def given(front: Any, **values: Any) -> RouterConfig:
@@ -69,6 +79,63 @@ async def test_policy_keys_and_bounds_change_and_what_cannot_is_named(worker, ro
         "state_interval_s,port",
         "policy",
     ]
+
+
+async def test_whatever_a_worker_is_asked_has_the_new_key(worker, router, until, monkeypatch) -> None:
+    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.01)
+
+    async def wait(*_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with worker(answer=wait) as one, router(one.url, worker_api_key="old", policy="random") as front:
+        running = asyncio.create_task(front.complete())  # busy workers are asked for their metrics
+        await until(lambda: one.completions)
+        front.service.reload(given(front, worker_api_key="new"))
+        for _ in range(3):  # what was under way has ended by then
+            one.received.clear()
+            await until(lambda: {"/health", "/metrics"} <= {received.target for received in one.received})
+        assert {received.headers["authorization"] for received in one.received} == {"Bearer new"}
+        running.cancel()
+
+
+async def test_certificates_are_renewed_and_those_that_do_not_fit_their_keys_are_not(tmp_path: Path) -> None:
+    authority, trust = trustme.CA(), ssl.create_default_context()
+    authority.configure_trust(trust)
+    first, second = (authority.issue_cert("127.0.0.1") for _ in range(2))
+    chain, key = tmp_path / "chain.pem", tmp_path / "key.pem"
+
+    def install(certificate: trustme.LeafCert, private_key: trustme.LeafCert) -> None:
+        certificate.cert_chain_pems[0].write_to_path(str(chain))
+        private_key.private_key_pem.write_to_path(str(key))
+
+    async def shown() -> str:
+        _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=trust)
+        writer.close()
+        return ssl.DER_cert_to_PEM_cert(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+
+    install(first, first)
+    config = RouterConfig(port=0, policy="random", tls_certificate=str(chain), tls_key=str(key))
+    async with RouterService(config) as service:
+        port = int(service.url.rpartition(":")[2])
+        assert await shown() == first.cert_chain_pems[0].bytes().decode()
+        install(second, first)
+        with pytest.raises(InvalidValueError, match="tls_certificate"):
+            service.reload(replace(config, admin_key="a"))
+        assert service._config.admin_key is None
+        assert await shown() == first.cert_chain_pems[0].bytes().decode()
+        install(second, second)
+        service.reload(config)
+        assert await shown() == second.cert_chain_pems[0].bytes().decode()
+
+
+def test_the_operators_page_names_what_is_reloaded_and_flags_that_exist() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operating.md").read_text()
+    listed = page.partition("\n- workers: ")[2].partition("\n\nThe log")[0]
+    assert set(re.findall(r"`([a-z_]+_[a-z_]+|policy|temperature)`", listed)) == RELOADED
+    names, known = set(re.findall(r"`--([a-z-]+)`", page)), {each.name for each in fields(RouterConfig)}
+    assert {name.replace("-", "_") for name in names} - {"config", "log_level"} <= known
+    (settings,) = re.findall(r"```toml\n(.*?)```", page, re.S)
+    assert RouterConfig(**parse_values(RouterConfig, tomllib.loads(settings))).drain_delay_s == 10.0
 
 
 def test_only_keys_that_exist_are_reloaded() -> None:

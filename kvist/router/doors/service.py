@@ -96,6 +96,8 @@ class RouterService:
         self._server: HttpServer | None = None
         self._is_draining = False
         self._forwarder: Forwarder
+        self._tls: list[tuple[ssl.SSLContext, str, str]] = []
+        """Each with the fields that name the certificate it shows and the key."""
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
         self._request_id_prefix = secrets.token_hex(10).encode()
         self._request_numbers = itertools.count()
@@ -121,8 +123,14 @@ class RouterService:
         return f"{scheme}://{host}:{self._server.port}"
 
     def reload(self, config: RouterConfig) -> None:
-        """Take over what of another configuration may change while the router runs; say what needs a restart."""
-        self._config, changed, fixed = self._config.changed_to(config)
+        """Take over what of another configuration may change while the router runs; say what needs a restart.
+
+        Certificates are read from their files again. Raises InvalidValueError, and no setting changes, if that fails.
+        """
+        renewed, changed, fixed = self._config.changed_to(config)
+        for context, certificate, key in self._tls:
+            _show_certificate(context, renewed, certificate, key)
+        self._config = renewed
         self._fleet.reconfigure(self._config)
         self._forwarder.routing.reconfigure(self._config)
         self._forwarder = replace(self._forwarder, config=self._config)
@@ -150,7 +158,7 @@ class RouterService:
             await exits.enter_async_context(index)
         self._index = index
         load = LoadTracker(config.recent_half_life_s)
-        pool = self._pool = await exits.enter_async_context(_worker_pool(config))
+        pool = self._pool = await exits.enter_async_context(self._worker_pool())
         fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
         routing = Routing(config, fleet, load, index, Random(), now_s)
         admission = Admission(
@@ -198,7 +206,7 @@ class RouterService:
             max_body_bytes=config.max_body_bytes,
             close_timeout_s=config.shutdown_timeout_s,
         )
-        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=_door_tls(config))
+        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=self._door_tls())
         self._server = await exits.enter_async_context(server)
         exits.push_async_exit(self._drain)
         logger.info("router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, now_s() - self._started_s)
@@ -209,6 +217,40 @@ class RouterService:
         if kind is None:
             logger.info("router drains delay_s=%g", self._config.drain_delay_s)
             await asyncio.sleep(self._config.drain_delay_s)
+
+    def _door_tls(self) -> ssl.SSLContext | None:
+        """Return what clients are met with, None for plain HTTP."""
+        if self._config.tls_certificate is None:
+            return None
+        context = self._tls_context(ssl.Purpose.CLIENT_AUTH, "client_ca", "tls_certificate", "tls_key")
+        if self._config.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
+    def _worker_pool(self) -> UpstreamPool:
+        config, context = self._config, None
+        limits = UpstreamLimits(
+            connect_timeout_s=config.connect_timeout_s,
+            first_byte_timeout_s=config.first_byte_timeout_s,
+            idle_timeout_s=config.idle_timeout_s,
+        )
+        if config.worker_ca is not None or config.worker_certificate is not None:
+            context = self._tls_context(ssl.Purpose.SERVER_AUTH, "worker_ca", "worker_certificate", "worker_key")
+        return UpstreamPool(limits, tls=context)
+
+    def _tls_context(self, purpose: ssl.Purpose, authority: str, certificate: str, key: str) -> ssl.SSLContext:
+        """Return a context of the files in these fields; raises InvalidValueError that names what cannot be read.
+
+        Without an authority the system says which servers are trusted, and clients need not be.
+        """
+        path = getattr(self._config, authority)
+        try:
+            context = ssl.create_default_context(purpose, cafile=path)
+        except OSError as error:
+            raise InvalidValueError(authority, path, f"a readable PEM file ({error})") from None
+        _show_certificate(context, self._config, certificate, key)
+        self._tls.append((context, certificate, key))
+        return context
 
     def _open_tracing(self, exits: AsyncExitStack) -> Tracing | None:
         endpoint = self._config.otlp_traces_endpoint
@@ -306,42 +348,12 @@ async def _load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
     return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))
 
 
-def _door_tls(config: RouterConfig) -> ssl.SSLContext | None:
-    """Return what clients are met with, None for plain HTTP."""
-    if config.tls_certificate is None:
-        return None
-    context = _tls_context(config, ssl.Purpose.CLIENT_AUTH, "client_ca", "tls_certificate", "tls_key")
-    if config.client_ca is not None:
-        context.verify_mode = ssl.CERT_REQUIRED
-    return context
-
-
-def _worker_pool(config: RouterConfig) -> UpstreamPool:
-    limits = UpstreamLimits(
-        connect_timeout_s=config.connect_timeout_s,
-        first_byte_timeout_s=config.first_byte_timeout_s,
-        idle_timeout_s=config.idle_timeout_s,
-    )
-    context = None
-    if config.worker_ca is not None or config.worker_certificate is not None:
-        names = ("worker_ca", "worker_certificate", "worker_key")
-        context = _tls_context(config, ssl.Purpose.SERVER_AUTH, *names)
-    return UpstreamPool(limits, tls=context)
-
-
-def _tls_context(
-    config: RouterConfig, purpose: ssl.Purpose, authority: str, certificate: str, key: str
-) -> ssl.SSLContext:
-    """Return a context made of the files in these fields; raises InvalidValueError that names the one it cannot read.
-
-    Without an authority the system says which servers are trusted, and clients need not be.
-    """
-    field = authority
+def _show_certificate(context: ssl.SSLContext, config: RouterConfig, certificate: str, key: str) -> None:
+    """Have a context show the certificate in these fields, if any, from now on; raises InvalidValueError."""
+    path = getattr(config, certificate)
     try:
-        context = ssl.create_default_context(purpose, cafile=getattr(config, authority))
-        field = certificate
-        if getattr(config, certificate) is not None:
-            context.load_cert_chain(getattr(config, certificate), getattr(config, key))
+        # One that takes the certificate and not the key, as when files are being replaced, can do nothing any more.
+        for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), context) if path is not None else ():
+            each.load_cert_chain(path, getattr(config, key))
     except OSError as error:  # ssl.SSLError is one
-        raise InvalidValueError(field, getattr(config, field), f"readable PEM files ({error})") from None
-    return context
+        raise InvalidValueError(certificate, path, f"readable PEM files ({error})") from None

@@ -238,9 +238,9 @@ class Fleet:
 
     async def _attend(self, worker: Worker) -> None:
         """While requests run, learn each second how many the worker runs, and give up one that says nothing."""
-        authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
+            authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
             if not self._load.running_requests(worker.url):
                 continue
             try:
