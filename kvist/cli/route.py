@@ -7,7 +7,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,8 +64,7 @@ def run(args: argparse.Namespace) -> int:
         num_workers = len(config.every_worker_url)
         return f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}"
 
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(_reloading(RouterService(config, started_s), args, stamp), ready_line))
+    return asyncio.run(serve(_reloading(RouterService(config, started_s), args, stamp), ready_line))
 
 
 @asynccontextmanager
@@ -99,15 +98,6 @@ def _stamp(path: Path | None) -> _Stamp:
     except OSError:
         return None
     return None if status is None else (status.st_mtime_ns, status.st_size, status.st_ino)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """Return what makes uvloop's event loop, half of asyncio's cost a request; None where it is not installed."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return None
-    return uvloop.new_event_loop
 
 
 def make_config(args: argparse.Namespace) -> RouterConfig:
