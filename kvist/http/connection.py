@@ -237,8 +237,10 @@ class ServerConnection(asyncio.BufferedProtocol):
         return self._transport.get_write_buffer_size() > 0
 
     def close_when_idle(self) -> None:
-        """Closes now, or when the running request has been answered."""
-        if not self._is_busy and not self._is_discarding:
+        """Closes now, or when the running request has been answered, whose client is told so if it still can be."""
+        if self._responder is not None:
+            self._responder.keep_alive = False
+        elif not self._is_busy and not self._is_discarding:
             self._close()
 
     def shut_down(self) -> None:

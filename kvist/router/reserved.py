@@ -67,9 +67,14 @@ _ADDRESSES = ("prefill_addr_", "decode_addr_")
 
 _PART = re.compile(
     rb'(?i)content-disposition:[ \t]*form-data;[ \t]*name="([\w.\[\]-]+)"'
-    rb'(?:;[ \t]*filename(?:="[^"\\\r\n]*"|\*=[\w%\'.-]+))*\r\n(?![ \t])'
+    rb'(?:;[ \t]*filename(?:="[^"\\\r\n]*"|\*=[\w%\'.-]+))*\r\n(?=[^ \t])'
 )
-_PART_FIELD = re.compile(rb"(?i)content-disposition")
+_PART_FIELD = b"content-disposition"
+_MODEL = re.compile(rb"(?:[\w-]+:[^\r\n]*\r\n)*\r\n([^\r\n]{1,256})\r\n--")
+"""What follows the field that names a part, if the part is a model's name."""
+_MAX_PARTS = 256
+_MAX_PART_FIELD_BYTES = 4096
+_SLICE_BYTES = 2**20
 _FORM = re.compile(rb"(?i)multipart/form-data[ \t]*;.*boundary=.+")
 
 
@@ -92,18 +97,43 @@ def refuse_headers(headers: Headers) -> None:
             raise _refusal(name.decode("latin-1"))
 
 
-def refuse_form(content_type: bytes, body: bytes) -> None:
-    """Raise RequestError (400) unless the body is a form with plain names for its parts, none of them such a field."""
+def check_form_type(content_type: bytes) -> None:
+    """Raise RequestError (400) unless it is that of a form."""
     if not _FORM.fullmatch(content_type):
         raise RequestError(HTTPStatus.BAD_REQUEST, "content-type: expected multipart/form-data with a boundary")
-    parts = {match.start(): match[1] for match in _PART.finditer(body)}
-    for field in _PART_FIELD.finditer(body):
-        if field.start() not in parts:
-            raise RequestError(HTTPStatus.BAD_REQUEST, 'body: expected every part as form-data; name="…"')
-    for name in parts.values():
-        for word in re.findall(r"\w+", name.decode("latin-1")):
+
+
+def read_form(body: bytes) -> str | None:
+    """Return the model that a form names, None if none.
+
+    Raises RequestError (400) unless its parts have plain names, none of them such a field, and one at most is a model.
+    """
+    model = None
+    for number, start in enumerate(_part_fields(body), 1):
+        part = _PART.match(body, start, start + _MAX_PART_FIELD_BYTES)
+        if part is None or number > _MAX_PARTS:
+            expected = f'{_MAX_PARTS} parts at most, each as form-data; name="…"'
+            raise RequestError(HTTPStatus.BAD_REQUEST, f"body: expected {expected}")
+        for word in re.findall(r"\w+", part[1].decode("latin-1")):
             if word in FIELDS or word in CONTAINERS:
                 raise _refusal(word)
+        if part[1] == b"model":
+            value = _MODEL.match(body, part.end(), part.end() + _MAX_PART_FIELD_BYTES)
+            if value is None or model is not None:
+                message = "model: expected one part, of one line of up to 256 bytes"
+                raise RequestError(HTTPStatus.BAD_REQUEST, message, param="model")
+            model = value[1].decode(errors="replace")
+    return model
+
+
+def _part_fields(body: bytes) -> Iterator[int]:
+    """Yield where the parts of a form are named; other threads run between two slices of it."""
+    for begin in range(0, len(body), _SLICE_BYTES):
+        piece = body[begin : begin + _SLICE_BYTES + len(_PART_FIELD) - 1].lower()
+        start = piece.find(_PART_FIELD)
+        while start >= 0:
+            yield begin + start
+            start = piece.find(_PART_FIELD, start + 1)
 
 
 def check_request_id(name: str, value: str) -> None:

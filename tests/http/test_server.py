@@ -40,7 +40,8 @@ async def test_a_running_request_is_answered_before_the_server_has_closed(connec
         client.send(GET)
         await started.wait()
         asyncio.get_running_loop().call_later(0.02, release.set)
-    assert (await client.answer()).body == b"done"
+    answer = await client.answer()
+    assert (answer.body, answer.headers["connection"]) == (b"done", "close")
     assert await client.read_to_end() == b""
 
 

@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from kvist.http import Headers, Request
 from kvist.openai.errors import RequestError
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS
-from kvist.router.reserved import refuse_form, refuse_headers
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS, GENERATE_PATH
+from kvist.router.reserved import check_form_type, refuse_headers
 
 MODELS_PATH = "/v1/models"
 
@@ -45,7 +45,7 @@ _POSTED = FORM_PATHS | {
     "/v1/detokenize",
     "/tokenize",
     "/detokenize",
-    "/generate",
+    GENERATE_PATH,
     "/encode",
 }
 _STORED_RESPONSE = re.compile(r"/v1/responses/[\w.-]+(/cancel)?", re.ASCII)
@@ -79,7 +79,7 @@ def methods_of(path: str) -> tuple[str, ...] | None:
 
 
 def check_client_request(request: Request) -> None:
-    """Raise RequestError unless an inference endpoint is used as it is meant: its method, its headers, its form."""
+    """Raise RequestError unless an inference endpoint is used as it is meant: its method and its headers."""
     methods = methods_of(request.path)
     assert methods is not None
     if request.method not in methods:
@@ -88,7 +88,7 @@ def check_client_request(request: Request) -> None:
     refuse_headers(request.headers)
     content_type = _content_type(request.headers)
     if request.path in FORM_PATHS:
-        refuse_form(content_type, request.body)
+        check_form_type(content_type)
     elif (charset := _CHARSET.search(content_type)) and charset[1].lower() not in (b"utf-8", b"utf8", b"us-ascii"):
         raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {content_type!r:.100}, expected charset utf-8")
 
