@@ -20,7 +20,7 @@ from kvist.indexer.compiled.engine_blocks import MAX_ROWS
 from kvist.indexer.compiled.names import FIELDS
 from kvist.indexer.residency import EngineResidency
 from kvist.publisher.filter import FilterState, WindowFilter
-from kvist.publisher.groups import GroupSplitter, OtherGroups
+from kvist.publisher.groups import GroupSplitter
 from kvist.publisher.normaliser import Normaliser
 from kvist.radix import RadixIndex
 from kvist.radix.compiled.layout import HEAD, SEGMENT, Records
@@ -68,9 +68,9 @@ class EngineRank:
     def admit(self, event: EngineEvent) -> None:
         """Take one event; what it amounts to is in the index when this returns."""
         self.is_offloading |= isinstance(event, EngineStored) and event.tier is not Tier.GPU
-        before = self._filter.state, self._splitter.rules
+        before = self.filter.state, self._splitter.rules
         passes, group = self._splitter.admit(event, self._normaliser.normalise)
-        if before != (self._filter.state, self._splitter.rules):
+        if before != (self.filter.state, self._splitter.rules):
             self._forget_verdicts()
         elif isinstance(event, EngineStored | EngineRemoved) and (passes or self.others.is_expressible):
             self._note_verdict(event, int(passes) if group is None else layout.OTHER_GROUPS + group)
@@ -91,11 +91,6 @@ class EngineRank:
         self.residency.record["is_offloading"] = is_offloading
 
     @property
-    def others(self) -> OtherGroups:
-        """Return what is known of the rank's other groups."""
-        return self._splitter.others
-
-    @property
     def is_short(self) -> bool:
         """Return whether hits need what is not accounted for."""
         return self.is_keeping or not self.others.is_expressible or len(self.residency.counts) >= MAX_ROWS
@@ -106,14 +101,10 @@ class EngineRank:
         self._splitter.resume(state, others)
         self._forget_verdicts()
 
-    @property
-    def filter(self) -> WindowFilter:
-        """Return what tells the rank's groups apart."""
-        return self._filter
-
     def _begin(self) -> None:
-        self._filter = WindowFilter(self._source.rank)
-        self._splitter = GroupSplitter(self._filter, self._block_size, self.residency, self._num_ahead)
+        self.filter = WindowFilter(self._source.rank)
+        self._splitter = GroupSplitter(self.filter, self._block_size, self.residency, self._num_ahead)
+        self.others = self._splitter.others
         self._forget_verdicts()
         # Partial blocks are never published, so nothing here depends on whether they are remembered.
         self._normaliser = Normaliser(

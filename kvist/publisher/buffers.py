@@ -8,45 +8,42 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
-from kvist.errors import InvalidValueError
+from msgspec import Meta
+
 from kvist.events.engine_events import EngineEvent
 from kvist.events.transports import Message, Publication, ReplayRequest
 from kvist.publisher.stream import Streams, StreamStatistics
+from kvist.settings import check_fields
+
+_Count = Annotated[int, Meta(gt=0)]
+_Seconds = Annotated[float, Meta(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
 class PublisherLimits:
     """The bounds of a publisher's memory and time, and what happens at each."""
 
-    inbox_capacity: int = 65_536
+    inbox_capacity: _Count = 65_536
     """Events the background thread may lag; at the bound events are lost, and the rank is cleared for it."""
-    outbox_capacity: int = 10_000
+    outbox_capacity: _Count = 10_000
     """Batches the transport may lag; at the bound the oldest is dropped, and stays in the replay buffer."""
-    replay_max_batches: int = 10_000
-    replay_max_bytes: int = 64 << 20
+    replay_max_batches: _Count = 10_000
+    replay_max_bytes: _Count = 64 << 20
     """What is kept for replay, per rank; at either bound the oldest batch is forgotten."""
-    coalesce_s: float = 0.005
+    coalesce_s: Annotated[float, Meta(ge=0)] = 0.005
     """How long events are gathered into one batch."""
-    num_events_a_slice: int = 8
+    num_events_a_slice: _Count = 8
     """Events hashed before the thread offers the interpreter lock, while it keeps up. An engine in the same process
     then waits for one slice of about 0.2 ms, not for the interpreter's switch interval of 5 ms: with 256 blocks a step,
     the p99 of a 3 ms step is 5.7 ms instead of 15.2 ms (benchmarks/results/publisher.md, two busy EPYC cores)."""
-    heartbeat_s: float = 1.0
-    close_timeout_s: float = 5.0
+    heartbeat_s: _Seconds = 1.0
+    close_timeout_s: _Seconds = 5.0
 
     def __post_init__(self) -> None:
         """Check every field."""
-        counts = ("inbox_capacity", "outbox_capacity", "replay_max_batches", "replay_max_bytes", "num_events_a_slice")
-        for name in counts:
-            if getattr(self, name) <= 0:
-                raise InvalidValueError(name, getattr(self, name), "a positive number")
-        for name in ("heartbeat_s", "close_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise InvalidValueError(name, getattr(self, name), "a positive number of seconds")
-        if self.coalesce_s < 0:
-            raise InvalidValueError("coalesce_s", self.coalesce_s, "zero or a positive number of seconds")
+        check_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +106,6 @@ class Outbox:
     """
 
     def __init__(self, capacity: int) -> None:
-        if capacity <= 0:
-            raise InvalidValueError("outbox capacity", capacity, "a positive number of messages")
         self._messages: deque[Message] = deque()
         self._capacity = capacity
         self.num_dropped = 0
@@ -155,10 +150,6 @@ class ReplayBuffer:
     """
 
     def __init__(self, max_batches: int, max_bytes: int) -> None:
-        if max_batches <= 0:
-            raise InvalidValueError("replay max_batches", max_batches, "a positive number of batches")
-        if max_bytes <= 0:
-            raise InvalidValueError("replay max_bytes", max_bytes, "a positive number of bytes")
         self._max_batches = max_batches
         self._max_bytes = max_bytes
         self._lock = threading.Lock()

@@ -96,12 +96,19 @@ class KvEventPublisher:
         topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry
         self._worker = worker
         self._block_size = block_size
-        self._window = window
-        self._lora_names = lora_names
-        self._counts_copies, self._has_full_reports = counts_copies, has_full_reports
-        self._has_all_groups, self._num_ahead = has_all_groups, num_ahead
         self._limits = PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
+        self._new_stream = partial(
+            RankStream,
+            block_size=block_size,
+            epoch=self._epoch,
+            window=window,
+            lora_names=lora_names,
+            counts_copies=counts_copies,
+            has_full_reports=has_full_reports,
+            has_all_groups=has_all_groups,
+            num_ahead=num_ahead,
+        )
         self._streams: dict[int, RankStream] = {}
         for rank in range(num_ranks):
             self._stream(rank)
@@ -390,17 +397,7 @@ class KvEventPublisher:
     def _stream(self, rank: int) -> RankStream:
         rank = int(rank)  # which may be one of NumPy's, that cannot be sent
         if rank not in self._streams:
-            self._streams[rank] = RankStream(
-                WorkerRank(self._worker, rank),
-                self._block_size,
-                self._epoch,
-                window=self._window,
-                lora_names=self._lora_names,
-                counts_copies=self._counts_copies,
-                has_full_reports=self._has_full_reports,
-                has_all_groups=self._has_all_groups,
-                num_ahead=self._num_ahead,
-            )
+            self._streams[rank] = self._new_stream(WorkerRank(self._worker, rank))
         return self._streams[rank]
 
 

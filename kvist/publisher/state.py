@@ -12,7 +12,7 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -97,41 +97,35 @@ class _Rank(msgspec.Struct, array_like=True, frozen=True):
         for (engine_hash, tier), num_copies in residency.copies.items():
             copies[tier][engine_hash] = num_copies
         number_of = {scope: number for number, scope in enumerate(dict.fromkeys(residency.scopes.values()))}
-        places, counted = residency.places.values, state.counted
+        places = residency.places.values
         return cls(
             rank,
             state.filter,
             residency.digest,
-            tuple((_column(residency.names(tier)), _column(residency.names(tier).values())) for tier in Tier),
-            tuple((_column(each), _column(each.values())) for each in copies),
+            tuple(_columns(residency.names(tier)) for tier in Tier),
+            tuple(_columns(each) for each in copies),
             (
                 _column(residency.places),
                 _column(place >> _PARENT_SHIFT for place in places()),
                 _column(place & _REST_MASK for place in places()),
             ),
             tuple(number_of),
-            (_column(residency.scopes), _column(map(number_of.__getitem__, residency.scopes.values()))),
+            _columns({block: number_of[scope] for block, scope in residency.scopes.items()}),
             tuple(state.others.items()),
-            (
-                _column(each[0] for each in counted),
-                _column(each[1] for each in counted),
-                _column(each[2] for each in counted),
-            ),
+            tuple(_column(each[place] for each in state.counted) for place in range(3)),
         )
 
     def state(self) -> RankState:
-        names = {
-            tier: dict(zip(*map(_items, columns), strict=True)) for tier, columns in zip(Tier, self.names, strict=True)
-        }
+        names = dict(zip(Tier, map(_mapping, self.names), strict=True))
         copies = {
             (engine_hash, tier): num_copies
             for tier, columns in zip(Tier, self.copies, strict=True)
-            for engine_hash, num_copies in zip(*map(_items, columns), strict=True)
+            for engine_hash, num_copies in _mapping(columns).items()
         }
         places = {
             block: parent << _PARENT_SHIFT | rest for block, parent, rest in zip(*map(_items, self.places), strict=True)
         }
-        scopes = {block: Scope(*self.scopes[number]) for block, number in zip(*map(_items, self.scoped), strict=True)}
+        scopes = {block: Scope(*self.scopes[number]) for block, number in _mapping(self.scoped).items()}
         residency = Residency.of(names, copies, places, scopes)
         if residency.digest != self.digest:
             raise UnreadableStateError(f"the blocks of rank {self.rank} do not add up to its digest")
@@ -184,6 +178,14 @@ def _column(items: Iterable[Any]) -> bytes:
         slices.append(np.array(some, "<u8").tobytes())
         time.sleep(0)
     return b"".join(slices)
+
+
+def _columns(mapping: Mapping[Any, int]) -> tuple[bytes, bytes]:
+    return _column(mapping), _column(mapping.values())
+
+
+def _mapping(columns: tuple[bytes, bytes]) -> dict[Any, int]:
+    return dict(zip(*map(_items, columns), strict=True))
 
 
 def _items(column: bytes) -> list[int]:

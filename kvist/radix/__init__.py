@@ -16,8 +16,6 @@ from kvist.radix.values import (
     Residencies,
     SnapshotChunk,
     Statistics,
-    StoreResult,
-    StoreStatus,
 )
 
 __all__ = [
@@ -30,6 +28,4 @@ __all__ = [
     "Snapshot",
     "SnapshotChunk",
     "Statistics",
-    "StoreResult",
-    "StoreStatus",
 ]

@@ -46,8 +46,6 @@ from kvist.radix.values import (
     RankDigest,
     Residencies,
     Statistics,
-    StoreResult,
-    StoreStatus,
 )
 
 _U64_END = 1 << 64
@@ -134,34 +132,17 @@ class RadixIndex:
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
-    def store(self, source: WorkerRank, tier: Tier, parent_hash: int | None, hashes: NDArray[np.uint64]) -> StoreResult:
-        """Note that a rank now holds a chain of blocks in a tier; a refused chain changes nothing.
+    def store(self, source: WorkerRank, tier: Tier, parent_hash: int | None, hashes: NDArray[np.uint64]) -> ApplyResult:
+        """Note that a rank now holds a chain of blocks in a tier; a refused chain changes nothing that is held.
 
         The parent must be held by that rank in some tier (None: the chain begins at the root). Storing what is held
         already is no error.
         """
-        if parent_hash is not None and not 0 <= parent_hash < _U64_END:
-            raise InvalidValueError("parent_hash", parent_hash, "an unsigned 64-bit integer or None")
-        hashes = _contiguous(hashes)
-        kind = STORE_ROOT if parent_hash is None else STORE_CHILD
-        _OPERATION.pack_into(self._operation_bytes, 0, kind, tier, parent_hash or 0, len(hashes))
-        is_new = self._slots.get(source) is None
-        num_stored, _, num_orphans, num_invalid = self._carry_out(source, 1, hashes)
-        if num_orphans or num_invalid:
-            if is_new:
-                self._slots.remove(source)
-            status = StoreStatus.PARENT_BLOCK_NOT_FOUND if num_orphans else StoreStatus.INVALID_BLOCK_SEQUENCE
-            return StoreResult(status, 0)
-        self.keep_to_cap()
-        return StoreResult(StoreStatus.OK, num_stored)
+        return self.apply(source, (Stored(_contiguous(hashes).tobytes(), parent_hash, tier),))
 
-    def remove(self, source: WorkerRank, tier: Tier, hashes: NDArray[np.uint64]) -> int:
-        """Note that a rank no longer holds blocks in a tier, in any order; return how many of them it did not hold."""
-        hashes = _contiguous(hashes)
-        if self._slots.get(source) is None:
-            return len(hashes)
-        _OPERATION.pack_into(self._operation_bytes, 0, REMOVE, tier, 0, len(hashes))
-        return self._carry_out(source, 1, hashes)[1]
+    def remove(self, source: WorkerRank, tier: Tier, hashes: NDArray[np.uint64]) -> ApplyResult:
+        """Note that a rank no longer holds blocks in a tier, in any order."""
+        return self.apply(source, (Removed(_contiguous(hashes).tobytes(), tier),))
 
     def apply(self, source: WorkerRank, events: Iterable[Event]) -> ApplyResult:
         """Apply a batch's events in order, as `store`, `remove` and `clear` would; heartbeats are passed over.

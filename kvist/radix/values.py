@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABCMeta
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import NamedTuple
 
@@ -16,21 +15,6 @@ from numpy.typing import NDArray
 from kvist.events import Tier, WorkerRank
 
 NUM_TIERS = len(Tier)
-
-
-class StoreStatus(Enum):
-    """What became of one stored event; anything but OK left the index as it was."""
-
-    OK = "ok"
-    PARENT_BLOCK_NOT_FOUND = "parent_block_not_found"
-    INVALID_BLOCK_SEQUENCE = "invalid_block_sequence"
-
-
-class StoreResult(NamedTuple):
-    """The outcome of one store; `num_stored` counts the blocks that the rank did not hold in that tier before."""
-
-    status: StoreStatus
-    num_stored: int
 
 
 class ApplyResult(NamedTuple):

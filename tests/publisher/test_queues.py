@@ -4,7 +4,6 @@ from concurrent.futures import Future
 
 import pytest
 
-from kvist.errors import InvalidValueError
 from kvist.events import EngineRemoved
 from kvist.events.transports import Message
 from kvist.publisher.buffers import Between, Inbox, Outbox
@@ -47,11 +46,6 @@ def test_a_broken_transport_raises(publication):
     publication.refusal = BrokenPipeError("gone")
     with pytest.raises(BrokenPipeError):
         outbox.flush(publication)
-
-
-def test_an_outbox_without_room_is_refused():
-    with pytest.raises(InvalidValueError, match="outbox capacity"):
-        Outbox(0)
 
 
 def test_what_is_dropped_is_counted_and_who_waits_for_a_place_in_it_is_told():

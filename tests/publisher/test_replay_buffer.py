@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvist.errors import InvalidValueError
 from kvist.events.transports import Message, ReplayRequest
 from kvist.publisher.buffers import Kept, ReplayBuffer
 
@@ -76,9 +75,3 @@ def test_the_last_heartbeat_of_each_topic_is_kept():
     assert buffer.heartbeats() == beats[2:]
     assert buffer.heartbeats(b"b") == beats[3:]
     assert buffer.heartbeats(b"c") == []
-
-
-@pytest.mark.parametrize(("max_batches", "max_bytes"), [(0, 1), (1, 0)])
-def test_a_buffer_without_room_is_refused(max_batches, max_bytes):
-    with pytest.raises(InvalidValueError, match="replay max_"):
-        ReplayBuffer(max_batches, max_bytes)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.snapshot import block_digest
-from kvist.radix import RadixIndex, RankDigest, StoreStatus
+from kvist.radix import ApplyResult, RadixIndex, RankDigest
 
 
 class Oracle:
@@ -21,25 +21,25 @@ class Oracle:
     def __init__(self) -> None:
         self.held: dict[WorkerRank, set[tuple[int, int]]] = defaultdict(set)
 
-    def store(self, source: WorkerRank, tier: int, parent: int | None, hashes: list[int]) -> tuple[StoreStatus, int]:
+    def store(self, source: WorkerRank, tier: int, parent: int | None, hashes: list[int]) -> ApplyResult:
         chain = hashes if parent is None else [parent, *hashes]
         if any(block == following for block, following in pairwise(chain)):
-            return StoreStatus.INVALID_BLOCK_SEQUENCE, 0
+            return ApplyResult(num_invalid=1)
         held = self.held.get(source, set())
         if parent is not None and not any((parent, other) in held for other in range(4)):
-            return StoreStatus.PARENT_BLOCK_NOT_FOUND, 0
+            return ApplyResult(num_parent_not_found=1)
         before = len(held)
         self.held[source].update((block, tier) for block in hashes)
-        return StoreStatus.OK, len(self.held[source]) - before
+        return ApplyResult(len(self.held[source]) - before)
 
-    def remove(self, source: WorkerRank, tier: int, hashes: list[int]) -> int:
+    def remove(self, source: WorkerRank, tier: int, hashes: list[int]) -> ApplyResult:
         num_not_found = 0
         for block in hashes:
             if (block, tier) in self.held.get(source, set()):
                 self.held[source].discard((block, tier))
             else:
                 num_not_found += 1
-        return num_not_found
+        return ApplyResult(num_not_found=num_not_found)
 
     def match(self, hashes: list[int]) -> dict[WorkerRank, tuple[int, ...]]:
         scores = {}

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Stored, Tier, WorkerRank
-from kvist.radix import RadixIndex, RankDigest, StoreStatus, _cap
+from kvist.radix import ApplyResult, RadixIndex, RankDigest, _cap
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 U64 = Callable[..., NDArray[np.uint64]]
@@ -106,8 +106,8 @@ def test_an_evicted_block_is_no_parent_and_may_be_stored_again(u64: U64) -> None
     index.store(W0, Tier.GPU, None, u64(1))
     index.store(W0, Tier.GPU, None, u64(2))
     index.store(W0, Tier.GPU, None, u64(3))
-    assert index.store(W0, Tier.GPU, 1, u64(4)).status is StoreStatus.PARENT_BLOCK_NOT_FOUND
-    assert index.remove(W0, Tier.GPU, u64(1)) == 1
+    assert index.store(W0, Tier.GPU, 1, u64(4)) == ApplyResult(num_parent_not_found=1)
+    assert index.remove(W0, Tier.GPU, u64(1)).num_not_found == 1
     assert index.store(W0, Tier.GPU, None, u64(1, 4)).num_stored == 2
     assert index.statistics().num_blocks == 2
 

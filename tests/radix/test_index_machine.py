@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from index_invariants import check_invariants
 
 from kvist.events import Cleared, Removed, Stored, Tier, WorkerRank
-from kvist.radix import RadixIndex, Snapshot, SnapshotChunk, StoreStatus, _cap, snapshot
+from kvist.radix import ApplyResult, RadixIndex, Snapshot, SnapshotChunk, _cap, snapshot
 
 WORKERS = ["w0", "w1", "w2", "w3"]
 RANKS = [WorkerRank(worker, rank) for worker in WORKERS for rank in range(2)] + [
@@ -59,20 +59,20 @@ class IndexMachine(RuleBasedStateMachine):
         parent = chain[start - 1] if start else None
         hashes = chain[start : start + length]
         result = self.index.store(source, tier, parent, u64(hashes))
-        assert (result.status, result.num_stored) == self.oracle.store(source, tier, parent, hashes)
+        assert result == self.oracle.store(source, tier, parent, hashes)
 
     @rule(tier=tiers, chain=chains, data=st.data())
     def store_a_prefix_on_many_ranks(self, tier: Tier, chain: list[int], data: st.DataObject) -> None:
         for source in data.draw(st.lists(sources, max_size=40, unique=True)):
             hashes = chain[: data.draw(st.integers(1, len(chain)))]
             result = self.index.store(source, tier, None, u64(hashes))
-            assert (result.status, result.num_stored) == self.oracle.store(source, tier, None, hashes)
+            assert result == self.oracle.store(source, tier, None, hashes)
             self.forget_what_was_evicted()
 
     @rule(source=sources, tier=tiers, parent=st.none() | st.sampled_from(HASHES), hashes=some_hashes)
     def store_nonsense(self, source: WorkerRank, tier: Tier, parent: int | None, hashes: list[int]) -> None:
         result = self.index.store(source, tier, parent, u64(hashes))
-        assert (result.status, result.num_stored) == self.oracle.store(source, tier, parent, hashes)
+        assert result == self.oracle.store(source, tier, parent, hashes)
 
     @rule(source=sources, tier=tiers, hashes=some_hashes)
     def remove_in_any_order(self, source: WorkerRank, tier: Tier, hashes: list[int]) -> None:
@@ -94,13 +94,9 @@ class IndexMachine(RuleBasedStateMachine):
         if is_cleared:
             self.oracle.held.pop(source, None)
         outcomes.append(self.oracle.store(source, tier, None, chain))
-        num_not_found = self.oracle.remove(source, tier, removed)
+        outcomes.append(self.oracle.remove(source, tier, removed))
         outcomes.append(self.oracle.store(source, tier, chain[3], removed))
-        statuses = [status for status, _ in outcomes]
-        assert result.num_stored == sum(num for _, num in outcomes)
-        assert result.num_not_found == num_not_found
-        assert result.num_parent_not_found == statuses.count(StoreStatus.PARENT_BLOCK_NOT_FOUND)
-        assert result.num_invalid == statuses.count(StoreStatus.INVALID_BLOCK_SEQUENCE)
+        assert result == ApplyResult(*map(sum, zip(*outcomes, strict=True)))
 
     @rule(source=sources)
     def clear_a_rank(self, source: WorkerRank) -> None:

@@ -29,7 +29,7 @@ class Pair:
     def store(self, source: WorkerRank, tier: Tier, first: int, end: int) -> None:
         parent, hashes = self.chain[first - 1] if first else None, self.chain[first:end]
         result = self.index.store(source, tier, parent, np.array(hashes, np.uint64))
-        assert (result.status, result.num_stored) == self.oracle.store(source, tier, parent, hashes)
+        assert result == self.oracle.store(source, tier, parent, hashes)
 
     def remove(self, source: WorkerRank, tier: Tier, first: int, end: int) -> None:
         hashes = self.chain[first:end]

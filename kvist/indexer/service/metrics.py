@@ -17,7 +17,7 @@ from kvist.indexer.service.registry import Registry
 
 _LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
 
-_SOURCE_COUNTERS = {
+SOURCE_COUNTERS = {
     "batches": "Messages applied",
     "events": "Events applied",
     "gaps": "Losses seen in a stream",
@@ -34,6 +34,7 @@ _SOURCE_COUNTERS = {
     "refused_events": "Stored events whose parent is not held",
     "refused_ranks": "Batches of ranks beyond those that a stream may name",
 }
+"""Of `SourceStatistics`, whose names begin with `num_`."""
 
 
 @dataclass(slots=True)
@@ -126,7 +127,7 @@ class Gauges:
         lags = GaugeMetricFamily("kvist_index_stream_lag_seconds", "Age of the last event when applied", labels=labels)
         counters = {
             name: CounterMetricFamily(f"kvist_index_stream_{name}", text, labels=labels)
-            for name, text in _SOURCE_COUNTERS.items()
+            for name, text in SOURCE_COUNTERS.items()
         }
         for member, source in sources:
             names = [member.namespace.model_name, *source.worker.split(":")]

@@ -8,24 +8,9 @@ from typing import Any
 from kvist.events import WorkerRank
 from kvist.events.transports import public_url
 from kvist.indexer import SourceStatistics
+from kvist.indexer.service.metrics import SOURCE_COUNTERS
 from kvist.indexer.service.registry import Member, Stream
 from kvist.indexer.service.scores import stream_name
-
-_COUNTERS = (
-    "num_batches",
-    "num_events",
-    "num_gaps",
-    "num_recovered",
-    "num_snapshots",
-    "num_cleared",
-    "num_diverged",
-    "num_restarts",
-    "num_malformed",
-    "num_unknown_events",
-    "num_refused_batches",
-    "num_refused_events",
-    "num_refused_ranks",
-)
 
 
 def describe_workers(members: Iterable[Member], model_name: str | None) -> list[dict[str, Any]]:
@@ -74,5 +59,5 @@ def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[
     }
     listener["lag_s"] = source.lag_s
     listener["last_event_age_s"] = source.last_event_age_s
-    listener["counters"] = {name: getattr(source, name) for name in _COUNTERS}
+    listener["counters"] = {f"num_{name}": getattr(source, f"num_{name}") for name in SOURCE_COUNTERS}
     return listener
