@@ -136,6 +136,7 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._drain_waiters: list[asyncio.Future[None]] = []
         self._num_body_bytes_held = 0
         self._is_write_paused = False
+        self._is_advancing = False
         self._is_discarding = False
         self._is_guest = False
         self.lost = self._loop.create_future()
@@ -265,6 +266,15 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _advance(self) -> None:
         """Starts the next request if it is whole and the client reads; else waits for what is missing."""
+        if self._is_advancing:  # an answer given at once ends in here: the loop below goes on, however many there are
+            return
+        self._is_advancing = True
+        try:
+            self._start_requests()
+        finally:
+            self._is_advancing = False
+
+    def _start_requests(self) -> None:
         num_answered = 0
         while not (self._is_busy or self._is_write_paused or self._is_discarding or self._transport.is_closing()):
             try:

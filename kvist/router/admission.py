@@ -13,10 +13,11 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from kvist.openai.requests import Fields
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
+from kvist.router.policy.decision import Role
 
 TIMEOUT_HEADER = b"x-kvist-queue-timeout"
 """By which a client says how many seconds it would wait, if that is less than the router's own limit."""
@@ -33,7 +35,7 @@ TIMEOUT_HEADER = b"x-kvist-queue-timeout"
 MAX_RETRY_AFTER_S = 60
 _RETRY_SHARE = 0.2
 _MAX_RETRIES = 100.0
-"""Retries that may be saved up: of requests, a fifth may be sent on to another worker when all is counted."""
+"""Retries that may be saved up, or as many as requests run: a fifth of all may be sent on when all is counted."""
 
 
 class Waiter(Protocol):
@@ -107,7 +109,7 @@ class Admission:
             return frozenset()
         workers = self.fleet.routable(model, excluded)
         full = frozenset(worker.url for worker in workers if not self.has_room(worker))
-        return full if len(full) < len(workers) else frozenset()
+        return full if any(worker.url not in full for worker in _answering(workers)) else frozenset()
 
     def would_wait(self, model: str | None) -> bool:
         """Return whether a request for this model would stand in the queue now."""
@@ -115,9 +117,9 @@ class Admission:
 
     def pause(self, worker: Worker, retry_after: bytes | None) -> None:
         """Spare a worker that said it is too busy, for as long as it asks for, within bounds."""
-        is_number = retry_after is not None and retry_after.isdigit() and len(retry_after) < 4
+        is_number = retry_after is not None and retry_after.isdigit()
         pause_s = min(float(retry_after or 0), MAX_RETRY_AFTER_S) if is_number else 1.0
-        worker.capacity.paused_until_s = self.now_s() + pause_s
+        worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, self.now_s() + pause_s)
         self.fleet.bounded.add(worker.url)
         asyncio.get_running_loop().call_later(pause_s, self.pump)
 
@@ -151,7 +153,7 @@ class Admission:
             if place.timer is not None:
                 place.timer.cancel()
             queue = self._queues[place.model]
-            queue.remove(place)
+            del queue[bisect_left(queue, place)]
             if not queue:
                 del self._queues[place.model]
 
@@ -162,16 +164,25 @@ class Admission:
             asyncio.get_running_loop().call_soon(self.pump)
 
     def pump(self) -> None:
-        """Send whom there is room for, the first first."""
+        """Send whom there is room for, the first first, whatever their models: those may share workers."""
         self._is_due = False
-        for model, queue in list(self._queues.items()):
-            while queue and self._has_room_for(model):
-                place = queue[0]
-                self.leave(place)
-                wait_s = self.now_s() - place.since_s
-                self._mean_wait_s += (wait_s - self._mean_wait_s) / 16
-                self.on_wait(wait_s)
+        heads = [queue[0] for queue in self._queues.values()]
+        heapify(heads)
+        while heads:
+            place = heappop(heads)
+            if place.is_left or not self._has_room_for(place.model):
+                continue
+            self.leave(place)
+            if place.model in self._queues:
+                heappush(heads, self._queues[place.model][0])
+            wait_s = self.now_s() - place.since_s
+            self._mean_wait_s += (wait_s - self._mean_wait_s) / 16
+            self.on_wait(wait_s)
+            try:
                 place.waiter.on_room()
+            except BaseException:
+                self.pump_soon()  # the others
+                raise
 
     @property
     def num_queued(self) -> int:
@@ -186,7 +197,7 @@ class Admission:
     def _has_room_for(self, model: str | None) -> bool:
         if self.max_requests is not None and self.load.num_running >= self.max_requests:
             return False
-        workers = self.fleet.routable(model)
+        workers = _answering(self.fleet.routable(model))
         return not workers or any(map(self.has_room, workers))  # where there is nobody, that is said by who chooses
 
     def _on_timeout(self, place: Place, timeout_s: float) -> None:
@@ -210,7 +221,12 @@ class Admission:
 
     def on_first_attempt(self) -> None:
         """Count a request that is sent for the first time."""
-        self._retries = min(_MAX_RETRIES, self._retries + _RETRY_SHARE)
+        self._retries = min(max(_MAX_RETRIES, self.load.num_running), self._retries + _RETRY_SHARE)
+
+
+def _answering(workers: list[Worker]) -> list[Worker]:
+    """Return those that answer requests: prefill workers do only where there are no others."""
+    return [worker for worker in workers if worker.role is not Role.PREFILL] or workers
 
 
 def priority_of(fields: Fields, *, is_administrator: bool) -> int:

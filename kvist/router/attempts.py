@@ -78,8 +78,8 @@ class _Attempt(ResponseReceiver):
         self._end(WORKER_FAILED_STATUS, error)
 
     def on_silence(self, silent_s: float) -> None:
-        """Give the request to another worker, as this one has stopped; once, for others may be as busy with it."""
-        if not self.owner.was_moved:
+        """Give the request to another worker, if there is one, as this one has stopped; once: it may stop others."""
+        if not self.owner.was_moved and self.owner.has_other():
             self.owner.was_moved = True
             self.exchange.close()
             worker = self.decision.chosen.target.worker

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from kvist.http import (
     ClientDisconnectedError,
+    ConnectError,
     Deadline,
     Headers,
     Request,
@@ -171,6 +172,7 @@ class Forwarding:
     def _stop(self, status: int, error: Exception) -> None:
         if self._reading is not None:
             self._reading.cancel()
+            self._reading = None
         if self.place is not None:
             self.router.admission.leave(self.place)
         if self.attempt is not None:
@@ -201,16 +203,18 @@ class Forwarding:
         self._reading.add_done_callback(self._on_reading_done)
 
     def _on_reading_done(self, reading: asyncio.Task[Ask]) -> None:
-        self._reading = None
-        if reading.cancelled():
+        if self._reading is None:  # the client left, even if the prompt was read by then
             self._reading_step.end(ClientDisconnectedError("the client left"))
             return
-        error = reading.exception()
-        if isinstance(error, RequestError):
+        self._reading = None
+        try:
+            self._on_read(reading.result())
+        except RequestError as error:
             self._reading_step.end(error)
             self._refuse(error)
-        else:
-            self._on_read(reading.result())
+        except BaseException:
+            self._fail()
+            raise
 
     def _on_read(self, ask: Ask) -> None:
         router, path, self.ask = self.router, self.request.path, ask
@@ -241,7 +245,11 @@ class Forwarding:
         """Go on, with caches and loads as they are now."""
         self.place = None
         self._waiting_step.end()
-        self._match()
+        try:
+            self._match()
+        except BaseException:
+            self._fail()
+            raise
 
     def on_refused(self, error: RequestError) -> None:
         """Tell the client that the wait was in vain."""
@@ -279,7 +287,8 @@ class Forwarding:
 
     def _plan(self) -> Plan:
         """Return who answers and who computes the prompt; why nobody does that for another is noted the first time."""
-        excluded = self.tried | self.router.admission.full(self.ask.model, self.tried)
+        full = self.router.admission.full(self.ask.model, self.tried)
+        excluded = self.tried | (full - {self.ask.worker})  # that one has what nobody else has
         with self.trace.step("choose") as choice:
             plan = self.router.routing.plan(self.ask, self.overlaps, excluded, self.local)
             choice.set(spans.of_plan, plan)
@@ -352,18 +361,23 @@ class Forwarding:
     def on_no_answer(self, decision: Decision, error: UpstreamError) -> None:
         """Have another worker answer, if there is one.
 
-        A worker that was silent too long may still be busy with it: trying another would double the work.
+        A worker that was silent too long may still be busy with it: trying another would double the work. What no
+        worker works at, as it was not sent or its worker has stopped, makes none busier, and is not budgeted.
         """
-        if not isinstance(error, UpstreamTimeoutError) and self.may_retry():
+        is_lost = self.was_moved or isinstance(error, ConnectError)
+        if not isinstance(error, UpstreamTimeoutError) and (self.has_other() if is_lost else self.may_retry()):
             self.on_answer_failed(decision, error.reason)
         else:
             self._refuse(worker_failure(error))
 
-    def may_retry(self) -> bool:
-        """Return whether another worker may answer."""
+    def has_other(self) -> bool:
+        """Return whether there is another worker that may answer."""
         is_allowed = len(self.tried) < self.router.config.max_attempts
-        has_other = is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
-        return has_other and self.router.admission.may_retry()
+        return is_allowed and self.router.routing.has_alternative(self.ask, self.tried)
+
+    def may_retry(self) -> bool:
+        """Return whether another worker may answer, and count it."""
+        return self.has_other() and self.router.admission.may_retry()
 
     def _note_retry(self, decision: Decision, reason: str) -> None:
         """Count that another worker gets what this one failed."""
@@ -380,6 +394,11 @@ class Forwarding:
         logger.warning("prefill is local again reason=%s request_id=%s", reason, self.request_id.decode("latin-1"))
 
     # The end.
+
+    def _fail(self) -> None:
+        """End a request that a fault of ours has stopped, which the loop logs."""
+        message = "the router failed on this request"
+        self._break_off(RequestError(HTTPStatus.INTERNAL_SERVER_ERROR, message, code="internal_error"))
 
     def _refuse(self, error: RequestError) -> None:
         self.trace.set(spans.of_answer, error.status)

@@ -34,12 +34,12 @@ def read_report(page: bytes) -> Report | None:
     """Return what a metrics page of vLLM, SGLang or Kvist's engine reports, over all ranks; None for any other page."""
     counts = {True: 0.0, False: 0.0}
     matches = _GAUGE.findall(page)
-    for name, value in matches:
-        try:
+    try:
+        for name, value in matches:
             counts[name.startswith(b"running")] += float(value)
-        except ValueError:
-            return None
-    return Report(int(counts[True]), int(counts[False])) if matches else None
+        return Report(int(counts[True]), int(counts[False])) if matches else None
+    except (ValueError, OverflowError):
+        return None
 
 
 @dataclass(slots=True)

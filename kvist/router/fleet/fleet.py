@@ -29,7 +29,7 @@ from kvist.router.policy.decision import Role
 logger = logging.getLogger(__name__)
 
 STARTING_INTERVAL_S = 0.5
-"""Time between checks of a worker that has not answered yet, where that is less than the health interval."""
+"""Time between checks of a worker that is not healthy, where that is less than the health interval."""
 
 REPORT_INTERVAL_S = 1.0
 
@@ -232,7 +232,7 @@ class Fleet:
             await self._check(worker)
             self.renderings.on_health_check(worker, self._tasks)
             interval_s = self._config.health_interval_s
-            if worker.health.is_healthy is None:
+            if not worker.health.is_healthy:
                 interval_s = min(interval_s, STARTING_INTERVAL_S)
             await asyncio.sleep(interval_s)
 
