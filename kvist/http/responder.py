@@ -63,6 +63,7 @@ class Responder:
         "has_started",
         "is_finished",
         "keep_alive",
+        "own_headers",
         "status",
     )
 
@@ -76,6 +77,7 @@ class Responder:
         self._head: bytes | None = None  # rendered, to go out with the first piece of the body
         self._num_missing = 0
         self.keep_alive = keep_alive
+        self.own_headers: Headers = []  # added to those of the response, whatever it is
         self.has_started = False
         self.is_finished = False
         self.status: int | None = None
@@ -87,7 +89,7 @@ class Responder:
         """
         if self.has_started:
             raise RuntimeError("the response has already started")
-        self._head = self._render(status, headers)
+        self._head = self._render(status, [*headers, *self.own_headers] if self.own_headers else headers)
         self.has_started = True
         self.status = status
         self._loop.call_soon(self._flush_head)

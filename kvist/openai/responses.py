@@ -162,6 +162,8 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 DONE = b"data: [DONE]\n\n"
+_LAST = (b"[DONE]", b'{"type":"message_stop"}')
+"""By which OpenAI and Anthropic end a stream."""
 
 _encoder = msgspec.json.Encoder()
 
@@ -172,9 +174,9 @@ def encode_event(value: Any) -> bytes:
 
 
 def last_event_data(tail: bytes) -> bytes | None:
-    """Return the data of the last complete event but `[DONE]` in the tail of a stream; None when it was cut off."""
+    """Return the data of the last complete event that says something in the tail of a stream; None when cut off."""
     for event in reversed(tail.replace(b"\r\n", b"\n").split(b"\n\n")):
         lines = [line.removeprefix(b"data: ") for line in event.split(b"\n") if line.startswith(b"data: ")]
-        if lines and lines[-1].strip() != b"[DONE]":
+        if lines and lines[-1][:64].strip().replace(b" ", b"") not in _LAST:
             return lines[-1]
     return None

@@ -10,6 +10,7 @@ What becomes of the request after that is its owner's to decide (`kvist.router.f
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from kvist.openai.errors import RequestError, error_body
 from kvist.router import spans
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import MAX_HANDOFF_BYTES, decode_body, prefill_body, read_handoff
+from kvist.router.prompts import GENERATE_PATH
 from kvist.router.usage import UsageReader
 
 if TYPE_CHECKING:
@@ -35,6 +37,13 @@ _BUSY_STATUSES = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNA
 # What metrics show instead of a worker's status, for want of one.
 WORKER_FAILED_STATUS = 0
 CLIENT_LEFT_STATUS = 499  # nginx's number for it
+
+_NO_ENDPOINT = re.compile(rb'"(?:detail|message)" ?: ?"Not Found"')
+"""What engines say of a path that they do not know; of a model or a response they say more."""
+_MAX_NO_ENDPOINT_BYTES = 512
+
+_OUR_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
+"""What the router alone tells clients."""
 
 RANK_HEADER = b"x-data-parallel-rank"
 """By which vLLM's front end takes the data-parallel rank to use."""
@@ -179,6 +188,11 @@ class AnswerAttempt(_Attempt):
     def on_data(self, piece: bytes) -> None:
         """Pass the next bytes on."""
         if not self._has_begun:
+            if self.status == HTTPStatus.NOT_FOUND and _NO_ENDPOINT.search(piece, 0, _MAX_NO_ENDPOINT_BYTES):
+                self.exchange.close()
+                self._end(self.status)
+                self.owner.on_no_endpoint(self.decision)
+                return
             self._begin(is_empty=False)
         self._usage.feed(piece)
         if self._is_event_stream:
@@ -245,7 +259,8 @@ class AnswerAttempt(_Attempt):
         content_types = [value for name, value in self.headers if name == b"content-type"]
         self._is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)
         self._is_kept = owner.request.path == RESPONSES_PATH and owner.ask.fields.get("store") is not False
-        self._usage = UsageReader(is_event_stream=self._is_event_stream, is_last_event_long=self._is_kept)
+        has_all = self._is_kept or owner.request.path == GENERATE_PATH
+        self._usage = UsageReader(is_event_stream=self._is_event_stream, is_last_event_long=has_all)
         self._load.end_prefill()
         self._worker.unanswered.discard(self)
         now_s = router.now_s()
@@ -258,7 +273,7 @@ class AnswerAttempt(_Attempt):
             owner.handover.transfer_s = now_s - owner.handover.sent_s
             owner.handover.is_fetched = self.status == HTTPStatus.OK
             router.metrics.handed_over(owner.handover.prefill_s, owner.handover.transfer_s)
-        theirs = [field for field in self.headers if not field[0].startswith((b"x-request-id", b"x-kvist-"))]
+        theirs = [field for field in self.headers if not field[0].startswith(_OUR_HEADERS)]
         owner.responder.start(self.status, theirs + owner.own_headers(decision))
         if owner.is_client_slow:
             self.exchange.pause()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Literal, TypeAlias, get_args
 from urllib.parse import urlsplit
@@ -35,6 +36,8 @@ cache; with a half up to 13 less, with a quarter up to 28 (benchmarks/bench_expe
 
 _UPSTREAM = UpstreamLimits()
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\?#@\sA-Z]+")
+
 TRANSFER_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
 and take 1 to 2 ms to compute. Estimated, not measured."""
@@ -43,7 +46,8 @@ RELOADED = frozenset(
     {
         *("worker_urls", "prefill_worker_urls", "decode_worker_urls", "kv_event_sources", "allowed_event_networks"),
         *("expected_cache_tokens", "health_interval_s", "health_timeout_s", "silence_timeout_s", "drain_timeout_s"),
-        *("api_key", "admin_key", "worker_api_key", "worker_api_keys", "debug_headers"),
+        *("api_key", "admin_key", "worker_api_key", "worker_api_keys"),
+        *("cors_origins", "debug_headers"),
         *("policy", "max_local_prefill_tokens", "max_attempts", "prefill_scale", "overlap_credit", "tier_credits"),
         *("decode_scale", "recent_scale", "temperature", "min_match_blocks", "imbalance_abs", "imbalance_rel"),
         *("request_timeout_s", "queue_timeout_s", "workers_use_priority", "drain_delay_s"),
@@ -143,6 +147,10 @@ class RouterConfig:
     worker_api_keys: Annotated[dict[str, Secret], Meta(description="keys of single workers, by URL")] = field(
         default_factory=dict, repr=False
     )
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="origins whose pages may use what clients may, as scheme://host[:port], or * for any"),
+    ] = ()
     debug_headers: Annotated[
         bool, Meta(description="tell every client, not administrators alone, which worker answered and what it held")
     ] = False
@@ -257,6 +265,9 @@ class RouterConfig:
             missing = [name for name in names if getattr(self, name) is None]
             if len(missing) == 1:
                 raise InvalidValueError(missing[0], None, "a PEM file, as certificate and key go together")
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InvalidValueError("cors_origins", origin, "* or scheme://host[:port] in small letters")
         if self.client_ca is not None and self.tls_certificate is None:
             raise InvalidValueError("client_ca", self.client_ca, "none without tls_certificate")
         if self.otlp_traces_endpoint is not None:

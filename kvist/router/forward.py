@@ -358,6 +358,14 @@ class Forwarding:
         self._note_retry(decision, reason)
         self._ask_next()
 
+    def on_no_endpoint(self, decision: Decision) -> None:
+        """Have another worker answer, if there is one: engines differ in what they have."""
+        if self.may_retry():
+            self.on_answer_failed(decision, "has no such endpoint")
+        else:
+            message = f"{self.request.path}: no worker that was asked has this endpoint"
+            self._refuse(RequestError(HTTPStatus.NOT_FOUND, message, code="endpoint_not_found"))
+
     def on_no_answer(self, decision: Decision, error: UpstreamError) -> None:
         """Have another worker answer, if there is one.
 

@@ -182,7 +182,8 @@ class PromptReader:
     def _read_generate(self, fields: Fields, num_bytes: int) -> Ask:
         prompt = fields.get("input_ids") if fields.get("text") is None else fields["text"]
         try:
-            return self._read_completion(GENERATE_PATH, fields, {**fields, "prompt": prompt, "stream": None})
+            asked = {"prompt": prompt, "model": fields.get("model"), "cache_salt": fields.get("cache_salt")}
+            return self._read_completion(GENERATE_PATH, fields, asked)
         except RequestError as error:
             return _read_other(fields, num_bytes, error)
 

@@ -11,7 +11,7 @@ TAIL_BYTES = 4096
 
 
 class ReportedUsage(msgspec.Struct, frozen=True):
-    """`usage` of an OpenAI answer; `cached_tokens` is None where the engine does not report it."""
+    """What an answer says of all its tokens; `cached_tokens` is None where the engine does not report it."""
 
     prompt_tokens: int
     cached_tokens: int | None
@@ -23,13 +23,38 @@ class _Details(msgspec.Struct, frozen=True):
 
 
 class _Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int
+    prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
+    cached_tokens: int | None = None  # of SGLang's /generate
+    # Responses and messages:
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+    def reported(self) -> ReportedUsage | None:
+        """Return the same, by whichever API it is said; None where the prompt is left out."""
+        details = self.prompt_tokens_details or self.input_tokens_details
+        cached_tokens = self.cached_tokens if details is None else details.cached_tokens
+        if self.prompt_tokens is not None:
+            return ReportedUsage(self.prompt_tokens, cached_tokens, self.completion_tokens)
+        if self.input_tokens is None:
+            return None
+        # Anthropic counts beside each other what the others count one within the other.
+        num_others = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        cached_tokens = self.cache_read_input_tokens if details is None else cached_tokens
+        return ReportedUsage(self.input_tokens + num_others, cached_tokens, self.output_tokens)
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _Said(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
+
+
+class _Answer(_Said, frozen=True):
+    meta_info: _Usage | None = None  # of SGLang's /generate
+    response: _Said | None = None  # of the last event of a stream of responses
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -72,11 +97,10 @@ class UsageReader:
         if not data:
             return None
         try:
-            usage = _decode_answer(data).usage
+            answer = _decode_answer(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
-        if usage is None:
-            return None
-        details = usage.prompt_tokens_details
-        cached_tokens = details.cached_tokens if details else None
-        return ReportedUsage(usage.prompt_tokens, cached_tokens, usage.completion_tokens)
+        usage = answer.usage or answer.meta_info
+        if usage is None and answer.response is not None:
+            usage = answer.response.usage
+        return None if usage is None else usage.reported()

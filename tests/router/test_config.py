@@ -28,6 +28,8 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
         ({"zzz": 1}, "zzz", "a known key"),
         ({"policy": "prefix"}, "policy", "one of kv, least-loaded, power-of-two, round-robin, random"),
         ({"block_size": 0}, "block_size", "int >= 1"),
+        ({"cors_origins": ["https://a.example/"]}, "cors_origins", "scheme://host[:port]"),
+        ({"cors_origins": ["null"]}, "cors_origins", "scheme://host[:port]"),
         ({"temperature": float("nan")}, "temperature", "float >= 0"),
         ({"worker_urls": WORKER}, "worker_urls", "array, got str"),
         ({"worker_urls": [WORKER + "/"]}, "worker_urls", "http(s)://host[:port][/prefix]"),

@@ -359,6 +359,70 @@ async def test_other_v1_endpoints_are_passed_through_by_load(worker, router) -> 
         assert (await front.client.post("/v1/embeddings", json={"model": "?", "input": "x"})).status_code == 404
 
 
+async def test_sglangs_own_endpoint_is_routed_by_prefix(worker, router, http_bytes) -> None:
+    tokens = list(range(64))
+    meta = {"prompt_tokens": 64, "completion_tokens": 1, "cached_tokens": 48}
+    event = b"data: " + json.dumps({"text": "x" * 5000, "meta_info": meta}).encode() + b"\n\n"
+
+    async def answer(_: Any, writer: Any) -> None:
+        writer.write(http_bytes.event_stream_head + http_bytes.chunk(event + b"data: [DONE]\n\n") + b"0\r\n\r\n")
+
+    async with worker(answer=answer) as a, worker(answer=answer) as b, router(a.url, b.url, block_size=16) as front:
+        front.hold(b.url, tokens)
+        for _ in range(3):
+            answered = await front.client.post("/generate", json={"input_ids": tokens, "stream": True})
+            assert (answered.headers["x-kvist-worker"], answered.content[:6]) == (b.url, b"data: ")
+        exact = f'kvist_router_overlap_error_tokens_count{{sign="exact",worker="{b.url}"}}'
+        assert (await front.metrics())[exact] == 3
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/images/edits"])
+async def test_a_form_goes_to_a_worker_that_has_its_model(worker, router, path: str) -> None:
+    models = [[{"id": "speech", "object": "model"}], [{"id": "chat", "object": "model"}]]
+    async with worker(models=models[0]) as a, worker(models=models[1]) as b, router(a.url, b.url) as front:
+        for _ in range(3):
+            answer = await front.client.post(path, data={"model": "speech"}, files={"file": b"RIFF"})
+            assert (answer.status_code, answer.headers["x-kvist-worker"]) == (200, a.url)
+        answer = await front.client.post(path, data={"model": "x"}, files={"file": b"RIFF"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        b'{"detail":"Not Found"}',
+        b'{"error": {"message": "Not Found", "type": "NotFoundError", "param": null, "code": 404}}',
+        b'{"object":"error","message":"Not Found","type":"404","param":null,"code":404}',
+    ],
+)
+async def test_an_endpoint_is_asked_of_a_worker_that_has_it(worker, router, http_bytes, unknown: bytes) -> None:
+    async def lack(_: Any, writer: Any) -> None:
+        writer.write(http_bytes.response(unknown, status=404))
+
+    asked = {"model": "m", "query": "x", "documents": ["y"]}
+    async with worker(answer=lack) as a, worker() as b, router(a.url, b.url) as front:
+        for _ in range(4):
+            answer = await front.client.post("/v1/rerank", json=asked)
+            assert (answer.status_code, answer.headers["x-kvist-worker"]) == (200, b.url)
+        b.answer = lack
+        answer = await front.client.post("/v1/rerank", json=asked)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["message"][:12]) == (404, "endpoint_not_found", "/v1/rerank: ")
+        assert total_load(front) == 0
+
+
+async def test_a_worker_that_knows_no_such_thing_is_believed(worker, router, http_bytes) -> None:
+    said = b'{"error": {"message": "Response with id r_1 not found", "type": "invalid_request_error"}}'
+
+    async def lack(_: Any, writer: Any) -> None:
+        writer.write(http_bytes.response(said, status=404))
+
+    async with worker(answer=lack) as a, worker(answer=lack) as b, router(a.url, b.url) as front:
+        answer = await front.client.get("/v1/responses/r_1")
+        assert (answer.status_code, answer.content, len(a.received + b.received) > 1) == (404, said, True)
+        assert len([each for each in a.received + b.received if each.target == "/v1/responses/r_1"]) == 1
+
+
 async def test_round_robin_takes_turns(worker, router) -> None:
     async with worker() as a, worker() as b, router(a.url, b.url, policy="round-robin") as front:
         taken = [(await front.complete()).headers["x-kvist-worker"] for _ in range(4)]

@@ -14,7 +14,7 @@ from kvist.openai.chats import MESSAGES_PATH, RESPONSES_PATH
 from kvist.openai.errors import RequestError
 from kvist.openai.requests import ChatCompletionRequest
 from kvist.openai.tokenization import ChatTokenizer
-from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, PromptReader
+from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, GENERATE_PATH, INLINE_FORM_BYTES, PromptReader
 
 WORDS = ["<unk>", "user", "hello", "world", "again", ":", "end"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }} : {{ m['content'] }} end {% endfor %}"
@@ -134,6 +134,55 @@ async def test_beside_an_index_the_same_is_refused(fields: dict[str, Any]) -> No
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize(
+    ("fields", "token_ids"),
+    [
+        ({"text": "hello world"}, [2, 3]),
+        ({"input_ids": [5, 6, 7], "text": None}, [5, 6, 7]),
+        ({"text": ["hello", "hello world"]}, [2, 3]),
+        ({"input_ids": [[1], [5, 6]]}, [5, 6]),
+    ],
+)
+async def test_sglangs_own_endpoint_takes_text_or_tokens(
+    reader: PromptReader, fields: dict[str, Any], token_ids: list[int]
+) -> None:
+    ask = await reader.read(GENERATE_PATH, body(**fields))
+    assert (ask.token_ids.tolist(), ask.model) == (token_ids, "m")
+    assert ask.obstacle == (None if ask.num_prompts == 1 else "batch")
+
+
+def form(*parts: tuple[str, bytes]) -> bytes:
+    named = [b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (n.encode(), v) for n, v in parts]
+    return b"".join(named) + b"--b--\r\n"
+
+
+async def test_a_form_gives_its_model_and_a_long_one_is_left_for_a_thread(reader: PromptReader) -> None:
+    path, model = "/v1/audio/transcriptions", ("model", "org/m:é".encode())
+    ask = reader.read_now(path, form(("file", b"\x00\r\n--b\xff" * 640), model))
+    assert ask is not None
+    assert (ask.model, ask.obstacle, 10 < ask.num_tokens < 20) == ("org/m:é", "other_endpoint", True)
+    assert (await reader.read(path, form(("file", b"x")))).model is None
+    # As it is read in slices, one of which ends within the name of the field.
+    for num_bytes in range(2**20 - 90, 2**20):
+        assert reader.read_now(path, long := form(("file", b"x" * num_bytes), model)) is None or num_bytes < 2**20 - 60
+        assert (await reader.read(path, long)).model == "org/m:é"
+    assert len(long) > INLINE_FORM_BYTES
+
+
+@pytest.mark.parametrize(
+    "parts", [[("model", b"m"), ("model", b"n")], [("model", b"")], [("model", b"a\r\nb")], [("model", b"x" * 257)]]
+)
+async def test_a_form_names_one_model_in_one_line(reader: PromptReader, parts: list[tuple[str, bytes]]) -> None:
+    with pytest.raises(RequestError) as refusal:
+        await reader.read("/v1/audio/transcriptions", form(*parts))
+    assert (refusal.value.status, refusal.value.param) == (400, "model")
+
+
+async def test_a_form_of_many_parts_is_refused_before_they_are_read(reader: PromptReader) -> None:
+    with pytest.raises(RequestError, match="256 parts at most"):
+        await reader.read("/v1/audio/transcriptions", form(*[("a", b"")] * 257))
+
+
 async def test_a_batch_is_matched_by_its_longest_prompt_and_weighs_all_of_them(reader: PromptReader) -> None:
     ask = await reader.read(COMPLETION_PATH, body(prompt=[[1, 2], [3, 4, 5], [6]]))
     assert (ask.token_ids.tolist(), ask.num_tokens) == ([3, 4, 5], 6)
@@ -247,6 +296,10 @@ async def test_a_chat_is_the_same_prompt_by_every_api(reader: PromptReader, path
         (MESSAGES_PATH, {"messages": 5}, "load only", "not_understood"),
         (RESPONSES_PATH, {"input": [{"type": "image_generation_call"}]}, "load only", "unknown_part"),
         ("/v1/embeddings", {"input": "x"}, "load only", "other_endpoint"),
+        (GENERATE_PATH, {"text": "hello", "lora_path": "a"}, "load only", "rewritten"),
+        (GENERATE_PATH, {"text": "hello", "image_data": "a"}, "load only", "rewritten"),
+        (GENERATE_PATH, {"input_embeds": [[0.5]]}, "load only", "not_understood"),
+        (GENERATE_PATH, {"input_ids": [-1]}, "load only", "not_understood"),
         (
             CHAT_PATH,
             {"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ x }}"},

@@ -57,6 +57,8 @@ def test_an_overlong_answer_is_let_pass_unread() -> None:
         (b"\xff", None),
         (b'{"usage": null}', None),
         (b'{"usage": {"prompt_tokens": "many"}}', None),
+        (b'{"usage": {"type": "duration", "seconds": 5}}', None),
+        (b'{"usage": {"input_tokens": 5, "output_tokens": 1}}', ReportedUsage(5, None, 1)),
         (b'{"usage": {"prompt_tokens": 5}}', ReportedUsage(5, None)),
         (b'{"usage": {"prompt_tokens": 5, "prompt_tokens_details": null}}', ReportedUsage(5, None)),
         (b'{"usage": {"prompt_tokens": 5, "prompt_tokens_details": {"audio_tokens": 1}}}', ReportedUsage(5, None)),
@@ -65,6 +67,27 @@ def test_an_overlong_answer_is_let_pass_unread() -> None:
 def test_an_answer_without_a_usage_is_no_error(answer: bytes, expected: ReportedUsage | None) -> None:
     assert read(answer, is_event_stream=False) == expected
     assert read(b"data: " + answer + b"\n\n") == expected
+
+
+MESSAGES = {"input_tokens": 20, "cache_read_input_tokens": 64, "cache_creation_input_tokens": 16, "output_tokens": 3}
+RESPONSES = {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 64}, "output_tokens": 3}
+META = {"prompt_tokens": 100, "completion_tokens": 3, "cached_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("whole", "last"),
+    [
+        (
+            {"usage": MESSAGES},
+            b'event: message_delta\ndata: %b\n\nevent: message_stop\ndata: {"type": "message_stop"}\n\n',
+        ),
+        ({"usage": RESPONSES}, b'event: response.completed\ndata: {"response": %b}\n\n'),
+        ({"text": "x", "meta_info": META}, b"data: %b\n\ndata: [DONE]\n\n"),
+    ],
+)
+def test_every_api_reports_the_same_in_its_own_words(whole: dict[str, object], last: bytes) -> None:
+    body = json.dumps(whole).encode()
+    assert read(body, is_event_stream=False) == read(TOKEN, last % body) == ReportedUsage(100, 64, 3)
 
 
 def test_a_stream_knows_whether_it_is_between_events() -> None:

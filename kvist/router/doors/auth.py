@@ -8,6 +8,7 @@ worker gets: it cannot read another path than was allowed.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from http import HTTPStatus
 from posixpath import normpath
 from urllib.parse import unquote
@@ -91,6 +92,27 @@ def check_client_request(request: Request) -> None:
         check_form_type(content_type)
     elif (charset := _CHARSET.search(content_type)) and charset[1].lower() not in (b"utf-8", b"utf8", b"us-ascii"):
         raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {content_type!r:.100}, expected charset utf-8")
+
+
+def cors_headers(request: Request, origins: Collection[str]) -> Headers:
+    """Return what has a browser show an answer to a page of one of these origins; to others it shows none."""
+    origin = request.header(b"origin")
+    if origin is None or not origins:
+        return []
+    if "*" in origins:
+        return [(b"access-control-allow-origin", b"*")]
+    allowed = [(b"access-control-allow-origin", origin)] if origin.decode("latin-1") in origins else []
+    return [*allowed, (b"vary", b"origin")]
+
+
+def preflight_headers(request: Request) -> Headers | None:
+    """Return what a browser is told that asks how a page may use the path; None if it does not ask."""
+    if request.method != "OPTIONS" or request.header(b"access-control-request-method") is None:
+        return None
+    methods = ", ".join(methods_of(request.path) or ()).encode()
+    wanted = request.header(b"access-control-request-headers")
+    told = [(b"access-control-allow-methods", methods), (b"access-control-max-age", b"600")]
+    return told if wanted is None else [*told, (b"access-control-allow-headers", wanted)]
 
 
 def _content_type(headers: Headers) -> bytes:

@@ -54,9 +54,11 @@ from kvist.router.doors.api import AdminApi
 from kvist.router.doors.auth import (
     MODELS_PATH,
     check_client_request,
+    cors_headers,
     is_administrator,
     methods_of,
     plain_path,
+    preflight_headers,
     require_administrator,
     require_client,
 )
@@ -297,6 +299,11 @@ class RouterService:
         if methods_of(path) is None:
             require_administrator(request, config.admin_key)
             return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
+        if config.cors_origins:
+            responder.own_headers = cors_headers(request, config.cors_origins)
+            if (told := preflight_headers(request)) is not None:
+                responder.answer(HTTPStatus.NO_CONTENT, told)
+                return None
         require_client(request, config.api_key, config.admin_key)
         check_client_request(request)
         if path.startswith(MODELS_PATH):

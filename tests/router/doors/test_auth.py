@@ -272,3 +272,45 @@ async def test_a_request_id_is_short_plain_and_names_no_worker(worker, router, r
         said = json.dumps({"prompt": "x", "request_id": request_id}).encode()
         assert (await send(front, "/v1/completions", said))[1]["param"] == "request_id"
         assert not one.completions
+
+
+ORIGIN = "https://app.example:8443"
+PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+async def test_pages_of_the_origins_named_may_use_what_clients_may(worker, router, http_bytes) -> None:
+    async def open_to_all(_: Any, writer: Any) -> None:
+        writer.write(http_bytes.response(b"{}", extra="access-control-allow-origin: *\r\n"))
+
+    path, keys = "/v1/completions", {"api_key": "k", "cors_origins": (ORIGIN,)}
+    async with worker(answer=open_to_all) as one, router(one.url, **keys) as front:
+        asked = await front.client.options(path, headers={"origin": ORIGIN, **PREFLIGHT})
+        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (204, ORIGIN)
+        assert asked.headers["access-control-allow-methods"] == "POST"
+        assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+        for key, status in (("k", 200), ("wrong", 401)):
+            sent = {"authorization": f"Bearer {key}", "origin": ORIGIN}
+            answer = await front.client.post(path, json={"prompt": "x"}, headers=sent)
+            told = [answer.headers.get_list(name) for name in ("access-control-allow-origin", "vary")]
+            assert (answer.status_code, told) == (status, [[ORIGIN], ["origin"]])
+        other = {"origin": "https://app.example", "authorization": "Bearer k"}
+        for answer in (
+            await front.client.options(path, headers=other | PREFLIGHT),
+            await front.client.post(path, json={"prompt": "x"}, headers=other),
+            await front.client.options("/workers", headers={"origin": ORIGIN, **PREFLIGHT}),
+            await front.client.get("/workers", headers={"origin": ORIGIN}),
+        ):
+            assert "access-control-allow-origin" not in answer.headers
+        assert (
+            await front.client.options(path, headers={"origin": ORIGIN, "authorization": "Bearer k"})
+        ).status_code == 405
+
+
+async def test_any_page_or_none_may_be_let_in(worker, router) -> None:
+    sent = {"origin": ORIGIN, **PREFLIGHT}
+    async with worker() as one, router(one.url, cors_origins=("*",)) as front:
+        assert (await front.client.options("/v1/models/m", headers=sent)).headers["access-control-allow-origin"] == "*"
+        assert (await front.client.get("/v1/models/m", headers=sent)).headers["access-control-allow-origin"] == "*"
+    async with worker() as one, router(one.url) as front:
+        refused = await front.client.options("/v1/completions", headers=sent)
+        assert (refused.status_code, "access-control-allow-origin" in refused.headers) == (405, False)
