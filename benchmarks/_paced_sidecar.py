@@ -121,7 +121,7 @@ async def _follow(stream: PacedStream, endpoint: str, pipe: Connection) -> Outco
         statistics = sidecar.statistics()
         running.cancel()
     num_missing = stream.num_messages - statistics.num_engine_batches + statistics.published.num_lost_events
-    num_held = statistics.published.ranks[0].normaliser.num_blocks
+    num_held = statistics.published.ranks[0].num_blocks
     per_block_us = cpu_s / stream.num_blocks * 1e6
     return Outcome(per_block_us, stream.num_blocks / sent_s, lag_s, peak_waiting, num_missing, num_held)
 

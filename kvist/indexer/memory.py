@@ -10,8 +10,8 @@ from pathlib import Path
 _logger = logging.getLogger(__name__)
 
 BYTES_A_BLOCK = 512
-"""What a block may cost: 50 bytes with the name that a stock engine has for it, 365 if it is one of an adapter or a
-salt, which are accounted for in Python (200,000 blocks of one rank, 2026-11-22); the rest is for what else holds it."""
+"""What a block may cost: 50 bytes with the name that a stock engine has for it, 170 if it is one of an adapter or a
+salt, which are noted in Python (200,000 blocks of one rank, 2026-11-22); the rest is for what else holds it."""
 
 
 def default_max_blocks(cgroups: Path = Path("/sys/fs/cgroup"), own_group: Path = Path("/proc/self/cgroup")) -> int:

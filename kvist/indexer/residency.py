@@ -178,16 +178,6 @@ class EngineResidency:
 
     # --- Blocks -------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
-        return self._index.digest(self._source).num_blocks
-
-    @property
-    def digest(self) -> int:
-        """Return the digest of everything held."""
-        return self._index.digest(self._source).digest
-
     def find(self, engine_hash: EngineHash) -> int | None:
         """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
         return compiled.block_named(self.settle(), fold_hash(engine_hash)) or None

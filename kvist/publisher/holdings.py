@@ -36,14 +36,6 @@ class Released(NamedTuple):
 class Holdings(Protocol):
     """What a normaliser needs of what it keeps: `Residency`, or something that keeps the same in another way."""
 
-    @property
-    def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
-
-    @property
-    def digest(self) -> int:
-        """Return the digest (`kvist.events.snapshot`) of everything held."""
-
     def find(self, engine_hash: EngineHash) -> int | None:
         """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import chain_hashes
-from kvist.events.types import Cleared, Event, Heartbeat, Removed, Stored, Tier
+from kvist.events.types import Cleared, Event, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
 from kvist.publisher.holdings import NO_SCOPE, Holdings, Scope
 from kvist.publisher.residency import Residency
@@ -43,9 +43,8 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NormaliserStatistics:
-    """What one rank's normaliser did since it was made; `num_blocks` counts the (block, tier) pairs held now."""
+    """What one rank's normaliser did since it was made."""
 
-    num_blocks: int
     num_partial_blocks: int
     num_stored_blocks: int
     num_removed_blocks: int
@@ -95,14 +94,9 @@ class Normaliser:
         self._partial_blocks.clear()
         return (Cleared(),)
 
-    def heartbeat(self, *, is_complete: bool = True) -> Heartbeat:
-        """Return how much is held and its digest, for a subscriber to compare with what it has."""
-        return Heartbeat(self._residency.num_blocks, self._residency.digest, is_complete)
-
     def statistics(self) -> NormaliserStatistics:
         """Return the counters as they are now."""
         return NormaliserStatistics(
-            num_blocks=self._residency.num_blocks,
             num_partial_blocks=len(self._partial_blocks),
             num_stored_blocks=self._num_stored_blocks,
             num_removed_blocks=self._num_removed_blocks,

@@ -90,8 +90,8 @@ class Sidecar:
         """Bind the publication at the URL `to`, and read what an earlier sidecar of the worker left in `state_dir`.
 
         Copies of a block are counted of vLLM, which reports each; not if it `has_full_reports`: if others than Kvist's
-        router have it report what it holds anew. Raises InvalidValueError when a value is wrong, the port taken, or the
-        folder unusable.
+        router have it report what it holds anew. With `has_all_groups` a second stream of each rank has what its other
+        groups hold. Raises InvalidValueError when a value is wrong, the port taken, or the folder unusable.
         """
         self._has_full_reports = has_full_reports
         self._counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)

@@ -35,8 +35,9 @@ _HASH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class StreamStatistics:
-    """What one rank's stream did since it was made."""
+    """What one rank's stream did since it was made; `num_blocks` counts the (block, tier) pairs held now."""
 
+    num_blocks: int
     num_events: int
     num_malformed: int
     num_batches: int
@@ -343,6 +344,7 @@ class RankStream(Stream):
     def statistics(self) -> StreamStatistics:
         """Return the counters as they are now."""
         return StreamStatistics(
+            num_blocks=self.num_blocks,
             num_events=self._num_events,
             num_malformed=self._num_malformed,
             num_batches=self.next_sequence,

@@ -156,7 +156,7 @@ def test_batches_dropped_from_a_full_outbox_can_still_be_replayed(publication, u
         for number in range(10):
             report_root_blocks(publisher, [number])
             until_true(lambda: publisher.statistics().num_waiting_events == 0)
-        until_true(lambda: publisher.statistics().ranks[0].normaliser.num_blocks == 10)
+        until_true(lambda: publisher.statistics().ranks[0].num_blocks == 10)
         num_batches = publisher.statistics().ranks[0].num_batches
         publication.refusal = None
     assert publisher.statistics().num_dropped_batches == num_batches - 3
@@ -195,7 +195,7 @@ def test_closing_amid_a_flood_ends_in_time_and_counts_what_is_left(publication):
     engine.join()
     statistics = publisher.statistics()
     assert statistics.num_waiting_events <= 1  # at most the mark of what came after closing
-    assert len(publication.held()) == statistics.ranks[0].normaliser.num_blocks
+    assert len(publication.held()) == statistics.ranks[0].num_blocks
 
 
 def test_closing_with_a_transport_that_stays_full_ends_in_time(publication):

@@ -119,16 +119,9 @@ class DumpWriter:
     def blocks(self, chunk: SnapshotChunk) -> bytes:
         """Return the frame of some blocks."""
         self._num_blocks += len(chunk.hashes)
-        return self.frame(
-            Blocks(
-                ranks=[*chunk.ranks],
-                hashes=chunk.hashes.astype(_U64, copy=False).tobytes(),
-                depths=chunk.depths.astype(_U32, copy=False).tobytes(),
-                set_idx=chunk.set_idx.astype(_U32, copy=False).tobytes(),
-                offsets=chunk.offsets.astype(_U32, copy=False).tobytes(),
-                members=chunk.members.astype(_U32, copy=False).tobytes(),
-            )
-        )
+        numbers = (chunk.depths, chunk.set_idx, chunk.offsets, chunk.members)
+        parts = [each.astype(_U32, copy=False).tobytes() for each in numbers]
+        return self.frame(Blocks([*chunk.ranks], chunk.hashes.astype(_U64, copy=False).tobytes(), *parts))
 
     def end(self) -> bytes:
         """Return the last frame."""
