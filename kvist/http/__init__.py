@@ -6,7 +6,7 @@ ambiguous gets from one side to the other; each wait, buffer and count is a fiel
 """
 
 from kvist.http.asgi import serve_asgi
-from kvist.http.connection import Handler, Producer, QuickEndpoint
+from kvist.http.connection import Handler, Producer
 from kvist.http.deadline import Deadline
 from kvist.http.errors import (
     ClientDisconnectedError,
@@ -20,12 +20,11 @@ from kvist.http.fields import Headers
 from kvist.http.limits import HttpLimits, UpstreamLimits, default_max_connections
 from kvist.http.pool import UpstreamPool, UpstreamResponse
 from kvist.http.request import Request
-from kvist.http.responder import Answer, Responder
+from kvist.http.responder import Responder
 from kvist.http.server import HttpServer, ServerStatistics
 from kvist.http.upstream import Exchange, ResponseReceiver
 
 __all__ = [
-    "Answer",
     "ClientDisconnectedError",
     "ConnectError",
     "Deadline",
@@ -35,7 +34,6 @@ __all__ = [
     "HttpLimits",
     "HttpServer",
     "Producer",
-    "QuickEndpoint",
     "Request",
     "Responder",
     "ResponseReceiver",

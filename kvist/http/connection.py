@@ -7,7 +7,7 @@ response's end starts the next request. Only a handler that is a coroutine has a
 import asyncio
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -38,11 +38,9 @@ class Producer(Protocol):
 
 Handler = Callable[[Request, Responder], Coroutine[Any, Any, None] | Producer | None]
 """Answers a request: at once (None), by callbacks, or as a coroutine, in a task that ends if the client leaves."""
-QuickEndpoint = Callable[[bytes], Answer]
-"""Answers a request by its body alone."""
 
-MAX_QUICK_ANSWERS = 16
-"""Requests of one client that are answered in a row before others get a turn."""
+MAX_ANSWERS_IN_A_ROW = 16
+"""Of one client, before others get a turn."""
 HEALTH_PATH = "/health"
 """Answered even where no place is left: a service that only has much to do must not be taken for dead."""
 MAX_LOOKED_AT = 8
@@ -59,8 +57,6 @@ class ServerState:
     """What the connections of one server share: who is open, what is counted, whether the end has begun."""
 
     handler: Handler
-    quick_endpoints: Mapping[str, QuickEndpoint]
-    may_quick: Callable[[Request], bool]
     limits: HttpLimits
     clock: LoopClock
     read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
@@ -132,7 +128,6 @@ class ServerConnection(asyncio.BufferedProtocol):
         self._responder: Responder | None = None  # of the request that is being answered
         self._task: asyncio.Task[None] | None = None  # of the handler, or of what comes behind an answer
         self._producer: Producer | None = None
-        self._repeated: QuickEndpoint | None = None  # of the last request, while one with its head may come
         self._drain_waiters: list[asyncio.Future[None]] = []
         self._num_body_bytes_held = 0
         self._is_write_paused = False
@@ -160,15 +155,7 @@ class ServerConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, num_bytes: int) -> None:
         if self._is_discarding:
             return
-        data: bytes | memoryview = self._state.read_buffer[:num_bytes]
-        if self._repeated is not None:
-            data = bytes(data)
-            body = self._parser.repeated_body(data)
-            if body is not None:
-                self._answer_repeated(self._repeated, body)
-                return
-            self._repeated = None
-        self._parser.feed(data)
+        self._parser.feed(self._state.read_buffer[:num_bytes])
         if not self._is_busy:
             self._advance()
         elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
@@ -293,14 +280,10 @@ class ServerConnection(asyncio.BufferedProtocol):
                 return
             self._state.num_requests += 1
             keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
-            endpoint = self._state.quick_endpoints.get(request.path) if request.method == "POST" else None
+            self._handle(request, Responder(self, request, self._loop, keep_alive=keep_alive))
             num_answered += 1
-            if endpoint is None or not self._state.may_quick(request):
-                self._handle(request, Responder(self, request, self._loop, keep_alive=keep_alive))
-                if num_answered == MAX_QUICK_ANSWERS and not self._is_busy:
-                    self._run(self._pass_on())
-            else:
-                self._answer(endpoint, request, keep_alive=keep_alive, is_last=num_answered == MAX_QUICK_ANSWERS)
+            if num_answered == MAX_ANSWERS_IN_A_ROW and not self._is_busy:
+                self._run(self._pass_on())
 
     def _handle(self, request: Request, responder: Responder) -> None:
         """Has the handler answer; its fault costs its own request, whatever it is."""
@@ -313,37 +296,13 @@ class ServerConnection(asyncio.BufferedProtocol):
         if isinstance(work, Coroutine):
             self._run(work)
         elif responder.is_finished:
-            self._on_answered()
+            self._may_go_on()  # which is up to who called this
         elif work is None:
             self._on_handled(None)
         else:
             self._producer = work
             if self._is_write_paused:
                 work.pause()
-
-    def _answer(self, endpoint: QuickEndpoint, request: Request, *, keep_alive: bool, is_last: bool) -> None:
-        """Answers without a task; takes one behind it where the client does not read, or others wait."""
-        is_plain = keep_alive and request.http_version == "1.1"
-        connection = b"" if is_plain else b"connection: %b\r\n" % (b"keep-alive" if keep_alive else b"close")
-        self._transport.write(endpoint(request.body).render(connection))
-        self._release_body()
-        if not keep_alive:
-            self._end()
-        elif self._is_write_paused or is_last:
-            self._run(self._pass_on())
-        elif is_plain and self._parser.phase == "idle":
-            self._repeated = endpoint
-
-    def _answer_repeated(self, endpoint: QuickEndpoint, body: bytes) -> None:
-        """As `_answer`, for the one request that there is, with the head of the one before: half of all work saved."""
-        self._state.num_requests += 1
-        self._transport.write(endpoint(body).render())
-        if self._is_write_paused:
-            self._repeated = None
-            self._run(self._pass_on())
-        else:
-            self._deadline.set("idle", self._limits.idle_timeout_s)
-            self._state.idle.move_to_end(self)
 
     async def _pass_on(self) -> None:
         """Waits until the client reads, and lets others run."""
@@ -401,15 +360,20 @@ class ServerConnection(asyncio.BufferedProtocol):
 
     def _on_answered(self) -> None:
         """Goes on to what the client asked next, or ends."""
+        if self._may_go_on():
+            self._advance()
+
+    def _may_go_on(self) -> bool:
+        """Lets go of what was answered, and returns whether another request may follow; else ends."""
         responder, self._responder = self._responder, None
         self._release_body()
         if self._transport.is_closing():
-            return
+            return False
         if (responder is None or responder.keep_alive) and not self._state.is_closing:
             self._transport.resume_reading()
-            self._advance()
-        else:
-            self._end()
+            return True
+        self._end()
+        return False
 
     def _end(self) -> None:
         """Ends the connection behind its last response."""

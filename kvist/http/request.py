@@ -191,19 +191,6 @@ class RequestParser:
         else:
             self._buffer = self._buffer + data if self._buffer else bytes(data)
 
-    def repeated_body(self, data: bytes) -> bytes | None:
-        """The body, if `data` is all of a request with the last one's head; otherwise None, and nothing was done.
-
-        To be called only in phase "idle".
-        """
-        found = None if self._known is None else self._known.find(data)
-        if found is None:
-            return None
-        digits, start = found
-        length = len(data) - start
-        is_whole = digits and int(digits) == length and length <= self._limits.max_body_bytes
-        return data[start:] if is_whole else None
-
     def next_request(self) -> Request | None:
         """The next whole request, or None until more bytes come; raises RequestRefusedError."""
         try:

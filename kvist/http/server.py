@@ -2,14 +2,12 @@
 
 import asyncio
 import ssl
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from kvist.http.connection import Handler, QuickEndpoint, ServerConnection, ServerState
+from kvist.http.connection import Handler, ServerConnection, ServerState
 from kvist.http.deadline import LoopClock
 from kvist.http.limits import HttpLimits
-from kvist.http.request import Request
 
 _BACKLOG = 1 << 16
 """Connections that the system holds until they are accepted, as many as it may (`net.core.somaxconn`)."""
@@ -42,17 +40,12 @@ class HttpServer:
     """Calls `handler(request, responder)` for each valid request; a coroutine's task is cancelled if the client leaves.
 
     A handler that raises, or returns without finishing its response, is logged and answered 500 if nothing was sent.
-    POST requests to the paths that `quick_endpoints` has by then are answered by these instead, at once and without a
-    task, if `may_quick` says so of their head: what they return for the body is sent. With the head of a connection's
-    last request such a request costs a few microseconds.
     """
 
     def __init__(
         self,
         handler: Handler,
         *,
-        quick_endpoints: Mapping[str, QuickEndpoint] | None = None,
-        may_quick: Callable[[Request], bool] = lambda _: True,
         host: str = "127.0.0.1",
         port: int = 0,
         limits: HttpLimits | None = None,
@@ -63,8 +56,6 @@ class HttpServer:
         self._tls = tls
         self._limits = limits or HttpLimits()
         self._handler = handler
-        self._quick_endpoints = {} if quick_endpoints is None else quick_endpoints
-        self._may_quick = may_quick
         self._server: asyncio.Server | None = None
 
     @property
@@ -91,7 +82,7 @@ class HttpServer:
         loop = asyncio.get_running_loop()
         self._clock = LoopClock(loop)
         self._clock.__enter__()
-        self._state = ServerState(self._handler, self._quick_endpoints, self._may_quick, self._limits, self._clock)
+        self._state = ServerState(self._handler, self._limits, self._clock)
         self._server = await loop.create_server(
             lambda: ServerConnection(self._state),
             self._host,

@@ -251,26 +251,6 @@ def test_a_longer_length_does_not_make_a_known_head_longer_than_allowed() -> Non
             assert (refusal is None) == (refusal_alone is None)
 
 
-def test_a_repeated_request_is_taken_only_whole_and_alone() -> None:
-    def request(body: bytes, target: bytes = b"/a") -> bytes:
-        return b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%b" % (target, len(body), body)
-
-    parser = RequestParser(LIMITS, None)
-    assert parser.repeated_body(request(b"first")) is None
-    parser.feed(request(b"first"))
-    assert parser.next_request()
-    for body in (b"", b"x", b"first", b"x" * 1000):
-        assert parser.repeated_body(request(body)) == body
-    whole = request(b"another one")
-    others = [request(b"x" * 1001), request(b"x", b"/b"), whole + b"x", whole + whole, b"\r\n" + whole, whole.lower()]
-    for data in (*(whole[:cut] for cut in range(len(whole))), *others):
-        assert parser.repeated_body(data) is None
-    parser.feed(whole)  # and nothing was done meanwhile
-    request_read = parser.next_request()
-    assert request_read
-    assert request_read.body == b"another one"
-
-
 @pytest.mark.parametrize(
     "head",
     [
@@ -281,8 +261,3 @@ def test_a_repeated_request_is_taken_only_whole_and_alone() -> None:
 def test_a_known_head_of_a_chunked_body_has_no_length(head: bytes) -> None:
     data = head + b"2\r\nhi\r\n0\r\n\r\n"
     assert [request.body for request in parse_all([data * 3])[0]] == [b"hi"] * 3
-    parser = RequestParser(LIMITS, None)
-    parser.feed(data)
-    assert parser.next_request()
-    assert parser.repeated_body(head) is None
-    assert parser.repeated_body(data) is None

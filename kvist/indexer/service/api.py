@@ -34,7 +34,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
 from kvist.events.hashing import sequence_hashes
-from kvist.http import Answer, QuickEndpoint, Request, Responder, ServerStatistics
+from kvist.http import Request, Responder, ServerStatistics
 from kvist.indexer.compiled.hashing import block_hashes
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
@@ -58,12 +58,11 @@ _METHODS = dict.fromkeys(("/query", "/query_by_hash", "/register", "/unregister"
     ("/workers", "/dump", "/health", "/readiness", "/metrics"), "GET"
 )
 _CLIENT_PATHS = frozenset({"/query", "/query_by_hash", "/workers"})
-_JSON_TYPE = b"application/json"
-_JSON = (b"content-type", _JSON_TYPE)
+_JSON = (b"content-type", b"application/json")
 
 
 class Api:
-    """Answers every request; `quick_endpoints` and `handle` are what an HttpServer calls."""
+    """Answers every request; queries at once, the rest by a coroutine."""
 
     def __init__(
         self,
@@ -84,11 +83,11 @@ class Api:
         self._keeper = keeper
         self.cold_start_s = 0.0
         """Seconds until the index joined, known when it has."""
-        self.quick_endpoints = {
-            "/query": self._counted("/query", self._query),
-            "/query_by_hash": self._counted("/query_by_hash", self._query_by_hash),
+        self.queries: dict[str, Callable[[bytes], bytes]] = {
+            "/query": self._query,
+            "/query_by_hash": self._query_by_hash,
         }
-        """What is answered at once, by path, to those who `may_query`."""
+        """What POST requests to a path are answered with, to those who `may_query`."""
         self._routes: dict[str, Endpoint] = {
             "/register": self._register,
             "/unregister": self._unregister,
@@ -105,19 +104,15 @@ class Api:
             return True
         return request.bears(self._api_key) or (self._admin_key is not None and request.bears(self._admin_key))
 
-    def _counted(self, path: str, endpoint: Callable[[bytes], bytes]) -> QuickEndpoint:
-        count = self._counters.count
-
-        def answer(body: bytes) -> Answer:
-            started_s = perf_counter()
-            try:
-                answer = Answer(200, _JSON_TYPE, endpoint(body))
-            except ApiError as error:
-                answer = Answer(error.status, _JSON_TYPE, error.body())
-            count(path, answer.status, perf_counter() - started_s)
-            return answer
-
-        return answer
+    def answer_query(self, request: Request, responder: Responder) -> None:
+        """Answer a request of those `queries`, which it `may_query`, at once."""
+        started_s = perf_counter()
+        try:
+            status, body = 200, self.queries[request.path](request.body)
+        except ApiError as error:
+            status, body = error.status, error.body()
+        responder.answer(status, [_JSON], body)
+        self._counters.count(request.path, status, perf_counter() - started_s)
 
     async def handle(self, request: Request, responder: Responder) -> None:
         """Answer any other request, with `{"error": …}` where it cannot be done."""

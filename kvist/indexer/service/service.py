@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Coroutine
 from http import HTTPStatus
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,7 +21,7 @@ import msgspec
 
 from kvist import __version__
 from kvist.errors import leave_group, only_cause
-from kvist.http import HttpLimits, HttpServer, QuickEndpoint, Request, Responder, default_max_connections
+from kvist.http import HttpLimits, HttpServer, Request, Responder, default_max_connections
 from kvist.indexer import compilation
 from kvist.indexer.service.config import IndexConfig
 
@@ -52,7 +53,6 @@ class IndexService:
         self._api: Api | None = None
         self._joined = asyncio.Event()
         self._has_stopped = asyncio.Event()
-        self._quick_endpoints: dict[str, QuickEndpoint] = {}
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
@@ -61,8 +61,6 @@ class IndexService:
         )
         self._server = HttpServer(
             self._handle,
-            quick_endpoints=self._quick_endpoints,
-            may_quick=self._may_query,
             host=config.host,
             port=config.port,
             limits=limits,
@@ -113,26 +111,25 @@ class IndexService:
         async with open_api(self._config, self._server.statistics) as api:
             api.cold_start_s = time.monotonic() - self._started_s
             self._api = api
-            self._quick_endpoints.update(api.quick_endpoints)
             self._joined.set()
             logger.info("the index has joined url=%s cold_start_s=%.2f", self.url, api.cold_start_s)
             await self._has_stopped.wait()
 
-    def _may_query(self, request: Request) -> bool:
-        return self._api is not None and self._api.may_query(request)
-
-    async def _handle(self, request: Request, responder: Responder) -> None:
-        is_query = request.method == "POST" and request.path in self._quick_endpoints and self._may_query(request)
-        if self._api is not None and not is_query:  # a query that comes here came before the index had joined
-            await self._api.handle(request, responder)
-            return
+    def _handle(self, request: Request, responder: Responder) -> Coroutine[Any, Any, None] | None:
+        api = self._api
+        if api is not None:
+            if request.method == "POST" and request.path in api.queries and api.may_query(request):
+                api.answer_query(request, responder)
+                return None
+            return api.handle(request, responder)
         headers = [(b"content-type", b"application/json")]
         if request.path == "/health":
             health = {"status": "ok", "version": __version__, "cold_start_s": None}
-            await responder.send_response(HTTPStatus.OK, headers, msgspec.json.encode(health))
-            return
+            responder.answer(HTTPStatus.OK, headers, msgspec.json.encode(health))
+            return None
         headers.append((b"retry-after", str(RETRY_AFTER_S).encode()))
         page: dict[str, Any] = {"ready": False, "index": self._state}
         if request.path != "/readiness":
             page = {"error": f"the index is {self._state}; GET /readiness says when it has joined"}
-        await responder.send_response(HTTPStatus.SERVICE_UNAVAILABLE, headers, msgspec.json.encode(page))
+        responder.answer(HTTPStatus.SERVICE_UNAVAILABLE, headers, msgspec.json.encode(page))
+        return None

@@ -1,4 +1,4 @@
-"""Endpoints that answer at once: no task, and otherwise like any other."""
+"""Handlers that answer at once: no task, and otherwise like any other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from kvist.http import Answer, HttpLimits, HttpServer
+from kvist.http import HttpLimits, HttpServer
 
 TEXT = b"text/plain"
 
@@ -19,17 +19,18 @@ def request(target: bytes = b"/", *, body: bytes = b"", extra: bytes = b"", vers
 
 
 class Served:
-    """Two quick endpoints that answer with what they were sent, and a handler for the rest."""
+    """Two endpoints that answer at once with what they were sent, and one that takes a task."""
 
     def __init__(self) -> None:
         self.num_slow = 0
-        self.endpoints = {"/quick": self.quick, "/other": self.other}
+        self.quick_body: bytes | None = None
 
-    def quick(self, body: bytes) -> Answer:
-        return Answer(200, TEXT, b"quick:" + body)
-
-    def other(self, body: bytes) -> Answer:
-        return Answer(404, TEXT, b"other:" + body)
+    def __call__(self, asked, responder):
+        if asked.method == "POST" and asked.path == "/quick":
+            return responder.answer(200, [(b"content-type", TEXT)], self.quick_body or b"quick:" + asked.body)
+        if asked.method == "POST" and asked.path == "/other":
+            return responder.answer(404, [(b"content-type", TEXT)], b"other:" + asked.body)
+        return self.slow(asked, responder)
 
     async def slow(self, asked, responder) -> None:
         self.num_slow += 1
@@ -43,7 +44,7 @@ def served():
 
 @pytest.fixture
 async def server(served):
-    async with HttpServer(served.slow, quick_endpoints=served.endpoints) as server:
+    async with HttpServer(served) as server:
         yield server
 
 
@@ -67,7 +68,7 @@ async def test_a_quick_answer_and_a_slow_one_share_a_connection_in_order(server,
     assert served.num_slow == 1
 
 
-async def test_only_posts_to_its_very_path_are_a_quick_endpoints(server):
+async def test_only_posts_to_its_very_path_are_answered_at_once(server):
     get = b"GET /quick HTTP/1.1\r\nhost: x\r\n\r\n"
     data = get + request(b"/quick/", body=b"1") + request(b"/quick?a=b", body=b"2") + request(b"/QUICK", body=b"3")
     bodies = [body for _, body in await exchange(server, data, 4)]
@@ -113,9 +114,7 @@ async def test_a_repeated_request_is_answered_however_it_is_cut(server):
 
 
 async def test_a_repeated_request_that_is_too_large_is_refused(served):
-    async with HttpServer(
-        served.slow, quick_endpoints=served.endpoints, limits=HttpLimits(max_body_bytes=10)
-    ) as server:
+    async with HttpServer(served, limits=HttpLimits(max_body_bytes=10)) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for size, status in ((10, b"200"), (10, b"200"), (11, b"413")):
             writer.write(request(b"/quick", body=b"x" * size))
@@ -128,7 +127,7 @@ async def test_a_repeated_request_that_is_too_large_is_refused(served):
 
 async def test_an_idle_client_is_closed_behind_repeated_requests_too(served, pass_time):
     limits = HttpLimits(idle_timeout_s=3600)
-    async with HttpServer(served.slow, quick_endpoints=served.endpoints, limits=limits) as server:
+    async with HttpServer(served, limits=limits) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for _ in range(3):
             writer.write(request(b"/quick", body=b"x"))
@@ -140,9 +139,9 @@ async def test_an_idle_client_is_closed_behind_repeated_requests_too(served, pas
 
 
 async def test_a_client_that_reads_no_answers_to_repeated_requests_is_not_answered_on_and_on(served):
-    served.endpoints["/quick"] = lambda _: Answer(200, TEXT, bytes(1 << 20))
+    served.quick_body = bytes(1 << 20)
     limits = HttpLimits(write_buffer_bytes=1024, write_timeout_s=0.2, linger_timeout_s=0.1)
-    async with HttpServer(served.slow, quick_endpoints=served.endpoints, limits=limits) as server:
+    async with HttpServer(served, limits=limits) as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
         writer.transport.pause_reading()
         async with asyncio.timeout(60):
@@ -249,7 +248,7 @@ async def test_a_large_body_in_small_pieces_arrives_whole(server):
 
 async def test_a_client_that_does_not_read_is_not_answered_on_and_on(served):
     limits = HttpLimits(write_buffer_bytes=1024, max_body_bytes=1 << 20, write_timeout_s=0.2)
-    async with HttpServer(served.slow, quick_endpoints=served.endpoints, limits=limits) as server:
+    async with HttpServer(served, limits=limits) as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(request(b"/quick", body=bytes(1 << 20)) * 64)
         async with asyncio.timeout(60):
