@@ -109,6 +109,8 @@ class IndexService:
             )
         else:
             body = {"model_name": model, "token_ids": prompt.token_ids[:num_usable], **scope}
+            if self.side != "dynamo" and not names_ahead:
+                body |= {"token_ids": prompt.token_ids, "whole_prompt": True}
             found = _tokens(self._exchange("query", body))
         if names_ahead:
             tokens = prompt.token_ids[: min(num_usable + 1, len(prompt.token_ids) - (not looks_at_last))]

@@ -128,7 +128,7 @@ class RadixIndex:
         self._sweeper = Sweeper(self.core, self.segments, self._slots, region, table_memory)
         self._snapshot: weakref.ref[Snapshot] | None = None
         # A process's first call takes 10 ms, in which Numba makes the acquaintance of arrays: not when somebody waits.
-        matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64))
+        matching.match(self.core, self.segments, self._query, np.empty(0, np.uint64), 0)
 
     # --- Events -----------------------------------------------------------------------------------------------------
 
@@ -198,19 +198,26 @@ class RadixIndex:
 
     # --- Queries ----------------------------------------------------------------------------------------------------
 
-    def match(self, hashes: NDArray[np.uint64]) -> Match:
-        """Return, for each rank that holds the first block, how many leading blocks it holds now, by tier."""
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Match:
+        """Return, for each rank that holds the first block, how many leading blocks it holds now, by tier.
+
+        Of those only the first `num_usable` count, if given. What lies behind is looked at for engines that compute a
+        hit's last block again: it may be the block of a prompt's last token. Raises InvalidValueError for more.
+        """
+        num_usable = len(hashes) if num_usable is None else num_usable
+        if not 0 <= num_usable <= len(hashes):
+            raise InvalidValueError("num_usable", num_usable, f"0 to {len(hashes)}")
         try:
-            num_holders = matching.match(self.core, self.segments, self._query, hashes)
+            num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
         except TypeError:  # not as compiled code takes them
             hashes = _contiguous(hashes)
-            num_holders = matching.match(self.core, self.segments, self._query, hashes)
+            num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
         holder_ids, depths = self._holder_ids[:num_holders].copy(), self._holder_depths[:num_holders].copy()
         if self._cap is not None and self._cap.is_half_full:
             with self.writing:
                 matching.touch(self.core, self.segments, hashes)
                 self._cap.keep()
-        return Match(self._slots.ranks, holder_ids, depths, len(hashes))
+        return Match(self._slots.ranks, holder_ids, depths, num_usable)
 
     def ranks(self) -> list[WorkerRank]:
         """Return the ranks the index knows."""

@@ -261,11 +261,11 @@ class FleetIndex:
         if self._expected.pop(_holder_of(worker), None) is not None and self.radix is not None:
             self.radix.remove_worker(_holder_of(worker).worker)
 
-    def match(self, hashes: NDArray[np.uint64]) -> Overlaps:
-        """Return who holds how many leading blocks, but for ranks whose blocks may be gone."""
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
+        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone."""
         if self.radix is None:
             return {}
-        match = self.radix.match(hashes)
+        match = self.radix.match(hashes, num_usable)
         # Plain tuples, made by the column: with hundreds of holders half the time of `to_dict`.
         overlaps = dict(zip(match.ranks, zip(*match.depths.T.tolist(), strict=True), strict=True))
         expected = {

@@ -63,7 +63,7 @@ class Routing:
         if num_usable_tokens <= 0:
             return {}
         token_ids, hashes_of = ask.token_ids, self._hashes_of(ask, block_size)
-        overlaps = self._index.match(hashes_of(token_ids[:num_usable_tokens]))
+        overlaps = self._index.match(hashes_of(token_ids), num_usable_tokens // block_size)
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
         if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)

@@ -18,9 +18,10 @@ from kvist.radix import RadixIndex
 PLAIN = WorkerRank("plain", 0)
 
 
-def longest_hit(rules: list[GroupRule], held: list[set[int]], hashes: list[int]) -> int:
+def longest_hit(rules: list[GroupRule], held: list[set[int]], hashes: list[int], num_usable: int) -> int:
     step = math.lcm(*[rule.stride for rule in rules])
-    longest = len(hashes) - max(rule.num_ahead * rule.stride for rule in rules)
+    hashes = hashes if len(rules) > 1 else hashes[:num_usable]
+    longest = min(num_usable, len(hashes) - max(rule.num_ahead * rule.stride for rule in rules))
     for end in range(longest // step * step, 0, -step):
         ends = [end + rule.num_ahead * rule.stride for rule in rules]
         needed = [
@@ -56,8 +57,9 @@ def test_a_hit_is_the_longest_at_whose_end_every_group_has_what_it_needs(seed):
             held.append(set(blocks))
         num_plain = rng.randint(0, len(hashes))
         hold(index, PLAIN, Tier.GPU, hashes[:num_plain])
-        match = index.match(np.array(hashes, np.uint64))
-        expected = {source: longest_hit(rules, held, hashes), PLAIN: num_plain}
+        num_usable = max(0, len(hashes) - rng.choice([0, 0, 1, 2, 12]))
+        match = index.match(np.array(hashes, np.uint64), num_usable)
+        expected = {source: longest_hit(rules, held, hashes, num_usable), PLAIN: min(num_plain, num_usable)}
         assert {rank: depths.gpu for rank, depths in match.items()} == {r: d for r, d in expected.items() if d}
         depths = match.depths[:, 3].tolist()
         assert depths == sorted(depths)
@@ -93,6 +95,12 @@ def test_what_other_ranks_hold_says_nothing_of_a_companion():
         hold(index, rank.companion, Tier(0), hashes[:length])
     match = index.match(np.array(hashes, np.uint64))
     assert [match[rank].gpu if rank in match else 0 for rank in ranks] == [10, 7, 3, 0] * 10
+
+
+def test_no_more_blocks_are_usable_than_are_asked_for():
+    for num_usable in (-1, 3):
+        with pytest.raises(InvalidValueError, match="num_usable"):
+            RadixIndex().match(np.array([1, 2], np.uint64), num_usable)
 
 
 def test_more_rules_than_there_are_kinds_are_refused():

@@ -28,7 +28,7 @@ def test_what_is_written_through_one_mapping_is_matched_through_another() -> Non
     index.store(W0, Tier.GPU, None, blocks)
     index.store(W1, Tier.GPU, None, blocks[:300])
     query = reserved_array(QUERY, 1)
-    assert match(core, segments, query, blocks) == 2
+    assert match(core, segments, query, blocks, len(blocks)) == 2
     assert query["holder_depths"][0][:2].tolist() == [[300] * 4, [50_000] * 4]
     assert core["generation"][0] % 2 == 0
     with index.writing:
@@ -41,7 +41,7 @@ def test_what_is_written_through_one_mapping_is_matched_through_another() -> Non
         pass
     check_invariants(index)
     assert os.fstat(descriptor).st_blocks * 512 < full_bytes - 50_000 * 16
-    assert match(core, segments, query, blocks) == 0
+    assert match(core, segments, query, blocks, len(blocks)) == 0
     os.close(descriptor)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
+from kvist.events.types import GroupRule
 
 TOKENS = list(range(100, 164))  # four blocks of 16, ending on a boundary
 
@@ -48,6 +49,18 @@ async def test_an_engine_with_eagle_is_matched_by_its_own_hashes(worker, router)
         overlaps = {one["worker"]: one["overlap_blocks"]["gpu"] for one in decision["candidates"]}
         assert overlaps == {a.url: 1, b.url: 3}
         assert decision["worker"] == b.url
+
+
+async def test_the_block_with_the_last_token_counts_as_the_one_that_an_engine_of_several_groups_computes_again(
+    worker, router
+) -> None:
+    async with worker() as one, router(one.url, block_size=16) as front:
+        radix, rank = front.service._index.radix, WorkerRank(one.url, 0)
+        radix.set_groups(rank, [GroupRule(0, 1, 1), GroupRule(2, 1, 1)])
+        for each in (rank, rank.companion):
+            radix.store(each, Tier.GPU, None, block_hashes(TOKENS, 16))
+        for prompt, overlap in ((TOKENS, 48), ([*TOKENS, 1], 48), (TOKENS[:48], 32), (TOKENS[:47], 16)):
+            assert (await front.explain(prompt))["overlap_tokens"] == overlap
 
 
 async def test_sglang_with_eagle_reuses_no_block_whose_name_covers_the_last_token(worker, router) -> None:

@@ -71,8 +71,8 @@ class Listener:
         size, keys = self.block_size, {"lora_name": prompt.lora_name, "cache_salt": prompt.cache_salt}
         num_usable = (len(prompt.token_ids) - 1) // size * size
         mm_hashes = mm_hashes_of(prompt, size)
-        hashes = block_hashes(prompt.token_ids[:num_usable], size, mm_hashes=mm_hashes, **keys)
-        found = self.index.match(hashes)
+        hashes = block_hashes(prompt.token_ids, size, mm_hashes=mm_hashes, **keys)
+        found = self.index.match(hashes, num_usable // size)
         if engine.names_ahead:
             num_seen = len(prompt.token_ids) - (self.engine == "sglang")  # which does not look at the last
             hashes = block_hashes(prompt.token_ids[: min(num_usable + 1, num_seen)], size, is_eagle=True, **keys)
@@ -151,6 +151,7 @@ def play(name: str, counts_copies: bool = True) -> list[tuple[list[int], list[in
         "two sliding",
         "sliding only",
         "EAGLE, last block computed again",
+        "full + sliding, EAGLE",
         "blocks of 16 full, 32 sliding",
         "full + sliding, sparsely kept",
         "full attention + states",
@@ -167,9 +168,8 @@ def test_an_index_says_what_the_engine_would_take_from_its_cache(name):
     assert all(said == held for held, said in play(name))
 
 
-@pytest.mark.parametrize("name", ["full + sliding, EAGLE", "blocks of 32 full, 16 sliding"])
-def test_where_groups_do_not_fit_the_blocks_asked_for_an_answer_is_a_block_away_at_most_nearly_always(name):
-    answers = play(name)
+def test_where_a_group_has_smaller_blocks_an_answer_is_a_block_away_at_most_nearly_always():
+    answers = play("blocks of 32 full, 16 sliding")
     num_near = sum(abs(held[0] - said[0]) <= 32 for held, said in answers)
     assert num_near >= len(answers) * 0.98
     assert sum(held == said for held, said in answers) >= len(answers) * 0.95

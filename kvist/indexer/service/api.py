@@ -3,7 +3,7 @@
     POST /register        follow a stream: {instance_id, endpoint, model_name, block_size, dp_rank?, replay_endpoint?}
     POST /unregister      forget an instance: {instance_id, model_name, dp_rank?}
     GET  /workers         every instance, how well its blocks are known, and what its streams did; ?model_name=…
-    POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?}
+    POST /query           who holds a prompt: {token_ids, model_name, lora_name?, cache_salt?, whole_prompt?}
     POST /query_by_hash   the same by the local hashes of its blocks: {block_hashes, model_name}
     GET  /dump            every index, for another service to start from
     GET  /readiness       200: before the index has joined, the service answers 503 in this module's place
@@ -149,7 +149,9 @@ class Api:
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
         if len(member.index.match(hashes_of(token_ids[: member.block_size + 1], is_eagle=True))):
             eagle_hashes = hashes_of(token_ids, is_eagle=True)
-        return member.writer.answer(hashes, member.indexer.resyncing, eagle_hashes)
+        # The last token of a prompt is computed in any case, but engines look at the block that it may fill.
+        num_usable = max(0, len(token_ids) - 1) // member.block_size if query.whole_prompt else len(hashes)
+        return member.writer.answer(hashes, member.indexer.resyncing, eagle_hashes, num_usable)
 
     def _query_by_hash(self, body: bytes) -> bytes:
         query, local_hashes = read_hash_query(body)

@@ -35,6 +35,7 @@ _EXPECTED = {
     "dp_rank": f"an integer from 0 to {MAX_RANKS - 1}",
     "block_size": "an integer from 1 to 65536",
     "token_ids": "an array of integers from 0 to 2**32 - 1",
+    "whole_prompt": "true or false",
     "block_hashes": "an array of integers of 64 bits, signed or unsigned",
 }
 _EXPECTED_STRING = f"a string of at most {MAX_NAME_LENGTH} characters"
@@ -75,6 +76,7 @@ class QueryBody(_Scoped, kw_only=True):
     token_ids: list[int]
     lora_name: _Name | None = None
     cache_salt: _Name | None = None
+    whole_prompt: bool = False
 
 
 class HashQueryBody(_Scoped, kw_only=True):

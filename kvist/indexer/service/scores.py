@@ -54,21 +54,27 @@ class MatchWriter:
         hashes: NDArray[np.uint64],
         doubted: AbstractSet[WorkerRank],
         eagle_hashes: NDArray[np.uint64] | None = None,
+        num_usable: int | None = None,
     ) -> bytes:
-        """Return the answer for a prompt's blocks, also as engines with EAGLE name them, without ranks in doubt."""
+        """Return the answer for a prompt's blocks, also as engines with EAGLE name them, without ranks in doubt.
+
+        Of `hashes` the first `num_usable` count, if given.
+        """
         ranks = self._index.ranks_by_slot
         if ranks is not self._ranks or len(ranks) != self._num_known:
             self._learn(ranks)
         if doubted:
             left_out = [slot for source in doubted if (slot := self._index.slot_of(source)) is not None]
             self._names["is_left_out"][left_out] = 1
-            text = self._answer(hashes, eagle_hashes)
+            text = self._answer(hashes, eagle_hashes, num_usable)
             self._names["is_left_out"][left_out] = 0
             return text
-        return self._answer(hashes, eagle_hashes)
+        return self._answer(hashes, eagle_hashes, num_usable)
 
-    def _answer(self, hashes: NDArray[np.uint64], eagle_hashes: NDArray[np.uint64] | None) -> bytes:
-        match = self._index.match(hashes)
+    def _answer(
+        self, hashes: NDArray[np.uint64], eagle_hashes: NDArray[np.uint64] | None, num_usable: int | None
+    ) -> bytes:
+        match = self._index.match(hashes, num_usable)
         holder_ids, depths = match.holder_ids, match.depths
         if eagle_hashes is not None:
             match = self._index.match(eagle_hashes)

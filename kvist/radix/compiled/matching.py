@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import int64
 from numpy.typing import NDArray
 
 from kvist.radix.compiled.blocks import find, row_at, stamp
@@ -132,15 +133,17 @@ def _narrow(index: Record, query: Record, set_id: int, depth: int) -> None:
 
 
 @helper
-def _hit(index: Record, rule: Record, slot: int, set_ids: NDArray[np.uint32], longest: int) -> int:
-    """Return the longest hit of a rank of several groups: at its end, each has what it needs.
+def _hit(
+    index: Record, rule: Record, slot: int, set_ids: NDArray[np.uint32], longest: int, limit: int, num_usable: int
+) -> int:
+    """Return the longest hit of a rank of several groups: at its end, each has what it needs of those up to a limit.
 
     A block that is missing ends all hits that need it, which are those up to its group's window behind it.
     """
     step, num_ahead = signed(rule.step), 0
     for group in range(1 + NUM_KINDS):
         num_ahead = max(num_ahead, signed(rule.ahead[group]))
-    end = max(min(longest - signed(rule.ahead[0]), len(set_ids) - num_ahead), 0) // step * step
+    end = max(min(longest - signed(rule.ahead[0]), limit - num_ahead, num_usable), 0) // step * step
     while end > 0:
         missing = -1
         for group in range(1 + NUM_KINDS):
@@ -173,8 +176,11 @@ def _answer_again(query: Record, number: int, slot: int, depth: int) -> None:
 
 
 @helper
-def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Words) -> int:
-    """Let ranks of several groups have what all of these agree on; return how many answers there are."""
+def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Words, num_usable: int) -> int:
+    """Let ranks of several groups have what all of these agree on; return how many answers there are.
+
+    Beyond what is usable, engines look for blocks ahead of a hit only if they have more than one group.
+    """
     num_kept, num_looked_at = 0, 0
     for place in range(index.num_grouped):
         query.depths[index.grouped[place], 0] = 0
@@ -192,28 +198,32 @@ def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Word
     for place in range(index.num_grouped):
         slot = signed(index.grouped[place])
         rule = index.rules[slot]
-        longest = len(hashes) if rule.needed[0] else signed(query.depths[slot, 0])
-        num_needed = min(longest + signed(rule.step), len(hashes))
+        limit = len(hashes) if rule.needed[1] else num_usable
+        longest = limit if rule.needed[0] else signed(query.depths[slot, 0])
+        num_needed = min(longest + signed(rule.step) + len(hashes) - num_usable, len(hashes))
         for number in range(num_looked_at, num_needed):
             row = find(index, segments, hashes[number])
             set_ids[number] = row_at(segments, row).set_id if row >= 0 else 0
         num_looked_at = max(num_looked_at, num_needed)
-        depth = _hit(index, rule, slot, set_ids, longest)
+        while num_usable <= longest < limit and tiers_in(index, signed(set_ids[longest]), slot) & 1:
+            longest += 1
+        depth = _hit(index, rule, slot, set_ids, longest, limit, num_usable)
         if depth:
             _answer_again(query, num_kept, slot, depth)
             num_kept += 1
     return num_kept
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, QUERY_TYPE, HASHES_TYPE))
-def match(core: Records, segments: Records, queries: Records, hashes: Words) -> int:
+@jit((CORE_TYPE, SEGMENTS_TYPE, QUERY_TYPE, HASHES_TYPE, int64))
+def match(core: Records, segments: Records, queries: Records, hashes: Words, num_usable: int) -> int:
     """Write, for each slot that holds the first block, its cumulative depth in each tier; return how many they are.
 
-    They ascend by the depth in any tier. Of a rank of several groups it is the engine's hit, in all tiers.
+    Only the first `num_usable` count, which are not more than there are; the others are looked at. Answers ascend by
+    the depth in any tier. Of a rank of several groups it is the engine's hit, in all tiers.
     """
     index, query, last = core[0], queries[0], -1
     query.num_left = query.num_holders = query.num_words = 0
-    for depth in range(len(hashes)):
+    for depth in range(num_usable):
         number = segment_of(index.table, hashes[depth])
         place = locate(index.table, segments, number, hashes[depth])
         set_id = signed(segments[number].rows[place].set_id) if place >= 0 else 0
@@ -227,8 +237,8 @@ def match(core: Records, segments: Records, queries: Records, hashes: Words) -> 
             break
         last = set_id
     if query.num_left:
-        _narrow(index, query, _0, len(hashes))
-    return _keep_to_rules(index, segments, query, hashes) if index.num_grouped else query.num_holders
+        _narrow(index, query, _0, num_usable)
+    return _keep_to_rules(index, segments, query, hashes, num_usable) if index.num_grouped else query.num_holders
 
 
 @jit((CORE_TYPE, SEGMENTS_TYPE, HASHES_TYPE))

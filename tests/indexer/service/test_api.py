@@ -96,6 +96,21 @@ async def test_an_engine_with_eagle_is_matched_by_one_token_more_a_block(client,
     assert await client.scores([*range(4)]) == {}
 
 
+async def test_of_a_whole_prompt_the_last_token_is_only_looked_at(client, engine, eventually):
+    told = {"type": "BlockStored", "block_hashes": [1, 2, 3], "parent_block_hash": None, "token_ids": TOKENS[:12]}
+    told |= {"block_size": 4, "medium": "GPU"}
+    sliding = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 6}
+    engine.publish(told | {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}, told | sliding)
+    await client.register(engine.port, endpoint=f"tcp://127.0.0.1:{engine.port}?eagle=drop")
+    await client.register(engine.port, 2)
+    await eventually(lambda: client.scores(TOKENS[:12], whole_prompt=True))
+    for num_tokens, dropping, other in ((12, 8, 8), (13, 8, 12), (11, 4, 8), (4, 0, 0)):
+        scores = await client.scores(TOKENS[:num_tokens], whole_prompt=True)
+        found = {instance: ranks["0"] for instance, ranks in scores.items()}
+        assert (found.get("1", 0), found.get("2", 0)) == (dropping, other)
+    assert await client.scores(TOKENS[:8]) == {"1": {"0": 4}, "2": {"0": 8}}
+
+
 async def test_models_and_groups_know_nothing_of_each_other(client, engine, eventually):
     engine.publish(stored([1], TOKENS[:4]))
     await client.register(engine.port, 1)

@@ -47,6 +47,7 @@ async def known(client, start_vllm, free_port, eventually):
         ("/query", {"token_ids": [], "model_name": 5}, 422, f"model_name: got 5, expected {NAME}"),
         ("/query", {"token_ids": [], "model_name": "m", "lora_name": []}, 422, "lora_name: got an array of 0"),
         ("/query", {"token_ids": [], "model_name": "m", "cache_salt": {}}, 422, "cache_salt: got an object of 0"),
+        ("/query", {"token_ids": [], "whole_prompt": 1, **M}, 422, "whole_prompt: got 1, expected true or false"),
         ("/query", {"token_ids": [], **M}, 404, "no indexer for model=m routing_group=default"),
         ("/query", b"", 400, "body: not JSON"),
         ("/query", b"{", 400, "body: not JSON"),
