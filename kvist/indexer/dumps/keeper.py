@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
@@ -37,16 +37,12 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StateStatistics:
-    """How keeping goes: what became of what was loaded, in streams, and saves; None for what has not happened yet."""
+    """How keeping goes: what became of what was loaded, and saves; None for what has not happened yet."""
 
     is_loaded: bool
-    num_loaded: int
-    num_proven: int
-    """They go on from where they were; `num_cleared` did not, or it could not be proven."""
-    num_cleared: int
-    num_waiting: int
-    """They are not followed yet; `num_dropped` no longer, or were not for too long."""
-    num_dropped: int
+    fates: Mapping[str, int]
+    """How many streams were "loaded"; "proven" ones go on from where they were, "cleared" ones did not, or it could not
+    be proven; "waiting" ones are not followed yet, "dropped" ones no longer, or were not for too long."""
     num_saves: int
     num_failures: int
     failure: str | None
@@ -57,13 +53,14 @@ class StateStatistics:
     @property
     def is_proven(self) -> bool:
         """Return whether nothing of what was loaded is still to be proven."""
-        return self.is_loaded and self.num_proven + self.num_cleared + self.num_dropped == self.num_loaded
+        num_settled = sum(self.fates[fate] for fate in ("proven", "cleared", "dropped"))
+        return self.is_loaded and num_settled == self.fates["loaded"]
 
     def described(self) -> dict[str, object]:
         """Return what `/health` says of it."""
         return {
             "is_proven": self.is_proven,
-            "streams": self._fates(),
+            "streams": self.fates,
             "saves": self.num_saves,
             "save_failures": self.num_failures,
             "last_save_failure": self.failure,
@@ -75,7 +72,7 @@ class StateStatistics:
         """Yield the same for Prometheus."""
         text = "Streams loaded from disk by what became of them"
         streams = GaugeMetricFamily("kvist_state_streams", text, labels=["fate"])
-        for fate, number in self._fates().items():
+        for fate, number in self.fates.items():
             streams.add_metric([fate], number)
         yield streams
         yield CounterMetricFamily("kvist_state_saves", "Times that the index was saved", self.num_saves)
@@ -84,9 +81,6 @@ class StateStatistics:
             yield GaugeMetricFamily("kvist_state_age_seconds", "Since the last save", self.age_s)
         if self.size_bytes is not None:
             yield GaugeMetricFamily("kvist_state_bytes", "Size of the last save", self.size_bytes)
-
-    def _fates(self) -> dict[str, int]:
-        return {name: getattr(self, f"num_{name}") for name in ("loaded", "proven", "cleared", "waiting", "dropped")}
 
 
 class StateKeeper:
@@ -111,7 +105,7 @@ class StateKeeper:
         self._exits = AsyncExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self._unproven: list[Source] = []
-        self._num_loaded = self._num_proven = self._num_cleared = self._num_dropped = 0
+        self._fates = {"loaded": 0, "proven": 0, "cleared": 0, "dropped": 0}
         self._num_saves = self._num_failures = 0
         self._failure: str | None = None
         self._size_bytes: int | None = None
@@ -152,7 +146,7 @@ class StateKeeper:
             self._set_aside(error)
         else:
             seconds = self._now_s() - started_s
-            _logger.info("state loaded path=%s streams=%d seconds=%.2f", self._path, self._num_loaded, seconds)
+            _logger.info("state loaded path=%s streams=%d seconds=%.2f", self._path, self._fates["loaded"], seconds)
         self._saved = self._positions()
 
     def begin(self) -> None:
@@ -197,11 +191,7 @@ class StateKeeper:
         parked = [source for each in self._indexes() for source in each.indexer.parked]
         return StateStatistics(
             is_loaded=bool(self._tasks),
-            num_loaded=self._num_loaded,
-            num_proven=self._num_proven,
-            num_cleared=self._num_cleared,
-            num_waiting=len(parked),
-            num_dropped=self._num_dropped,
+            fates={**self._fates, "waiting": len(parked)},
             num_saves=self._num_saves,
             num_failures=self._num_failures,
             failure=self._failure,
@@ -224,7 +214,7 @@ class StateKeeper:
         async with aclosing(self._pieces()) as pieces:
             await takeover.read(pieces)
         self._unproven = [source for _, source in takeover.sources]
-        self._num_loaded = len(self._unproven)
+        self._fates["loaded"] = len(self._unproven)
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
         with self._path.open("rb") as file:
@@ -251,20 +241,20 @@ class StateKeeper:
             parked = {source for indexer in indexers for source in indexer.parked}
             followed = {source for indexer in indexers for source in indexer.sources}
             self._unproven = [each for each in self._unproven if each in parked or not self._is_settled(each, followed)]
-        if self._num_loaded:
+        if self._fates["loaded"]:
             text = "state settled: streams went on, were cleared, or dropped proven=%d cleared=%d dropped=%d"
-            _logger.info(text, self._num_proven, self._num_cleared, self._num_dropped)
+            _logger.info(text, *(self._fates[fate] for fate in ("proven", "cleared", "dropped")))
 
     def _is_settled(self, source: Source, followed: AbstractSet[Source]) -> bool:
         """Return whether a stream that waits no longer is to be watched no longer; if so, count what became of it."""
         if source not in followed:
-            self._num_dropped += 1
+            self._fates["dropped"] += 1
         elif source.has_lost:
-            self._num_cleared += 1
+            self._fates["cleared"] += 1
         elif SourceState.RESYNCING in source.states().values():
             return False
         else:
-            self._num_proven += 1
+            self._fates["proven"] += 1
         return True
 
     async def _save_regularly(self) -> None:
