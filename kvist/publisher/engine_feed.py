@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvist.errors import MalformedMessageError
@@ -127,12 +127,6 @@ class EngineFeed:
         if not is_idle or self.session.state is SourceState.RESYNCING:
             return []
         return [Question(ReplayRequest(None, max(0, self.session.expected_sequence - 1)))]
-
-    def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer; yields between batches."""
-        for step in self.judge(question, messages, now_s):
-            self.apply_step(step)
-            yield
 
     def judge(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> list[Step[bytes]]:
         """Return what is to be done because of an answer, all of it and in order, for `apply_step`."""

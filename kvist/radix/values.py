@@ -46,7 +46,7 @@ class Match(msgspec.Struct, Mapping[WorkerRank, Depths], metaclass=_StructOrMapp
     """Who holds a prefix of the blocks asked for, and how deep; ranks that do not hold the first block are absent.
 
     A mapping for convenience; a policy reads the arrays, whose rows ascend by the last column of `depths`.
-    `holder_ids`, `[num_holders]`, are small integers that stand for ranks: see `rank_of`. `depths`, `[num_holders, 4]`,
+    `holder_ids`, `[num_holders]`, are small integers that stand for `ranks`. `depths`, `[num_holders, 4]`,
     are the leading blocks held, one column a tier, cumulative from GPU to EXTERNAL.
     """
 
@@ -59,10 +59,6 @@ class Match(msgspec.Struct, Mapping[WorkerRank, Depths], metaclass=_StructOrMapp
     def ranks(self) -> list[WorkerRank]:
         """The rank of each row."""
         return [self._ranks[holder] for holder in self.holder_ids.tolist()]
-
-    def rank_of(self, holder_id: int) -> WorkerRank:
-        """Return the rank that a holder id stands for."""
-        return self._ranks[holder_id]
 
     def __getitem__(self, source: WorkerRank) -> Depths:
         for row, holder in enumerate(self.holder_ids.tolist()):

@@ -76,7 +76,9 @@ class PlainFollower(EngineFollower):
 
     def on_answer(self, question, messages, now_s: float):
         self._now_s = now_s
-        yield from self._feed.on_answer(question, messages, now_s)
+        for step in self._feed.judge(question, messages, now_s):
+            self._feed.apply_step(step)
+            yield
         self._note_state()
 
     def _rank(self, number: int):

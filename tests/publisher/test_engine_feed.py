@@ -48,12 +48,17 @@ class Engine:
         return [self.message(sequence) for sequence in range(max(start, first_kept, 0), len(self.published))]
 
 
+def answer_with(feed: EngineFeed, *answer) -> None:
+    """Do what the feed makes of an answer."""
+    for step in feed.judge(*answer):
+        feed.apply_step(step)
+
+
 def exhaust(feed: EngineFeed, engine: Engine, now_s: float) -> None:
     """Answer the feed's questions until it has none, not even a moment later."""
     while questions := feed.questions(now_s := now_s + 0.9 * IDLE_S):
         for question in questions:
-            for _ in feed.on_answer(question, engine.replay(question.request.start_sequence), now_s):
-                pass
+            answer_with(feed, question, engine.replay(question.request.start_sequence), now_s)
 
 
 @example(
@@ -96,8 +101,7 @@ def test_what_is_believed_is_always_the_end_of_what_the_present_process_said(cho
         else:
             for question in feed.questions(now_s):
                 answer = None if choice == "silence" else engine.replay(question.request.start_sequence)
-                for _ in feed.on_answer(question, answer, now_s):
-                    pass
+                answer_with(feed, question, answer, now_s)
         if is_reconnected and feed.session.state is not SourceState.RESYNCING:
             said = engine.published[: feed.session.expected_sequence]
             assert copy.applied == said[len(said) - len(copy.applied) :]
@@ -119,7 +123,7 @@ def test_an_idle_engine_is_asked_more_and_more_rarely_until_it_speaks():
         assert feed.questions(now_s + wait * IDLE_S - 0.1) == []
         now_s += wait * IDLE_S
         (question,) = feed.questions(now_s)
-        list(feed.on_answer(question, answer, now_s))
+        answer_with(feed, question, answer, now_s)
     feed.receive(engine.publish(), now_s)
     assert feed.questions(now_s + IDLE_S)
 
@@ -132,7 +136,7 @@ def test_an_idle_engine_that_does_not_answer_is_believed():
     feed.on_reconnect(0.0)
     exhaust(feed, engine, 0.0)
     (question,) = feed.questions(2 * IDLE_S)
-    assert list(feed.on_answer(question, None, 2 * IDLE_S)) == []
+    assert feed.judge(question, None, 2 * IDLE_S) == []
     assert feed.session.state is SourceState.LIVE
     assert copy.applied == engine.published
 
@@ -154,7 +158,7 @@ def ask(feed: EngineFeed, engine: Engine | None, now_s: float, *, is_caught_up: 
     questions = feed.questions(now_s)
     for question in questions:
         answer = None if engine is None else engine.replay(question.request.start_sequence)
-        list(feed.on_answer(question._replace(is_caught_up=is_caught_up), answer, now_s))
+        answer_with(feed, question._replace(is_caught_up=is_caught_up), answer, now_s)
     return len(questions)
 
 
@@ -240,7 +244,7 @@ def test_an_engine_that_is_away_for_good_is_asked_for_everything_so_often_and_no
         heals = [question for question in feed.questions(now_s + second) if question.request.start_sequence == 0]
         num_questions += len(heals)
         for question in heals:
-            list(feed.on_answer(question, None, now_s + second))
+            answer_with(feed, question, None, now_s + second)
     assert num_questions == SessionLimits().max_heals
 
 

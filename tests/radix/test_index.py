@@ -91,7 +91,6 @@ def test_a_match_is_a_mapping_and_its_rows_ascend(index: RadixIndex, u64: U64) -
     match = index.match(u64(1, 2, 3))
     assert match.depths.tolist() == [[1] * 4, [2] * 4, [3] * 4]
     assert match.ranks == [WorkerRank("w", depth) for depth in (1, 2, 3)] == list(match)
-    assert [match.rank_of(holder) for holder in match.holder_ids.tolist()] == match.ranks
     assert match.num_blocks == 3
     assert len(match) == 3
     assert WorkerRank("x", 0) not in match
@@ -296,7 +295,7 @@ def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behin
     match = index.match(np.concatenate([prefix, tails[5]]))
     assert len(match) == 4096
     assert sorted(match.depths[:, 0].tolist()) == [8] * 4095 + [12]
-    assert match.rank_of(int(match.holder_ids[-1])) == fleet[5]
+    assert match.ranks[-1] == fleet[5]
     for source in fleet[::2]:
         index.remove_worker(source.worker)
     assert len(index.match(prefix)) == 2048
@@ -422,8 +421,8 @@ def test_a_wide_set_meets_narrow_ones_and_reads_nothing_beyond_them() -> None:
     for number in range(1, len(blocks), 25):
         match = index.match(blocks[[0, number]])
         assert len(match) == 2_000
-        deep = match.holder_ids[match.depths[:, -1] == 2].tolist()
-        assert {match.rank_of(holder).rank for holder in deep} == {0, 1, 2, 3 + number % 13}
+        deep = {source.rank for source, depths in match.to_dict().items() if depths.external == 2}
+        assert deep == {0, 1, 2, 3 + number % 13}
 
 
 def test_many_distinct_sets_split_and_merge_their_buckets() -> None:
