@@ -86,11 +86,13 @@ class KvPolicy:
         """Return how many blocks of prefill the overlap is worth."""
         if not overlap_blocks or overlap_blocks[-1] < self.min_match_blocks:
             return 0.0
-        credit, counted = 0.0, 0
+        most, credit, counted = usable_blocks(overlap_blocks[-1], prompt), 0.0, 0
         for blocks, tier_credit in zip(overlap_blocks, self.tier_credits, strict=False):
-            usable = usable_blocks(blocks, prompt)
+            usable = min(blocks, most)
             credit += tier_credit * (usable - counted)
             counted = usable
+            if counted == most:  # as where all is on the GPU
+                break
         return self.overlap_credit * credit
 
 
