@@ -8,9 +8,11 @@ from itertools import chain
 from time import monotonic, sleep
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
+
+from kvist.http import ServerStatistics
 
 SLICE_S = 0.0005
 """How long values are read before others on the loop get a turn, or rendered before the loop may have the interpreter.
@@ -20,6 +22,19 @@ Unasked, a thread would keep it for 5 ms whenever the loop has read from a socke
 REST_S = 0.0001
 PAUSE = 4
 """Pages are not begun for so many times as the last one took: scrapes take a fifth of a core at most."""
+
+
+def server_metrics(prefix: str, server: ServerStatistics) -> Iterator[Metric]:
+    """Yield what a server says of its clients, and of the event loop it runs on."""
+    yield GaugeMetricFamily(f"{prefix}_connections", "Open client connections", server.num_connections)
+    for name, text, number in (
+        ("http_refused", "Requests refused before they were read", server.num_refused),
+        ("http_evicted", "Idle clients that made room", server.num_evicted),
+        ("http_timeouts", "Clients that were too slow", server.num_timeouts),
+        ("http_failures", "Requests that the service failed on", server.num_handler_failures),
+        ("loop_late_seconds", "All that the event loop was late by", server.late_s),
+    ):
+        yield CounterMetricFamily(f"{prefix}_{name}", text, number)
 
 
 class MetricsPage:

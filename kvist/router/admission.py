@@ -78,8 +78,8 @@ class Admission:
     """So many requests the whole fleet is given at a time."""
     rejections: Counter[str] = field(default_factory=Counter)
     """By cause: `queue full`, `timeout`, `displaced`."""
-    on_wait: Callable[[float], None] = lambda _: None
-    """Is told of each wait that ended well, in seconds."""
+    on_wait: Callable[[str, float], None] = lambda *_: None
+    """Is told of each wait that ended well: for which model as metrics name it, and seconds."""
     _queues: dict[str | None, list[Place]] = field(default_factory=dict)
     _num_arrived: int = 0
     _mean_wait_s: float = 1.0
@@ -177,7 +177,7 @@ class Admission:
                 heappush(heads, self._queues[place.model][0])
             wait_s = self.now_s() - place.since_s
             self._mean_wait_s += (wait_s - self._mean_wait_s) / 16
-            self.on_wait(wait_s)
+            self.on_wait(self.fleet.label_of(place.model), wait_s)
             try:
                 place.waiter.on_room()
             except BaseException:

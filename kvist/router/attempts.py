@@ -59,6 +59,7 @@ class _Attempt(ResponseReceiver):
         self.owner = owner
         self.decision = decision
         self._worker = worker
+        self._series = router.metrics.series_of(worker.url, router.fleet.label_of(owner.ask.model))
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
         self._load = router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s())
@@ -120,8 +121,8 @@ class PrefillAttempt(_Attempt):
     def __init__(self, owner: Forwarding, decision: Decision) -> None:
         self._answer = b""
         self._started_s = owner.router.now_s()
-        owner.router.metrics.dispatched(decision)
         super().__init__(owner, decision, "prefill", prefill_body(owner.body), decision.overlap_tokens)
+        self._series.dispatched(decision)
 
     def on_data(self, piece: bytes) -> None:
         """Keep what names the blocks; what is longer names none."""
@@ -158,10 +159,10 @@ class AnswerAttempt(_Attempt):
         self._has_begun = False
         self._is_healing = False
         if handover is None:
-            router.metrics.dispatched(decision)
             body = router.healer.body_for(decision.chosen.target, owner.request.path, owner.body, owner.ask.fields)
             self._is_healing = body is not owner.body
             super().__init__(owner, decision, "generate", body, decision.overlap_tokens)
+            self._series.dispatched(decision)
         else:
             handover.sent_s = router.now_s()
             body = decode_body(owner.body, handover.handoff.params)
@@ -211,6 +212,12 @@ class AnswerAttempt(_Attempt):
         usage = self._usage.usage()
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
+        if self.status == HTTPStatus.OK:
+            num_tokens = None if usage is None else usage.completion_tokens
+            if num_tokens is None:
+                num_tokens = self._load.num_tokens
+            total_s = router.now_s() - owner.started_s
+            self._series.answered(total_s, self._first_byte_s, num_tokens, is_stream=self._is_event_stream)
         if owner.handover is not None:
             owner.handover.log(decision, router.now_s(), owner.request_id)
         elif usage is not None:
@@ -265,7 +272,8 @@ class AnswerAttempt(_Attempt):
         self._worker.unanswered.discard(self)
         now_s = router.now_s()
         first_byte_s = now_s - owner.started_s
-        router.metrics.first_byte(decision, first_byte_s)
+        self._first_byte_s = first_byte_s
+        self._series.first_byte_time.observe(first_byte_s)
         if not is_empty and self.status == HTTPStatus.OK:
             router.routing.computed(owner.ask, decision.chosen.target.worker)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)

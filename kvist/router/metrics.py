@@ -5,15 +5,18 @@ What happens to requests is counted as it happens; what is true now (load, state
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
+from kvist.http import ServerStatistics
+from kvist.metrics_page import server_metrics
 from kvist.router.admission import Admission
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
@@ -28,6 +31,8 @@ from kvist.router.usage import ReportedUsage
 
 _PREFIX = "kvist_router"
 _TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_REQUEST_BUCKETS_S = (*_TTFT_BUCKETS_S, 120.0, 300.0, 600.0)
+_TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 _ERROR_BUCKETS_TOKENS = (0, 16, 64, 256, 1024, 4096, 16384)
 _EVENT_COUNTERS = (
     ("gaps", "num_gaps", "Losses seen in a stream"),
@@ -44,14 +49,27 @@ _LOADS = {
 
 
 @dataclass(frozen=True, slots=True)
-class _WorkerSeries:
-    """What each request of one worker counts in, looked up once: `labels` takes a lock and formats each time."""
+class ModelSeries:
+    """What requests for a model count in at one worker, looked up once: `labels` takes a lock and formats each time."""
 
     prompt_tokens: Counter
     overlap_tokens: Counter
-    ttft: Histogram
-    requests: dict[tuple[int, str], Counter] = field(default_factory=dict)
-    """By status and policy."""
+    output_tokens: Counter
+    first_byte_time: Histogram
+    request_time: Histogram
+    token_time: Histogram
+
+    def dispatched(self, decision: Decision) -> None:
+        """Count the tokens of a request that goes to its worker."""
+        self.prompt_tokens.inc(decision.prompt.num_tokens)
+        self.overlap_tokens.inc(decision.overlap_tokens)
+
+    def answered(self, total_s: float, first_byte_s: float, num_tokens: int, *, is_stream: bool) -> None:
+        """Observe a whole answer; a stream's tokens after the first came evenly, as far as is known."""
+        self.request_time.observe(total_s)
+        self.output_tokens.inc(num_tokens)
+        if is_stream and num_tokens > 1:
+            self.token_time.observe((total_s - first_byte_s) / (num_tokens - 1))
 
 
 class RouterMetrics:
@@ -59,11 +77,14 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         counter = partial(Counter, namespace=_PREFIX, registry=self.registry)
         gauge = partial(Gauge, namespace=_PREFIX, registry=self.registry)
         histogram = partial(Histogram, namespace=_PREFIX, registry=self.registry)
         times = partial(histogram, buckets=_TTFT_BUCKETS_S)
-        self._series: dict[str, _WorkerSeries] = {}
+        self._series: dict[tuple[str, str], ModelSeries] = {}
+        self._ends: dict[tuple[str, int, str], Counter] = {}
+        at = ["worker", "model"]
         text = "Requests sent to workers; status 0: the worker failed, 499: the client left"
         self._requests = counter("requests", text, ["worker", "status", "policy"])
         text = (
@@ -90,22 +111,27 @@ class RouterMetrics:
         self._hits = gauge("healing_hits", text, ["worker"])
         text = "A number that changes whenever such a block is new"
         self._hit_digest = gauge("healing_digest", text, ["worker"])
-        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens routed", ["worker"])
-        self._overlap_tokens = counter("overlap_tokens", "Prompt tokens predicted to be cached", ["worker"])
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens routed", at)
+        self._overlap_tokens = counter("overlap_tokens", "Prompt tokens predicted to be cached", at)
+        text = "Tokens of whole answers: as the worker says or, of a stream where it does not, its events"
+        self._output_tokens = counter("output_tokens", text, at)
         text = "How far the predicted cached tokens of a request were over or under those its worker reported"
         sizes = partial(histogram, buckets=_ERROR_BUCKETS_TOKENS)
         self._overlap_error = sizes("overlap_error_tokens", text, ["worker", "sign"])
-        self._queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did")
+        self._queue_time = times("queue_seconds", "That requests waited for a worker with room, if they did", ["model"])
         text = "From a request's arrival to the first byte of its answer's body"
-        self._ttft = times("time_to_first_byte_seconds", text, ["worker"])
+        self._ttft = times("time_to_first_byte_seconds", text, at)
+        text = "From a request's arrival to the end of its answer, where that is whole and a 200"
+        self._request_time = histogram("request_seconds", text, ["model"], buckets=_REQUEST_BUCKETS_S)
+        text = "Between two tokens of such an answer, if it is a stream: their mean"
+        self._token_time = histogram("inter_token_seconds", text, ["model"], buckets=_TOKEN_BUCKETS_S)
 
     def ended(self, decision: Decision, status: int) -> None:
         """Count the end of what was dispatched."""
-        worker, policy = decision.chosen.target.worker, decision.policy
-        requests = self._series_of(worker).requests
-        if (status, policy) not in requests:
-            requests[status, policy] = self._requests.labels(worker, str(status), policy)
-        requests[status, policy].inc()
+        key = decision.chosen.target.worker, status, decision.policy
+        if key not in self._ends:
+            self._ends[key] = self._requests.labels(*key)
+        self._ends[key].inc()
 
     def read(self, path: str, ask: Ask) -> None:
         """Count a request by how much of its prompt is known."""
@@ -115,9 +141,9 @@ class RouterMetrics:
         """Count an answer of the router's own."""
         self._refusals.labels(str(status)).inc()
 
-    def waited(self, seconds: float) -> None:
+    def waited(self, model: str, seconds: float) -> None:
         """Observe how long a request stood in the queue until a worker had room."""
-        self._queue_time.observe(seconds)
+        self._queue_time.labels(model).observe(seconds)
 
     def retried(self, worker: str) -> None:
         """Count a request that this worker failed and another gets."""
@@ -151,16 +177,6 @@ class RouterMetrics:
         """Count a rank that is asked for full reports no more."""
         self._healed.labels(worker, reason).inc()
 
-    def dispatched(self, decision: Decision) -> None:
-        """Count the tokens of a request that goes to its worker."""
-        series = self._series_of(decision.chosen.target.worker)
-        series.prompt_tokens.inc(decision.prompt.num_tokens)
-        series.overlap_tokens.inc(decision.overlap_tokens)
-
-    def first_byte(self, decision: Decision, seconds: float) -> None:
-        """Observe how long the client waited."""
-        self._series_of(decision.chosen.target.worker).ttft.observe(seconds)
-
     def reported(self, decision: Decision, usage: ReportedUsage) -> None:
         """Compare what was predicted with what the worker says it found in its cache."""
         if usage.cached_tokens is None or not decision.prompt.is_tokenized:
@@ -171,16 +187,24 @@ class RouterMetrics:
 
     def forget(self, worker: str) -> None:
         """Drop every series of a removed worker."""
-        self._series.pop(worker, None)
-        counters = (self._requests, self._retries, self._full_reports, self._prompt_tokens, self._overlap_tokens)
-        for metric in (*counters, self._healed, self._hits, self._hit_digest, self._overlap_error, self._ttft):
+        self._series = {key: series for key, series in self._series.items() if key[0] != worker}
+        self._ends = {key: counter for key, counter in self._ends.items() if key[0] != worker}
+        tokens = (self._prompt_tokens, self._overlap_tokens, self._output_tokens)
+        others = (self._full_reports, self._healed, self._hits, self._hit_digest, self._overlap_error, self._ttft)
+        for metric in (*tokens, self._requests, self._retries, *others):
             metric.remove_by_labels({"worker": worker})
 
-    def _series_of(self, worker: str) -> _WorkerSeries:
-        series = self._series.get(worker)
+    def series_of(self, worker: str, model: str) -> ModelSeries:
+        """Return what requests for the model count in at the worker; models are those that workers serve, and one."""
+        series = self._series.get((worker, model))
         if series is None:
-            series = self._series[worker] = _WorkerSeries(
-                self._prompt_tokens.labels(worker), self._overlap_tokens.labels(worker), self._ttft.labels(worker)
+            series = self._series[worker, model] = ModelSeries(
+                self._prompt_tokens.labels(worker, model),
+                self._overlap_tokens.labels(worker, model),
+                self._output_tokens.labels(worker, model),
+                self._ttft.labels(worker, model),
+                self._request_time.labels(model),
+                self._token_time.labels(model),
             )
         return series
 
@@ -197,6 +221,7 @@ class Gauges:
     admission: Admission
     routing: Routing
     index: FleetIndex | None
+    server: Callable[[], ServerStatistics]
     now_s: Callable[[], float]
 
     def collect(self) -> Iterator[Metric | None]:
@@ -204,6 +229,7 @@ class Gauges:
         yield from self._states()
         yield from self._loads()
         yield from self._queue()
+        yield from server_metrics(_PREFIX, self.server())
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)
@@ -245,8 +271,11 @@ class Gauges:
 
     def _queue(self) -> Iterator[Metric]:
         queued = _gauge("queued_requests", "Requests that wait for a worker with room", "model")
-        for model, num_queued in self.admission.queued.items():
-            queued.add_metric([model or ""], num_queued)
+        num_queued: Counts[str] = Counts()
+        for model, number in self.admission.queued.items():
+            num_queued[self.fleet.label_of(model)] += number
+        for label, number in num_queued.items():
+            queued.add_metric([label], number)
         text = "Requests that no worker had room for, by why they wait no longer"
         rejections = CounterMetricFamily(f"{_PREFIX}_rejections", text, labels=["cause"])
         for cause, count in self.admission.rejections.items():

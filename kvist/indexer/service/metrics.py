@@ -14,6 +14,7 @@ from kvist.events.transports.received import BUDGET
 from kvist.http import ServerStatistics
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.service.registry import Registry
+from kvist.metrics_page import server_metrics
 
 _LATENCY_BOUNDS_S = tuple(100e-6 * 2**step for step in range(16))
 
@@ -83,22 +84,11 @@ class Gauges:
     def collect(self) -> Iterator[Metric | None]:
         """Yield every metric, and None where there may be a pause."""
         yield from self.requests.collect()
-        yield from self._server()
+        yield from server_metrics("kvist_index", self.server())
         yield from self._indexes()
         yield from self._streams()
         if self.keeper is not None:
             yield from self.keeper.statistics().metrics()
-
-    def _server(self) -> Iterator[Metric]:
-        server = self.server()
-        yield GaugeMetricFamily("kvist_index_connections", "Open client connections", server.num_connections)
-        for name, text, number in (
-            ("refused", "Requests refused before they were read", server.num_refused),
-            ("evicted", "Idle clients that made room", server.num_evicted),
-            ("timeouts", "Clients that were too slow", server.num_timeouts),
-            ("failures", "Requests that the service failed on", server.num_handler_failures),
-        ):
-            yield CounterMetricFamily(f"kvist_index_http_{name}", text, number)
 
     def _indexes(self) -> Iterator[Metric | None]:
         labels = ["model", "routing_group"]

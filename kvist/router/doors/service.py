@@ -172,7 +172,8 @@ class RouterService:
             config.max_fleet_requests,
             on_wait=self._metrics.waited,
         )
-        page = MetricsPage(Gauges(fleet, load, admission, routing, index, now_s).collect, self._metrics.registry)
+        gauges = Gauges(fleet, load, admission, routing, index, lambda: server.statistics(), now_s)
+        page = MetricsPage(gauges.collect, self._metrics.registry)
         self._fleet = await exits.enter_async_context(fleet)
         reader = PromptReader(
             await tokenizer,

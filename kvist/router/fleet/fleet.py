@@ -67,6 +67,7 @@ class Fleet:
         self._on_removed = on_removed
         self._workers: dict[str, Worker] = {}
         self._adapters: frozenset[str | None] = frozenset()
+        self._model_ids: frozenset[str | None] = frozenset()
         self._checks: dict[str, asyncio.Task[None]] = {}
         self._reports: dict[str, asyncio.Task[None]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}
@@ -134,6 +135,10 @@ class Fleet:
     def is_known(self, model: str | None) -> bool:
         """Return whether some worker, in whatever state, serves the model."""
         return any(worker.serves(model) for worker in self._workers.values())
+
+    def label_of(self, model: str | None) -> str:
+        """Return how metrics name the model: itself if some worker says that it has it, else "other"."""
+        return model if model is not None and model in self._model_ids else "other"
 
     def is_adapter(self, model: str | None) -> bool:
         """Return whether the model is a LoRA adapter, whose blocks hash with its name."""
@@ -304,7 +309,9 @@ class Fleet:
         worker.identify(identity)
         if has_restarted:
             self.renderings.expire(worker.url)
-        self._adapters = frozenset[str | None]().union(*(each.adapters for each in self._workers.values()))
+        nothing = frozenset[str | None]()
+        self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
+        self._model_ids = nothing.union(*(each.model_ids or nothing for each in self._workers.values()))
         if self._index is None or worker.is_draining:
             return
         has_events = bool(worker.configured_event_sources) or identity.event_endpoint is not None

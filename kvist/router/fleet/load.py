@@ -60,11 +60,11 @@ class ActiveRequest:
     __slots__ = (
         "_block_size",
         "_decode_blocks",
-        "_num_tokens",
         "_prefill_tokens",
         "_rank_load",
         "_tracker",
         "_worker_load",
+        "num_tokens",
         "target",
     )
 
@@ -84,7 +84,7 @@ class ActiveRequest:
         self._block_size = prompt.block_size
         self._prefill_tokens = uncached_tokens
         self._decode_blocks = -(-prompt.num_tokens // prompt.block_size)
-        self._num_tokens = 0
+        self.num_tokens = 0
         rank_load.running_requests += 1
         rank_load.prefill_tokens += self._prefill_tokens
         rank_load.decode_blocks += self._decode_blocks
@@ -109,9 +109,9 @@ class ActiveRequest:
         """Count what the answer grew by."""
         if self._rank_load is None:
             return
-        num_blocks = self._num_tokens // self._block_size
-        self._num_tokens += num_tokens
-        num_new_blocks = self._num_tokens // self._block_size - num_blocks
+        num_blocks = self.num_tokens // self._block_size
+        self.num_tokens += num_tokens
+        num_new_blocks = self.num_tokens // self._block_size - num_blocks
         self._decode_blocks += num_new_blocks
         self._rank_load.decode_blocks += num_new_blocks
 

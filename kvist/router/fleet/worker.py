@@ -53,7 +53,8 @@ class Worker:
     was_checked: asyncio.Event = field(default_factory=asyncio.Event)
     configured_role: Role | None = None
     rendering: Rendering | None = None
-    _model_ids: frozenset[str] | None = None
+    model_ids: frozenset[str | None] | None = None
+    """Those that it says it has, None while it never did."""
     adapters: frozenset[str | None] = frozenset()
     capacity: Capacity = field(default_factory=Capacity)
     unanswered: set[Unanswered] = field(default_factory=set)
@@ -84,7 +85,7 @@ class Worker:
         """Take in what the worker says of itself now."""
         self.identity = identity
         if identity.models is not None:
-            self._model_ids = frozenset(model.id for model in identity.models)
+            self.model_ids = frozenset(model.id for model in identity.models)
             self.adapters = frozenset(model.id for model in identity.models if model.parent is not None)
 
     def is_of(self, engine: str) -> bool:
@@ -93,4 +94,4 @@ class Worker:
 
     def serves(self, model: str | None) -> bool:
         """Return whether the worker has the model; one that never told has any."""
-        return model is None or self._model_ids is None or model in self._model_ids
+        return model is None or self.model_ids is None or model in self.model_ids

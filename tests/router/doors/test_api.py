@@ -180,10 +180,13 @@ async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(wor
             return samples[f"{name}{{{text}}}"]
 
         assert sample("kvist_router_requests_total", worker=one.url, status=200, policy="kv") == 1
-        assert sample("kvist_router_prompt_tokens_total", worker=one.url) == 64
-        assert sample("kvist_router_overlap_tokens_total", worker=one.url) == 32
+        assert sample("kvist_router_prompt_tokens_total", worker=one.url, model="m") == 64
+        assert sample("kvist_router_overlap_tokens_total", worker=one.url, model="m") == 32
+        assert sample("kvist_router_output_tokens_total", worker=one.url, model="m") == 1
+        assert sample("kvist_router_request_seconds_count", model="m") == 1
+        assert sample("kvist_router_inter_token_seconds_count", model="m") == 0
         assert sample("kvist_router_overlap_error_tokens_sum", worker=one.url, sign="under") == 16
-        assert sample("kvist_router_time_to_first_byte_seconds_count", worker=one.url) == 1
+        assert sample("kvist_router_time_to_first_byte_seconds_count", worker=one.url, model="m") == 1
         assert sample("kvist_router_running_requests", worker=one.url) == 0
         assert sample("kvist_router_worker_state", worker=one.url, state="healthy") == 1
         assert sample("kvist_router_worker_state", worker=one.url, state="draining") == 0
@@ -192,6 +195,10 @@ async def test_metrics_count_requests_tokens_and_the_error_of_the_prediction(wor
         assert sample("kvist_router_ranks", worker=one.url, state="approximate") == 1
         assert sample("kvist_router_worker_blocks", worker=one.url) == 4
         assert samples["kvist_index_blocks"] == 4
+        assert samples["kvist_router_connections"] == 1
+        assert samples["kvist_router_loop_late_seconds_total"] >= 0
+        assert samples["process_cpu_seconds_total"] > 0
+        assert samples["process_resident_memory_bytes"] > 2**20
         refused = await front.complete(model="?")
         assert refused.status_code == 404
         assert (await front.metrics())['kvist_router_refusals_total{status="404"}'] == 1
@@ -208,6 +215,43 @@ async def test_a_stream_that_reports_its_usage_is_compared_too(worker, router, h
         await front.complete(list(range(64)), stream=True)
         samples = await front.metrics()
         assert samples[f'kvist_router_overlap_error_tokens_sum{{sign="over",worker="{one.url}"}}'] == 16
+
+
+async def test_tokens_and_the_times_between_them_are_measured_by_model(worker, router, http_bytes) -> None:
+    async def stream(received: Any, writer: Any) -> None:
+        last = b"data: " + http_bytes.completion(cached_tokens=0).replace(
+            b'"completion_tokens": 1', b'"completion_tokens": 9'
+        )
+        pieces = [b'data: {"choices": []}\n\n'] * 3 + ([last + b"\n\n"] if b"usage" in received.body else []) + [b""]
+        writer.write(http_bytes.event_stream_head + b"".join(map(http_bytes.chunk, pieces)))
+
+    models = [{"id": "m", "object": "model"}, {"id": "n", "object": "model"}]
+    async with (
+        worker(answer=stream, models=models) as one,
+        worker(answer=stream, models=None) as untold,
+        router(one.url, untold.url, policy="round-robin") as front,
+    ):
+        for model, options in (("m", {"include_usage": True}), ("n", None), ("x", None), ("y", None)):
+            for _ in range(2):
+                await front.complete("x", model=model, stream=True, stream_options=options)
+        samples = await front.metrics()
+        tokens = {name: value for name, value in samples.items() if name.startswith("kvist_router_output_tokens_total")}
+        assert sum(value for name, value in tokens.items() if 'model="m"' in name) == 18
+        assert sum(value for name, value in tokens.items() if 'model="n"' in name) == 6
+        assert [value for name, value in tokens.items() if 'model="other"' in name] == [12]
+        for model, number in (("m", 2), ("n", 2), ("other", 4)):
+            for name in ("request", "inter_token"):
+                assert samples[f'kvist_router_{name}_seconds_count{{model="{model}"}}'] == number
+        total_s, between_s = [
+            samples[f'kvist_router_{name}_seconds_sum{{model="m"}}'] for name in ("request", "inter_token")
+        ]
+        assert 0 <= between_s * 8 < total_s
+        await front.client.delete("/workers", params={"url": untold.url})
+
+        async def is_forgotten() -> bool:
+            return not any(untold.url in name for name in await front.metrics())
+
+        await front.until(is_forgotten)
 
 
 async def test_the_openai_client_talks_to_the_router(worker, router) -> None:

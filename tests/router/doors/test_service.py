@@ -110,7 +110,8 @@ async def test_what_outlasts_the_shutdown_timeout_is_told_why_as_far_as_it_can_b
         await until(lambda: len(one.completions) == 3)
 
         async def has_both_begun() -> bool:
-            return (await front.metrics())[f'kvist_router_time_to_first_byte_seconds_count{{worker="{one.url}"}}'] == 2
+            series = f'kvist_router_time_to_first_byte_seconds_count{{model="m",worker="{one.url}"}}'
+            return (await front.metrics())[series] == 2
 
         await front.until(has_both_begun)
         await front.service.__aexit__(None, None, None)
