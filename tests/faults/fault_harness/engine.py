@@ -86,14 +86,14 @@ class Engine:
         has_groups: bool = False,
         has_created: bool = True,
         max_blocks: int = 150,
-        has_clears: bool = True,
         has_copies: bool = False,
         num_branches: int = NUM_BRANCHES,
         max_depth: int = MAX_DEPTH,
     ) -> None:
         """With groups there is one of full attention and one that slides, which the index must not hear of.
 
-        With copies, what is stored again is held until it is removed as often, as by vLLM.
+        With copies, what is stored again is held until it is removed as often, as by vLLM. As its clearing does not say
+        what becomes of blocks beside the GPU, such an engine either has some or is cleared.
         """
         self.rank = rank
         self.num_stored = 0
@@ -103,7 +103,8 @@ class Engine:
         self._report = report
         self._has_groups = has_groups
         self._max_blocks = max_blocks
-        self._has_clears = has_clears
+        self._has_offloads = not has_copies or rng.random() < 0.5
+        self._has_clears = not (has_copies and self._has_offloads)
         self._has_copies = has_copies
         self._num_branches = num_branches
         self._max_depth = max_depth
@@ -133,7 +134,7 @@ class Engine:
             self.remove(len(self._held) // 3)
         elif choice < 0.004 and self._has_clears:
             self.clear()
-        elif choice < 0.12 and self._held:
+        elif choice < 0.12 and self._held and self._has_offloads:
             self._offload()
         elif choice < 0.62 or not self._held:
             self.store(self._rng.randint(1, 4))
@@ -149,7 +150,7 @@ class Engine:
             parent = None
         lora_name = self._rng.choice((None, None, "sql")) if parent is None else parent.path.lora_name
         path = Path(lora_name, ()) if parent is None else parent.path
-        tier = self._rng.choice((Tier.GPU, Tier.GPU, Tier.GPU, Tier.HOST))
+        tier = self._rng.choice((Tier.GPU, Tier.GPU, Tier.GPU, Tier.HOST)) if self._has_offloads else Tier.GPU
         names = []
         for _ in range(min(num_blocks, self._max_depth - len(path.steps))):
             path = Path(lora_name, (*path.steps, self._rng.randrange(self._num_branches)))
