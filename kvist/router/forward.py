@@ -175,6 +175,7 @@ class Forwarding:
             self._reading = None
         if self.place is not None:
             self.router.admission.leave(self.place)
+            self._waiting_step.end(error)
         if self.attempt is not None:
             self.attempt.stop(status, error)
 
@@ -226,7 +227,6 @@ class Forwarding:
         self.trace.set(spans.of_ask, ask)
         if router.fleet.has_prefill_workers:
             self.local = obstacle(path, ask)
-
         try:
             timeout_s = timeout_of(self.request, router.config.queue_timeout_s)
             priority = priority_of(ask.fields, is_administrator=self.is_administrator)
