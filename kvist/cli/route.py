@@ -40,6 +40,7 @@ _GROUPS = {
     "host": "listening",
     "tls_certificate": "security",
     "max_body_bytes": "listening",
+    "access_log": "logs and traces",
     "max_attempts": "routing",
     "health_interval_s": "health of workers",
     "max_worker_requests": "admission",

@@ -162,8 +162,7 @@ class ModelList(msgspec.Struct, frozen=True):
 
 
 DONE = b"data: [DONE]\n\n"
-_LAST = (b"[DONE]", b'{"type":"message_stop"}')
-"""By which OpenAI and Anthropic end a stream."""
+_LAST = (b"[DONE]", b'{"type":"message_stop"}')  # by which OpenAI and Anthropic end a stream
 
 _encoder = msgspec.json.Encoder()
 

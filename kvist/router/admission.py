@@ -50,7 +50,7 @@ class Waiter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request's place in a queue, best first when sorted; `is_left` from its end on."""
+    """A request's place in a queue, best first when sorted; from its end on it `is_left`, having `waited_s`."""
 
     priority: int
     number: int
@@ -59,6 +59,7 @@ class Place:
     since_s: float
     timer: asyncio.TimerHandle | None = None
     is_left: bool = False
+    waited_s: float = 0.0
 
     def __lt__(self, other: Place) -> bool:
         return (self.priority, self.number) < (other.priority, other.number)
@@ -149,7 +150,7 @@ class Admission:
     def leave(self, place: Place) -> None:
         """Give the place up, as the client has left or a worker was found. Idempotent."""
         if not place.is_left:
-            place.is_left = True
+            place.is_left, place.waited_s = True, self.now_s() - place.since_s
             if place.timer is not None:
                 place.timer.cancel()
             queue = self._queues[place.model]
@@ -175,9 +176,8 @@ class Admission:
             self.leave(place)
             if place.model in self._queues:
                 heappush(heads, self._queues[place.model][0])
-            wait_s = self.now_s() - place.since_s
-            self._mean_wait_s += (wait_s - self._mean_wait_s) / 16
-            self.on_wait(self.fleet.label_of(place.model), wait_s)
+            self._mean_wait_s += (place.waited_s - self._mean_wait_s) / 16
+            self.on_wait(self.fleet.label_of(place.model), place.waited_s)
             try:
                 place.waiter.on_room()
             except BaseException:

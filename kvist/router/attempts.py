@@ -22,7 +22,7 @@ from kvist.router import spans
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import MAX_HANDOFF_BYTES, decode_body, prefill_body, read_handoff
 from kvist.router.prompts import GENERATE_PATH
-from kvist.router.usage import UsageReader
+from kvist.router.usage import ReportedUsage, UsageReader
 
 if TYPE_CHECKING:
     from kvist.router.forward import Forwarding
@@ -40,7 +40,6 @@ CLIENT_LEFT_STATUS = 499  # nginx's number for it
 
 _NO_ENDPOINT = re.compile(rb'"(?:detail|message)" ?: ?"Not Found"')
 """What engines say of a path that they do not know; of a model or a response they say more."""
-_MAX_NO_ENDPOINT_BYTES = 512
 
 _OUR_HEADERS = (b"x-request-id", b"x-kvist-", b"access-control-")
 """What the router alone tells clients."""
@@ -51,6 +50,9 @@ RANK_HEADER = b"x-data-parallel-rank"
 
 class _Attempt(ResponseReceiver):
     """On every way out its load is given back, its circuit judged, its end counted."""
+
+    first_byte_s: float | None = None
+    usage: ReportedUsage | None = None
 
     def __init__(self, owner: Forwarding, decision: Decision, step: str, body: bytes, num_spared_tokens: int) -> None:
         router, request, target = owner.router, owner.request, decision.chosen.target
@@ -189,7 +191,7 @@ class AnswerAttempt(_Attempt):
     def on_data(self, piece: bytes) -> None:
         """Pass the next bytes on."""
         if not self._has_begun:
-            if self.status == HTTPStatus.NOT_FOUND and _NO_ENDPOINT.search(piece, 0, _MAX_NO_ENDPOINT_BYTES):
+            if self.status == HTTPStatus.NOT_FOUND and _NO_ENDPOINT.search(piece, 0, 512):
                 self.exchange.close()
                 self._end(self.status)
                 self.owner.on_no_endpoint(self.decision)
@@ -209,7 +211,7 @@ class AnswerAttempt(_Attempt):
             worker, is_event = decision.chosen.target.worker, self._is_event_stream
             router.reader.conversations.remember(worker, owner.ask.chat, self._usage.answer(), is_event=is_event)
         self._end(self.status)
-        usage = self._usage.usage()
+        usage = self.usage = self._usage.usage()
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
         if self.status == HTTPStatus.OK:
@@ -217,7 +219,7 @@ class AnswerAttempt(_Attempt):
             if num_tokens is None:
                 num_tokens = self._load.num_tokens
             total_s = router.now_s() - owner.started_s
-            self._series.answered(total_s, self._first_byte_s, num_tokens, is_stream=self._is_event_stream)
+            self._series.answered(total_s, self.first_byte_s or 0.0, num_tokens, is_stream=self._is_event_stream)
         if owner.handover is not None:
             owner.handover.log(decision, router.now_s(), owner.request_id)
         elif usage is not None:
@@ -271,8 +273,8 @@ class AnswerAttempt(_Attempt):
         self._load.end_prefill()
         self._worker.unanswered.discard(self)
         now_s = router.now_s()
-        first_byte_s = now_s - owner.started_s
-        self._first_byte_s = first_byte_s
+        first_byte_s = round(now_s - owner.started_s, 6)
+        self.first_byte_s = first_byte_s
         self._series.first_byte_time.observe(first_byte_s)
         if not is_empty and self.status == HTTPStatus.OK:
             router.routing.computed(owner.ask, decision.chosen.target.worker)

@@ -163,6 +163,13 @@ class RouterConfig:
         Annotated[int, Meta(ge=1)] | None,
         Meta(description="those of one address, which may be a load balancer; without it, as many as of all"),
     ] = None
+    access_log: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="file that has a line of JSON for each request, or - for stdout"),
+    ] = None
+    access_log_sample: Annotated[
+        float, Meta(gt=0, le=1, description="share of the requests it has; those that failed are all there")
+    ] = 1.0
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(description="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"),

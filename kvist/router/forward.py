@@ -38,6 +38,7 @@ from kvist.http import (
 )
 from kvist.openai.errors import RequestError
 from kvist.router import spans
+from kvist.router.access_log import MAX_CHARS, AccessLog
 from kvist.router.admission import Admission, Place, priority_of, timeout_of, without_priority
 from kvist.router.attempts import CLIENT_LEFT_STATUS, AnswerAttempt, PrefillAttempt, worker_failure
 from kvist.router.config import RouterConfig
@@ -81,6 +82,7 @@ class Forwarder:
     now_s: Callable[[], float]
     refuse: Refuse
     tracing: Tracing | None = None
+    access_log: AccessLog | None = None
 
     def forward(
         self, request: Request, responder: Responder, request_id: bytes, *, is_administrator: bool = False
@@ -243,7 +245,6 @@ class Forwarding:
 
     def on_room(self) -> None:
         """Go on, with caches and loads as they are now."""
-        self.place = None
         self._waiting_step.end()
         try:
             self._match()
@@ -253,7 +254,6 @@ class Forwarding:
 
     def on_refused(self, error: RequestError) -> None:
         """Tell the client that the wait was in vain."""
-        self.place = None
         self._waiting_step.end(error)
         self._refuse(error)
 
@@ -415,11 +415,37 @@ class Forwarding:
 
     def end(self, error: Exception | None = None) -> None:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
+        if self.router.access_log is not None:
+            self._log(self.router.access_log, error)
         self.attempt = None
         if self._deadline is not None:
             self._deadline.close()
         self._release()
         self.trace.end(error)
+
+    def _log(self, log: AccessLog, error: Exception | None) -> None:
+        """Tell the access log of the request."""
+        attempt, status = self.attempt, self.responder.status or CLIENT_LEFT_STATUS
+        ask: Ask | None = getattr(self, "ask", None)  # there is none of a prompt that could not be read
+        num_tokens = None if ask is None or ask.token_ids is None else ask.num_tokens
+        decision, usage = (None, None) if attempt is None else (attempt.decision, attempt.usage)
+        cause = "the worker answered so" if status >= HTTPStatus.BAD_REQUEST else None
+        log.write(
+            self.request,
+            self.request_id,
+            status,
+            cause if error is None else str(error),
+            model=None if ask is None or ask.model is None else ask.model[:MAX_CHARS],
+            worker=None if decision is None else decision.chosen.target.worker,
+            num_attempts=len(self.tried),
+            queue_s=0.0 if self.place is None else round(self.place.waited_s, 6),
+            first_byte_s=None if attempt is None else attempt.first_byte_s,
+            total_s=round(self.router.now_s() - self.started_s, 6),
+            input_tokens=num_tokens if usage is None else usage.prompt_tokens,
+            output_tokens=None if usage is None else usage.completion_tokens,
+            overlap_predicted=None if decision is None or num_tokens is None else decision.overlap_tokens,
+            overlap_reported=None if usage is None else usage.cached_tokens,
+        )
 
     def _release(self) -> None:
         """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""

@@ -17,6 +17,7 @@ from kvist.events.session import SourceState
 from kvist.events.transports.received import BUDGET
 from kvist.http import ServerStatistics
 from kvist.metrics_page import server_metrics
+from kvist.router.access_log import AccessLog
 from kvist.router.admission import Admission
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.health import CircuitState
@@ -222,6 +223,7 @@ class Gauges:
     routing: Routing
     index: FleetIndex | None
     server: Callable[[], ServerStatistics]
+    access_log: AccessLog | None
     now_s: Callable[[], float]
 
     def collect(self) -> Iterator[Metric | None]:
@@ -230,6 +232,9 @@ class Gauges:
         yield from self._loads()
         yield from self._queue()
         yield from server_metrics(_PREFIX, self.server())
+        if self.access_log is not None:
+            text = "Lines of the access log that were dropped, as they could not be written in time or at all"
+            yield CounterMetricFamily(f"{_PREFIX}_access_log_dropped", text, self.access_log.num_dropped)
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)

@@ -36,8 +36,7 @@ from kvist.router.reserved import read_form, refuse_fields
 
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
-GENERATE_PATH = "/generate"
-"""SGLang's own."""
+GENERATE_PATH = "/generate"  # SGLang's own
 APIS = {
     CHAT_PATH: "chat",
     COMPLETION_PATH: "completions",

@@ -75,7 +75,6 @@ _MODEL = re.compile(rb"(?:[\w-]+:[^\r\n]*\r\n)*\r\n([^\r\n]{1,256})\r\n--")
 _MAX_PARTS = 256
 _MAX_PART_FIELD_BYTES = 4096
 _SLICE_BYTES = 2**20
-_FORM = re.compile(rb"(?i)multipart/form-data[ \t]*;.*boundary=.+")
 
 
 def refuse_fields(fields: Mapping[str, Any]) -> None:
@@ -95,12 +94,6 @@ def refuse_headers(headers: Headers) -> None:
     for name, _ in headers:
         if name.replace(b"_", b"-") in HEADERS:
             raise _refusal(name.decode("latin-1"))
-
-
-def check_form_type(content_type: bytes) -> None:
-    """Raise RequestError (400) unless it is that of a form."""
-    if not _FORM.fullmatch(content_type):
-        raise RequestError(HTTPStatus.BAD_REQUEST, "content-type: expected multipart/form-data with a boundary")
 
 
 def read_form(body: bytes) -> str | None:

@@ -36,25 +36,21 @@ class _Usage(msgspec.Struct, frozen=True):
 
     def reported(self) -> ReportedUsage | None:
         """Return the same, by whichever API it is said; None where the prompt is left out."""
-        details = self.prompt_tokens_details or self.input_tokens_details
-        cached_tokens = self.cached_tokens if details is None else details.cached_tokens
+        details = self.prompt_tokens_details or self.input_tokens_details or _Details(self.cached_tokens)
         if self.prompt_tokens is not None:
-            return ReportedUsage(self.prompt_tokens, cached_tokens, self.completion_tokens)
+            return ReportedUsage(self.prompt_tokens, details.cached_tokens, self.completion_tokens)
         if self.input_tokens is None:
             return None
         # Anthropic counts beside each other what the others count one within the other.
-        num_others = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
-        cached_tokens = self.cache_read_input_tokens if details is None else cached_tokens
-        return ReportedUsage(self.input_tokens + num_others, cached_tokens, self.output_tokens)
+        num_read, num_written = self.cache_read_input_tokens, self.cache_creation_input_tokens
+        num_tokens = self.input_tokens + (num_read or 0) + (num_written or 0)
+        return ReportedUsage(num_tokens, details.cached_tokens if num_read is None else num_read, self.output_tokens)
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Answer(msgspec.Struct, frozen=True):
     usage: _Usage | None = None
-
-
-class _Answer(_Said, frozen=True):
     meta_info: _Usage | None = None  # of SGLang's /generate
-    response: _Said | None = None  # of the last event of a stream of responses
+    response: _Answer | None = None  # of the last event of a stream of responses
 
 
 _decode_answer = msgspec.json.Decoder(_Answer).decode
@@ -100,7 +96,6 @@ class UsageReader:
             answer = _decode_answer(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None
+        answer = answer.response or answer
         usage = answer.usage or answer.meta_info
-        if usage is None and answer.response is not None:
-            usage = answer.response.usage
         return None if usage is None else usage.reported()

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from kvist.http import Headers, Request
 from kvist.openai.errors import RequestError
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH, FORM_PATHS, GENERATE_PATH
-from kvist.router.reserved import check_form_type, refuse_headers
+from kvist.router.reserved import refuse_headers
 
 MODELS_PATH = "/v1/models"
 
@@ -51,6 +51,7 @@ _POSTED = FORM_PATHS | {
 }
 _STORED_RESPONSE = re.compile(r"/v1/responses/[\w.-]+(/cancel)?", re.ASCII)
 _PLAIN = re.compile(r"/[A-Za-z0-9\-._~!$&'()*+,;=:@/]*")
+_FORM = re.compile(rb"(?i)multipart/form-data[ \t]*;.*boundary=.+")
 _CHARSET = re.compile(rb"""(?i)charset[ \t]*=[ \t]*["']?([^;"' \t]*)""")
 
 
@@ -89,7 +90,8 @@ def check_client_request(request: Request) -> None:
     refuse_headers(request.headers)
     content_type = _content_type(request.headers)
     if request.path in FORM_PATHS:
-        check_form_type(content_type)
+        if not _FORM.fullmatch(content_type):
+            raise RequestError(HTTPStatus.BAD_REQUEST, "content-type: expected multipart/form-data with a boundary")
     elif (charset := _CHARSET.search(content_type)) and charset[1].lower() not in (b"utf-8", b"utf8", b"us-ascii"):
         raise RequestError(HTTPStatus.BAD_REQUEST, f"content-type: got {content_type!r:.100}, expected charset utf-8")
 

@@ -47,6 +47,7 @@ from kvist.http import (
 from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.access_log import AccessLog
 from kvist.router.admission import Admission
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
@@ -172,7 +173,11 @@ class RouterService:
             config.max_fleet_requests,
             on_wait=self._metrics.waited,
         )
-        gauges = Gauges(fleet, load, admission, routing, index, lambda: server.statistics(), now_s)
+        access_log = self._access_log = None
+        if config.access_log is not None:
+            access_log = self._access_log = AccessLog(config.access_log, config.access_log_sample)
+            exits.push_async_callback(asyncio.to_thread, access_log.close)
+        gauges = Gauges(fleet, load, admission, routing, index, lambda: server.statistics(), access_log, now_s)
         page = MetricsPage(gauges.collect, self._metrics.registry)
         self._fleet = await exits.enter_async_context(fleet)
         reader = PromptReader(
@@ -198,6 +203,7 @@ class RouterService:
             now_s,
             self._refuse,
             tracing,
+            access_log,
         )
         admin = AdminApi(
             fleet, load, admission, index, reader, routing, page, self._started_s, now_s, lambda: self._is_draining
@@ -273,7 +279,11 @@ class RouterService:
                 check_request_id("x-request-id", given_id.decode("latin-1"))
             return self._dispatch(request, responder, request_id)
         except RequestError as error:
-            self._refuse(responder, error, self._new_request_id() if error.param == "x-request-id" else request_id)
+            if error.param == "x-request-id":
+                request_id = self._new_request_id()
+            self._refuse(responder, error, request_id)
+            if self._access_log is not None:
+                self._access_log.write(request, request_id, error.status, error.message)
             return None
 
     def _refuse(self, responder: Responder, error: RequestError, request_id: bytes) -> None:
