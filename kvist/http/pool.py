@@ -82,6 +82,8 @@ class _Worker:
         self.idle: dict[UpstreamConnection, None] = {}  # last in, first out
         self.waiting: deque[Exchange] = deque()
         self.num_connecting = 0
+        self.heard_s: float | None = None
+        """When the last byte came over a connection that is closed."""
 
 
 class UpstreamPool:
@@ -157,8 +159,8 @@ class UpstreamPool:
     def silent_s(self, base_url: str) -> float:
         """Return for how long no byte has come from a worker, in time that the loop was on time; inf if none ever."""
         worker = self._workers.get(base_url)
-        heard_s = [] if worker is None else [each.heard_s for each in worker.connections if each.heard_s is not None]
-        return self._clock.now_s() - max(heard_s, default=-math.inf)
+        heard_s = [worker.heard_s, *(each.heard_s for each in worker.connections)] if worker is not None else []
+        return self._clock.now_s() - max((at_s for at_s in heard_s if at_s is not None), default=-math.inf)
 
     def timeout(self, timeout_s: float) -> AbstractAsyncContextManager[None]:
         """Bounds what its block asks of workers: raises TimeoutError, but not for what the loop is late by."""
@@ -262,6 +264,7 @@ class UpstreamPool:
         if worker is not None:
             worker.idle.pop(connection, None)
             worker.connections.discard(connection)
+            worker.heard_s = max(worker.heard_s or -math.inf, connection.heard_s or -math.inf)
             if not (worker.connections or worker.waiting or worker.num_connecting):
                 del self._workers[connection.worker]
 

@@ -111,6 +111,7 @@ class _Attempt(ResponseReceiver):
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._load.finish()
         self._worker.unanswered.discard(self)
+        self._worker.capacity.num_ended += 1
         if self._is_trial:
             self._breaker.abandon()
         self._call.end(error)

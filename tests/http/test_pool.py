@@ -173,6 +173,29 @@ async def test_a_pooled_connection_leaves_the_pool_when_the_worker_closes_it(
     assert worker.url not in pool._workers
 
 
+async def test_a_worker_is_not_silent_that_spoke_over_a_connection_which_is_closed(
+    make_pool: MakePool, worker: StartWorker, until: Until
+) -> None:
+    pool, requests = await make_pool(), 0
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        await reader.readuntil(b"\r\n\r\n")
+        requests += 1
+        if requests == 1:
+            await asyncio.Event().wait()
+        writer.write(HELLO.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+
+    started, told = await worker(script), Told()
+    exchange = pool.send(told, started.url, "GET", "/", [])
+    await until(lambda: requests == 1)
+    assert pool.silent_s(started.url) == float("inf")
+    await ask(pool, started.url, "GET", b"")
+    await until(lambda: pool.statistics().num_active == 1)
+    assert pool.silent_s(started.url) < 60
+    exchange.close()
+
+
 async def test_a_pooled_connection_on_which_the_worker_speaks_unasked_is_closed(
     make_pool: MakePool, worker: StartWorker, next_request: NextRequest, until: Until
 ) -> None:

@@ -290,14 +290,57 @@ def test_a_bound_never_starves_the_batch_and_grows_back() -> None:
         assert capacity.max_requests is not None
         assert size < capacity.max_requests <= size + max(4, size // 8) * 3
         for _ in range(40):  # its requests have become smaller: it takes all
-            num_in_flight = min(num_wanted, capacity.max_requests)
+            num_in_flight = min(num_wanted, capacity.max_requests or num_wanted)
             capacity.learn(Report(num_in_flight, 0), num_in_flight)
-        assert capacity.max_requests >= num_wanted
+        assert capacity.max_requests is None or capacity.max_requests >= num_wanted
+
+
+def test_a_batch_that_is_half_empty_for_a_moment_lowers_no_bound() -> None:
+    """Requests of one length end together."""
+    capacity = Capacity()
+    for _ in range(20):
+        capacity.learn(Report(32, 20), num_in_flight=52)
+        capacity.learn(Report(8, 28), num_in_flight=36)
+        assert capacity.max_requests is not None
+        assert capacity.max_requests >= 32
+    for _ in range(20):  # it has room for fewer, for good
+        capacity.learn(Report(8, 28), num_in_flight=36)
+    assert capacity.max_requests is not None
+    assert capacity.max_requests <= 8 + 4
+
+
+def test_short_requests_have_a_reserve_for_the_time_in_which_the_router_sends_more() -> None:
+    capacity = Capacity()
+    for _ in range(10):
+        capacity.num_ended = 1500
+        capacity.learn(Report(32, 400), num_in_flight=432)
+    assert capacity.max_requests == 32 + 150
+
+
+def test_a_batch_that_grows_has_a_reserve_for_what_it_takes_until_the_next_report() -> None:
+    """Prompts are computed one after the other: a burst takes seconds to fill a batch."""
+    capacity = Capacity()
+    for num_running in range(30, 240, 30):
+        capacity.learn(Report(num_running, 1000 - num_running), num_in_flight=1000)
+        assert capacity.max_requests == num_running + 30
+
+
+def test_a_bound_is_forgotten_where_it_bounds_nothing_and_by_who_has_nothing_to_do() -> None:
+    capacity = Capacity()
+    capacity.learn(Report(8, 100), num_in_flight=108)
+    assert capacity.max_requests is not None
+    for _ in range(60):
+        capacity.learn(Report(5, 0), num_in_flight=5)
+    assert capacity.max_requests is None
+    capacity.learn(Report(8, 100), num_in_flight=108)
+    capacity.forget()
+    assert capacity.max_requests is None
 
 
 def test_routers_share_what_is_too_much() -> None:
     capacity = Capacity()
-    capacity.learn(Report(100, 112), num_in_flight=53)
+    for _ in range(2):
+        capacity.learn(Report(100, 112), num_in_flight=53)
     assert capacity.max_requests == 53 - 25
     capacity = Capacity(fixed_requests=5)
     capacity.learn(Report(100, 112), num_in_flight=53)

@@ -1,7 +1,8 @@
 """How many requests a worker is given at a time: what it runs, as it reports, and a small reserve.
 
-    it has a queue of its own    the bound falls to what it runs and the reserve, by which its batch never runs dry
-    it has hardly one            the bound, if reached, grows by a quarter: it may take more
+    it has a queue of its own    the bound falls to what it ran of late and the reserve, so that no batch runs dry
+    it has hardly one            the bound grows by a quarter, until it bounds nothing: the worker may take more
+    it has nothing to do         the bound is forgotten
     it never reports             no bound, but a fixed one
 
 The reserve stands in the worker's own queue; all beyond it waits at the router, where it is decided late.
@@ -15,7 +16,13 @@ from typing import NamedTuple
 
 MIN_RESERVE = 4
 RESERVE_SHARE = 8
-"""The reserve is so small a part of what runs: what ends between two reports is made up for by the router at once."""
+"""The reserve is at least so small a part of what runs …"""
+RESERVES_A_SECOND = 10
+"""… and what ends in so small a part of a second: the router needs that long to make up for many that end at once."""
+_FAR = 4
+"""A bound of so many times what is in flight bounds nothing."""
+_PEAK_KEPT = 0.9
+"""Of what ran at most, from report to report: requests that end together leave a batch half empty for a moment."""
 
 _GAUGE = re.compile(
     rb"(?m)^(?:vllm:num_requests_|sglang:num_|kvist_engine_requests_)(running|waiting|running_reqs|queue_reqs)"
@@ -49,6 +56,10 @@ class Capacity:
     fixed_requests: int | None = None
     learnt_requests: int | None = None
     paused_until_s: float = 0.0
+    num_ended: int = 0
+    """Requests since the last report."""
+    _num_running: int = 0
+    _peak_running: float = 0.0
 
     @property
     def max_requests(self) -> int | None:
@@ -60,11 +71,20 @@ class Capacity:
 
         Where others send to the worker too, each router takes its share of what is too much.
         """
-        reserve = max(MIN_RESERVE, report.num_running // RESERVE_SHARE)
-        excess = report.num_waiting - reserve
+        num_more, self._num_running = report.num_running - self._num_running, report.num_running
+        self._peak_running = max(report.num_running, self._peak_running * _PEAK_KEPT)
+        peak, num_ended, self.num_ended = int(self._peak_running), self.num_ended, 0
+        # A batch that grows takes as many from the worker's queue until the next report.
+        reserve = max(MIN_RESERVE, peak // RESERVE_SHARE, num_ended // RESERVES_A_SECOND, num_more)
+        excess = report.num_running + report.num_waiting - peak - reserve
         bound = self.learnt_requests
         if excess > 0 and num_in_flight:
             share = min(1.0, num_in_flight / (report.num_running + report.num_waiting))
             self.learnt_requests = max(MIN_RESERVE, num_in_flight - int(excess * share))
-        elif bound is not None and num_in_flight >= bound and report.num_waiting < reserve // 2:
-            self.learnt_requests = bound + max(MIN_RESERVE, bound // 4)
+        elif bound is not None and report.num_waiting < reserve // 2:
+            grown = bound + max(MIN_RESERVE, bound // 4)
+            self.learnt_requests = grown if grown < _FAR * max(MIN_RESERVE, num_in_flight) else None
+
+    def forget(self) -> None:
+        """Take an idle worker: what comes next may be of another kind."""
+        self.learnt_requests, self._num_running, self._peak_running, self.num_ended = None, 0, 0.0, 0

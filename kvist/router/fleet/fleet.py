@@ -247,6 +247,7 @@ class Fleet:
             await asyncio.sleep(REPORT_INTERVAL_S)
             authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
             if not self._load.running_requests(worker.url):
+                worker.capacity.forget()
                 continue
             try:
                 async with self._pool.timeout(timeout_s):
