@@ -11,7 +11,6 @@ said who cannot.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from bisect import bisect_left, insort
 from collections import Counter
@@ -19,7 +18,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Protocol
+
+import msgspec
 
 from kvist.http import Request
 from kvist.openai.errors import RequestError
@@ -258,6 +259,6 @@ def without_priority(body: bytes, fields: Fields) -> bytes:
     """Return the body without its priority, nearly always the very same object: vLLM refuses one it does not use."""
     if "priority" not in fields:
         return body
-    whole: dict[str, Any] = json.loads(body)
+    whole = msgspec.json.decode(body, type=dict[str, msgspec.Raw])  # as it is: a long prompt would hold the loop up
     del whole["priority"]
-    return json.dumps(whole).encode()
+    return msgspec.json.encode(whole)

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvist.openai.requests import read_fields
+from kvist.router.admission import without_priority
 from kvist.router.fleet.capacity import read_report
 from kvist.router.forward import Forwarding
 
@@ -288,6 +290,11 @@ async def test_a_page_of_absurd_numbers_ends_nothing(worker, router, gated, gate
 
 def test_absurd_reports_are_none() -> None:
     assert read_report(b"vllm:num_requests_running 1e999\n") is None
+
+
+def test_a_body_without_its_priority_has_all_else_as_it_was() -> None:
+    body = b'{"prompt":[1, 2],"priority":7,"top_p":1.50,"seed":1e5,"user":"\\u00e9"}'
+    assert without_priority(body, read_fields(body)) == body.replace(b'"priority":7,', b"")
 
 
 async def test_a_client_may_send_any_number_of_requests_ahead(worker, router) -> None:
