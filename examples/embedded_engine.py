@@ -13,7 +13,7 @@ async def serve(name: str) -> None:
     publisher.stored([71, 72], list(range(32)))  # waits for nothing and never raises; from one thread at a time
     publisher.removed([72])  # the second block's slot was reused
     await asyncio.to_thread(publisher.close)  # delivers what was reported, which may take a moment
-    print(name, publisher.statistics().ranks[0].normaliser.num_blocks, "block held")
+    print(name, publisher.statistics().ranks[0].num_blocks, "block held")
 
 
 if os.fork() == 0:  # a worker makes its own: publishers have threads, which a fork leaves behind

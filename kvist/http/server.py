@@ -90,7 +90,13 @@ class HttpServer:
             ssl=self._tls,
             backlog=_ACCEPTED_AT_ONCE,
             ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout_s,
+            start_serving=False,
         )
+        try:
+            await self._server.start_serving()
+        except BaseException:  # cancelled, with sockets that nobody else would close
+            self._server.close()
+            raise
         for listening in self._server.sockets:
             with listening.dup() as socket:
                 socket.listen(_BACKLOG)

@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -180,3 +181,18 @@ def test_half_of_the_descriptors_there_may_be_are_for_clients(monkeypatch, soft,
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
     assert default_max_connections() == allowed
     assert asked == ([] if raised is None else [(raised, hard)])
+
+
+async def test_a_start_that_is_cancelled_leaves_no_socket_behind(echo: Handler, free_port: Callable[[], int]) -> None:
+    """Whatever was bound by then: the port can be bound again, at each step of the start."""
+    port = free_port()
+    for num_steps in range(8):
+        starting = asyncio.create_task(HttpServer(echo, port=port).__aenter__())
+        for _ in range(num_steps):
+            await asyncio.sleep(0)
+        starting.cancel()
+        with suppress(asyncio.CancelledError):
+            server = await starting
+            await server.__aexit__(None)
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", port))
