@@ -41,7 +41,6 @@ def publish(args: argparse.Namespace, script: Script) -> None:
 
 
 def index(args: argparse.Namespace, script: Script) -> None:
-    """Play into an index, and print what it holds then."""
     from kvist.indexer.compilation import load_and_wait
 
     load_and_wait()
@@ -114,7 +113,6 @@ def _print_end(args: argparse.Namespace, script: Script) -> None:
 
 
 async def _play(args: argparse.Namespace, script: Script, player: Player) -> None:
-    """Play with a line of progress, until the end or a signal."""
     loop = asyncio.get_running_loop()
     task = loop.create_task(_play_and_linger(args, player), name="kvist-replay")
     on_signal(task.cancel)

@@ -18,7 +18,6 @@ class PublisherCollector(Collector):
         self._publisher = publisher
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
         now = self._publisher.statistics()
         streams = now.ranks.values()
         num_passed = sum(stream.filter.num_passed for stream in streams)
@@ -44,7 +43,6 @@ class TransferCollector(Collector):
         self._transfers = transfers
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
         now = self._transfers.statistics()
         sender, receiver, agent = now.sender, now.receiver, now.agent
         bounce, num_refused = now.bounce, now.num_refused_greetings

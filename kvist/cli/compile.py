@@ -15,7 +15,6 @@ class NoCacheError(KvistError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare no flag, and say where machine code goes."""
     parser.epilog = (
         "Machine code goes to kvist/ in the directory that NUMBA_CACHE_DIR names, else in XDG_CACHE_HOME, else in "
         "~/.cache. What is there is kept, and prints the same line. A service that has the same environment, version, "

@@ -19,12 +19,10 @@ _JOINT = {"workers": r",(?=[^,=]*=\s*[a-z+]+://|\s*$)", "peers": ",", "allow_end
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare a flag for each key of the configuration."""
     add_settings(parser, IndexConfig, {name: {"nargs": None} for name in _JOINT})
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM."""
     config, started_s = make_config(args), time.monotonic()
     from kvist.indexer.service.service import IndexService
 
@@ -36,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_config(args: argparse.Namespace) -> IndexConfig:
-    """Return the configuration of the file overridden by the flags; raises InvalidValueError."""
     return read_config(args, IndexConfig, {name: partial(_parts, joint) for name, joint in _JOINT.items()})
 
 

@@ -122,7 +122,6 @@ def _add_facts(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Publish until SIGINT or SIGTERM; return 0."""
     from kvist.publisher.sidecar import Sidecar
 
     with Sidecar(
@@ -159,7 +158,6 @@ async def _run_until_signalled(sidecar: Sidecar, args: argparse.Namespace) -> No
 
 
 def _engine_endpoints(args: argparse.Namespace) -> list[Endpoint]:
-    """Return where the engine's streams are."""
     from kvist.publisher.engine_config import engine_endpoints
 
     if args.kv_events_config is not None:

@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Record until SIGINT, SIGTERM or the end of the duration; return 0."""
     from kvist.replay.recorder import Recorder, parse_sources
     from kvist.replay.writer import RecordingWriter
 

@@ -53,7 +53,6 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what is asked for; return 0."""
     from kvist.cli import _replay_actions as actions
     from kvist.replay.reader import RecordingReader
     from kvist.replay.script import Moment, Script, Selection

@@ -89,7 +89,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_tracing_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare the flag of commands that serve."""
     parser.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
@@ -121,7 +120,6 @@ def _add_memory_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM."""
     from kvist.engine.config import EngineConfig
     from kvist.engine.loading import load_with_memory
 

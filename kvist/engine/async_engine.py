@@ -54,13 +54,11 @@ class Generation:
         self._abort = abort
 
     async def __aenter__(self) -> Self:
-        """Return the generation, which runs already."""
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Free what unfinished sequences hold."""
         self.cancel()
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -113,7 +111,6 @@ class AsyncEngine:
         self.num_refused = 0
 
     async def __aenter__(self) -> Self:
-        """Start the thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         return self
@@ -121,7 +118,6 @@ class AsyncEngine:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop as `stop` does, and wait for the step in progress."""
         self.stop()
         await asyncio.to_thread(self._thread.join, self._close_timeout_s)
 
@@ -132,7 +128,6 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether requests are being computed."""
         return self._thread.is_alive() and not self._has_ended
 
     def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
@@ -172,7 +167,6 @@ class AsyncEngine:
         self._commands.put(command)
 
     def statistics(self) -> EngineStatistics:
-        """Return the core's counts, which change while they are read."""
         return self._core.statistics()
 
     def _run(self) -> None:
@@ -229,7 +223,6 @@ class AsyncEngine:
             answer.set_result(value)
 
     def _end_open(self) -> None:
-        """Let nobody wait for a thread that computes no more."""
         self._has_ended = True
         for answer in self._asked:
             if not answer.done():

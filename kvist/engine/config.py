@@ -45,7 +45,6 @@ class EngineConfig:
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError that names the first field out of range."""
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise InvalidValueError("block_size", self.block_size, "a power of two")
         for name, choices in (

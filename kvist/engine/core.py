@@ -207,11 +207,9 @@ class EngineCore:
         return [self._advance(*row) for row in zip(sampled, token_ids, logprobs, strict=True)]
 
     def flush_cache(self) -> None:
-        """Forget all cached blocks that no request is using."""
         self.kv_cache.flush()
 
     def statistics(self) -> EngineStatistics:
-        """Return the counts."""
         return EngineStatistics(
             self._scheduler.statistics(),
             self.kv_cache.statistics(),
@@ -221,7 +219,6 @@ class EngineCore:
         )
 
     def check_invariants(self) -> None:
-        """Assert that requests, scheduler and memory agree."""
         counts = self._scheduler.statistics()
         num_known = counts.num_running + counts.num_waiting + counts.num_receiving + len(self._unreserved)
         assert len(self._requests) == num_known

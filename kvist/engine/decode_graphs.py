@@ -103,7 +103,6 @@ class _Buffers:
         self._slot_mappings = [zeros(max_num_seqs, dtype=torch.int64) for _ in table_widths]
 
     def batch(self, size: int) -> ForwardBatch:
-        """Return the step of the first `size` rows."""
         layers = []
         for layer_idx, place in enumerate(self._plan.places):
             table, offsets = self._block_tables[place.group_id], self._page_offsets[place.group_id]

@@ -60,7 +60,6 @@ class Handoffs:
 
     @property
     def has_room_to_hold(self) -> bool:
-        """Return whether one more sequence may be offered."""
         return len(self._held) < _MAX_HELD
 
     def offer(self, blocks: SequenceBlocks, num_tokens: int) -> str:
@@ -72,7 +71,6 @@ class Handoffs:
         return remote_request_id
 
     def offer_released(self, remote_request_id: str, is_fetched: bool) -> None:
-        """Give back what was held under this name."""
         if not is_fetched:
             logger.info("held prompt given up remote_request_id=%s", remote_request_id)
         self._kv_cache.close(self._held.pop(remote_request_id))
@@ -85,7 +83,6 @@ class Handoffs:
         return True
 
     def fetch(self, request: Request) -> None:
-        """Have the request's reserved blocks filled."""
         blocks, source = request.blocks, request.handoff
         assert blocks is not None
         assert isinstance(source, RemotePrefill)
@@ -129,7 +126,6 @@ class Handoffs:
         return True
 
     def statistics(self) -> HandoffStatistics:
-        """Return the counts."""
         return HandoffStatistics(
             len(self._held),
             len(self._receiving),

@@ -188,7 +188,6 @@ class LeadingRunner(Runner):
         self._followers = followers
 
     def compute(self, batch: HostBatch) -> torch.Tensor:
-        """Compute a batch on all ranks; return the logits."""
         self._followers.send(batch)
         try:
             return super().compute(batch)
@@ -205,7 +204,6 @@ class Leader:
         self._channel = channel
 
     def agree(self, num_blocks: Sequence[int]) -> tuple[int, ...]:
-        """Return the fewest blocks of each group that any rank has room for."""
         self._channel.send(tuple(num_blocks))
         fewest: tuple[int, ...] = self._receive()
         return fewest

@@ -134,7 +134,6 @@ class RequestOutput:
 
     @property
     def is_last(self) -> bool:
-        """Return whether nothing follows."""
         return self.finish_reason is not None or self.error is not None
 
 
@@ -202,17 +201,14 @@ class Request:
     times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
-        """Start with the prompt alone."""
         self.token_ids = list(self.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Return how many tokens were generated."""
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Return the generated tokens."""
         return self.token_ids[len(self.prompt_token_ids) :]
 
 

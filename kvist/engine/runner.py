@@ -50,7 +50,6 @@ class Runner:
         return self._model(self._to_forward_batch(batch)) if logits is None else logits
 
     def build_batch(self, scheduled: Sequence[ScheduledRequest]) -> HostBatch:
-        """Return the step's arrays."""
         order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)
         rows = [scheduled[i] for i in order]
         counts = np.array([row.num_new_tokens for row in rows], dtype=np.int64)

@@ -75,7 +75,6 @@ class _Filters(NamedTuple):
     uniforms: torch.Tensor
 
     def rows(self, is_wanted: torch.Tensor) -> _Filters:
-        """Return those of some rows."""
         return _Filters(*(column[is_wanted] for column in self))
 
 

@@ -82,7 +82,6 @@ class Scheduler:
         return scheduled
 
     def commit(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Note that the step was computed."""
         for request, num_new in scheduled:
             request.num_computed_tokens += num_new
         self._kv_cache.settle()
@@ -135,7 +134,6 @@ class Scheduler:
         self._release(request)
 
     def statistics(self) -> SchedulerStatistics:
-        """Return the counts."""
         return SchedulerStatistics(len(self._running), len(self._waiting), self._num_preemptions, len(self._receiving))
 
     def check_invariants(self, others: Sequence[SequenceBlocks] = ()) -> None:

@@ -133,7 +133,6 @@ class Ticker:
             await self.tick()
 
     async def tick(self) -> None:
-        """Look at all who wait."""
         await self.turns.run_in_turns(_look(self._waiting))
 
     async def receive(self, subscription: Subscription, is_due: Callable[[], bool]) -> Sequence[Message]:
@@ -203,7 +202,6 @@ class _Following:
         self._look_at_s = 0.0
 
     def is_due(self) -> bool:
-        """Return whether there is something to do beside messages."""
         subscription = self._subscription
         if subscription.num_connects > self._num_connects or subscription.is_peer_gone > self._has_departed:
             return True
@@ -249,7 +247,6 @@ class _Following:
 
 
 def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:
-    """Wake those who have something to do; yields between them."""
     for is_due, wait in tuple(waiting.items()):
         if is_due in waiting and is_due():
             del waiting[is_due]

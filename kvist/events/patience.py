@@ -51,7 +51,6 @@ class Patience:
 
     @property
     def is_asking(self) -> bool:
-        """Return whether something is asked for, now or in a while."""
         return self.ask_at_s is not None
 
     def ask(self, now_s: float, after_s: float = 0.0) -> None:
@@ -84,7 +83,6 @@ class Patience:
         self._heal_at_s = now_s + wait_s + self._rng.random() * self._limits.jitter_s
 
     def settle(self) -> None:
-        """Take the question as answered."""
         self.ask_at_s = None
         self.is_healing = False
 
@@ -120,7 +118,6 @@ class Presence:
         return True
 
     def on_message(self, now_s: float) -> None:
-        """Take note that something of the epoch came."""
         self._heard_at_s = now_s
         self.is_silent = False
 

@@ -148,7 +148,6 @@ class Session(Generic[T]):
         return 0 if self._patience.is_healing else self.expected_sequence
 
     def receive(self, epoch: int, sequence: int, body: T, now_s: float) -> list[Step[T]]:
-        """Judge one message of the live stream."""
         if self._is_beyond(sequence) or not self._accepts(epoch, now_s):
             return []
         steps = self._enter(epoch)

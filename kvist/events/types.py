@@ -120,7 +120,6 @@ class Batch(msgspec.Struct, tag="kvist1", array_like=True, frozen=True, gc=False
 
     @property
     def source(self) -> WorkerRank:
-        """Return the rank whose blocks this batch is about."""
         return WorkerRank(self.worker, self.rank)
 
 

@@ -35,12 +35,10 @@ class KvCacheStatistics:
 
     @property
     def num_blocks(self) -> int:
-        """Return the blocks of all pools together."""
         return sum(pool.num_blocks for pool in self.pools)
 
     @property
     def num_used(self) -> int:
-        """Return the blocks of all pools that sequences hold."""
         return sum(pool.num_used for pool in self.pools)
 
 
@@ -85,7 +83,6 @@ class KvCacheManager:
 
     @property
     def has_scratch(self) -> bool:
-        """Return whether sequences may be opened with scratch slots."""
         return self._scratch is not None
 
     def match(self, chain: BlockHashChain, token_ids: Sequence[int], *, is_next_known: bool = False) -> PrefixHit:
@@ -252,7 +249,6 @@ class KvCacheManager:
             self._sink.cleared()
 
     def statistics(self) -> KvCacheStatistics:
-        """Return the counts of every pool and of prefix reuse."""
         num_scratch = [0] * len(self.pools)
         for sequence in self._stepped:
             for group_id, table in enumerate(sequence.tables):

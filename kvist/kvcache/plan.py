@@ -28,7 +28,6 @@ class KvDtype(Enum):
 
     @property
     def itemsize_bytes(self) -> int:
-        """Return the bytes of one number."""
         return {KvDtype.FLOAT32: 4, KvDtype.FLOAT16: 2, KvDtype.BFLOAT16: 2}.get(self, 1)
 
 
@@ -47,7 +46,6 @@ class LayerKv:
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one token in this layer."""
         return self.kv_factor * self.num_kv_heads * self.head_dim * self.dtype.itemsize_bytes
 
 
@@ -76,12 +74,10 @@ class KvGroup:
 
     @property
     def window(self) -> KnownWindow:
-        """Return how far the group's queries see, themselves included."""
         return self.layer.window
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one token in all layers of the group."""
         return len(self.layer_indices) * self.layer.token_bytes
 
 

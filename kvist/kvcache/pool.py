@@ -28,7 +28,6 @@ class PoolStatistics:
 
     @property
     def num_free(self) -> int:
-        """Return the blocks that no sequence holds, cached or not."""
         return self.num_blocks - self.num_used
 
 
@@ -72,7 +71,6 @@ class BlockPool:
         return [self._cached[digest] for digest in digests]
 
     def is_free(self, block_id: int) -> bool:
-        """Return whether no sequence holds the block."""
         return self._num_references[block_id] == 0
 
     def is_cached(self, block_id: int) -> bool:

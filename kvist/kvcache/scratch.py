@@ -28,7 +28,6 @@ class ScratchPolicy:
     max_rewind_tokens: int = 0
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError for a negative number."""
         if self.max_rewind_tokens < 0:
             raise InvalidValueError("max_rewind_tokens", self.max_rewind_tokens, "at least 0")
 

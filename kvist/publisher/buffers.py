@@ -42,7 +42,6 @@ class PublisherLimits:
     close_timeout_s: _Seconds = 5.0
 
     def __post_init__(self) -> None:
-        """Check every field."""
         check_fields(self)
 
 
@@ -113,7 +112,6 @@ class Outbox:
         self.num_sent_bytes = 0
 
     def __len__(self) -> int:
-        """Return how many messages wait."""
         return len(self._messages)
 
     def put(self, message: Message) -> None:
@@ -167,7 +165,6 @@ class ReplayBuffer:
                 topic.size_bytes -= len(topic.messages.popleft().payload)
 
     def note_heartbeat(self, message: Message) -> None:
-        """Keep a topic's last heartbeat."""
         with self._lock:
             self._heartbeats[message.topic] = message
 
@@ -194,7 +191,6 @@ class ReplayBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """Return the payload bytes kept, all topics together."""
         with self._lock:
             return sum(topic.size_bytes for topic in self._topics.values())
 

@@ -57,7 +57,6 @@ class EngineFeed:
         self.num_malformed = 0
 
     def receive(self, message: Message, now_s: float) -> None:
-        """Take one live message."""
         self._on_messages(now_s)
         session, restarts = self.session, self.restarts
         if self._is_proof(message):
@@ -106,17 +105,14 @@ class EngineFeed:
         self._last_heard_s = now_s
 
     def on_reconnect(self, now_s: float) -> None:
-        """Trust nothing until a replay proves that it is the same process."""
         self._last_heard_s = now_s
         self._num_silences = 0
         self.session.doubt(now_s)
 
     def on_departure(self) -> None:
-        """Trust nothing until the engine is heard again."""
         self.session.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return the question that is due, if any."""
         if self.session.is_healable(now_s):
             return [_ALL]
         due = self.session.question(now_s)
@@ -172,7 +168,6 @@ class EngineFeed:
         self._num_repetitions = 0
 
     def apply_step(self, step: Step[bytes]) -> None:
-        """Do what was judged."""
         if isinstance(step, Clear):
             _logger.warning("engine stream cleared: %s source=%s", step.reason, self._name)
             self._target.clear()

@@ -54,7 +54,6 @@ class FilterState(msgspec.Struct, array_like=True):
             raise ValueError("the window of a filter is known")
 
     def copy(self) -> FilterState:
-        """Return one that changes by itself."""
         return msgspec.structs.replace(self, shown_groups=set(self.shown_groups))
 
 
@@ -119,11 +118,9 @@ class WindowFilter:
         return self._state.copy()
 
     def resume(self, state: FilterState) -> None:
-        """Go on as a filter of that state would."""
         self._state = state.copy()
 
     def statistics(self) -> FilterStatistics:
-        """Return the counters as they are now."""
         return replace(self._counts, window=self._window, group=self._state.group)
 
     @property

@@ -103,7 +103,6 @@ class GroupSplitter:
 
     @property
     def rules(self) -> list[GroupRule]:
-        """Return what the published group must hold, then each of the others."""
         return self._rules
 
     def admit(self, event: EngineEvent, publish: Callable[[PassedEvent], object]) -> tuple[bool, int | None]:
@@ -121,7 +120,6 @@ class GroupSplitter:
         return bool(passed), self._count(event) if is_of_blocks and not passed else None  # type: ignore[arg-type]
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule]) -> None:
-        """Go on with groups as they were."""
         self._filter.resume(state)
         self.others.rules.update(others)
         self.show()
@@ -191,7 +189,6 @@ def rule_of(window: Window, block_size: int, published_size: int, num_ahead: int
 
 
 def published_rule(window: Window | None, block_size: int, num_ahead: int = 0) -> GroupRule:
-    """Return what the published group must hold."""
     if window is None or window is FULL:
         return GroupRule(0, 1, num_ahead)
     return rule_of(window, block_size, block_size, num_ahead) or GroupRule(0)

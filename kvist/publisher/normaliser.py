@@ -95,7 +95,6 @@ class Normaliser:
         return (Cleared(),)
 
     def statistics(self) -> NormaliserStatistics:
-        """Return the counters as they are now."""
         return NormaliserStatistics(
             num_partial_blocks=len(self._partial_blocks),
             num_stored_blocks=self._num_stored_blocks,

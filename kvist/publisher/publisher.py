@@ -137,11 +137,9 @@ class KvEventPublisher:
 
     @property
     def endpoint(self) -> str:
-        """The URL a subscriber connects to, with real port numbers."""
         return self._publication.endpoint
 
     def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
-        """Report a layer group, before anything is stored."""
         self.report(EngineCreated(window, group, rank))
 
     def stored(
@@ -187,11 +185,9 @@ class KvEventPublisher:
         rank: int = 0,
         tier: Tier = Tier.GPU,
     ) -> None:
-        """Report blocks whose slots were reused."""
         self._report_read(rank, lambda: EngineRemoved(_kept(block_hashes), window, group, rank, tier))
 
     def cleared(self, *, rank: int = 0) -> None:
-        """Report that the rank's whole cache is gone."""
         self.report(EngineCleared(rank))
 
     def report(self, event: EngineEvent) -> None:
@@ -272,11 +268,9 @@ class KvEventPublisher:
                 raise self.failure
 
     def __enter__(self) -> Self:
-        """Return the publisher, which runs already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _report_read(self, rank: int, read: Callable[[], EngineEvent]) -> None:

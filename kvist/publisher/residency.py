@@ -38,7 +38,7 @@ _NUM_UNDIGESTED_BLOCKS = 4096
 
 
 class Residency:
-    """The blocks of one rank. An entry lives exactly as long as its block: memory is bounded by the engine's cache."""
+    """The usual `Holdings`. An entry lives exactly as long as its block: memory is bounded by the engine's cache."""
 
     def __init__(self) -> None:
         self.counts_copies = False
@@ -58,7 +58,6 @@ class Residency:
 
     @property
     def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
         return sum(map(len, self._block_of)) - sum(self._num_aliases.values())
 
     @property
@@ -108,12 +107,10 @@ class Residency:
 
     @property
     def places(self) -> Mapping[int, int]:
-        """Return every block with its place."""
         return self._place_of
 
     @property
     def scopes(self) -> Mapping[int, Scope]:
-        """Return the scope of each block that has one."""
         return self._scopes
 
     def slices(self) -> Iterator[tuple[list[int], list[int]]]:
@@ -123,7 +120,6 @@ class Residency:
             yield chunk, list(islice(places, _NUM_BLOCKS_A_SLICE))
 
     def find(self, engine_hash: EngineHash) -> int | None:
-        """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
         for block_of in self._block_of:
             block_hash = block_of.get(engine_hash)
             if block_hash is not None:
@@ -131,7 +127,6 @@ class Residency:
         return None
 
     def holds(self, block_hash: int) -> bool:
-        """Return whether any tier holds the block."""
         return block_hash in self._place_of
 
     def parent(self, block_hash: int) -> int | None:
@@ -140,7 +135,6 @@ class Residency:
         return place >> _PARENT_SHIFT if _depth(place) else None
 
     def scope(self, block_hash: int) -> Scope:
-        """Return the scope that a held block was stored with."""
         return self._scopes.get(block_hash, NO_SCOPE)
 
     def hold(
@@ -212,7 +206,6 @@ class Residency:
         return released
 
     def clear(self) -> None:
-        """Hold nothing."""
         for tier in Tier:
             self._block_of[tier].clear()
             self._came[tier].clear()
@@ -224,7 +217,6 @@ class Residency:
         self._digest = 0
 
     def add_copies(self, engine_hash: EngineHash, tier: Tier, num_copies: int) -> None:
-        """Count more copies of a hash that is held in a tier."""
         self._num_copies[engine_hash, tier] = self._num_copies.get((engine_hash, tier), 0) + num_copies
 
     def _drop_copy(self, engine_hash: EngineHash, tier: Tier) -> bool:

@@ -121,7 +121,6 @@ class Sidecar:
 
     @property
     def endpoint(self) -> str:
-        """The URL a subscriber connects to, with real port numbers."""
         return self._publication.endpoint
 
     @property
@@ -152,7 +151,6 @@ class Sidecar:
             raise failed.exceptions[0] from failed
 
     def statistics(self) -> SidecarStatistics:
-        """Return the counters as they are now."""
         feeds = [feed.feed for feed in self._feeds]
         return SidecarStatistics(
             num_engine_batches=sum(feed.num_batches for feed in feeds),
@@ -175,11 +173,9 @@ class Sidecar:
                 self._publisher.close()
 
     def __enter__(self) -> Self:
-        """Return the sidecar, whose publication is bound."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _publisher_for(self, batch: DecodedEngineBatch) -> KvEventPublisher | None:
@@ -286,14 +282,11 @@ class AnsweringPublication:
 
     @property
     def endpoint(self) -> str:
-        """The URL a subscriber connects to, with real port numbers."""
         return self._publication.endpoint
 
     def serve_replay(self, source: ReplaySource) -> None:
-        """Answer from `source` from now on."""
         self._source = source
 
     def replay(self, request: ReplayRequest) -> Iterable[Message]:
-        """Return what the source answers, nothing while there is none."""
         source = self._source
         return () if source is None else source.replay(request)

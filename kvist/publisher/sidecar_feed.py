@@ -30,7 +30,7 @@ _WAIT_S = 0.001
 
 
 class SidecarFeed:
-    """Follows one endpoint, and reports to the publisher what it says; what is lost is reported as cleared.
+    """A `Follower` of one endpoint: reports to the publisher what it says; what is lost is reported as cleared.
 
     What an earlier sidecar knew waits in here until the engine's replay proves that it is the same process.
     """
@@ -128,7 +128,6 @@ class SidecarFeed:
         self.feed.on_reconnect(now_s)  # a live message alone proves nothing: another process may have come as far
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages; yields between them."""
         for message in messages:
             yield from self._wait_for_room()
             self.feed.receive(message, now_s)
@@ -136,19 +135,15 @@ class SidecarFeed:
         self._publish_completeness()
 
     def on_reconnect(self, now_s: float) -> None:
-        """Trust nothing until a replay proves that it is the same process."""
         self.feed.on_reconnect(now_s)
 
     def on_departure(self) -> None:
-        """Trust nothing until the engine is heard again."""
         self.feed.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return the question that is due, if any."""
         return self.feed.questions(now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer; yields between batches."""
         self._is_taking_answer = True  # which the session takes as a whole, and at once
         try:
             for step in self.feed.judge(question, messages, now_s):

@@ -130,7 +130,6 @@ class Answers:
         return kept is None or kept.first_sequence <= made.sequence
 
     def _make(self, rank: int, topic: bytes) -> _Made | None:
-        """Copy and encode what a rank holds."""
         begun_at_s = time.monotonic()
         copied: list[tuple[list[int], list[int]]] = []
         batches = []

@@ -227,15 +227,12 @@ class StateStore:
         return write_atomically(self.path, (pack(state),))
 
     def close(self) -> None:
-        """Let another sidecar have the file."""
         os.close(self._lock)
 
     def __enter__(self) -> Self:
-        """Return the store, whose file is locked."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _set_aside(self, aside: Path) -> None:

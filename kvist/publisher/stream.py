@@ -88,7 +88,6 @@ class Stream:
 
     @property
     def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
         return self.residency.num_blocks
 
     def _batch(self, timestamp_s: float, events: tuple[Event, ...]) -> Batch:
@@ -104,10 +103,9 @@ class Stream:
 
 
 class Companion(Stream):
-    """What the other groups of a rank hold of what it publishes: kind by kind, as if each were a tier."""
+    """A `GroupHolder`: what a rank's other groups hold of what it publishes, kind by kind, as if each were a tier."""
 
     def __init__(self, source: WorkerRank, block_size: int, epoch: int, published: RankStream) -> None:
-        """Be the companion of `source`, which publishes in that stream."""
         super().__init__(source.companion, block_size, epoch)
         self._published = published
         self._counts: dict[tuple[Any, int], int] = {}
@@ -116,7 +114,6 @@ class Companion(Stream):
         self._num_kinds = 0
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
-        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
         kinds = [*dict.fromkeys(others)]
         self._rule_of, self._kind_of, self._num_kinds = [*others], [kinds.index(rule) for rule in others], len(kinds)
         self.rules = (published, *kinds) if others or published != GroupRule(0) else ()
@@ -124,10 +121,6 @@ class Companion(Stream):
         self.on_published({name for name, _ in self._counts})
 
     def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
-        """Note that a group holds blocks, or a copy more of each.
-
-        Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
-        """
         num_believed = len(engine_hashes) if self._published.believes_all else self._rule_of[group].num_needed
         for name in engine_hashes[max(0, len(engine_hashes) - num_believed) :]:
             num_copies = self._counts.get((name, group), 0)
@@ -139,7 +132,6 @@ class Companion(Stream):
                 self._tell(name, self._kind_of[group])
 
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
-        """Note that a group holds blocks no more, or a copy less of each."""
         for name in engine_hashes:
             num_copies = self._counts.pop((name, group), 0)
             if num_copies > 1 and self._published.counts_copies:
@@ -148,15 +140,12 @@ class Companion(Stream):
                 self._release(self._kind_of[group], (block_hash,))
 
     def counted(self) -> list[tuple[Any, int, int]]:
-        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
         return [(*key, number) for key, number in self._counts.items()]
 
     def count_again(self, counted: Iterable[tuple[Any, int, int]]) -> None:
-        """Count what `counted` returned, of blocks that are not published now."""
         self._counts.update({(name, group): number for name, group, number in counted})
 
     def engine_hashes(self) -> list[Any]:
-        """Return the engine hashes of what is published on the GPU."""
         return [*self._published.residency.names(Tier.GPU)]
 
     def on_published(self, names: Iterable[Any]) -> None:
@@ -232,12 +221,10 @@ class RankStream(Stream):
         self._split()
 
     def set_complete(self, is_complete: bool) -> None:
-        """Say whether all that the engine holds was reported here, as far as whoever reports knows."""
         self.is_complete = is_complete
         self.residency.counts_copies = self.counts_copies
 
     def heartbeat(self, timestamp_s: float) -> Batch:
-        """Return a heartbeat about all batches closed so far, which must be all that was added."""
         if self.companion is not None:
             self.companion.is_complete = self.is_complete and self.is_expressible
         return super().heartbeat(timestamp_s)
@@ -342,7 +329,6 @@ class RankStream(Stream):
             self.companion.on_published(passed.block_hashes)  # what is not found is not published
 
     def statistics(self) -> StreamStatistics:
-        """Return the counters as they are now."""
         return StreamStatistics(
             num_blocks=self.num_blocks,
             num_events=self._num_events,
@@ -358,7 +344,6 @@ Streams: TypeAlias = Mapping[int, RankStream]
 
 
 def with_companions(streams: Streams) -> dict[int, Stream]:
-    """Return all streams that are published, by rank."""
     companions = {rank + MAX_RANKS: each.companion for rank, each in streams.items() if each.companion is not None}
     return {**streams, **companions}
 
@@ -383,7 +368,6 @@ def topic_of(source: WorkerRank) -> bytes:
 
 
 def message_of(batch: Batch) -> Message:
-    """Return a batch as it travels."""
     return Message(topic_of(batch.source), batch.sequence, encode_batch(batch))
 
 
@@ -406,7 +390,6 @@ class Coalescer:
         self._size_bytes = 0
 
     def add(self, event: Event) -> None:
-        """Put an event behind the others."""
         if not isinstance(event, Stored) and not isinstance(event, Removed):
             self._settle()
             self._events.append(event)
@@ -436,7 +419,6 @@ class Coalescer:
         return closed
 
     def _settle(self) -> None:
-        """End the event being extended."""
         pieces = self._pieces
         if not pieces:
             return

@@ -50,7 +50,6 @@ class _Reporter:
         return self._tracker.num_gaps
 
     def _report(self, raw: Iterable[_Raw]) -> int:
-        """Report these events; return how many there are."""
         raw = list(raw)
         batch = trtllm.decode(raw, self._block_size, self._tracker)
         for event in batch.events:
@@ -106,11 +105,9 @@ class TrtllmPoller(_Reporter):
             raise failure
 
     def __enter__(self) -> Self:
-        """Return the poller, which runs already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
         self.close()
 
     def _run(self) -> None:
@@ -152,12 +149,10 @@ class AsyncTrtllmPoller(_Reporter):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Start polling."""
         self._task = asyncio.create_task(self._run(), name="kvist-trtllm")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Close."""
         await self.close()
 
     async def close(self) -> None:

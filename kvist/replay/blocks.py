@@ -95,7 +95,6 @@ class RankBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Return how many (block, tier) pairs are held."""
         return sum(map(len, self.tiers))
 
     def apply(self, event: Event, notes: Iterable[int] = ()) -> Change:

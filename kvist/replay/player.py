@@ -145,7 +145,6 @@ def close_publications(publications: Mapping[RecordedSource, Publication]) -> No
 
 
 def _urls(urls: Sequence[str], sources: Sequence[RecordedSource]) -> list[str]:
-    """Return a URL for each source."""
     if len(urls) == len(sources) or not sources:
         return list(urls[: len(sources)])
     if len(urls) == 1:

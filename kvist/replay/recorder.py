@@ -34,7 +34,6 @@ class SourceSpec:
 
     @property
     def recorded(self) -> RecordedSource:
-        """Return what the recording says of it."""
         return RecordedSource(self.name, self.shown_url, self.endpoint.engine)
 
     @classmethod

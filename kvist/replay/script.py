@@ -74,12 +74,10 @@ class Selection:
         return since_ns, float("inf") if self.until is None else self.until.time_ns(first_ns)
 
     def has_worker(self, record: Record) -> bool:
-        """Return whether the record is of a worker that is meant."""
         return not self.workers or worker_of(record) in self.workers
 
 
 def worker_of(record: Record) -> str:
-    """Return whose blocks a record is about."""
     envelope = read_envelope(record.message.payload)
     return record.source.name if envelope is None or isinstance(envelope, EngineEnvelope) else envelope.worker
 

@@ -43,14 +43,12 @@ class Span:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the step."""
         self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the step, which came to nothing if there is an error."""
 
     def step(self, name: str) -> Span:
-        """Begin a step of this one."""
         return self
 
     def call(self, name: str) -> Span:

@@ -201,7 +201,6 @@ class _WatchedExporter(SpanExporter, logging.Filter):
         return False
 
     def let_speak(self) -> None:
-        """Let the loggers speak again."""
         for name in self._SILENCED:
             logging.getLogger(name).removeFilter(self)
 

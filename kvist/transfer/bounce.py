@@ -72,12 +72,10 @@ class RegionAllocator:
 
     @property
     def used_bytes(self) -> int:
-        """Return how much is taken, quarantined parts included."""
         return sum(self._sizes.values())
 
     @property
     def quarantined_bytes(self) -> int:
-        """Return how much is quarantined."""
         return sum(self._sizes[offset] for offset in self._quarantined)
 
     def allocate(self, size_bytes: int) -> int | None:
@@ -99,7 +97,6 @@ class RegionAllocator:
         self._quarantined.add(offset)
 
     def free(self, offset: int) -> None:
-        """Give a taken part back, quarantined or not."""
         del self._sizes[offset]
         self._quarantined.discard(offset)
 
@@ -231,7 +228,6 @@ class Bounce:
             return True
 
     def statistics(self) -> BounceStatistics:
-        """Return the counters."""
         with self._changed:
             return BounceStatistics(
                 self._bytes_sent,

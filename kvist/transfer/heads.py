@@ -18,7 +18,6 @@ class Part(NamedTuple):
     num_ranks: int = 1
 
     def __str__(self) -> str:
-        """Return it in words, for error messages."""
         return f"rank {self.rank} of {self.num_ranks}"
 
 

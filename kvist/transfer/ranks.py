@@ -103,7 +103,6 @@ class Ranks:
         return self._tell(ranks, command)
 
     def reported(self, rank: int, report: Report) -> list[RanksAction]:
-        """Take a rank's report."""
         match report:
             case OfferReleased(name, is_fetched):
                 given_up = [] if is_fetched else self._given_up(rank, name)
@@ -186,11 +185,9 @@ class RankedTransfers:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether all ranks serve transfers."""
         return self._service.is_alive and not self._has_lost
 
     def observe(self, observer: Observer) -> None:
-        """Tell of what ends at rank 0 from now on."""
         self._service.observe(observer)
 
     def start(self) -> None:

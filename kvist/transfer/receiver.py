@@ -35,7 +35,6 @@ class _Fetching:
     has_failed: bool = False
 
     def times(self, ended_s: float, error: str | None) -> commands.FetchTimes:
-        """Return what is told of the fetch, which has just ended."""
         arrived_s = ended_s if self.arrived_s is None and error is None else self.arrived_s
         counts = (self.num_bytes, len(self.fetch.endpoints))
         return commands.FetchTimes(self.fetch.request_id, self.began_s, arrived_s, ended_s, *counts, error)
@@ -76,7 +75,6 @@ class Receiver:
 
     @property
     def has_scatters(self) -> bool:
-        """Return whether `poll_scatters` has something to look at."""
         return bool(self._scatterings)
 
     def statistics(self) -> protocol.ReceiverStatistics:
@@ -125,7 +123,6 @@ class Receiver:
             self._do(self._protocol.fail(transfer_id, "cancelled", now_s), now_s)
 
     def receive(self, now_s: float) -> None:
-        """Take every message that has arrived."""
         for sender in self._senders:
             has_lost = sender.has_newly_lost()
             for frames in sender.received():

@@ -69,7 +69,6 @@ class _Write:
     began_s: float
 
     def times(self, ended_s: float) -> WriteTimes:
-        """Return what is told of the write, which has just ended."""
         write, error = self.write, None
         if write.state is not WriteState.DONE:
             error = write.reason or write.state.value
@@ -108,7 +107,6 @@ class Sender:
 
     @property
     def has_writes(self) -> bool:
-        """Return whether `poll_writes` has something to look at."""
         return bool(self._writes)
 
     def offer(self, offer: Offer, now_s: float) -> None:
@@ -148,7 +146,6 @@ class Sender:
                 self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", told))
 
     def poll_writes(self, now_s: float) -> None:
-        """Report the writes that have ended."""
         for write in list(self._writes):
             state = write.write.state
             if state is WriteState.PENDING:
@@ -168,7 +165,6 @@ class Sender:
             self._do(self.protocol.written(write.receiver, write.request.transfer_id, status), now_s)
 
     def tick(self, now_s: float) -> None:
-        """Give up what nobody comes for."""
         self._do(self.protocol.tick(now_s), now_s)
 
     def ping(self, now_s: float) -> None:

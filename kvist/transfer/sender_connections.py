@@ -83,7 +83,6 @@ class SenderConnections:
         return iter(list(self._senders.values()))
 
     def get(self, endpoint: str) -> SenderConnection | None:
-        """Return the sender at an endpoint, if there is one."""
         return self._senders.get(endpoint)
 
     def connect(self, endpoint: str, busy: Collection[str]) -> SenderConnection:
@@ -114,7 +113,6 @@ class SenderConnections:
         return sender
 
     def drop(self, sender: SenderConnection) -> None:
-        """Close the connection to a sender."""
         del self._senders[sender.endpoint]
         self._poller.unregister(sender.dealer)
         self._poller.unregister(sender.monitor)

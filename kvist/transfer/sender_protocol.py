@@ -65,7 +65,6 @@ class _Held:
 
     @property
     def has_all_receivers(self) -> bool:
-        """Return whether every rank of the receiver has asked."""
         return len(self.receivers) == self.num_receivers
 
 

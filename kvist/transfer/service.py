@@ -153,15 +153,12 @@ class KvTransferService:
 
     @property
     def is_alive(self) -> bool:
-        """Return whether transfers are served."""
         return self._thread.is_alive() and not self._has_ended
 
     def observe(self, observer: Observer) -> None:
-        """Tell of what ends from now on."""
         self._receiver.observer = self._sender.observer = observer
 
     def start(self) -> None:
-        """Begin to serve."""
         self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
@@ -177,14 +174,12 @@ class KvTransferService:
         self._agent.close(timeout_s)
 
     def command(self, command: Command) -> None:
-        """Do what is asked; what comes of it is reported."""
         self._commands.put(command)
         self._wake()
         if self._has_ended:  # maybe after it looked for commands the last time
             self._run_commands()
 
     def statistics(self) -> TransferStatistics:
-        """Return the counts, which change while they are read."""
         return TransferStatistics(
             self._sender.protocol.statistics(),
             self._receiver.statistics(),
@@ -259,7 +254,6 @@ class KvTransferService:
                 self._sender.withdraw(remote_request_id, now_s)
 
     def _answer(self, command: Command) -> None:
-        """Say that nothing will come of it."""
         match command:
             case Offer(remote_request_id):
                 self._report(OfferReleased(remote_request_id, False))
@@ -284,7 +278,6 @@ class FollowerInlet:
         self._next_s = 0.0
 
     def fileno(self) -> int:
-        """Return what to poll for commands."""
         return self._channel.fileno()
 
     def poll(self, service: KvTransferService) -> bool:
@@ -304,10 +297,8 @@ class FollowerInlet:
         return True
 
     def report(self, message: Report | TransferStatistics) -> None:
-        """Let rank 0 know."""
         with suppress(OSError):
             self._channel.send(message)
 
     def close(self) -> None:
-        """Let rank 0 know that nothing is served here any more."""
         self._channel.close()

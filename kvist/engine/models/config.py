@@ -83,7 +83,6 @@ class MoeConfig:
     swiglu: ClampedSwiglu | None = None
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError when a token has not enough experts to choose from."""
         if self.top_k > self.num_experts:
             raise InvalidValueError("num_experts_per_tok", self.top_k, f"at most the {self.num_experts} experts")
 
@@ -130,7 +129,6 @@ class Gemma3nConfig:
     laurel_rank: int
 
     def __post_init__(self) -> None:
-        """Raise InvalidValueError when no stream is the active one."""
         if not 0 <= self.active_stream < self.num_streams:
             raise InvalidValueError("altup_active_idx", self.active_stream, f"0 to {self.num_streams - 1}")
 
@@ -184,7 +182,6 @@ class ModelConfig:
                 raise InvalidValueError("head_dim", layer.head_dim, f"an even number up to {MAX_HEAD_DIM}")
 
     def layer_kv(self, dtype: KvDtype) -> list[LayerKv | SharedKv]:
-        """Return what each layer stores in a KV cache of this dtype."""
         return [
             LayerKv(layer.window, layer.num_kv_heads, layer.head_dim, dtype)
             if layer.kv_source is None

@@ -66,7 +66,6 @@ class Decoder(nn.Module):
         return normed
 
     def run_layers(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return the residual stream after the last layer."""
         for layer, rotary, pages in zip(self.layers, self.rotaries(batch), batch.layers, strict=True):
             hidden = layer(hidden, batch, rotary, pages)
         return hidden

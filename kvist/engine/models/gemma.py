@@ -151,7 +151,6 @@ class Gemma4Decoder(Decoder):
         self.per_layer_inputs = None if config.per_layer_inputs is None else PerLayerInputs(config)
 
     def run_layers(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return the residual stream after the last layer."""
         given: Sequence[torch.Tensor | None] = [None] * len(self.layers)
         if self.per_layer_inputs is not None:
             given = self.per_layer_inputs(batch.input_ids, hidden).unbind(1)

@@ -27,7 +27,6 @@ class RMSNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x normed over its last dimension."""
         return functional.rms_norm(x.float(), self.weight.shape, self.weight, self._eps).to(x.dtype)
 
 
@@ -39,7 +38,6 @@ class BareNorm(nn.Module):
         self._shape, self._eps = (size,), eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x normed over its last dimension."""
         return functional.rms_norm(x.float(), self._shape, None, self._eps).to(x.dtype)
 
 
@@ -228,12 +226,10 @@ class GatedMlp(nn.Module):
 
 
 def activate(activation: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the non-linearity of each number of x."""
     return functional.silu(x) if activation is Activation.SILU else functional.gelu(x, approximate="tanh")
 
 
 def hidden_norm(config: ModelConfig) -> RMSNorm:
-    """Return a norm of the residual stream."""
     return RMSNorm(config.hidden_size, config.norm_eps, config.norm_offset)
 
 

@@ -71,20 +71,16 @@ class ChatShape(Shape):
     """Answers of /v1/chat/completions."""
 
     def opening(self, index: int) -> ChatCompletionChunk | None:
-        """Say who speaks."""
         return self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
 
     def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk:
-        """Return the delta of one choice."""
         delta = ChatDelta(content=output.text or None)
         return self._chunk([ChatChunkChoice(index, delta, output.finish_reason, self._logprobs(output.logprobs))])
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
-        """Return the usage without a choice."""
         return self._chunk([], usage)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
-        """Return one message a choice."""
         choices = [
             ChatChoice(
                 index, ChatMessage(output.text), output.finish_reason or "abort", self._logprobs(output.logprobs)
@@ -128,15 +124,12 @@ class CompletionShape(Shape):
         self._offsets: dict[int, int] = {}
 
     def chunk(self, index: int, output: RequestOutput) -> Completion:
-        """Return the text one choice gained."""
         return self._completion([self._choice(index, output)])
 
     def usage_chunk(self, usage: Usage) -> Completion:
-        """Return the usage without a choice."""
         return self._completion([], usage)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        """Return one text a choice."""
         answer = self._completion([self._choice(*each) for each in enumerate(outputs)], usage)
         params = _transfer_params(self._heading, outputs, usage)
         return msgspec.structs.replace(answer, kv_transfer_params=params)
@@ -179,7 +172,6 @@ class UsageCounter:
             self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], output.num_cached_tokens)
 
     def usage(self) -> Usage:
-        """Return the counts so far."""
         return Usage.of(sum(map(len, self._job.prompts)), self._num_output_tokens, sum(self._num_cached_tokens))
 
 

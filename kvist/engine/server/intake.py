@@ -47,7 +47,6 @@ class Job:
 
     @property
     def num_sequences(self) -> int:
-        """Return how many choices there are in all."""
         return len(self.prompts) * self.params.n
 
     def sequences(self, tokenizer: ChatTokenizer) -> list[SequenceInput]:

@@ -18,7 +18,6 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now."""
         statistics = self._engine.statistics()
         scheduler, kv_cache = statistics.scheduler, statistics.kv_cache
         yield _gauge("requests_running", "Sequences that hold KV blocks.", scheduler.num_running)

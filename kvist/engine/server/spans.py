@@ -48,7 +48,6 @@ _T = TypeVar("_T")
 
 
 def span_of(scope: Scope) -> Span:
-    """Return the span of the request."""
     span: Span = scope.get(_SCOPE_KEY, NO_SPAN)
     return span
 

@@ -50,7 +50,6 @@ _DEFAULT_PORTS = {"nats": 4222, "nats+tls": 4222, "mqtt": 1883, "mqtts": 8883}
 
 
 def is_broker_url(url: str) -> bool:
-    """Return whether the URL's scheme is a broker's."""
     return url.partition("://")[0] in _DEFAULT_PORTS
 
 

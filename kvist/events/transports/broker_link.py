@@ -112,7 +112,6 @@ class BrokerLink(ABC, Generic[ClientT]):
             self._num_failures = min(self._num_failures + 1, _MAX_DOUBLINGS)
 
     async def _serve(self, client: ClientT) -> None:
-        """Let others use the connection until it is lost."""
         if self._since is not None:
             _logger.info("connected again url=%s", self._url.public)
         self.problem = self._since = self._logged_reason = None

@@ -144,7 +144,6 @@ class BrokerPublication(ABC, Generic[ClientT]):
     """Sends from a thread of its own. While the broker is away what is sent waits, up to the hand-over's capacity."""
 
     def __init__(self, url: BrokerUrl, page_bytes: int = PAGE_BYTES) -> None:
-        """`url` names a worker; pages of answers have at most so many bytes."""
         self._url = url.with_worker(None)
         self._id = secrets.randbits(64)
         self._answers = Answers(page_bytes=page_bytes)

@@ -67,7 +67,6 @@ class MessageQueue:
         self._taken = asyncio.Event()
 
     def put(self, message: Message) -> None:
-        """Add a message, or count it as lost."""
         num_bytes = self._num_bytes + len(message.payload)
         if self._messages and (len(self._messages) >= QUEUE_CAPACITY or num_bytes > QUEUE_BYTES):
             self.num_lost += 1

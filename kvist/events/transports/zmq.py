@@ -107,7 +107,6 @@ class ReplayServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, also amid a replay."""
         self._is_stopping = True
         self._stop_sender.send(b"")
         self._thread.join()

@@ -176,7 +176,6 @@ class TransferAgent(ABC):
             self._deregister(region)
 
     def metadata(self) -> bytes:
-        """Return what a peer needs to connect."""
         with self._lock:
             metadata = AgentMetadata(self.kind, self.name, tuple(self._regions.values()), self._details())
             return msgspec.msgpack.encode(metadata)
@@ -228,7 +227,6 @@ class TransferAgent(ABC):
             return True
 
     def statistics(self) -> AgentStatistics:
-        """Return the counters."""
         return self._thread.statistics()
 
     @abstractmethod

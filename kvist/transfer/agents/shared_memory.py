@@ -88,7 +88,6 @@ class _Peer:
             os.close(self._pidfd)
 
     def has_died(self) -> bool:
-        """Return whether the process has ended."""
         return bool(self._poll.poll(0))
 
     def local_addresses(self, remote: Int64s, sizes: Int64s) -> Int64s:

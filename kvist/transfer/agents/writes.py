@@ -147,7 +147,6 @@ class WriteThread:
         return not self._thread.is_alive()
 
     def statistics(self) -> AgentStatistics:
-        """Return the counters."""
         with self._changed:
             return AgentStatistics(
                 num_written=self._num_ended[WriteState.DONE],

@@ -150,7 +150,6 @@ class MqttPublication(BrokerPublication[aiomqtt.Client]):
         window.release()
 
     async def _announce_news(self, client: aiomqtt.Client, message: Message) -> None:
-        """Announce what a message has news of, before it is sent."""
         announcement = self._announcement.after(message.payload)
         if announcement is not self._announcement:
             self._announcement = announcement

@@ -57,7 +57,6 @@ class MqttSubscription:
         await self._link.__aexit__()
 
     async def receive(self) -> list[Message]:
-        """Wait for at least one message, or the publisher's end; return at most `MAX_DRAIN`."""
         return await self._queue.receive()
 
     async def replay(self, request: ReplayRequest, timeout_s: float) -> list[Message] | None:

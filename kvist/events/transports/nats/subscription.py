@@ -99,8 +99,6 @@ class NatsSubscription:
                 await subscription.unsubscribe()
 
     async def _listen(self, client: Client) -> None:
-        """Take live events over one connection."""
-
         async def received(message: Msg) -> None:
             self._take(message)
 

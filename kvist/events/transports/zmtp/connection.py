@@ -41,7 +41,6 @@ class Connection:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the handshake is over: messages may come."""
         return self._stage == _TRAFFIC
 
     def take_outgoing(self) -> bytes:
@@ -53,7 +52,6 @@ class Connection:
         return outgoing
 
     def ping(self) -> None:
-        """Ask the peer for a sign of life."""
         self._outgoing += wire.ping()
 
     def advance(self) -> None:
@@ -141,7 +139,6 @@ class Connection:
         return True
 
     def _add(self, num_messages: int, end: int) -> None:
-        """Count messages that were written to the table, and end there."""
         self._inbox.filling.add(num_messages, end)
         self.num_messages += num_messages
         self._num_commands_within = 0

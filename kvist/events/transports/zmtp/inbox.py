@@ -110,7 +110,6 @@ class Half:
 
     @property
     def free_rows(self) -> NDArray[np.int64]:
-        """Where the next messages go in the table."""
         return self._table[self.num_messages :] if self.num_messages else self._table
 
     def add(self, num_messages: int, begin: int) -> None:
@@ -124,7 +123,6 @@ class Half:
             self.begin = self.end = 0
 
     def compact(self) -> None:
-        """Move what is not split to the front."""
         num_bytes = self.end - self.begin
         if num_bytes:
             self.buffer.move(0, self.begin, num_bytes)

@@ -183,7 +183,6 @@ class Link:
             self._next_read = self._loop.call_soon(self._read)
 
     def _read(self) -> None:
-        """Read once, and see when to read again."""
         self._next_read = None
         space = self._space
         try:

@@ -87,7 +87,6 @@ class _Router:
         await asyncio.sleep(0)  # others have their turn, however much comes
 
     async def greet(self) -> None:
-        """Introduce ourselves; raises PeerError for who does not speak ZMTP 3."""
         self._writer.write(wire.greeting())
         while wire.read_greeting(bytes(self._received[: wire.GREETING_BYTES])) is None:
             await self.read()
@@ -95,7 +94,6 @@ class _Router:
         self._writer.write(wire.ready(b"DEALER"))
 
     def send(self, frames: tuple[bytes, ...]) -> None:
-        """Send a message."""
         self._writer.writelines(wire.frame(body, MORE) for body in frames[:-1])
         self._writer.write(wire.frame(frames[-1]))
 

@@ -79,7 +79,6 @@ class FrameHeader(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Where the next frame begins."""
         return self.start + self.num_bytes
 
 
@@ -124,13 +123,11 @@ def read_frame_header(buffer: Buffer, at: int, end: int) -> FrameHeader | None:
 
 
 def frame(body: bytes, flags: int = 0) -> bytes:
-    """Return a frame."""
     size = bytes((flags, len(body))) if len(body) < 256 else bytes((flags | LONG, *len(body).to_bytes(8, "big")))
     return size + body
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """Return a command as a frame."""
     return frame(bytes((len(name),)) + name + body, COMMAND)
 
 
