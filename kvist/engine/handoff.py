@@ -13,16 +13,7 @@ from dataclasses import dataclass
 from kvist.engine.request import RemoteDecode, RemotePrefill, Request
 from kvist.errors import InvalidValueError
 from kvist.kvcache import KvCacheManager, SequenceBlocks
-from kvist.transfer.commands import (
-    MAX_NAME_LEN,
-    BlockLists,
-    CancelFetch,
-    Command,
-    Fetch,
-    Offer,
-    WithdrawOffer,
-    check_endpoints,
-)
+from kvist.transfer import commands
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +40,9 @@ class HandoffStatistics:
 class Handoffs:
     """Every sequence whose blocks another worker may read or write. Each leaves when its transfer has ended."""
 
-    def __init__(self, kv_cache: KvCacheManager, command: Callable[[Command], None], is_fallback_allowed: bool) -> None:
+    def __init__(
+        self, kv_cache: KvCacheManager, command: Callable[[commands.Command], None], is_fallback_allowed: bool
+    ) -> None:
         self.is_fallback_allowed = is_fallback_allowed
         self._kv_cache = kv_cache
         self._command = command
@@ -67,7 +60,7 @@ class Handoffs:
         remote_request_id = uuid.uuid4().hex
         self._held[remote_request_id] = blocks
         self._num_offered += 1
-        self._command(Offer(remote_request_id, num_tokens, _lists(blocks)))
+        self._command(commands.Offer(remote_request_id, num_tokens, _lists(blocks)))
         return remote_request_id
 
     def offer_released(self, remote_request_id: str, is_fetched: bool) -> None:
@@ -79,7 +72,7 @@ class Handoffs:
         """Have what is held under this name fetched no more, and released; False if nothing is."""
         if remote_request_id not in self._held:
             return False
-        self._command(WithdrawOffer(remote_request_id))
+        self._command(commands.WithdrawOffer(remote_request_id))
         return True
 
     def fetch(self, request: Request) -> None:
@@ -89,7 +82,7 @@ class Handoffs:
         self._receiving[request.request_id] = request
         remote = (source.remote_endpoints, source.remote_request_id)
         counts = (blocks.num_tokens, blocks.num_final_tokens)
-        self._command(Fetch(request.request_id, *remote, *counts, _lists(blocks)))
+        self._command(commands.Fetch(request.request_id, *remote, *counts, _lists(blocks)))
 
     def fetch_completed(self, request_id: str) -> Request | None:
         """Return the request whose blocks are filled; None, its blocks given back, if nobody waits for it any more."""
@@ -122,7 +115,7 @@ class Handoffs:
         if request.request_id not in self._receiving:
             return False
         self._leave(request)
-        self._command(CancelFetch(request.request_id))
+        self._command(commands.CancelFetch(request.request_id))
         return True
 
     def statistics(self) -> HandoffStatistics:
@@ -156,15 +149,17 @@ def check_handoff(handoff: RemoteDecode | RemotePrefill, num_prompt_tokens: int,
             raise InvalidValueError("kv_transfer_params.num_tokens", num_tokens, f"{num_prompt_tokens}, as the prompt")
         case RemotePrefill(first_token_ids=token_ids) if len(token_ids) != 1 or token_ids[0] >= vocab_size:
             raise InvalidValueError("kv_transfer_params.first_token_ids", token_ids, f"one token below {vocab_size}")
-        case RemotePrefill(remote_request_id=name) if not 1 <= len(name) <= MAX_NAME_LEN:
+        case RemotePrefill(remote_request_id=name) if not 1 <= len(name) <= commands.MAX_NAME_LEN:
             # Its worker would read neither the request nor a cancel, and the blocks would wait for an answer for ever.
-            raise InvalidValueError("kv_transfer_params.remote_request_id", name, f"1 to {MAX_NAME_LEN} characters")
+            raise InvalidValueError(
+                "kv_transfer_params.remote_request_id", name, f"1 to {commands.MAX_NAME_LEN} characters"
+            )
         case RemotePrefill(remote_endpoints=endpoints):
             try:
-                check_endpoints(endpoints)
+                commands.check_endpoints(endpoints)
             except InvalidValueError as error:
                 raise InvalidValueError(f"kv_transfer_params.{error.field}", error.value, error.expected) from None
 
 
-def _lists(blocks: SequenceBlocks) -> BlockLists:
+def _lists(blocks: SequenceBlocks) -> commands.BlockLists:
     return tuple(tuple(table.block_ids) for table in blocks.tables)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
+from kvist import kvcache
 from kvist.engine.config import DTYPES, EngineConfig
 from kvist.engine.core import EngineCore, ModelLimits
 from kvist.engine.decode_graphs import DecodeGraphs, cuda_graph_capture
@@ -24,16 +25,6 @@ from kvist.engine.runner import Runner
 from kvist.engine.scheduler import Scheduler
 from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EventSink
-from kvist.kvcache import (
-    KvCacheManager,
-    KvDtype,
-    ScratchPolicy,
-    WindowPlan,
-    check_sequence_fits,
-    peak_num_blocks,
-    plan_windows,
-    split_memory,
-)
 from kvist.kvcache.tensors import KvTensors
 from kvist.transfer.heads import Part
 
@@ -53,8 +44,8 @@ class _Facts:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
-    plan: WindowPlan
-    whole_plan: WindowPlan
+    plan: kvcache.WindowPlan
+    whole_plan: kvcache.WindowPlan
 
 
 class MemoryServer(Protocol):
@@ -65,7 +56,7 @@ class MemoryServer(Protocol):
         """Return what `KvTensors` allocates with, None for torch."""
 
     def serve(
-        self, whole_plan: WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]
+        self, whole_plan: kvcache.WindowPlan, tensors: KvTensors, channel: Connection[Any, Any]
     ) -> AbstractContextManager[object]:
         """Let the rank's tensors be reached for as long as the context is open; `channel` leads to rank 0."""
 
@@ -81,8 +72,8 @@ class LoadedEngine:
     """
 
     core: EngineCore
-    plan: WindowPlan
-    whole_plan: WindowPlan
+    plan: kvcache.WindowPlan
+    whole_plan: kvcache.WindowPlan
     tensors: KvTensors
     followers: Followers | None = None
 
@@ -134,7 +125,7 @@ def _load(
     num_blocks = _num_blocks(config, facts)
     if followers is not None:
         num_blocks = followers.agree(num_blocks)
-    check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
+    kvcache.check_sequence_fits(groups, num_blocks, size, longest, config.max_num_batched_tokens)
     try:
         tensors = KvTensors(facts.plan, num_blocks, size, facts.device, allocate)
     except RuntimeError as error:
@@ -154,8 +145,8 @@ def _load(
         facts.dtype,
         facts.device,
     )
-    scratch = ScratchPolicy() if config.has_swa_scratch else None
-    kv_cache = KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache, scratch)
+    scratch = kvcache.ScratchPolicy() if config.has_swa_scratch else None
+    kv_cache = kvcache.KvCacheManager(groups, num_blocks, size, sink, config.has_prefix_cache, scratch)
     core = EngineCore(
         ModelLimits(facts.model.vocab_size, longest, facts.model.eos_token_ids),
         kv_cache,
@@ -187,7 +178,7 @@ def _graphs(config: EngineConfig, facts: _Facts, model: CausalLM, tensors: KvTen
     if not (config.has_cuda_graphs and _is_capturable(facts)):
         return None
     groups, longest = facts.plan.groups, facts.max_model_len
-    widths = [peak_num_blocks(group, config.block_size, longest, 1) for group in groups]
+    widths = [kvcache.peak_num_blocks(group, config.block_size, longest, 1) for group in groups]
     capture = cuda_graph_capture(facts.device)
     return DecodeGraphs(model, facts.plan, tensors, widths, config.max_num_seqs, capture)
 
@@ -200,12 +191,12 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
     num_ranks = config.tensor_parallel_size
     device = _device(config.device, rank, num_ranks)
     name = config.dtype or ("float32" if device.type == "cpu" else "bfloat16")
-    kv_dtype = KvDtype(config.kv_cache_dtype or name)
+    kv_dtype = kvcache.KvDtype(config.kv_cache_dtype or name)
     if kv_dtype.value in DTYPES and kv_dtype.value != name:
         expected = f"{name}, in which the model computes, fp8_e5m2 or fp8_e4m3"
         raise InvalidValueError("kv_cache_dtype", kv_dtype.value, expected)
     plan, whole_plan = (
-        plan_windows(each.layer_kv(kv_dtype), max_model_len) for each in (rank_config(model, num_ranks), model)
+        kvcache.plan_windows(each.layer_kv(kv_dtype), max_model_len) for each in (rank_config(model, num_ranks), model)
     )
     shard = None if num_ranks == 1 else Part(rank, num_ranks)
     return _Facts(model, shard, max_model_len, getattr(torch, name), device, plan, whole_plan)
@@ -250,7 +241,7 @@ def _num_blocks(config: EngineConfig, facts: _Facts) -> tuple[int, ...]:
     else:
         memory_bytes = DEFAULT_CPU_KV_MEMORY_MIB * _MIB
     try:
-        return split_memory(
+        return kvcache.split_memory(
             groups,
             config.block_size,
             memory_bytes,

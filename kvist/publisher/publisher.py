@@ -30,15 +30,7 @@ from kvist.events.engine_events import (
 )
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, Tier, WorkerRank
-from kvist.publisher.buffers import (
-    Between,
-    Inbox,
-    Malformed,
-    Outbox,
-    PublisherLimits,
-    PublisherStatistics,
-    ReplayBuffer,
-)
+from kvist.publisher import buffers
 from kvist.publisher.snapshot import Answers
 from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of, with_companions
 
@@ -80,7 +72,7 @@ class KvEventPublisher:
         has_full_reports: bool = False,
         has_all_groups: bool = False,
         num_ahead: int = 0,
-        limits: PublisherLimits | None = None,
+        limits: buffers.PublisherLimits | None = None,
     ) -> None:
         """Bind `transport`, a URL (`kvist.events.transports.endpoint`) or a publication to take over, and start.
 
@@ -96,7 +88,7 @@ class KvEventPublisher:
         topic_of(WorkerRank(worker, 0))  # raises for a name that no topic can carry
         self._worker = worker
         self._block_size = block_size
-        self._limits = PublisherLimits() if limits is None else limits
+        self._limits = buffers.PublisherLimits() if limits is None else limits
         self._epoch = new_epoch(time.time(), random.Random())
         self._new_stream = partial(
             RankStream,
@@ -112,9 +104,9 @@ class KvEventPublisher:
         self._streams: dict[int, RankStream] = {}
         for rank in range(num_ranks):
             self._stream(rank)
-        self._outbox = Outbox(self._limits.outbox_capacity)
-        self._replay_buffer = ReplayBuffer(self._limits.replay_max_batches, self._limits.replay_max_bytes)
-        self._inbox = Inbox()
+        self._outbox = buffers.Outbox(self._limits.outbox_capacity)
+        self._replay_buffer = buffers.ReplayBuffer(self._limits.replay_max_batches, self._limits.replay_max_bytes)
+        self._inbox = buffers.Inbox()
         # Ranks whose loss is marked in the inbox and that reported nothing since. Only the engine's thread uses it.
         self._lossy_ranks: set[int] = set()
         self.num_lost_events = 0
@@ -215,7 +207,7 @@ class KvEventPublisher:
         If it is urgent, what waits in the inbox comes behind it. The future is cancelled if that thread ends before.
         From any thread.
         """
-        between = Between(do, Future())
+        between = buffers.Between(do, Future())
         (self._inbox.appendleft if is_urgent else self._inbox.append)(between)
         self._wake.set()
         if not self._thread.is_alive():  # and will take no more from the inbox
@@ -231,9 +223,9 @@ class KvEventPublisher:
 
         self.between_events(put_back)
 
-    def statistics(self) -> PublisherStatistics:
+    def statistics(self) -> buffers.PublisherStatistics:
         """Return the counters as they are now; from any thread."""
-        return PublisherStatistics(
+        return buffers.PublisherStatistics(
             num_waiting_events=len(self._inbox),
             num_lost_events=self.num_lost_events,
             num_malformed=self._num_malformed,
@@ -285,7 +277,7 @@ class KvEventPublisher:
     def _report_malformed(self, rank: Any, error: Exception) -> None:
         """Report that an event could not even be read: the background thread counts it, and clears its rank."""
         if len(self._inbox) < self._limits.inbox_capacity:
-            self._inbox.append(Malformed(rank, error))
+            self._inbox.append(buffers.Malformed(rank, error))
             self._wake.set()
         else:
             self._lose(rank)
@@ -341,7 +333,7 @@ class KvEventPublisher:
         between = None
         for event_idx in range(min(len(self._inbox), _NUM_EVENTS_A_PASS)):
             item = self._inbox.popleft()
-            if isinstance(item, Between):
+            if isinstance(item, buffers.Between):
                 between = item
                 break
             self._admit(item)
@@ -362,13 +354,13 @@ class KvEventPublisher:
             between.do(self._streams)
             between.is_done.set_result(None)
 
-    def _admit(self, item: EngineEvent | Malformed) -> None:
+    def _admit(self, item: EngineEvent | buffers.Malformed) -> None:
         """Give a rank's stream its event; one that is of no rank is counted."""
         if not _is_rank(item.rank):
             self._num_malformed += 1
             if self._num_malformed == 1:
                 _logger.warning("malformed event: its rank is none: %r worker=%s", item, self._worker)
-        elif isinstance(item, Malformed):
+        elif isinstance(item, buffers.Malformed):
             self._stream(item.rank).admit_malformed(item.error)
         else:
             self._stream(item.rank).admit(item)

@@ -29,28 +29,13 @@ from mcap.writer import MCAP0_MAGIC
 
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.transports import Message
-from kvist.replay.recording import (
-    ABOUT,
-    END,
-    MAX_CHUNK_BYTES,
-    MESSAGE_START,
-    PROFILE,
-    VERSION,
-    About,
-    Closable,
-    Record,
-    RecordedSource,
-    RecordingError,
-    first_part_path,
-    impossible,
-    part_path,
-)
+from kvist.replay import recording
 
 MAX_RECORDS_AT_ONCE = 8192
 """Records that are read at a time, of a chunk that has more."""
 
 _RECORD_START = struct.Struct("<BQ")
-_MAX_RECORD_BYTES = MAX_CHUNK_BYTES + 4096
+_MAX_RECORD_BYTES = recording.MAX_CHUNK_BYTES + 4096
 _KINDS = {int(kind) for kind in Opcode}
 _MALFORMED = (McapError, struct.error, OverflowError, zstandard.ZstdError, ValueError, KeyError, *DECODE_ERRORS)
 
@@ -64,7 +49,7 @@ class Torn(NamedTuple):
 
 
 class _Channel(NamedTuple):
-    source: RecordedSource
+    source: recording.RecordedSource
     topic: bytes
     sequence_base: int
 
@@ -78,15 +63,15 @@ class _Part:
             self._file = path.open("rb", buffering=0)
             self.read_at(0, 1)  # a folder can be opened
         except OSError as error:
-            raise impossible(path, "read", error) from None
+            raise recording.impossible(path, "read", error) from None
         self.offset = self._closed_bytes = 0
-        self.about: About | None = None
+        self.about: recording.About | None = None
         self.is_closed = self.is_end = False
         self._is_ours = self._has_data_end = False
         self._record_offset = self._crc = 0
         self._channels: dict[int, _Channel] = {}
         self._num_channel_bytes = 0
-        self._messages: Iterator[Record] = iter(())
+        self._messages: Iterator[recording.Record] = iter(())
 
     def close(self) -> None:
         self._closed_bytes = self.size_bytes
@@ -104,7 +89,7 @@ class _Part:
     def read_at(self, offset: int, num_bytes: int) -> bytes:
         return os.pread(self._file.fileno(), num_bytes, offset)
 
-    def read(self) -> list[Record] | None:
+    def read(self) -> list[recording.Record] | None:
         """Return some records, an empty list where there are others, None while there is no whole one."""
         try:
             if records := list(islice(self._messages, MAX_RECORDS_AT_ONCE)):
@@ -116,8 +101,8 @@ class _Part:
             found = f"{type(error).__name__} ({error})" if str(error) else type(error).__name__
             raise self._damage(found, "a record as MCAP has it") from error
 
-    def _damage(self, found: str, expected: str) -> RecordingError:
-        return RecordingError(self.path, self._record_offset, found, expected)
+    def _damage(self, found: str, expected: str) -> recording.RecordingError:
+        return recording.RecordingError(self.path, self._record_offset, found, expected)
 
     def _read_magic(self) -> bool:
         data = self.read_at(0, len(MCAP0_MAGIC))
@@ -160,15 +145,15 @@ class _Part:
         """Take note of what a record says; its messages come with the next `read`."""
         record = next(StreamReader(BytesIO(data), skip_magic=True, emit_chunks=True).records)
         if isinstance(record, Header):
-            if record.profile != PROFILE:
+            if record.profile != recording.PROFILE:
                 found = f"an MCAP file of profile {record.profile!r}"
-                raise self._damage(found, f"a recording, of profile {PROFILE!r}")
+                raise self._damage(found, f"a recording, of profile {recording.PROFILE!r}")
             self._is_ours = True
         elif not self._is_ours or (self.about is None and isinstance(record, Chunk | Channel | McapMessage)):
-            raise self._damage(f"a record of kind {kind:#x}", f"a header and what {ABOUT} tells before it")
+            raise self._damage(f"a record of kind {kind:#x}", f"a header and what {recording.ABOUT} tells before it")
         elif isinstance(record, Metadata):
-            self.is_end |= record.name == END
-            if record.name == ABOUT:
+            self.is_end |= record.name == recording.END
+            if record.name == recording.ABOUT:
                 self.about = self._read_about(record.metadata["about"])
         elif isinstance(record, Chunk):
             self._messages = self._records(_chunk_data(record))
@@ -181,13 +166,13 @@ class _Part:
         elif isinstance(record, Footer) and not self._has_data_end:
             raise self._damage("the end of the file", "the end of its data before it: some bytes were altered")
 
-    def _read_about(self, text: str) -> About:
+    def _read_about(self, text: str) -> recording.About:
         version = msgspec.json.decode(text, type=dict)["version"]
-        if version != VERSION:
-            raise self._damage(f"version {version!r}", f"version {VERSION} of recordings")
-        return msgspec.json.decode(text, type=About)
+        if version != recording.VERSION:
+            raise self._damage(f"version {version!r}", f"version {recording.VERSION} of recordings")
+        return msgspec.json.decode(text, type=recording.About)
 
-    def _records(self, data: bytes) -> Iterator[Record]:
+    def _records(self, data: bytes) -> Iterator[recording.Record]:
         """Yield the messages of a chunk, one by one however many there are, and take note of its channels."""
         assert self.about is not None
         offset, session = 0, self.about.session
@@ -199,22 +184,24 @@ class _Part:
             if len(body) < length:
                 raise ValueError("a record that goes on behind its chunk")
             if kind == Opcode.MESSAGE:
-                number, sequence, time_ns, _ = MESSAGE_START.unpack_from(body)
+                number, sequence, time_ns, _ = recording.MESSAGE_START.unpack_from(body)
                 if (channel := self._channels.get(number)) is None:
                     raise ValueError(f"a message of channel {number}, which is none")
-                message = Message(channel.topic, channel.sequence_base | sequence, body[MESSAGE_START.size :])
-                yield Record(session, channel.source, time_ns, message)
+                message = Message(channel.topic, channel.sequence_base | sequence, body[recording.MESSAGE_START.size :])
+                yield recording.Record(session, channel.source, time_ns, message)
             elif kind == Opcode.CHANNEL:
                 self._num_channel_bytes += length
-                if self._num_channel_bytes > MAX_CHUNK_BYTES:
-                    raise ValueError(f"{self._num_channel_bytes} bytes of channels, more than {MAX_CHUNK_BYTES}")
+                if self._num_channel_bytes > recording.MAX_CHUNK_BYTES:
+                    raise ValueError(
+                        f"{self._num_channel_bytes} bytes of channels, more than {recording.MAX_CHUNK_BYTES}"
+                    )
                 self._add_channel(Channel.read(ReadDataStream(BytesIO(body))))
             elif kind != Opcode.SCHEMA:
                 raise ValueError(f"a record of kind {kind:#x} in a chunk")
 
     def _add_channel(self, channel: Channel) -> None:
         told = channel.metadata
-        source = msgspec.convert((told["name"], told["url"], told["engine"]), RecordedSource)
+        source = msgspec.convert((told["name"], told["url"], told["engine"]), recording.RecordedSource)
         base = int(told["sequence_base"])
         if not 0 <= base < 1 << 32:
             raise ValueError(f"a sequence_base of {base}")
@@ -229,14 +216,14 @@ def _chunk_data(chunk: Chunk) -> bytes:
         size_bytes = chunk.uncompressed_size if told < 0 else told
     elif chunk.compression:
         raise ValueError(f"a chunk compressed by {chunk.compression!r}, neither by zstd nor not at all")
-    if size_bytes != chunk.uncompressed_size or size_bytes > MAX_CHUNK_BYTES:
-        expected = f"{chunk.uncompressed_size}, {MAX_CHUNK_BYTES} at most"
+    if size_bytes != chunk.uncompressed_size or size_bytes > recording.MAX_CHUNK_BYTES:
+        expected = f"{chunk.uncompressed_size}, {recording.MAX_CHUNK_BYTES} at most"
         raise ValueError(f"a chunk of {size_bytes} bytes in place of {expected}")
     stream, _ = get_chunk_data_stream(chunk, validate_crc=True)
     return stream.read(size_bytes)
 
 
-class RecordingReader(Closable):
+class RecordingReader(recording.Closable):
     """Reads a recording's messages in order; memory for one chunk, however large the files are.
 
     Everything up to the last whole chunk of each part is read. What is left behind it is `torn`; if more is written to
@@ -253,22 +240,22 @@ class RecordingReader(Closable):
         self._part = _Part(path)
         self.num_bytes_read = 0
         """How much of all parts was read."""
-        self._about: About | None = None
+        self._about: recording.About | None = None
         self._was_closed = False
         self._torn: list[Torn] = []
 
     def close(self) -> None:
         self._part.close()
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[recording.Record]:
         while (records := self.read()) is not None:
             yield from records
 
-    def read(self) -> list[Record] | None:
+    def read(self) -> list[recording.Record] | None:
         """Return the next messages, None while there are no whole ones."""
         while True:
             # Looked at before the rest is read: once there is another part, this one does not grow any more.
-            next_path = part_path(self._first_path, self._number + 1)
+            next_path = recording.part_path(self._first_path, self._number + 1)
             is_last = not next_path.exists()
             is_begun = self._part.about is not None
             offset = self._part.offset
@@ -287,23 +274,23 @@ class RecordingReader(Closable):
     def num_bytes_left(self) -> int:
         """Return how much of all parts that there are now was not read."""
         num_bytes, number = self._part.size_bytes - self._part.offset, self._number + 1
-        while (path := part_path(self._first_path, number)).exists():
+        while (path := recording.part_path(self._first_path, number)).exists():
             num_bytes, number = num_bytes + path.stat().st_size, number + 1
         return num_bytes
 
-    def sources(self) -> list[RecordedSource]:
+    def sources(self) -> list[recording.RecordedSource]:
         """Return whoever is recorded from here on, in order of appearance, as the parts say at their beginnings."""
-        found: dict[RecordedSource, None] = {}
+        found: dict[recording.RecordedSource, None] = {}
         path = first_path = self._path
         number = 0
-        with suppress(RecordingError):
+        with suppress(recording.RecordingError):
             while path.exists():
                 if (about := read_about(path)) is not None:
                     found.update(dict.fromkeys(about.sources))
                     if number == 0:
-                        first_path, number = first_part_path(path, about.part)
+                        first_path, number = recording.first_part_path(path, about.part)
                 number += 1
-                path = part_path(first_path, number)
+                path = recording.part_path(first_path, number)
         return list(found)
 
     @property
@@ -323,21 +310,23 @@ class RecordingReader(Closable):
         self._was_closed, self._part = self._part.is_closed, part
         self._number += 1
 
-    def _begin(self, about: About) -> None:
+    def _begin(self, about: recording.About) -> None:
         """Check that a part is the one that was expected."""
         before, path = self._about, self._part.path
         if before is None and self._number == 0:
-            self._first_path, self._number = first_part_path(path, about.part)
+            self._first_path, self._number = recording.first_part_path(path, about.part)
         if about.part != self._number or (before is not None and about.recording != before.recording):
             expected = f"part {self._number}" + ("" if before is None else f" of recording {before.recording}")
-            raise RecordingError(path, 0, f"part {about.part} of recording {about.recording}", expected)
+            raise recording.RecordingError(path, 0, f"part {about.part} of recording {about.recording}", expected)
         if before is not None and before.session == about.session and not self._was_closed:
-            cut = part_path(self._first_path, about.part - 1)
-            raise RecordingError(cut, cut.stat().st_size, "the end of the file", f"more of it: {path} follows")
+            cut = recording.part_path(self._first_path, about.part - 1)
+            raise recording.RecordingError(
+                cut, cut.stat().st_size, "the end of the file", f"more of it: {path} follows"
+            )
         self._about = about
 
 
-def read_about(path: Path) -> About | None:
+def read_about(path: Path) -> recording.About | None:
     """Return what a part says of itself, None if it was cut off before; raises RecordingError for another file."""
     part = _Part(path)
     try:

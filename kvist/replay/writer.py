@@ -17,20 +17,9 @@ from msgspec.structs import replace
 from kvist.errors import InvalidValueError
 from kvist.events.transports import Message
 from kvist.events.transports.base import MAX_MESSAGE_BYTES
+from kvist.replay import recording
 from kvist.replay.envelope import read_envelope
 from kvist.replay.reader import read_about
-from kvist.replay.recording import (
-    ABOUT,
-    END,
-    PROFILE,
-    VERSION,
-    About,
-    Closable,
-    RecordedSource,
-    impossible,
-    part_numbers,
-    part_path,
-)
 
 CHUNK_BYTES = 256 << 10
 """A chunk is written once its messages have this size: 1 ms to compress, and a loss at most of these on kill -9."""
@@ -45,7 +34,7 @@ _MAX_SHOWN_BYTES = 200  # of a topic, to whoever looks at a file with other tool
 _U32_MASK, _MAX_NS = (1 << 32) - 1, (1 << 63) - 1
 
 
-class RecordingWriter(Closable):
+class RecordingWriter(recording.Closable):
     """Writes messages to a new part of a recording; what `flush` wrote survives this process, however it ends.
 
     It survives a power failure once the part is closed. A file that is there is never changed. Messages are to be added
@@ -55,7 +44,7 @@ class RecordingWriter(Closable):
     def __init__(
         self,
         path: Path,
-        sources: Sequence[RecordedSource] = (),
+        sources: Sequence[recording.RecordedSource] = (),
         *,
         appends: bool = False,
         rotate_bytes: int | None = None,
@@ -76,13 +65,13 @@ class RecordingWriter(Closable):
         self.earlier: Path | None = None
         """The first of the parts that were there before."""
         self._num_bytes_of_parts_before = 0
-        about = About(VERSION, secrets.token_hex(8), 0, 0, tuple(sources))
-        numbers = part_numbers(path)
+        about = recording.About(recording.VERSION, secrets.token_hex(8), 0, 0, tuple(sources))
+        numbers = recording.part_numbers(path)
         with ExitStack() as stack:
             if numbers and not appends:
                 raise InvalidValueError("recording", str(path), "a new file, or one to be appended to (--append)")
             if numbers:
-                self.earlier, last = part_path(path, numbers[0]), part_path(path, numbers[-1])
+                self.earlier, last = recording.part_path(path, numbers[0]), recording.part_path(path, numbers[-1])
                 stack.callback(os.close, _locked(last))
                 about = replace(about, part=numbers[-1] + 1)
                 if (before := read_about(last)) is not None:
@@ -93,7 +82,7 @@ class RecordingWriter(Closable):
     def num_written_bytes(self) -> int:
         return self._num_bytes_of_parts_before + self._part.num_bytes
 
-    def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
+    def add(self, source: recording.RecordedSource, message: Message, time_ns: int) -> None:
         """Add a message that came at this Unix time."""
         size_bytes = len(message.topic) + len(message.payload)
         if size_bytes > MAX_MESSAGE_BYTES:
@@ -119,9 +108,9 @@ class RecordingWriter(Closable):
         """Write everything, unless that failed before, and say that the recording ended here."""
         self._part.finish(is_end=True)
 
-    def _begin(self, about: About) -> _Part:
+    def _begin(self, about: recording.About) -> _Part:
         chunk_bytes = min(CHUNK_BYTES, self._rotate_bytes or CHUNK_BYTES)
-        return _Part(part_path(self._first_path, about.part), about, chunk_bytes)
+        return _Part(recording.part_path(self._first_path, about.part), about, chunk_bytes)
 
     def _begin_next(self) -> None:
         """Begin the next part; this one is complete by then."""
@@ -137,25 +126,25 @@ class _Part:
     For the library it is a stream as well, by `write`, `tell` and `flush`.
     """
 
-    def __init__(self, path: Path, about: About, chunk_bytes: int) -> None:
+    def __init__(self, path: Path, about: recording.About, chunk_bytes: int) -> None:
         self.about = about
         self.num_bytes = self.num_chunks = 0
         self.first_ns: int | None = None
         """When the first message came that is not written yet."""
         self._path = path
         self._is_broken = self._is_finished = False
-        self._channels: dict[tuple[RecordedSource, bytes, int], int] = {}
+        self._channels: dict[tuple[recording.RecordedSource, bytes, int], int] = {}
         self._num_channel_bytes = 0
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
-            raise impossible(path, "created", error) from None
+            raise recording.impossible(path, "created", error) from None
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         indexes = IndexType.CHUNK | IndexType.METADATA
         self._mcap = Writer(cast(Any, self), chunk_size=chunk_bytes, index_types=indexes, enable_data_crcs=True)
         try:
-            self._mcap.start(PROFILE)
-            self._mcap.add_metadata(ABOUT, {"about": msgspec.json.encode(about).decode()})
+            self._mcap.start(recording.PROFILE)
+            self._mcap.add_metadata(recording.ABOUT, {"about": msgspec.json.encode(about).decode()})
         except OSError:
             os.close(self._fd)
             raise
@@ -165,7 +154,7 @@ class _Part:
         has_many_channels = len(self._channels) >= MAX_CHANNELS_A_PART or self._num_channel_bytes >= MAX_CHANNEL_BYTES
         return self.num_chunks >= MAX_CHUNKS_A_PART or has_many_channels
 
-    def add(self, source: RecordedSource, message: Message, time_ns: int) -> None:
+    def add(self, source: recording.RecordedSource, message: Message, time_ns: int) -> None:
         topic, sequence, payload = message
         channel = self._channels.get((source, topic, sequence >> 32))
         if channel is None:
@@ -191,7 +180,7 @@ class _Part:
             if not self._is_broken:
                 self.write_chunk()
                 if is_end:
-                    self._mcap.add_metadata(END, {})
+                    self._mcap.add_metadata(recording.END, {})
                 self._mcap.finish()
                 os.fsync(self._fd)  # so that a whole file survives a power failure
         finally:
@@ -222,7 +211,7 @@ class _Part:
             self.num_chunks += 1
             self.first_ns = None
 
-    def _add_channel(self, source: RecordedSource, topic: bytes, sequence_base: int) -> int:
+    def _add_channel(self, source: recording.RecordedSource, topic: bytes, sequence_base: int) -> int:
         self._num_channel_bytes += len(topic)
         shown = f"{source.name}/{topic[:_MAX_SHOWN_BYTES].decode(errors='replace')}".rstrip("/")
         metadata = {**msgspec.structs.asdict(source), "topic": topic.hex(), "sequence_base": str(sequence_base)}
@@ -236,7 +225,7 @@ def _locked(path: Path) -> int:
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
-        raise impossible(path, "read", error) from None
+        raise recording.impossible(path, "read", error) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

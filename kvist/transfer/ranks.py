@@ -18,19 +18,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
-from kvist.transfer.commands import (
-    CancelFetch,
-    Command,
-    Fetch,
-    FetchCompleted,
-    FetchFailed,
-    FetchReleased,
-    Observer,
-    Offer,
-    OfferReleased,
-    Report,
-    WithdrawOffer,
-)
+from kvist.transfer import commands
 from kvist.transfer.service import Channel, KvTransferService, TransferStatistics
 
 logger = logging.getLogger(__name__)
@@ -42,10 +30,10 @@ class Tell(NamedTuple):
     """Give a command to a rank."""
 
     rank: int
-    command: Command
+    command: commands.Command
 
 
-RanksAction: TypeAlias = Tell | Report  # a report is for the engine
+RanksAction: TypeAlias = Tell | commands.Report  # a report is for the engine
 
 
 @dataclass(slots=True)
@@ -85,31 +73,31 @@ class Ranks:
         )
         return replace(total, sender=sender, receiver=receiver)
 
-    def command(self, command: Command) -> list[RanksAction]:
+    def command(self, command: commands.Command) -> list[RanksAction]:
         """Take a command of the engine's: of what has ended, or with a rank lost, nothing is asked of anybody."""
         ranks = set(range(self._num_ranks))
         match command:
-            case Offer(name) if self._lost:
-                return [OfferReleased(name, False)]
-            case Fetch(name) if self._lost:
-                return [FetchFailed(name, self._loss()), FetchReleased(name)]
-            case Offer(name):
+            case commands.Offer(name) if self._lost:
+                return [commands.OfferReleased(name, False)]
+            case commands.Fetch(name) if self._lost:
+                return [commands.FetchFailed(name, self._loss()), commands.FetchReleased(name)]
+            case commands.Offer(name):
                 self._offers[name] = _Shared(set(ranks))
-            case Fetch(name):
+            case commands.Fetch(name):
                 self._fetches[name] = _Shared(set(ranks))
-            case WithdrawOffer(name) | CancelFetch(name):
-                shared = (self._offers if isinstance(command, WithdrawOffer) else self._fetches).get(name)
+            case commands.WithdrawOffer(name) | commands.CancelFetch(name):
+                shared = (self._offers if isinstance(command, commands.WithdrawOffer) else self._fetches).get(name)
                 ranks = set() if shared is None else shared.unended
         return self._tell(ranks, command)
 
-    def reported(self, rank: int, report: Report) -> list[RanksAction]:
+    def reported(self, rank: int, report: commands.Report) -> list[RanksAction]:
         match report:
-            case OfferReleased(name, is_fetched):
+            case commands.OfferReleased(name, is_fetched):
                 given_up = [] if is_fetched else self._given_up(rank, name)
                 return given_up + self._offer_ended(rank, name)
-            case FetchFailed(name, reason):
+            case commands.FetchFailed(name, reason):
                 return self._failed(rank, name, reason if self._num_ranks == 1 else f"at rank {rank}: {reason}")
-            case FetchCompleted(name) | FetchReleased(name):
+            case commands.FetchCompleted(name) | commands.FetchReleased(name):
                 return self._fetch_ended(rank, name)
 
     def lost(self, rank: int) -> list[RanksAction]:
@@ -120,7 +108,7 @@ class Ranks:
 
     def _given_up(self, rank: int, name: str) -> list[RanksAction]:
         """Withdraw an offer from the others, once, if this rank has not released it."""
-        return self._tell(_fail(self._offers.get(name), rank), WithdrawOffer(name))
+        return self._tell(_fail(self._offers.get(name), rank), commands.WithdrawOffer(name))
 
     def _failed(self, rank: int, name: str, reason: str) -> list[RanksAction]:
         """Fail a fetch and cancel it on the others, once, if this rank has not ended it."""
@@ -129,7 +117,7 @@ class Ranks:
             return []
         self.num_failed += 1
         self._num_quarantined += 1
-        return [FetchFailed(name, reason), *self._tell(others, CancelFetch(name))]
+        return [commands.FetchFailed(name, reason), *self._tell(others, commands.CancelFetch(name))]
 
     def _offer_ended(self, rank: int, name: str) -> list[RanksAction]:
         offer = _pop_ended(self._offers, rank, name)
@@ -137,7 +125,7 @@ class Ranks:
             return []
         self.num_fetched += not offer.has_failed
         self.num_given_up += offer.has_failed
-        return [OfferReleased(name, not offer.has_failed)]
+        return [commands.OfferReleased(name, not offer.has_failed)]
 
     def _fetch_ended(self, rank: int, name: str) -> list[RanksAction]:
         fetch = _pop_ended(self._fetches, rank, name)
@@ -145,9 +133,9 @@ class Ranks:
             return []
         self.num_completed += not fetch.has_failed
         self._num_quarantined -= fetch.has_failed
-        return [FetchReleased(name) if fetch.has_failed else FetchCompleted(name)]
+        return [commands.FetchReleased(name) if fetch.has_failed else commands.FetchCompleted(name)]
 
-    def _tell(self, ranks: set[int] | None, command: Command) -> list[RanksAction]:
+    def _tell(self, ranks: set[int] | None, command: commands.Command) -> list[RanksAction]:
         return [Tell(rank, command) for rank in sorted((ranks or set()).difference(self._lost))]
 
     def _loss(self) -> str:
@@ -163,9 +151,9 @@ class RankedTransfers:
 
     def __init__(
         self,
-        open_service: Callable[[Callable[[Report], None]], KvTransferService],
+        open_service: Callable[[Callable[[commands.Report], None]], KvTransferService],
         channels: Sequence[Channel],
-        report: Callable[[Report], None],
+        report: Callable[[commands.Report], None],
         submit: Callable[[Callable[[], None]], None],
     ) -> None:
         self._ranks = Ranks(1 + len(channels))
@@ -187,7 +175,7 @@ class RankedTransfers:
     def is_alive(self) -> bool:
         return self._service.is_alive and not self._has_lost
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: commands.Observer) -> None:
         self._service.observe(observer)
 
     def start(self) -> None:
@@ -204,7 +192,7 @@ class RankedTransfers:
             channel.close()
         self._service.close(timeout_s)
 
-    def command(self, command: Command) -> None:
+    def command(self, command: commands.Command) -> None:
         """Have all ranks do what is asked, on the engine's thread; what comes of it is reported once.
 
         Rank 0 has sampled a token of an offered prompt's last step, so every rank has its part of the KV: the logits
@@ -221,7 +209,7 @@ class RankedTransfers:
         total = _sum([own, *self._followers.values()])
         return replace(self._ranks.count(total), fetch_seconds=own.fetch_seconds)
 
-    def _on_report(self, rank: int, report: Report) -> None:
+    def _on_report(self, rank: int, report: commands.Report) -> None:
         """Take a rank's report, on any thread."""
         self._submit(lambda: self._do(self._ranks.reported(rank, report)))
 
@@ -245,7 +233,7 @@ class RankedTransfers:
                 return
             for channel in cast(list[Channel], ready):
                 try:
-                    message: Report | TransferStatistics = channel.recv()
+                    message: commands.Report | TransferStatistics = channel.recv()
                 except (EOFError, OSError):
                     self._lose(ranks.pop(channel))
                     continue

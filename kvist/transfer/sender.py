@@ -11,32 +11,10 @@ from typing import NamedTuple
 import zmq
 
 from kvist.errors import InvalidValueError, MalformedMessageError
+from kvist.transfer import commands, messages
 from kvist.transfer.agents import PeerId, PeerUnreachableError, TransferAgent, Write, WriteState
 from kvist.transfer.bounce import Bounce
-from kvist.transfer.commands import (
-    HoldTimes,
-    Observer,
-    Offer,
-    OfferReleased,
-    Report,
-    TransferLimits,
-    WriteTimes,
-)
 from kvist.transfer.memory import BlockCountMismatchError, KvMemory
-from kvist.transfer.messages import (
-    Cancel,
-    ForeignRequest,
-    Hello,
-    Message,
-    Ping,
-    ReceiveRequest,
-    Refusal,
-    RefusalReason,
-    ResultStatus,
-    decode_message,
-    encode_message,
-    judge_request,
-)
 from kvist.transfer.sender_protocol import Answer, Free, SenderAction, SenderProtocol, StartWrite
 
 logger = logging.getLogger(__name__)
@@ -49,31 +27,31 @@ _MAX_MESSAGES_READ = 256  # in a turn, so that writes are polled however many co
 class _Receiver(NamedTuple):
     """A rank that has asked, as it has introduced itself, and how its memory is reached."""
 
-    hello: Hello
+    hello: messages.Hello
     peer: PeerId
 
 
 class _Held(NamedTuple):
     """Blocks that are held, and since when."""
 
-    offer: Offer
+    offer: commands.Offer
     began_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Write:
     receiver: str
-    request: ReceiveRequest
+    request: messages.ReceiveRequest
     write: Write
     is_bounced: bool
     began_s: float
 
-    def times(self, ended_s: float) -> WriteTimes:
+    def times(self, ended_s: float) -> commands.WriteTimes:
         write, error = self.write, None
         if write.state is not WriteState.DONE:
             error = write.reason or write.state.value
         counts = (write.size_bytes, write.num_fragments)
-        return WriteTimes(self.request.request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
+        return commands.WriteTimes(self.request.request_id, self.began_s, ended_s, *counts, self.is_bounced, error)
 
 
 class Sender:
@@ -87,8 +65,8 @@ class Sender:
         router: zmq.Socket[bytes],
         agent: TransferAgent,
         memory: KvMemory,
-        limits: TransferLimits,
-        report: Callable[[Report], None],
+        limits: commands.TransferLimits,
+        report: Callable[[commands.Report], None],
         bounce: Bounce | None,
     ) -> None:
         self._router = router
@@ -103,13 +81,13 @@ class Sender:
         self.num_malformed = 0
         self.num_refused_greetings = 0
         self.write_seconds = 0.0
-        self.observer: Observer = lambda _: None
+        self.observer: commands.Observer = lambda _: None
 
     @property
     def has_writes(self) -> bool:
         return bool(self._writes)
 
-    def offer(self, offer: Offer, now_s: float) -> None:
+    def offer(self, offer: commands.Offer, now_s: float) -> None:
         """Hold blocks until they are fetched, or nobody has come in time."""
         self._held[offer.remote_request_id] = _Held(offer, now_s)
         self.protocol.hold(offer.remote_request_id, now_s)
@@ -125,14 +103,14 @@ class Sender:
 
     def read(self) -> list[list[bytes]]:
         """Return the messages that have arrived, for `handle`."""
-        messages: list[list[bytes]] = []
-        while len(messages) < _MAX_MESSAGES_READ and self._router.poll(0):
-            messages.append(self._router.recv_multipart())
-        return messages
+        received: list[list[bytes]] = []
+        while len(received) < _MAX_MESSAGES_READ and self._router.poll(0):
+            received.append(self._router.recv_multipart())
+        return received
 
-    def handle(self, messages: list[list[bytes]], now_s: float) -> None:
-        """Do what the messages ask. Whatever was offered before they were read must have been offered here."""
-        for frames in messages:
+    def handle(self, received: list[list[bytes]], now_s: float) -> None:
+        """Do what the received messages ask. Whatever was offered before they were read must have been offered here."""
+        for frames in received:
             name = frames[0].decode("latin-1")  # whatever bytes it calls itself
             try:
                 if len(frames) != 2:
@@ -143,7 +121,7 @@ class Sender:
                 logger.warning("malformed transfer message source=%s reason=%s", name, error.reason)
                 # If it was to be a request, somebody waits for an answer.
                 told = error.reason[:_MAX_REASON_LEN]
-                self._send(name, Refusal(RefusalReason.MALFORMED, None, "a message", told))
+                self._send(name, messages.Refusal(messages.RefusalReason.MALFORMED, None, "a message", told))
 
     def poll_writes(self, now_s: float) -> None:
         for write in list(self._writes):
@@ -160,8 +138,8 @@ class Sender:
             if state is WriteState.ABANDONED:  # it may still run, so nobody is told that it does not
                 self._do(self.protocol.give_up(write.request.request_id), now_s)
                 continue
-            done = ResultStatus.BOUNCED if write.is_bounced else ResultStatus.SUCCESS
-            status = done if state is WriteState.DONE else ResultStatus.FAILED
+            done = messages.ResultStatus.BOUNCED if write.is_bounced else messages.ResultStatus.SUCCESS
+            status = done if state is WriteState.DONE else messages.ResultStatus.FAILED
             self._do(self.protocol.written(write.receiver, write.request.transfer_id, status), now_s)
 
     def tick(self, now_s: float) -> None:
@@ -170,23 +148,25 @@ class Sender:
     def ping(self, now_s: float) -> None:
         """Forget receivers whose connection is gone, and let go of their memory; whoever lives will ask again."""
         for name in list(self._receivers):
-            if not self._send(name, Ping()):
+            if not self._send(name, messages.Ping()):
                 logger.info("receiver gone name=%s", name)
                 self._forget(name)
                 self._do(self.protocol.receiver_gone(name), now_s)
 
     def _handle_message(self, name: str, payload: bytes, now_s: float) -> None:
-        match decode_message(payload, name):
-            case ReceiveRequest() | ForeignRequest() as request:
+        match messages.decode_message(payload, name):
+            case messages.ReceiveRequest() | messages.ForeignRequest() as request:
                 self._handle_request(name, request, now_s)
-            case Cancel() as cancel:
+            case messages.Cancel() as cancel:
                 self._do(self.protocol.cancelled(name, cancel), now_s)
             case _:
                 raise MalformedMessageError(name, "a message for a receiver")
 
-    def _handle_request(self, name: str, request: ReceiveRequest | ForeignRequest, now_s: float) -> None:
-        refusal = judge_request(self._memory.hello, request)
-        if refusal is None and isinstance(request, ReceiveRequest):
+    def _handle_request(
+        self, name: str, request: messages.ReceiveRequest | messages.ForeignRequest, now_s: float
+    ) -> None:
+        refusal = messages.judge_request(self._memory.hello, request)
+        if refusal is None and isinstance(request, messages.ReceiveRequest):
             refusal = self._reach(name, request)
             if refusal is None:
                 self._do(self.protocol.requested(name, request, now_s), now_s)
@@ -195,17 +175,19 @@ class Sender:
         self.num_refused_greetings += 1
         logger.warning("request refused name=%s reason=%s", name, refusal)
         self._send(name, refusal)
-        if isinstance(request, ReceiveRequest):  # what it will not fetch need not be held
-            self._do(self.protocol.cancelled(name, Cancel(request.transfer_id, request.request_id)), now_s)
+        if isinstance(request, messages.ReceiveRequest):  # what it will not fetch need not be held
+            self._do(self.protocol.cancelled(name, messages.Cancel(request.transfer_id, request.request_id)), now_s)
 
-    def _reach(self, name: str, request: ReceiveRequest) -> Refusal | None:
+    def _reach(self, name: str, request: messages.ReceiveRequest) -> messages.Refusal | None:
         """Connect to a receiver's memory, unless it is known as it is; return why that cannot be reached."""
         known = self._receivers.get(name)
         if known is None or known.hello != request.hello:
             try:
                 peer = self._agent.connect(request.hello.agent_metadata)
             except PeerUnreachableError as error:
-                return Refusal(RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason)
+                return messages.Refusal(
+                    messages.RefusalReason.AGENT, request.transfer_id, self._agent.kind, error.reason
+                )
             if known is not None and known.peer != peer:
                 self._forget(name)
             self._receivers[name] = _Receiver(request.hello, peer)
@@ -223,16 +205,16 @@ class Sender:
                     self._send(receiver, message)
                 case Free(request_id=request_id, is_fetched=is_fetched):
                     held = self._held.pop(request_id)
-                    self.observer(HoldTimes(request_id, held.began_s, now_s, is_fetched))
-                    self._report(OfferReleased(request_id, is_fetched))
+                    self.observer(commands.HoldTimes(request_id, held.began_s, now_s, is_fetched))
+                    self._report(commands.OfferReleased(request_id, is_fetched))
 
-    def _write(self, name: str, request: ReceiveRequest, now_s: float) -> None:
+    def _write(self, name: str, request: messages.ReceiveRequest, now_s: float) -> None:
         """Write in one piece where the receiver has room for that and so have we, else as it is."""
         offer, peer, room = self._held[request.request_id].offer, self._receivers[name].peer, request.room
         try:
             fragments = self._memory.fragments(offer.block_ids_per_group, offer.num_tokens, request)
             if not len(fragments):
-                self._do(self.protocol.written(name, request.transfer_id, ResultStatus.SUCCESS), now_s)
+                self._do(self.protocol.written(name, request.transfer_id, messages.ResultStatus.SUCCESS), now_s)
                 return
             bounced = None
             if self._bounce is not None and room is not None and fragments[:, 2].sum() == room.size_bytes:
@@ -241,7 +223,9 @@ class Sender:
         except (BlockCountMismatchError, InvalidValueError) as error:
             logger.warning("kv write refused receiver=%s reason=%s", name, error)
             is_miscounted = isinstance(error, BlockCountMismatchError)
-            reason = RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else RefusalReason.UNKNOWN_BLOCK
+            reason = (
+                messages.RefusalReason.BLOCK_COUNT_MISMATCH if is_miscounted else messages.RefusalReason.UNKNOWN_BLOCK
+            )
             self._do(self.protocol.rejected(name, request.transfer_id, reason), now_s)
         else:
             self._writes.append(_Write(name, request, write, bounced is not None, now_s))
@@ -254,10 +238,10 @@ class Sender:
         if receiver is not None and all(each.peer != receiver.peer for each in self._receivers.values()):
             self._agent.disconnect(receiver.peer)
 
-    def _send(self, name: str, message: Message) -> bool:
+    def _send(self, name: str, message: messages.Message) -> bool:
         """Return whether the receiver is there; one that reads nothing loses the message, and will ask again."""
         try:
-            self._router.send_multipart([name.encode("latin-1"), encode_message(message)], zmq.DONTWAIT)
+            self._router.send_multipart([name.encode("latin-1"), messages.encode_message(message)], zmq.DONTWAIT)
         except zmq.Again:
             return True
         except zmq.ZMQError as error:

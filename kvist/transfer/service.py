@@ -18,21 +18,9 @@ import zmq
 
 from kvist.errors import InvalidValueError
 from kvist.kvcache.sequences import root_digest
+from kvist.transfer import commands
 from kvist.transfer.agents import AgentStatistics, TransferAgent
 from kvist.transfer.bounce import Bounce, BounceStatistics
-from kvist.transfer.commands import (
-    CancelFetch,
-    Command,
-    Fetch,
-    FetchFailed,
-    FetchReleased,
-    Observer,
-    Offer,
-    OfferReleased,
-    Report,
-    TransferLimits,
-    WithdrawOffer,
-)
 from kvist.transfer.heads import WHOLE, Part
 from kvist.transfer.memory import KvMemory
 from kvist.transfer.messages import MAX_MESSAGE_BYTES, GroupShape, Hello, PoolPlace, slot_facts
@@ -112,12 +100,12 @@ class KvTransferService:
         endpoint: str,
         agent: TransferAgent,
         hello: Hello,
-        report: Callable[[Report], None],
-        limits: TransferLimits | None = None,
+        report: Callable[[commands.Report], None],
+        limits: commands.TransferLimits | None = None,
         bounce: Bounce | None = None,
         inlet: FollowerInlet | None = None,
     ) -> None:
-        limits = TransferLimits() if limits is None else limits
+        limits = commands.TransferLimits() if limits is None else limits
         self._agent = agent
         self._bounce = bounce
         self._inlet = inlet
@@ -146,7 +134,7 @@ class KvTransferService:
         memory = KvMemory(hello)
         self._sender = Sender(self._router, agent, memory, limits, report, bounce)
         self._receiver = Receiver(self._context, self._poller, memory, limits, report, bounce)
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[commands.Command] = queue.SimpleQueue()
         self._is_closing = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
@@ -155,7 +143,7 @@ class KvTransferService:
     def is_alive(self) -> bool:
         return self._thread.is_alive() and not self._has_ended
 
-    def observe(self, observer: Observer) -> None:
+    def observe(self, observer: commands.Observer) -> None:
         self._receiver.observer = self._sender.observer = observer
 
     def start(self) -> None:
@@ -173,7 +161,7 @@ class KvTransferService:
             self._bounce.close()
         self._agent.close(timeout_s)
 
-    def command(self, command: Command) -> None:
+    def command(self, command: commands.Command) -> None:
         self._commands.put(command)
         self._wake()
         if self._has_ended:  # maybe after it looked for commands the last time
@@ -242,24 +230,24 @@ class KvTransferService:
                 else:
                     self._obey(command, time.monotonic())
 
-    def _obey(self, command: Command, now_s: float) -> None:
+    def _obey(self, command: commands.Command, now_s: float) -> None:
         match command:
-            case Offer():
+            case commands.Offer():
                 self._sender.offer(command, now_s)
-            case Fetch():
+            case commands.Fetch():
                 self._receiver.fetch(command, now_s)
-            case CancelFetch(request_id):
+            case commands.CancelFetch(request_id):
                 self._receiver.cancel(request_id, now_s)
-            case WithdrawOffer(remote_request_id):
+            case commands.WithdrawOffer(remote_request_id):
                 self._sender.withdraw(remote_request_id, now_s)
 
-    def _answer(self, command: Command) -> None:
+    def _answer(self, command: commands.Command) -> None:
         match command:
-            case Offer(remote_request_id):
-                self._report(OfferReleased(remote_request_id, False))
-            case Fetch(request_id):
-                self._report(FetchFailed(request_id, _STOPPED))
-                self._report(FetchReleased(request_id))
+            case commands.Offer(remote_request_id):
+                self._report(commands.OfferReleased(remote_request_id, False))
+            case commands.Fetch(request_id):
+                self._report(commands.FetchFailed(request_id, _STOPPED))
+                self._report(commands.FetchReleased(request_id))
 
     def _wake(self) -> None:
         if not self._has_ended:
@@ -296,7 +284,7 @@ class FollowerInlet:
                 self.report(statistics)
         return True
 
-    def report(self, message: Report | TransferStatistics) -> None:
+    def report(self, message: commands.Report | TransferStatistics) -> None:
         with suppress(OSError):
             self._channel.send(message)
 

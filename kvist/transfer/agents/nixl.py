@@ -15,16 +15,7 @@ from time import monotonic
 import numpy as np
 
 from kvist.errors import InvalidValueError, MissingExtraError
-from kvist.transfer.agents.base import (
-    AgentMetadata,
-    Bytes,
-    Int64s,
-    PeerUnreachableError,
-    RegionId,
-    RegionTable,
-    TransferAgent,
-    allocate_pages,
-)
+from kvist.transfer.agents import base
 from kvist.transfer.agents.writes import PeerId, Steps, WriteFailedError
 
 try:
@@ -39,7 +30,7 @@ _logger = logging.getLogger(__name__)
 _NIXL_ERRORS = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
 
 
-class NixlAgent(TransferAgent):
+class NixlAgent(base.TransferAgent):
     """A `TransferAgent` over NIXL; `num_threads` is UCX's, None leaves its default."""
 
     kind = "nixl"
@@ -54,14 +45,14 @@ class NixlAgent(TransferAgent):
             sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         self._agent = nixl_agent(name, config)
-        self._handles: dict[RegionId, object] = {}
+        self._handles: dict[base.RegionId, object] = {}
         super().__init__(name, write_timeout_s=write_timeout_s)
 
-    def allocate(self, size_bytes: int) -> Bytes:
+    def allocate(self, size_bytes: int) -> base.Bytes:
         """Return host memory; any other can be registered as well."""
-        return allocate_pages(size_bytes)
+        return base.allocate_pages(size_bytes)
 
-    def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
+    def _register(self, region: base.RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:
         kind = "DRAM" if device_idx is None else "VRAM"
         try:
             self._handles[region] = self._agent.register_memory([(address, size_bytes, device_idx or 0, "")], kind)
@@ -69,7 +60,7 @@ class NixlAgent(TransferAgent):
             got = f"{size_bytes} bytes at {address:#x}"
             raise InvalidValueError("address", got, f"{kind} that NIXL can register ({error})") from error
 
-    def _deregister(self, region: RegionId) -> None:
+    def _deregister(self, region: base.RegionId) -> None:
         try:
             self._agent.deregister_memory(self._handles.pop(region))
         except _NIXL_ERRORS as error:
@@ -79,14 +70,14 @@ class NixlAgent(TransferAgent):
         details: bytes = self._agent.get_agent_metadata()
         return details
 
-    def _connect(self, metadata: AgentMetadata) -> RegionTable:
+    def _connect(self, metadata: base.AgentMetadata) -> base.RegionTable:
         if self._peers.pop(PeerId(metadata.name), None) is not None:
             self._disconnect(PeerId(metadata.name))
         try:
             self._agent.add_remote_agent(metadata.details)
         except _NIXL_ERRORS as error:
-            raise PeerUnreachableError(metadata.name, f"NIXL does not take its metadata ({error})") from error
-        return RegionTable(f"peer {metadata.name!r}", metadata.regions)
+            raise base.PeerUnreachableError(metadata.name, f"NIXL does not take its metadata ({error})") from error
+        return base.RegionTable(f"peer {metadata.name!r}", metadata.regions)
 
     def _disconnect(self, peer: PeerId) -> None:
         try:
@@ -105,11 +96,11 @@ class NixlAgent(TransferAgent):
             self._deregister(region)
         return True
 
-    def _begin(self, peer: PeerId, known: RegionTable, table: RegionTable, array: Int64s) -> Steps:
+    def _begin(self, peer: PeerId, known: base.RegionTable, table: base.RegionTable, array: base.Int64s) -> Steps:
         local = _descriptors("local_address", table, array[:, 0], array[:, 2])
         return self._steps(peer, local, _descriptors("remote_address", known, array[:, 1], array[:, 2]))
 
-    def _steps(self, peer: PeerId, local: tuple[str, Int64s], remote: tuple[str, Int64s]) -> Steps:
+    def _steps(self, peer: PeerId, local: tuple[str, base.Int64s], remote: tuple[str, base.Int64s]) -> Steps:
         """Post one write of all descriptors and poll it; whatever ends it early, NIXL is asked to cancel it."""
         handle = None
         try:
@@ -175,7 +166,9 @@ def parse_num_threads(setting: str | None) -> int | None:
     return num_threads
 
 
-def _descriptors(field: str, table: RegionTable, addresses: Int64s, sizes: Int64s) -> tuple[str, Int64s]:
+def _descriptors(
+    field: str, table: base.RegionTable, addresses: base.Int64s, sizes: base.Int64s
+) -> tuple[str, base.Int64s]:
     """Return the kind of memory, and rows of address, size and device."""
     idx = table.find(field, addresses, sizes)
     is_device, devices = table.devices_of(field, idx)

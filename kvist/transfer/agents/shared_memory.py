@@ -18,19 +18,7 @@ import msgspec
 import numpy as np
 
 from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.transfer.agents.base import (
-    Address,
-    AgentMetadata,
-    Bytes,
-    Int64s,
-    PeerUnreachableError,
-    Region,
-    RegionId,
-    RegionTable,
-    Size,
-    TransferAgent,
-    allocate_pages,
-)
+from kvist.transfer.agents import base
 from kvist.transfer.agents.writes import PeerId, Steps, WriteFailedError
 
 # What a peer writes to is memory of an agent's, and never any other file of its user's.
@@ -44,8 +32,8 @@ _STEP_FRAGMENTS = 256
 class _File(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """An allocation: its address at the owner, and the descriptor by which the owner holds it."""
 
-    address: Address
-    size_bytes: Size
+    address: base.Address
+    size_bytes: base.Size
     fd: Annotated[int, msgspec.Meta(ge=0)]
     inode: int
 
@@ -61,16 +49,16 @@ _details_decoder = msgspec.msgpack.Decoder(_Details)
 class _Peer:
     """A peer's mapped memory, and a descriptor that tells when its process has ended. Freed with the last user."""
 
-    def __init__(self, metadata: AgentMetadata, details: _Details) -> None:
+    def __init__(self, metadata: base.AgentMetadata, details: _Details) -> None:
         self.name = metadata.name
-        self.table = RegionTable(f"peer {self.name!r}", metadata.regions)
+        self.table = base.RegionTable(f"peer {self.name!r}", metadata.regions)
         self._files = _files_table(metadata, details.files)
         if _is_this_process(details.pid):  # it would have us write to our own memory
-            raise PeerUnreachableError(self.name, f"process {details.pid} is this one")
+            raise base.PeerUnreachableError(self.name, f"process {details.pid} is this one")
         try:
             self._pidfd = os.pidfd_open(details.pid)
         except (OSError, ValueError, OverflowError) as error:
-            raise PeerUnreachableError(self.name, f"no process {details.pid} here ({error})") from error
+            raise base.PeerUnreachableError(self.name, f"no process {details.pid} here ({error})") from error
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
         files = sorted(details.files, key=lambda file: file.address)
@@ -80,7 +68,7 @@ class _Peer:
         )
         # The process that the descriptor is of was alive while its files were opened, so they are its own.
         if self.has_died():
-            raise PeerUnreachableError(self.name, f"process {details.pid} has died")
+            raise base.PeerUnreachableError(self.name, f"process {details.pid} has died")
 
     def __del__(self) -> None:
         """Let go of the process; a constructor that failed may not have got hold of it."""
@@ -90,44 +78,44 @@ class _Peer:
     def has_died(self) -> bool:
         return bool(self._poll.poll(0))
 
-    def local_addresses(self, remote: Int64s, sizes: Int64s) -> Int64s:
+    def local_addresses(self, remote: base.Int64s, sizes: base.Int64s) -> base.Int64s:
         """Return where pieces at the peer are mapped here; raises InvalidValueError for one outside its mapping."""
         return remote + self._offsets[self._files.find("remote_address", remote, sizes)]
 
-    def _map(self, pid: int, file: _File) -> Bytes:
+    def _map(self, pid: int, file: _File) -> base.Bytes:
         try:
             fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise PeerUnreachableError(self.name, f"its memory cannot be opened ({error})") from error
+            raise base.PeerUnreachableError(self.name, f"its memory cannot be opened ({error})") from error
         try:
             status = os.fstat(fd)
             is_memory = os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_FILE_PREFIX}")
             is_fixed = is_memory and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not is_fixed or status.st_ino != file.inode or status.st_size < file.size_bytes:
-                raise PeerUnreachableError(self.name, f"descriptor {file.fd} of process {pid} is not its memory")
-            return allocate_pages(file.size_bytes, fd)
+                raise base.PeerUnreachableError(self.name, f"descriptor {file.fd} of process {pid} is not its memory")
+            return base.allocate_pages(file.size_bytes, fd)
         except (OSError, ValueError) as error:
-            raise PeerUnreachableError(self.name, f"its memory cannot be mapped ({error})") from error
+            raise base.PeerUnreachableError(self.name, f"its memory cannot be mapped ({error})") from error
         finally:
             os.close(fd)
 
 
-class SharedMemoryAgent(TransferAgent):
+class SharedMemoryAgent(base.TransferAgent):
     """A `TransferAgent` for processes of one host and one user; needs no extra install, moves host memory only."""
 
     kind = "shared_memory"
 
     def __init__(self, name: str, *, write_timeout_s: float = 30.0) -> None:
         super().__init__(name, write_timeout_s=write_timeout_s)
-        self._allocations: dict[int, tuple[_File, Bytes]] = {}
+        self._allocations: dict[int, tuple[_File, base.Bytes]] = {}
 
-    def allocate(self, size_bytes: int) -> Bytes:
+    def allocate(self, size_bytes: int) -> base.Bytes:
         """Return memory that a peer can map; the agent keeps it until it is closed."""
         fd = os.memfd_create(f"{_FILE_PREFIX}{self.name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, max(size_bytes, 0))
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # or a peer that writes could be killed by it
-            memory = allocate_pages(size_bytes, fd)
+            memory = base.allocate_pages(size_bytes, fd)
         except BaseException:
             os.close(fd)
             raise
@@ -136,7 +124,7 @@ class SharedMemoryAgent(TransferAgent):
             self._allocations[address] = (_File(address, size_bytes, fd, os.fstat(fd).st_ino), memory)
         return memory
 
-    def _register(self, region: RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:  # noqa: ARG002
+    def _register(self, region: base.RegionId, address: int, size_bytes: int, device_idx: int | None) -> None:  # noqa: ARG002
         if device_idx is not None:
             raise InvalidValueError("device_idx", device_idx, "None: shared memory is the host's")
         files = (file for file, _ in self._allocations.values())
@@ -147,14 +135,14 @@ class SharedMemoryAgent(TransferAgent):
     def _details(self) -> bytes:
         return msgspec.msgpack.encode(_Details(os.getpid(), tuple(file for file, _ in self._allocations.values())))
 
-    def _connect(self, metadata: AgentMetadata) -> _Peer:
+    def _connect(self, metadata: base.AgentMetadata) -> _Peer:
         try:
             details = _details_decoder.decode(metadata.details)
         except (ValueError, RecursionError) as error:
             raise MalformedMessageError(f"agent {metadata.name!r}", f"its files: {error}") from error
         return _Peer(metadata, details)
 
-    def _begin(self, peer: PeerId, known: _Peer, table: RegionTable, array: Int64s) -> Steps:  # noqa: ARG002
+    def _begin(self, peer: PeerId, known: _Peer, table: base.RegionTable, array: base.Int64s) -> Steps:  # noqa: ARG002
         table.find("local_address", array[:, 0], array[:, 2])
         known.table.find("remote_address", array[:, 1], array[:, 2])
         return _copy(known, known.local_addresses(array[:, 1], array[:, 2]), array)
@@ -168,14 +156,14 @@ class SharedMemoryAgent(TransferAgent):
         return has_ended
 
 
-def _files_table(metadata: AgentMetadata, files: Sequence[_File]) -> RegionTable:
+def _files_table(metadata: base.AgentMetadata, files: Sequence[_File]) -> base.RegionTable:
     """Return a peer's files, each in its own place and every region in one; raises MalformedMessageError."""
     source = f"agent {metadata.name!r}"
-    regions = sorted((Region(file.address, file.size_bytes) for file in files), key=lambda region: region.address)
+    regions = sorted((base.Region(file.address, file.size_bytes) for file in files), key=lambda region: region.address)
     for before, after in pairwise(regions):
         if before.address + before.size_bytes > after.address:
             raise MalformedMessageError(source, f"its files overlap at {after.address:#x}")
-    table = RegionTable(source, regions)
+    table = base.RegionTable(source, regions)
     if metadata.regions:
         addresses, sizes = np.array([(region.address, region.size_bytes) for region in metadata.regions], np.int64).T
         try:
@@ -189,7 +177,7 @@ def _is_this_process(pid: int) -> bool:
     return pid == os.getpid()
 
 
-def _copy(peer: _Peer, targets: Int64s, fragments: Int64s) -> Steps:
+def _copy(peer: _Peer, targets: base.Int64s, fragments: base.Int64s) -> Steps:
     """Copy in steps, and look before each and at the end whether the peer still lives."""
     rows = zip(targets.tolist(), fragments[:, 0].tolist(), fragments[:, 2].tolist(), strict=True)
     num_bytes = num_fragments = 0

@@ -13,16 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DeliverPolicy,
-    DiscardPolicy,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js import JetStreamContext, api
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message, ReplayRequest
@@ -64,14 +55,14 @@ async def ensure_stream(client: Client, url: BrokerUrl) -> None:
             )
 
 
-async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> StreamConfig:
+async def _created(client: Client, url: BrokerUrl, limits: dict[str, int]) -> api.StreamConfig:
     name = url.options["jetstream"]
-    config = StreamConfig(
+    config = api.StreamConfig(
         name=name,
         subjects=[_subjects(url)],
-        retention=RetentionPolicy.LIMITS,
-        discard=DiscardPolicy.OLD,
-        storage=StorageType.FILE,
+        retention=api.RetentionPolicy.LIMITS,
+        discard=api.DiscardPolicy.OLD,
+        storage=api.StorageType.FILE,
         max_age=limits["max_age_s"],
         max_bytes=limits["max_bytes"],
     )
@@ -116,10 +107,10 @@ class StreamReader:
 @asynccontextmanager
 async def read_stream(client: Client, stream: str, subject: str, start_sequence: int) -> AsyncIterator[StreamReader]:
     """Read the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on."""
-    config = ConsumerConfig(
-        deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+    config = api.ConsumerConfig(
+        deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
         opt_start_seq=start_sequence,
-        ack_policy=AckPolicy.NONE,
+        ack_policy=api.AckPolicy.NONE,
         inactive_threshold=CONSUMER_TIMEOUT_S,
         mem_storage=True,
     )
