@@ -108,6 +108,7 @@ class KvMemory:
         return tuple(prompt_blocks(table, num_tokens, size, num_cached_tokens) for table in tables)
 
     def num_bytes(self, block_ids_per_group: BlockIds) -> int:
+        """Return the bytes of these blocks, a list a group."""
         pools = self.hello.pools
         return sum(len(ids) * pool.slot_bytes for ids, pool in zip(block_ids_per_group, pools, strict=True))
 

@@ -110,6 +110,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     @property
     def part(self) -> Part:
+        """Return which rank it is, and of how many."""
         return Part(self.tensor_parallel_rank, self.tensor_parallel_size)
 
 
@@ -178,6 +179,7 @@ class Refusal(msgspec.Struct, tag="refusal", array_like=True, frozen=True, gc=Fa
     theirs: str = ""
 
     def __str__(self) -> str:
+        """Return the reason and both values, for logs and error messages."""
         return f"{self.reason.value}: ours={self.ours} theirs={self.theirs}" if self.ours else self.reason.value
 
 
