@@ -92,14 +92,15 @@ async def in_thread(write: Callable[..., object], *arguments: object) -> None:
 
 
 @contextmanager
-def exclusive_folder(field: str, folder: Path) -> Iterator[None]:
+def exclusive_folder(field: str, folder: Path, name: str = "lock", user: str = "process") -> Iterator[None]:
     """Have a folder, made if it is not there, for this process alone until the context ends.
 
-    Raises InvalidValueError, about `field`, if it cannot be written, or naming the process that has it.
+    That holds among those who lock a file of this name in it. Raises InvalidValueError, about `field`, if the folder
+    cannot be written, or naming the process that has it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InvalidValueError(field, str(folder), f"a folder that can be written ({error})") from None
     try:
@@ -107,7 +108,7 @@ def exclusive_folder(field: str, folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(lock, 20, 0).decode("ascii", "replace") or "unknown"
-            expected = f"a folder that no other process uses, as pid {holder} does"
+            expected = f"a folder that no other {user} uses, as pid {holder} does"
             raise InvalidValueError(field, str(folder), expected) from None
         os.truncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)

@@ -33,21 +33,8 @@ from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from kvist.events.patience import NO_REPLAY, Patience, Presence, SessionLimits
+from kvist.events.patience import Patience, Presence, SessionLimits
 from kvist.events.types import Holding
-
-__all__ = [
-    "NO_REPLAY",
-    "Apply",
-    "Clear",
-    "ClearReason",
-    "Holding",
-    "Restore",
-    "Session",
-    "SessionLimits",
-    "SourceState",
-    "Step",
-]
 
 MAX_SEQUENCE = (1 << 63) - 1
 """What has a number beyond it is passed over: no peer gets there, and what follows must fit in 64 bits."""

@@ -11,21 +11,11 @@ from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.follow import Question
-from kvist.events.session import (
-    NO_REPLAY,
-    Apply,
-    Clear,
-    ClearReason,
-    Holding,
-    Restore,
-    Session,
-    SessionLimits,
-    SourceState,
-    Step,
-)
+from kvist.events.patience import NO_REPLAY, SessionLimits
+from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
-from kvist.events.types import MAX_RANKS, GroupRule, SnapshotPart
+from kvist.events.types import MAX_RANKS, GroupRule, Holding, SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
 from kvist.indexer.restoring import Answer, is_heartbeat, read_answer, restore
 from kvist.indexer.statistics import RankBound, SourceCounters

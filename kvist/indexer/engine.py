@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
+from kvist.events.patience import SessionLimits
+from kvist.events.session import Apply, Clear, Session, SourceState, Step
 from kvist.events.transports import Message, MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
 from kvist.indexer.statistics import RankBound, SourceCounters

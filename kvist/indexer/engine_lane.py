@@ -107,9 +107,7 @@ class EngineRank:
         self.others = self._splitter.others
         self._forget_verdicts()
         # Partial blocks are never published, so nothing here depends on whether they are remembered.
-        self._normaliser = Normaliser(
-            self._block_size, rank=self._source.rank, max_partial_blocks=1, holdings=self.residency
-        )
+        self._normaliser = Normaliser(self._block_size, rank=self._source.rank, holdings=self.residency)
 
     def _forget_verdicts(self) -> None:
         """Forget how events fare: the filter has changed, or which other groups there are."""

@@ -15,7 +15,8 @@ from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
-from kvist.events.session import NO_REPLAY, Session, SourceState
+from kvist.events.patience import NO_REPLAY
+from kvist.events.session import Session, SourceState
 from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START
 from kvist.indexer.canonical import CanonicalFollower

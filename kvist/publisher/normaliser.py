@@ -38,14 +38,13 @@ class Status(StrEnum):
     NO_TOKENS = "no_tokens"
     UNKNOWN_LORA = "unknown_lora"
     HASH_REUSED = "hash_reused"
-    PARTIAL_BLOCK_FORGOTTEN = "partial_block_forgotten"
+    PARTIAL_BLOCK = "partial_block"
 
 
 @dataclass(frozen=True, slots=True)
 class NormaliserStatistics:
     """What one rank's normaliser did since it was made."""
 
-    num_partial_blocks: int
     num_stored_blocks: int
     num_removed_blocks: int
     num_by_status: Mapping[Status, int]
@@ -65,21 +64,15 @@ class Normaliser:
         *,
         rank: int = 0,
         lora_names: Mapping[int, str] | None = None,
-        max_partial_blocks: int = 65_536,
         holdings: Holdings | None = None,
     ) -> None:
         """Keep what is held in `holdings`, by default a `Residency`."""
         if block_size <= 0:
             raise InvalidValueError("block_size", block_size, "a positive number of tokens")
-        if max_partial_blocks <= 0:
-            raise InvalidValueError("max_partial_blocks", max_partial_blocks, "a positive number of blocks")
         self._block_size = block_size
         self._rank = rank
         self._lora_names = dict(lora_names or {})
-        self._max_partial_blocks = max_partial_blocks
         self._residency: Holdings = Residency() if holdings is None else holdings
-        # Blocks reported before they were full, oldest first: never published, so their removal is not either.
-        self._partial_blocks: dict[EngineHash, None] = {}
         self._num_stored_blocks = 0
         self._num_removed_blocks = 0
         self._num_by_status: Counter[Status] = Counter()
@@ -91,12 +84,10 @@ class Normaliser:
         if isinstance(event, EngineStored):
             return self._stored(event)
         self._residency.clear()
-        self._partial_blocks.clear()
         return (Cleared(),)
 
     def statistics(self) -> NormaliserStatistics:
         return NormaliserStatistics(
-            num_partial_blocks=len(self._partial_blocks),
             num_stored_blocks=self._num_stored_blocks,
             num_removed_blocks=self._num_removed_blocks,
             num_by_status=MappingProxyType(dict(self._num_by_status)),
@@ -173,11 +164,8 @@ class Normaliser:
             if removed:
                 self._num_removed_blocks += len(removed)
                 events.append(Removed(_pack(removed), tier))
-        for engine_hash in missing or ():
-            if engine_hash in self._partial_blocks:
-                del self._partial_blocks[engine_hash]
-            else:
-                self._num_by_status[Status.BLOCK_NOT_FOUND] += 1
+        if missing:  # also of blocks that were not full when they were reported, and so never published
+            self._num_by_status[Status.BLOCK_NOT_FOUND] += len(missing)
         return tuple(events)
 
     def _is_plain(self, event: EngineStored) -> bool:
@@ -209,7 +197,7 @@ class Normaliser:
             if engine_hash is None:
                 break
             if length != self._block_size:
-                self._end_chain_at(engine_hash, length)
+                self._end_chain_at(length)
                 break
             if engine_hash in seen:
                 self._num_by_status[Status.INVALID_BLOCK_SEQUENCE] += 1
@@ -218,7 +206,7 @@ class Normaliser:
             leading.append(engine_hash)
         return leading
 
-    def _end_chain_at(self, engine_hash: EngineHash, length: int) -> None:
+    def _end_chain_at(self, length: int) -> None:
         if length > self._block_size:
             self._num_by_status[Status.OVERSIZE_BLOCK] += 1
             is_told = self._num_by_status[Status.WRONG_BLOCK_SIZE] > 0
@@ -227,10 +215,7 @@ class Normaliser:
                     "block left out: too long rank=%d length=%d block_size=%d", self._rank, length, self._block_size
                 )
             return
-        self._partial_blocks[engine_hash] = None
-        if len(self._partial_blocks) > self._max_partial_blocks:
-            del self._partial_blocks[next(iter(self._partial_blocks))]
-            self._num_by_status[Status.PARTIAL_BLOCK_FORGOTTEN] += 1
+        self._num_by_status[Status.PARTIAL_BLOCK] += 1
 
     def _scope(self, lora_name: str | None, cache_salt: str | None, parent: int | None) -> Scope:
         if parent is not None and (lora_name is None or cache_salt is None):

@@ -8,24 +8,22 @@ All integers are little-endian. What is kept by block stands in columns of u64, 
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import numpy as np
 from xxhash import xxh3_64
 
-from kvist.errors import InvalidValueError
 from kvist.events.engine_events import EngineHash
 from kvist.events.types import GroupRule, NonNegative, Positive, Rank, Tier
-from kvist.files import write_atomically
+from kvist.files import exclusive_folder, write_atomically
 from kvist.publisher.filter import FilterState
 from kvist.publisher.holdings import Scope
 from kvist.publisher.residency import Residency
@@ -193,22 +191,15 @@ def _items(column: bytes) -> list[int]:
     return items
 
 
-class StateStore:
-    """Keeps the state of the sidecar of one worker in a folder; methods block, and do file I/O."""
+class StateStore(ExitStack):
+    """Keeps the state of the sidecar of one worker in a folder, until it is closed; methods block, and do file I/O."""
 
     def __init__(self, folder: Path, worker: str) -> None:
         """Make the folder if needed and lock the file; raises InvalidValueError if either is impossible."""
+        super().__init__()
         self.path = folder / f"sidecar-{worker}.state"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / f"{self.path.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise InvalidValueError("state_dir", str(folder), f"a folder that can be written ({error})") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise InvalidValueError("state_dir", str(folder), f"no other sidecar of worker {worker}") from None
+        lock = exclusive_folder("state_dir", folder, f"{self.path.name}.lock", f"sidecar of worker {worker}")
+        self.enter_context(lock)
 
     def load(self) -> SidecarState | None:
         """Return what was saved last, None for nothing; what cannot be read is logged and set aside."""
@@ -225,15 +216,6 @@ class StateStore:
     def save(self, state: SidecarState) -> int:
         """Replace what was saved; return the size in bytes. Raises OSError, and what was saved is still there."""
         return write_atomically(self.path, (pack(state),))
-
-    def close(self) -> None:
-        os.close(self._lock)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _set_aside(self, aside: Path) -> None:
         try:

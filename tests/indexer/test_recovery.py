@@ -11,7 +11,8 @@ import pytest
 
 from kvist.events import WorkerRank
 from kvist.events.codec import decode_snapshot_part, encode_snapshot_part, is_snapshot_part
-from kvist.events.session import SessionLimits, SourceState
+from kvist.events.patience import SessionLimits
+from kvist.events.session import SourceState
 from kvist.events.snapshot import SnapshotAssembly
 from kvist.events.transports import Endpoint, Message
 from kvist.events.transports.memory import MemoryPublication

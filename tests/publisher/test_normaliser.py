@@ -92,13 +92,13 @@ def test_a_partial_block_ends_the_chain_and_its_removal_is_not_published(normali
     assert normaliser.normalise(event) == (Stored(pack(C1, C2)),)
     assert normaliser.normalise(remove(3, 2)) == (Removed(pack(C2)),)
     assert normaliser.normalise(remove(3)) == ()
-    assert counts(normaliser) == {Status.BLOCK_NOT_FOUND: 1}
+    assert counts(normaliser) == {Status.PARTIAL_BLOCK: 1, Status.BLOCK_NOT_FOUND: 2}
 
 
 def test_a_store_of_one_partial_block_publishes_nothing(normaliser):
     assert normaliser.normalise(store(1, token_ids=[1, 2], block_lengths=[2])) == ()
     assert normaliser.normalise(remove(1)) == ()
-    assert counts(normaliser) == {}
+    assert counts(normaliser) == {Status.PARTIAL_BLOCK: 1, Status.BLOCK_NOT_FOUND: 1}
 
 
 def test_blocks_behind_a_partial_one_are_not_published(normaliser):
@@ -109,25 +109,6 @@ def test_blocks_behind_a_partial_one_are_not_published(normaliser):
 def test_a_partial_block_that_is_stored_full_later_can_be_removed(normaliser):
     normaliser.normalise(store(1, token_ids=[1, 2], block_lengths=[2]))
     assert normalise_all(normaliser, store(1), remove(1)) == [Stored(pack(C1)), Removed(pack(C1))]
-
-
-def test_partial_blocks_of_two_ranks_do_not_interact():
-    rank_0, rank_1 = Normaliser(B, rank=0), Normaliser(B, rank=1)
-    for normaliser in (rank_0, rank_1):
-        assert normaliser.normalise(store(9, token_ids=[1, 2], block_lengths=[2])) == ()
-    assert rank_0.normalise(remove(9)) == ()
-    assert rank_1.normalise(remove(9)) == ()
-    assert counts(rank_0) == counts(rank_1) == {}
-
-
-def test_the_partial_blocks_remembered_are_bounded_and_those_forgotten_counted():
-    normaliser = Normaliser(B, max_partial_blocks=2)
-    for engine_hash in (1, 2, 3):
-        normaliser.normalise(store(engine_hash, token_ids=[1], block_lengths=[1]))
-    assert normaliser.statistics().num_partial_blocks == 2
-    assert counts(normaliser) == {Status.PARTIAL_BLOCK_FORGOTTEN: 1}
-    assert normaliser.normalise(remove(1, 2, 3)) == ()
-    assert counts(normaliser)[Status.BLOCK_NOT_FOUND] == 1
 
 
 def test_a_hole_ends_the_chain(normaliser):
@@ -330,10 +311,9 @@ def test_memory_is_that_of_the_blocks_held(normaliser):
     assert not any(held)
 
 
-@pytest.mark.parametrize("name", ["block_size", "max_partial_blocks"])
-def test_a_bound_that_is_not_positive_is_refused(name):
-    with pytest.raises(InvalidValueError, match=name):
-        Normaliser(**{"block_size": B, name: 0})
+def test_a_block_size_that_is_not_positive_is_refused():
+    with pytest.raises(InvalidValueError, match="block_size"):
+        Normaliser(0)
 
 
 # Filter and normaliser together, against a model of the engine.

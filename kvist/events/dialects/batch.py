@@ -16,8 +16,8 @@ _MM_HASH_LENGTH = 16
 class DecodedEngineBatch(NamedTuple):
     """An engine's batch. `rank` and `timestamp_s` are None where the engine does not say; events then have rank 0.
 
-    Ignored events are of a type, medium or kind of cache that is never indexed. Unhashable blocks hold something
-    whose canonical hash cannot be derived, such as prompt embeddings: their chain ends before them.
+    Ignored events are of a type, medium or kind of cache that is never indexed. A block of something whose canonical
+    hash cannot be derived, such as prompt embeddings, has the hash None: its chain ends before it.
     """
 
     timestamp_s: float | None
@@ -25,7 +25,6 @@ class DecodedEngineBatch(NamedTuple):
     events: tuple[EngineEvent, ...]
     num_ignored_events: int = 0
     num_malformed_events: int = 0
-    num_unhashable_blocks: int = 0
 
 
 def fold_hash(engine_hash: EngineHash) -> int:

@@ -114,7 +114,7 @@ def decode(
     Where the `tracker` finds a gap in their ids the rank is cleared: what is missing may have been a removal.
     """
     decoded: list[EngineEvent] = []
-    num_ignored = num_malformed = num_unhashable = 0
+    num_ignored = num_malformed = 0
     for raw in events:
         if tracker is not None:
             decoded += _observe_id(raw, tracker)
@@ -128,9 +128,8 @@ def decode(
                 num_malformed += 1
             continue
         num_ignored += isinstance(event.data, _Updated)
-        num_unhashable += sum(e.block_hashes.count(None) for e in engine_events if isinstance(e, EngineStored))
         decoded += engine_events
-    return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed, num_unhashable)
+    return DecodedEngineBatch(None, None, tuple(decoded), num_ignored, num_malformed)
 
 
 def _observe_id(raw: object, tracker: EventIdTracker) -> list[EngineEvent]:

@@ -110,7 +110,6 @@ def test_images_salt_and_adapter_are_read():
 def test_a_chain_ends_before_a_block_that_cannot_be_hashed(fields):
     decoded = trtllm.decode([stored(block(1, 1, 2, 3, 4), block(2, 5, 6, 7, 8) | fields)], B)
     assert decoded.events[0].block_hashes == [1, None]
-    assert decoded.num_unhashable_blocks == 1
 
 
 def test_blocks_of_two_cache_levels_become_two_chained_events():
