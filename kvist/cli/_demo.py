@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
 
 _NUM_ROUNDS = 2
 _NUM_CLIENTS = 4
@@ -30,6 +31,8 @@ _MAX_TOKENS = 24
 _REQUEST_TIMEOUT_S = 120.0
 _SETTLE_TIMEOUT_S = 10.0
 _MAX_QUOTE_CHARS = 240
+
+_open = build_opener(ProxyHandler({})).open  # of this machine, whatever proxy the environment names
 
 _RULES = """Answer in complete sentences and say only what the documentation says. When a function raises an
 exception, name the exception and the condition. When an argument has a default value, state the default value. When the
@@ -161,20 +164,17 @@ def _ask(url: str, model: str, title: str, messages: list[dict[str, str]]) -> Se
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_REQUEST_TIMEOUT_S)
+    # As somebody on this machine, wherever the router listens: it tells administrators which worker answered.
+    headers = {"content-type": "application/json", "host": "localhost"}
+    request = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     start = time.perf_counter()
     try:
-        # As somebody on this machine, wherever the router listens: it tells administrators which worker answered.
-        headers = {"content-type": "application/json", "host": "localhost"}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != http.client.OK:
-            return Served(title, error=f"HTTP {response.status}: {response.read()[:200].decode(errors='replace')}")
-        return _read_stream(title, response, start)
+        with _open(request, timeout=_REQUEST_TIMEOUT_S) as response:
+            return _read_stream(title, response, start)
+    except HTTPError as error:
+        return Served(title, error=f"HTTP {error.code}: {error.read()[:200].decode(errors='replace')}")
     except (OSError, http.client.HTTPException, ValueError) as error:
         return Served(title, error=f"{type(error).__name__}: {error}")
-    finally:
-        connection.close()
 
 
 def _read_stream(title: str, response: http.client.HTTPResponse, start: float) -> Served:
@@ -214,16 +214,12 @@ def _flush(worker_urls: list[str], router_url: str) -> None:
 
 def fetch(url: str, path: str, *, method: str = "GET") -> bytes:
     """Return the body of an answer; raises OSError when the server refuses."""
-    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=10)
     try:
-        connection.request(method, path)
-        response = connection.getresponse()
-        body = response.read()
-        if response.status >= http.client.BAD_REQUEST:
-            raise ConnectionRefusedError(f"{method} {url}{path}: HTTP {response.status}")
-        return body
-    finally:
-        connection.close()
+        with _open(Request(f"{url}{path}", method=method), timeout=10) as response:
+            body: bytes = response.read()
+            return body
+    except HTTPError as error:
+        raise ConnectionRefusedError(f"{method} {url}{path}: HTTP {error.code}") from None
 
 
 def metric(url: str, name: str) -> float:

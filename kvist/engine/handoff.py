@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvist.engine.request import RemoteDecode, RemotePrefill, Request
 from kvist.errors import InvalidValueError
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _MAX_HELD = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class HandoffStatistics:
     """Sequences in the reach of other workers now, and counts since the start.
 
@@ -49,7 +49,7 @@ class Handoffs:
         self._held: dict[str, SequenceBlocks] = {}
         self._receiving: dict[str, Request] = {}
         self._abandoned: dict[str, SequenceBlocks] = {}
-        self._num_offered = self._num_fetched = self._num_failed = self._num_fallbacks = 0
+        self._counts = HandoffStatistics()
 
     @property
     def has_room_to_hold(self) -> bool:
@@ -59,7 +59,7 @@ class Handoffs:
         """Hold a computed prompt's blocks; return the name to fetch them by, which nobody can guess or meet twice."""
         remote_request_id = uuid.uuid4().hex
         self._held[remote_request_id] = blocks
-        self._num_offered += 1
+        self._counts.num_offered += 1
         self._command(commands.Offer(remote_request_id, num_tokens, _lists(blocks)))
         return remote_request_id
 
@@ -92,7 +92,7 @@ class Handoffs:
             return None
         assert request.blocks is not None
         self._kv_cache.accept(request.blocks, request.token_ids)
-        self._num_fetched += 1
+        self._counts.num_fetched += 1
         return request
 
     def fetch_failed(self, request_id: str, reason: str) -> Request | None:
@@ -102,8 +102,8 @@ class Handoffs:
             return None
         logger.warning("kv transfer failed request_id=%s reason=%s", request_id, reason)
         self._leave(request)
-        self._num_failed += 1
-        self._num_fallbacks += self.is_fallback_allowed
+        self._counts.num_failed += 1
+        self._counts.num_fallbacks += self.is_fallback_allowed
         return request
 
     def fetch_released(self, request_id: str) -> None:
@@ -119,15 +119,8 @@ class Handoffs:
         return True
 
     def statistics(self) -> HandoffStatistics:
-        return HandoffStatistics(
-            len(self._held),
-            len(self._receiving),
-            len(self._abandoned),
-            self._num_offered,
-            self._num_fetched,
-            self._num_failed,
-            self._num_fallbacks,
-        )
+        held, receiving, abandoned = len(self._held), len(self._receiving), len(self._abandoned)
+        return replace(self._counts, num_held=held, num_receiving=receiving, num_abandoned=abandoned)
 
     def sequences(self) -> list[SequenceBlocks]:
         """Return every sequence that is not in the scheduler's hands."""

@@ -51,6 +51,8 @@ class SidecarFeed:
         self.feed = EngineFeed(
             endpoint.engine, endpoint.address, self, NO_REPLAY if endpoint.replay_address is None else None
         )
+        self.on_reconnect, self.on_departure = self.feed.on_reconnect, self.feed.on_departure
+        self.questions = self.feed.questions
         self.num_resumed = 0
         self._is_taking_answer = False
         self._publisher_for = publisher_for
@@ -134,15 +136,6 @@ class SidecarFeed:
             self.feed.receive(message, now_s)
             yield
         self._publish_completeness()
-
-    def on_reconnect(self, now_s: float) -> None:
-        self.feed.on_reconnect(now_s)
-
-    def on_departure(self) -> None:
-        self.feed.on_departure()
-
-    def questions(self, now_s: float) -> list[Question]:
-        return self.feed.questions(now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
         self._is_taking_answer = True  # which the session takes as a whole, and at once

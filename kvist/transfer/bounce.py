@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -110,7 +110,7 @@ class Lease:
     is_released: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BounceStatistics:
     """What was sent, in so many fragments, what was scattered, and what is taken now."""
 
@@ -149,7 +149,7 @@ class Bounce:
             self._send_room, self._receive_room = (RegionAllocator(memory.numel()) for memory in memories)
             undo.pop_all()
         self._changed = threading.Condition()
-        self._bytes_sent = self._num_fragments_sent = self._num_scattered = 0
+        self._counts = BounceStatistics()
         self._is_closed = False
         # Bounded by the regions: each job in it holds a part of one.
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -229,13 +229,12 @@ class Bounce:
 
     def statistics(self) -> BounceStatistics:
         with self._changed:
-            return BounceStatistics(
-                self._bytes_sent,
-                self._num_fragments_sent,
-                self._num_scattered,
-                self._receive_room.used_bytes,
-                self._send_room.used_bytes,
-                self._receive_room.quarantined_bytes + self._send_room.quarantined_bytes,
+            receive, send = self._receive_room, self._send_room
+            return replace(
+                self._counts,
+                receive_bytes=receive.used_bytes,
+                send_bytes=send.used_bytes,
+                quarantined_bytes=receive.quarantined_bytes + send.quarantined_bytes,
             )
 
     def _is_idle(self) -> bool:
@@ -263,8 +262,8 @@ class Bounce:
             else:
                 self._send_room.free(offset)
             if state is WriteState.DONE:
-                self._bytes_sent += write.size_bytes
-                self._num_fragments_sent += write.num_fragments
+                self._counts.bytes_sent += write.size_bytes
+                self._counts.num_fragments_sent += write.num_fragments
             self._changed.notify_all()
         write.end(state, reason)
 
@@ -280,5 +279,5 @@ class Bounce:
             scattering.set_exception(error)
         else:
             with self._changed:
-                self._num_scattered += 1
+                self._counts.num_scattered += 1
             scattering.set_result(None)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-
-import msgspec
+from typing import Any
 
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import RequestOutput, TokenLogprobs
@@ -48,6 +47,7 @@ class Shape(ABC):
 
     def __init__(self, heading: Heading, tokenizer: ChatTokenizer) -> None:
         self._heading = heading
+        self._head: dict[str, Any] = {"id": heading.id, "created": heading.created, "model": heading.model}
         self._tokenizer = tokenizer
 
     def opening(self, index: int) -> ChatCompletionChunk | Completion | None:  # noqa: ARG002
@@ -66,19 +66,35 @@ class Shape(ABC):
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion | Completion:
         """Return the body for all choices, each as one output."""
 
+    def _ending(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
+        """Return what ends a body: usage, and what another worker needs to go on, if its blocks are kept for one."""
+        if outputs[0].remote_request_id is None:
+            return {"usage": usage}
+        params = KvTransferParams(
+            do_remote_prefill=True,
+            remote_endpoints=list(self._heading.kv_transfer_endpoints),
+            remote_request_id=outputs[0].remote_request_id,
+            num_tokens=usage.prompt_tokens,
+            first_token_ids=list(outputs[0].token_ids),
+        )
+        return {"usage": usage, "kv_transfer_params": params}
+
 
 class ChatShape(Shape):
     """Answers of /v1/chat/completions."""
 
-    def opening(self, index: int) -> ChatCompletionChunk | None:
-        return self._chunk([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))])
+    def opening(self, index: int) -> ChatCompletionChunk:
+        choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
+        return ChatCompletionChunk(**self._head, choices=[choice])
 
     def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk:
-        delta = ChatDelta(content=output.text or None)
-        return self._chunk([ChatChunkChoice(index, delta, output.finish_reason, self._logprobs(output.logprobs))])
+        delta, logprobs = ChatDelta(content=output.text or None), self._logprobs(output.logprobs)
+        return ChatCompletionChunk(
+            **self._head, choices=[ChatChunkChoice(index, delta, output.finish_reason, logprobs)]
+        )
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
-        return self._chunk([], usage)
+        return ChatCompletionChunk(**self._head, choices=[], usage=usage)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
         choices = [
@@ -87,20 +103,7 @@ class ChatShape(Shape):
             )
             for index, output in enumerate(outputs)
         ]
-        head = self._heading
-        params = _transfer_params(head, outputs, usage)
-        return ChatCompletion(
-            id=head.id,
-            created=head.created,
-            model=head.model,
-            choices=choices,
-            usage=usage,
-            kv_transfer_params=params,
-        )
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None = None) -> ChatCompletionChunk:
-        head = self._heading
-        return ChatCompletionChunk(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+        return ChatCompletion(**self._head, choices=choices, **self._ending(outputs, usage))
 
     def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> ChatLogprobs | None:
         if not logprobs:
@@ -124,19 +127,14 @@ class CompletionShape(Shape):
         self._offsets: dict[int, int] = {}
 
     def chunk(self, index: int, output: RequestOutput) -> Completion:
-        return self._completion([self._choice(index, output)])
+        return Completion(**self._head, choices=[self._choice(index, output)])
 
     def usage_chunk(self, usage: Usage) -> Completion:
-        return self._completion([], usage)
+        return Completion(**self._head, choices=[], usage=usage)
 
     def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
-        answer = self._completion([self._choice(*each) for each in enumerate(outputs)], usage)
-        params = _transfer_params(self._heading, outputs, usage)
-        return msgspec.structs.replace(answer, kv_transfer_params=params)
-
-    def _completion(self, choices: list[CompletionChoice], usage: Usage | None = None) -> Completion:
-        head = self._heading
-        return Completion(id=head.id, created=head.created, model=head.model, choices=choices, usage=usage)
+        choices = [self._choice(*each) for each in enumerate(outputs)]
+        return Completion(**self._head, choices=choices, **self._ending(outputs, usage))
 
     def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
         return CompletionChoice(index, output.text, output.finish_reason, self._logprobs(index, output.logprobs))
@@ -205,18 +203,3 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
         if job.has_stream_usage:
             yield encode_event(shape.usage_chunk(counter.usage()))
     yield DONE
-
-
-def _transfer_params(
-    heading: Heading, outputs: Sequence[RequestOutput], usage: Usage
-) -> KvTransferParams | msgspec.UnsetType:
-    """Return what another worker needs to go on from the only output, if its blocks are kept for one."""
-    if outputs[0].remote_request_id is None:
-        return msgspec.UNSET
-    return KvTransferParams(
-        do_remote_prefill=True,
-        remote_endpoints=list(heading.kv_transfer_endpoints),
-        remote_request_id=outputs[0].remote_request_id,
-        num_tokens=usage.prompt_tokens,
-        first_token_ids=list(outputs[0].token_ids),
-    )

@@ -12,6 +12,7 @@ requests without one. Losses are by high-water mark: a PUB socket drops for the 
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -36,10 +37,9 @@ REPLAY_SEND_TIMEOUT_S = 2.0
 END = (-1).to_bytes(8, "big", signed=True)
 """The sequence of the reply that ends a replay."""
 
-_REPLAY_RETRY_MS = 10
+_REPLAY_RETRY_S = 0.01
 
 Socket: TypeAlias = zmq.Socket[bytes]
-Context: TypeAlias = zmq.Context[Socket]
 
 
 class ZmqPublication:
@@ -70,7 +70,7 @@ class ZmqPublication:
 
     def serve_replay(self, source: ReplaySource) -> None:
         if self._endpoint.replay_address is not None:
-            self._server = ReplayServer(self._context, self._router, source)
+            self._server = ReplayServer(self._router, source)
 
     def send(self, message: Message) -> None:
         frames = (message.topic, message.sequence.to_bytes(8, "big"), message.payload)
@@ -94,36 +94,31 @@ class ZmqPublication:
 class ReplayServer:
     """A thread that answers replay requests on a ROUTER socket until it is closed."""
 
-    def __init__(self, context: Context, router: Socket, source: ReplaySource) -> None:
+    def __init__(self, router: Socket, source: ReplaySource) -> None:
         self._router = router
         self._source = source
-        address = f"inproc://kvist-stop-{id(self)}"
-        self._stop_receiver = context.socket(zmq.PAIR)
-        self._stop_receiver.bind(address)
-        self._stop_sender = context.socket(zmq.PAIR)
-        self._stop_sender.connect(address)
-        self._is_stopping = False
+        self._is_stopping = threading.Event()
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="kvist-replay", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._is_stopping = True
-        self._stop_sender.send(b"")
+        self._is_stopping.set()
+        os.eventfd_write(self._stop, 1)
         self._thread.join()
-        self._stop_sender.close(linger=0)
+        os.close(self._stop)
 
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._stop_receiver, zmq.POLLIN)
-        while not self._is_stopping:
+        poller.register(self._stop, zmq.POLLIN)
+        while not self._is_stopping.is_set():
             ready = dict(poller.poll())
             if self._router in ready:
                 request = self._router.recv_multipart()
                 # The client went away, or takes nothing: its next request starts from the beginning.
                 with suppress(zmq.ZMQError):
                     self._answer(request)
-        self._stop_receiver.close(linger=0)
 
     def _answer(self, request: list[bytes]) -> None:
         if len(request) not in (3, 4, 5) or any(len(number) != 8 for number in request[2::2]):
@@ -147,9 +142,8 @@ class ReplayServer:
                 self._router.send_multipart(frames, zmq.NOBLOCK)
                 return
             except zmq.Again:
-                if self._is_stopping or time.monotonic() >= give_up_at_s:
+                if self._is_stopping.wait(_REPLAY_RETRY_S) or time.monotonic() >= give_up_at_s:
                     raise
-                self._stop_receiver.poll(_REPLAY_RETRY_MS)
 
 
 def bind(zmq_socket: Socket, address: str) -> str:

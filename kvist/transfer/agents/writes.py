@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from time import monotonic
 from typing import NewType, TypeAlias
@@ -66,17 +65,13 @@ class Write:
         return self._ended.wait(timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AgentStatistics:
-    """What an agent has written since it began, and what it would not or could not."""
+    """What an agent has written since it began, and how many writes may still go on though they have ended."""
 
-    num_written: int = 0
     num_fragments_written: int = 0
     bytes_written: int = 0
-    num_failed: int = 0
     num_abandoned: int = 0
-    num_rejected: int = 0
-    num_pending: int = 0
 
 
 class WriteFailedError(Exception):
@@ -99,15 +94,14 @@ class _Running:
 
 
 class WriteThread:
-    """Moves up to `MAX_PENDING_WRITES` along; one that is submitted beyond that has failed, and is counted."""
+    """Moves up to `MAX_PENDING_WRITES` along; one that is submitted beyond that has failed."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._writes: list[_Running] = []
         self._is_closing = False
-        self._num_ended: Counter[WriteState] = Counter()
-        self._num_fragments_written = self._bytes_written = self._num_rejected = 0
+        self._counts = AgentStatistics()
         self._thread = threading.Thread(target=self._run, name=f"writes of {name}", daemon=True)
         self._thread.start()
 
@@ -123,7 +117,6 @@ class WriteThread:
                 self._writes.append(_Running(peer, write, steps, monotonic() + self._timeout_s))
                 self._changed.notify()
                 return write
-            self._num_rejected += 1
             reason = "the agent is closed" if self._is_closing else f"{len(self._writes)} writes are pending already"
         write.end(WriteState.FAILED, reason)
         return write
@@ -148,15 +141,7 @@ class WriteThread:
 
     def statistics(self) -> AgentStatistics:
         with self._changed:
-            return AgentStatistics(
-                num_written=self._num_ended[WriteState.DONE],
-                num_fragments_written=self._num_fragments_written,
-                bytes_written=self._bytes_written,
-                num_failed=self._num_ended[WriteState.FAILED],
-                num_abandoned=self._num_ended[WriteState.ABANDONED],
-                num_rejected=self._num_rejected,
-                num_pending=len(self._writes),
-            )
+            return replace(self._counts)
 
     def _run(self) -> None:
         try:
@@ -202,8 +187,8 @@ class WriteThread:
     def _end(self, running: _Running, state: WriteState, reason: str | None) -> None:
         with self._changed:
             self._writes.remove(running)
-            self._num_ended[state] += 1
+            self._counts.num_abandoned += state is WriteState.ABANDONED
             if state is WriteState.DONE:
-                self._num_fragments_written += running.write.num_fragments
-                self._bytes_written += running.write.size_bytes
+                self._counts.num_fragments_written += running.write.num_fragments
+                self._counts.bytes_written += running.write.size_bytes
         running.write.end(state, reason)

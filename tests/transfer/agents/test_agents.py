@@ -47,10 +47,8 @@ def test_bytes_land_as_they_were_in_many_fragments_of_each_size_and_several_regi
         num_fragments += len(order)
     assert peer.digests() == [hashlib.sha256(source).hexdigest() for source in sources]
     statistics = agent.statistics()
-    assert statistics.num_written == 3
     assert statistics.num_fragments_written == num_fragments
     assert statistics.bytes_written == 6 * MIB
-    assert statistics.num_pending == statistics.num_failed == 0
 
 
 def test_one_write_may_touch_several_regions_at_both_ends_and_odd_sizes(new_agent: NewAgent, new_peer: NewPeer) -> None:
@@ -90,7 +88,7 @@ def test_a_write_outside_registered_memory_is_refused_with_names_and_values_befo
     with pytest.raises(InvalidValueError, match="fragments"):
         agent.write(peer, [])
     assert np.array_equal(memory, before)
-    assert agent.statistics().num_written == 0
+    assert agent.statistics().num_fragments_written == 0
 
 
 def test_regions_must_not_be_empty_overlap_or_be_taken_back_twice(new_agent: NewAgent) -> None:
@@ -186,7 +184,7 @@ def test_closing_ends_every_write_under_way_and_refuses_later_ones(new_agent: Ne
         agent.write(peer_id, np.stack(rows, axis=1))
 
 
-def test_writes_beyond_the_queue_are_rejected_at_once_and_counted(
+def test_writes_beyond_the_queue_are_rejected_at_once(
     new_agent: NewAgent, new_peer: NewPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writes, "MAX_PENDING_WRITES", 1)
@@ -199,7 +197,6 @@ def test_writes_beyond_the_queue_are_rejected_at_once_and_counted(
     assert ended(begun[0]).state is WriteState.DONE
     assert begun[1].state is WriteState.FAILED
     assert begun[1].reason == "1 writes are pending already"
-    assert agent.statistics().num_rejected >= 1
 
 
 def test_disconnecting_fails_what_is_under_way(new_agent: NewAgent, new_peer: NewPeer) -> None:
