@@ -73,7 +73,7 @@ def _description(annotation: Any) -> str:
 
 def _checked(name: str, value: Any, annotation: Any, strict: bool) -> Any:
     kind = annotation.__origin__
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    choices = [each for part in (kind, *get_args(kind)) if get_origin(part) is Literal for each in get_args(part)]
     if choices and isinstance(value, str):
         value = value.lower()
     try:

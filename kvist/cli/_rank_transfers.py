@@ -23,7 +23,7 @@ from kvist.transfer.ranks import RankedTransfers
 from kvist.transfer.service import FollowerInlet, KvTransferService, make_hello
 
 if TYPE_CHECKING:
-    from kvist.cli._kv_transfer import TransferSettings
+    from kvist.cli._serve_config import ServeConfig
     from kvist.engine.async_engine import AsyncEngine
     from kvist.engine.loading import LoadedEngine
     from kvist.kvcache import WindowPlan
@@ -37,16 +37,20 @@ _CLOSE_S = 0.5
 class RankTransfers:
     """One rank's agent, the memory that it gives the engine, and the service that others ask: a `MemoryServer`."""
 
-    def __init__(self, settings: TransferSettings, rank: int) -> None:
-        """Raise InvalidValueError, or MissingExtraError, where there cannot be such an agent."""
-        self._settings = settings
-        self._part = Part(rank, settings.num_ranks)
-        self._agent = _make_agent(settings, f"{settings.worker}/{rank}")
+    def __init__(self, config: ServeConfig, endpoint: str, worker: str, rank: int) -> None:
+        """Listen at `endpoint`, if it is rank 0; `worker` is a name that no other process has, for the agents' names.
+
+        Raises InvalidValueError, or MissingExtraError, where there cannot be such an agent.
+        """
+        self._config = config
+        self._endpoint = endpoint
+        self._part = Part(rank, config.tensor_parallel_size)
+        self._agent = _make_agent(config, f"{worker}/{rank}")
 
     @property
     def allocate(self) -> Callable[[int], torch.Tensor] | None:
         """Return what gives the engine its memory, None for torch."""
-        return None if self._settings.agent == "nixl" else self._allocate
+        return None if self._config.kv_transfer_agent == "nixl" else self._allocate
 
     def open_transfers(self, loaded: LoadedEngine, engine: AsyncEngine) -> RankedTransfers:
         """Return, as rank 0, those of all ranks, attached to the engine but not started; raises RankLostError."""
@@ -60,9 +64,9 @@ class RankTransfers:
         except (EOFError, ConnectionError) as error:
             assert loaded.followers is not None
             raise loaded.followers.lose("could not open the transfers of all ranks") from error
-        endpoints, agent = ",".join(transfers.endpoints), self._settings.agent
+        endpoints, agent = ",".join(transfers.endpoints), self._config.kv_transfer_agent
         logger.info("kv transfers open endpoints=%s agent=%s bounce_mib=%d", endpoints, agent, bounce_bytes >> 20)
-        loaded.core.attach(transfers.command, is_fallback_allowed=self._settings.is_fallback_allowed)
+        loaded.core.attach(transfers.command, is_fallback_allowed=self._config.kv_transfer_fallback)
         return transfers
 
     def close(self) -> None:
@@ -109,21 +113,22 @@ class RankTransfers:
         inlet: FollowerInlet | None = None,
     ) -> KvTransferService:
         """Register the tensors, and return the service, bound but not started; rank 0 has the port asked for."""
-        settings, pools = self._settings, []
+        config, pools = self._config, []
         bounce = self._open_bounce(tensors, bounce_bytes)
         for pool in tensors.pools:
             self._agent.register(pool.data_ptr(), pool.nbytes, pool.device.index if pool.is_cuda else None)
             pools.append(PoolPlace(pool.data_ptr(), pool[0].nbytes, len(pool)))
-        groups, size = group_shapes(whole_plan), settings.block_size
-        hello = make_hello(settings.model_name, size, groups, tuple(pools), self._agent, self._part)
-        limits = TransferLimits(transfer_timeout_s=settings.timeout_s, hold_timeout_s=2 * settings.timeout_s)
-        host, _, port = settings.endpoint.rpartition(":")
-        endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else settings.endpoint
+        groups, size = group_shapes(whole_plan), config.block_size
+        hello = make_hello(config.names[0], size, groups, tuple(pools), self._agent, self._part)
+        timeout_s = config.kv_transfer_timeout
+        limits = TransferLimits(transfer_timeout_s=timeout_s, hold_timeout_s=2 * timeout_s)
+        host, _, port = self._endpoint.rpartition(":")
+        endpoint = f"{host}:*" if self._part.rank or int(port) == 0 else self._endpoint
         return KvTransferService(endpoint, self._agent, hello, report, limits, bounce, inlet)
 
     def _bounce_bytes(self, device: torch.device) -> int:
         """Return the size of each rank's two regions, 0 for none: what is asked for, or what memory here allows."""
-        size_mib = self._settings.bounce_mib
+        size_mib = self._config.kv_transfer_bounce_mib
         if not size_mib:
             return 0
         if device.type == "cuda":  # each rank has one of its own
@@ -137,10 +142,10 @@ class RankTransfers:
         return size_bytes
 
 
-def _make_agent(settings: TransferSettings, name: str) -> TransferAgent:
-    if settings.agent == "nixl":
+def _make_agent(config: ServeConfig, name: str) -> TransferAgent:
+    if config.kv_transfer_agent == "nixl":
         from kvist.transfer.agents.nixl import NixlAgent, parse_num_threads
 
         num_threads = parse_num_threads(os.environ.get("KVIST_NIXL_THREADS"))
-        return NixlAgent(name, write_timeout_s=settings.timeout_s, num_threads=num_threads)
-    return SharedMemoryAgent(name, write_timeout_s=settings.timeout_s)
+        return NixlAgent(name, write_timeout_s=config.kv_transfer_timeout, num_threads=num_threads)
+    return SharedMemoryAgent(name, write_timeout_s=config.kv_transfer_timeout)

@@ -22,13 +22,16 @@ def add_settings(
     kind: type,
     special: Mapping[str, Mapping[str, Any]],
     groups: Mapping[str, str] = MappingProxyType({}),
+    has_file: bool = True,
 ) -> None:
     """Declare a flag for each key of the configuration `kind`; `special` has what argparse is told beside for a key.
 
     A `flag` there replaces the key's name. Keys that are tuples take several values; those that are mappings are for
     the file alone, if nothing is said of them there. `groups` has titles for the help, which hold from a key on.
     """
-    parser.add_argument("--config", type=Path, help="TOML file with the same keys (underscores for dashes); flags win")
+    if has_file:
+        text = "TOML file with the same keys (underscores for dashes); flags win"
+        parser.add_argument("--config", type=Path, help=text)
     hints, secrets = get_type_hints(kind), secret_names(kind)
     titled = {title: parser.add_argument_group(title) for title in dict.fromkeys(groups.values())}
     group: argparse._ActionsContainer = parser
@@ -55,7 +58,7 @@ def read_config(args: argparse.Namespace, kind: type[T], read: Mapping[str, Call
     """Return the file's values overridden by flags, whose texts `read` makes values of; raises InvalidValueError."""
     given = {name: value for name, value in vars(args).items() if name in option_help(kind)}
     given |= {name: of_text(given[name]) for name, of_text in read.items() if name in given}
-    from_file = read_toml(args.config) if args.config is not None else {}
+    from_file = read_toml(args.config) if getattr(args, "config", None) is not None else {}
     secrets = secret_names(kind)
     from_file, given = (
         {name: _secret(name, value) if name in secrets else value for name, value in values.items()}

@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 
 from kvist.cli._terminal import on_signal
-from kvist.cli.serve import add_tracing_argument
 from kvist.errors import InvalidValueError, KvistError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="a Hugging Face model directory (default: the bundled tiny model)")
     add("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
     add("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
-    add_tracing_argument(parser)
+    add("--otlp-traces-endpoint", metavar="URL", help="where all of them send traces, as kvist serve does")
     add("--no-demo", action="store_true", help="serve at once, without the demo's requests")
     add("--exit", action="store_true", help="end after the demo instead of serving on")
     add("--json", action="store_true", help="print the demo's facts as one line of JSON, last")

@@ -7,14 +7,15 @@ import re
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from kvist.cli import main
-from kvist.cli._kv_transfer import TransferSettings
 from kvist.cli._rank_transfers import RankTransfers
+from kvist.cli._serve_config import ServeConfig
 from kvist.engine import bundled_model_path
 from kvist.router.config import RouterConfig
 from kvist.router.doors.service import RouterService
@@ -235,7 +236,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         (["--kv-transfer-agent", "nixl"], "kv_transfer_agent: got 'nixl', expected shared_memory, or --kv-transfer"),
         (["--kv-transfer-bounce-mib", "64"], "kv_transfer_bounce_mib: got 64, expected 0, or --kv-transfer"),
         (["--kv-transfer-timeout", "5"], "kv_transfer_timeout: got 5.0, expected 30.0, or --kv-transfer"),
-        (["--no-kv-transfer-fallback"], "no_kv_transfer_fallback: got True, expected False, or --kv-transfer"),
+        (["--no-kv-transfer-fallback"], "kv_transfer_fallback: got False, expected True, or --kv-transfer"),
         (["--kv-transfer", "tcp://127.0.0.1:65536"], "a port of at most 65535"),
         (["--kv-transfer", "tcp://0.0.0.0:0"], "other workers can reach"),
         (["--kv-transfer", "ipc://x"], "other workers can reach"),
@@ -259,5 +260,9 @@ def test_the_environment_says_how_many_threads_nixl_has(
     made: list[dict[str, Any]] = []
     monkeypatch.setenv("KVIST_NIXL_THREADS", setting)
     monkeypatch.setattr("kvist.transfer.agents.nixl.NixlAgent", lambda _, **options: made.append(options))
-    RankTransfers(TransferSettings("tcp://127.0.0.1:0", "nixl", 9.0, 0, True, "worker", "tiny", 16, 1), 0)
+    endpoint = "tcp://127.0.0.1:0"
+    config = ServeConfig(
+        model_dir=Path("tiny"), kv_transfer=endpoint, kv_transfer_agent="nixl", kv_transfer_timeout=9.0
+    )
+    RankTransfers(config, endpoint, "worker", 0)
     assert made == [{"write_timeout_s": 9.0, "num_threads": num_threads}]
