@@ -17,7 +17,7 @@ from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_blocks as compiled
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine_blocks import ALIASES, GROUPS, PLACE_BITS, Arrays
-from kvist.publisher.holdings import NO_SCOPE, Held, Released, Scope
+from kvist.publisher.residency import NO_SCOPE, Held, Released, Scope
 from kvist.radix import RadixIndex
 from kvist.radix.compiled import table
 from kvist.radix.compiled.layout import FULL, HEAD, SEGMENT, Records
@@ -102,7 +102,7 @@ class Table:
 
 
 class EngineResidency:
-    """Implements `kvist.publisher.holdings.Holdings` on an index, which it changes at once, in compiled code.
+    """Implements `kvist.publisher.residency.Holdings` on an index, which it changes at once, in compiled code.
 
     So nothing is left to publish. A block that the index has evicted is not held any more; one whose hash is 0 never
     is.

@@ -5,7 +5,7 @@ Contents of tensors are not looked at: that would synchronise with the device on
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Required, TypedDict
 
 import torch
 
@@ -16,10 +16,10 @@ CACHE_DTYPES = (*DTYPES, *FP8_DTYPES)
 MAX_HEAD_DIM = 512
 
 
-class AttentionOptions(TypedDict):
+class AttentionOptions(TypedDict, total=False):
     """What every attention op takes by keyword, and hands on as it is."""
 
-    scale: float
+    scale: Required[float]
     page_offsets: torch.Tensor | None
     sinks: torch.Tensor | None
     window: int | None
@@ -80,13 +80,14 @@ def check_attention(
     check_rows("block_tables", block_tables)
     if not options["scale"] > 0:
         raise ValueError(f"scale is {options['scale']}; expected a positive number")
-    page_offsets, window, soft_cap = options["page_offsets"], options["window"], options["soft_cap"]
+    page_offsets, sinks = options.get("page_offsets"), options.get("sinks")
+    window, soft_cap = options.get("window"), options.get("soft_cap")
     if page_offsets is not None:
         check_tensor("page_offsets", page_offsets, tuple(seq_lens.shape), (torch.int32,), kv_cache)
         check_rows("page_offsets", page_offsets)
-    if options["sinks"] is not None:
-        check_tensor("sinks", options["sinks"], (query.shape[1],), (torch.float32,), kv_cache)
-        check_rows("sinks", options["sinks"])
+    if sinks is not None:
+        check_tensor("sinks", sinks, (query.shape[1],), (torch.float32,), kv_cache)
+        check_rows("sinks", sinks)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1 token, or None for full attention")
     if soft_cap is not None and not soft_cap > 0:

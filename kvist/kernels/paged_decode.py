@@ -8,6 +8,8 @@ by their log-sum-exp (Dao et al., "Flash-Decoding for long-context inference", 2
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention
@@ -130,13 +132,9 @@ def paged_decode(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    scale: float,
-    page_offsets: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
     num_splits: int | None = None,
     out: torch.Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """Each sequence's last token attends to the keys of its window; a sequence of length 0 yields zeros.
 
@@ -149,9 +147,6 @@ def paged_decode(
     power of two; None: `decode_num_splits`) changes speed and rounding only. Returns `out`, or a new tensor shaped like
     `query`. Raises ValueError. Never synchronises with the device.
     """
-    options: AttentionOptions = {
-        "scale": scale, "page_offsets": page_offsets, "sinks": sinks, "window": window, "soft_cap": soft_cap
-    }  # fmt: skip
     check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     batch, num_heads, head_dim = query.shape
     if batch != seq_lens.shape[0]:
@@ -169,7 +164,7 @@ def paged_decode(
         num_kv_heads, block_size = kv_cache.shape[2:4]
         # The longest sequence is on the device; the width of the table bounds it without asking.
         max_seq_len = block_tables.shape[1] * block_size
-        multiprocessors = device_facts(query.device).num_multiprocessors
+        window, multiprocessors = options.get("window"), device_facts(query.device).num_multiprocessors
         num_splits = decode_num_splits(batch, num_kv_heads, max_seq_len, block_size, window, multiprocessors)
     wide_out = widen_for_interpreter(out)
     # A single split is the result already; several stay in float32 until they are merged.
@@ -177,7 +172,7 @@ def paged_decode(
     split_out = wide_out.view(shape) if num_splits == 1 else out.new_empty(shape, dtype=torch.float32)
     split_lse = decode_splits(query, kv_cache, block_tables, seq_lens, split_out, **options)
     if num_splits > 1:
-        merge_splits(split_out, split_lse, wide_out, sinks)
+        merge_splits(split_out, split_lse, wide_out, options.get("sinks"))
     return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
 
 
@@ -187,12 +182,7 @@ def decode_splits(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     split_out: torch.Tensor,
-    *,
-    scale: float,
-    page_offsets: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """Fill `split_out`, `[batch, num_heads, num_splits, head_dim]`, and return each split's natural lse in float32.
 
@@ -207,12 +197,13 @@ def decode_splits(
     tile = decode_tile(heads_per_kv, head_dim, query.dtype)
     with torch.cuda.device_of(query):
         _paged_decode_kernel[(batch, num_kv_heads, num_splits)](
-            query, kv_cache, block_tables, page_offsets, seq_lens,
-            sinks if num_splits == 1 else None, split_out, lse,
-            scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
+            query, kv_cache, block_tables, options.get("page_offsets"), seq_lens,
+            options.get("sinks") if num_splits == 1 else None, split_out, lse,
+            options["scale"], query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads, HEADS_PER_KV=heads_per_kv, HEADS_PAD=tile.rows,
             BLOCK_SIZE=block_size, HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
-            NUM_SPLITS=num_splits, TILE=tile.keys, WINDOW=window, SOFT_CAP=soft_cap, FP8_MANTISSA=mantissa,
+            NUM_SPLITS=num_splits, TILE=tile.keys, WINDOW=options.get("window"), SOFT_CAP=options.get("soft_cap"),
+            FP8_MANTISSA=mantissa,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return lse
@@ -235,14 +226,11 @@ def paged_decode_reference(
     kv_cache: torch.Tensor,
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    page_offsets: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """`paged_decode` in torch: the window's pages gathered, padded to the longest of the batch, one batched matmul."""
+    scale, soft_cap = options["scale"], options.get("soft_cap")
+    window, page_offsets, sinks = options.get("window"), options.get("page_offsets"), options.get("sinks")
     batch, num_heads, head_dim = query.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     lengths = seq_lens.long()

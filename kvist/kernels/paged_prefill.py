@@ -9,6 +9,8 @@ on the causal boundary.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 
 from kvist.kernels._checks import AttentionOptions, check_attention, check_rows, check_tensor
@@ -129,12 +131,8 @@ def paged_prefill(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    scale: float,
-    page_offsets: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
     out: torch.Tensor | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """Every new token attends to the keys of its window, its own included; rows of no sequence are zero.
 
@@ -142,9 +140,6 @@ def paged_prefill(
     `[batch + 1]`, from 0) are the last tokens of sequence i, whose length after this step is `seq_lens[i]` (int32
     `[batch]`). Rows past `query_start_loc[-1]` are padding. All else as in `paged_decode`.
     """
-    options: AttentionOptions = {
-        "scale": scale, "page_offsets": page_offsets, "sinks": sinks, "window": window, "soft_cap": soft_cap
-    }  # fmt: skip
     check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), kv_cache)
     check_rows("query_start_loc", query_start_loc)
@@ -161,13 +156,13 @@ def paged_prefill(
     tile = prefill_tile(head_dim, query.dtype, mantissa is not None, device_facts(query.device).capability)
     with torch.cuda.device_of(query):
         _paged_prefill_kernel[(num_heads, num_tokens // tile.rows + batch + 1)](
-            query, kv_cache, block_tables, page_offsets, query_start_loc, seq_lens,
-            sinks, wide_out,
-            num_tokens, batch, scale, query.stride(0), kv_cache.stride(0), block_tables.stride(0),
+            query, kv_cache, block_tables, options.get("page_offsets"), query_start_loc, seq_lens,
+            options.get("sinks"), wide_out,
+            num_tokens, batch, options["scale"], query.stride(0), kv_cache.stride(0), block_tables.stride(0),
             NUM_HEADS=num_heads, NUM_KV_HEADS=kv_cache.shape[2], BLOCK_SIZE=kv_cache.shape[3],
             HEAD_DIM=head_dim, HEAD_DIM_PAD=pad_head_dim(head_dim),
             BATCH_PAD=next_power_of_2(batch + 1), ROWS=tile.rows,
-            TILE=tile.keys, WINDOW=window, SOFT_CAP=soft_cap, FP8_MANTISSA=mantissa,
+            TILE=tile.keys, WINDOW=options.get("window"), SOFT_CAP=options.get("soft_cap"), FP8_MANTISSA=mantissa,
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return out.copy_(wide_out)  # Nothing to copy but in the interpreter.
@@ -179,15 +174,10 @@ def paged_prefill_reference(
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    scale: float,
-    page_offsets: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> torch.Tensor:
     """`paged_prefill` in torch: a sequence at a time, and of its rows a chunk at a time."""
-    block_size = kv_cache.shape[3]
+    block_size, window, page_offsets = kv_cache.shape[3], options.get("window"), options.get("page_offsets")
     out = torch.zeros_like(query)
     starts = query_start_loc.tolist()
     offsets = [0] * len(seq_lens) if page_offsets is None else page_offsets.tolist()
@@ -204,24 +194,16 @@ def paged_prefill_reference(
         for row in range(start, end, _REFERENCE_ROWS):
             rows = slice(row, min(row + _REFERENCE_ROWS, end))
             first_row = first_query + row - start - first_page * block_size
-            out[rows] = _attend_rows(
-                query[rows], first_row, key, value, scale=scale, sinks=sinks, window=window, soft_cap=soft_cap
-            )
+            out[rows] = _attend_rows(query[rows], first_row, key, value, options)
     return out
 
 
 def _attend_rows(
-    query: torch.Tensor,
-    first_query: int,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    scale: float,
-    sinks: torch.Tensor | None,
-    window: int | None,
-    soft_cap: float | None,
+    query: torch.Tensor, first_query: int, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
     """Consecutive rows `[rows, num_heads, head_dim]` attend; `first_query` counts from the first key given."""
+    window, sinks = options.get("window"), options.get("sinks")
+    scale, soft_cap = options["scale"], options.get("soft_cap")
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = key.shape[0]
     low = 0 if window is None else max(0, first_query - window + 1)

@@ -19,8 +19,7 @@ from kvist.events.engine_events import EngineHash, EngineRemoved, EngineStored
 from kvist.events.hashing import chain_hashes
 from kvist.events.types import Cleared, Event, Removed, Stored, Tier
 from kvist.publisher.filter import PassedEvent
-from kvist.publisher.holdings import NO_SCOPE, Holdings, Scope
-from kvist.publisher.residency import Residency
+from kvist.publisher.residency import NO_SCOPE, Holdings, Residency, Scope
 
 _logger = logging.getLogger(__name__)
 

@@ -25,8 +25,7 @@ from kvist.events.engine_events import EngineHash
 from kvist.events.types import GroupRule, NonNegative, Positive, Rank, Tier
 from kvist.files import exclusive_folder, write_atomically
 from kvist.publisher.filter import FilterState
-from kvist.publisher.holdings import Scope
-from kvist.publisher.residency import Residency
+from kvist.publisher.residency import Residency, Scope
 from kvist.publisher.stream import RankState
 
 _logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from index_invariants import check_invariants
 from kvist.events import Stored, Tier, WorkerRank
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
 from kvist.indexer.residency import EngineResidency, Table
-from kvist.publisher.holdings import NO_SCOPE, Scope
-from kvist.publisher.residency import Residency
+from kvist.publisher.residency import NO_SCOPE, Residency, Scope
 from kvist.radix import RadixIndex, RankDigest
 
 SOURCE, OTHER = WorkerRank("w", 0), WorkerRank("v", 1)

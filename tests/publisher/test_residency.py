@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvist.events.snapshot import blocks_digest
 from kvist.events.types import Tier
-from kvist.publisher.holdings import NO_SCOPE, Scope
-from kvist.publisher.residency import Residency, held_blocks
+from kvist.publisher.residency import NO_SCOPE, Residency, Scope, held_blocks
 
 tiers = st.sampled_from([Tier.GPU, Tier.HOST])
 names = st.integers(0, 5)

@@ -10,8 +10,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import Tier
 from kvist.events.engine_events import FULL
 from kvist.publisher.filter import FilterState
-from kvist.publisher.holdings import Scope
-from kvist.publisher.residency import Residency
+from kvist.publisher.residency import Residency, Scope
 from kvist.publisher.state import EngineProgress, SidecarState, StateStore, UnreadableStateError, pack, unpack
 from kvist.publisher.stream import RankState
 
