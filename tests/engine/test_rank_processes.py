@@ -123,7 +123,7 @@ def test_groups_that_are_one_on_a_rank_are_refused_where_workers_are_to_exchange
 
 
 def test_no_ranks_at_all_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 0, expected at least 1"):
+    with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 0, expected int >= 1"):
         EngineConfig(model_dir=tmp_path, tensor_parallel_size=0)
 
 

@@ -242,7 +242,7 @@ async def test_a_failed_fetch_is_an_error_with_its_reason_where_no_fallback_is_a
         (["--kv-transfer", "ipc://x"], "other workers can reach"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-bounce-mib", "-1"], "kv_transfer_bounce_mib"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "nan"], "kv_transfer_timeout"),
-        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "inf"], "kv_transfer_timeout: got inf"),
+        (["--kv-transfer", "tcp://127.0.0.1:0", "--kv-transfer-timeout", "inf"], "kv_transfer_timeout: got 'inf'"),
         (["--kv-transfer", "tcp://127.0.0.1:http"], "kv_transfer"),
         (["--kv-transfer", "tcp://127.0.0.1:0", "--num-blocks", "100000000"], "expected no more than fit into memory"),
         (["--kv-transfer", "tcp://nobody.invalid:0"], "a host with an IPv4 address"),
