@@ -41,7 +41,7 @@ class MetricsPage:
     """Reads values on the event loop, a slice at a time, and renders them in a thread, one page at a time."""
 
     def __init__(
-        self, collect: Callable[[], Iterator[Metric | None]], registry: CollectorRegistry | None = None
+        self, collect: Callable[[], Iterator[Metric | None]], registry: CollectorRegistry | Collector | None = None
     ) -> None:
         """Show what `collect` yields, which may pause at each None, and what `registry` has, read in the thread."""
         self._collect = collect

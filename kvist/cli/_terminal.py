@@ -26,13 +26,17 @@ def on_signal(do: Callable[[], object]) -> None:
 
 
 async def serve(service: AbstractAsyncContextManager[T], ready_line: Callable[[T], str]) -> int:
-    """Run a service, and say when it is ready, until SIGINT or SIGTERM; a second one hurries its end. Return 0."""
+    """Run a service, and say when it is ready, until SIGINT or SIGTERM; a second one hurries its end. Return 0.
+
+    A ready line that is empty is not said.
+    """
     task, stopped = asyncio.current_task(), asyncio.Event()
     assert task is not None
     on_signal(lambda: task.cancel() if stopped.is_set() else stopped.set())
     with suppress(asyncio.CancelledError):
         async with service as entered:
-            print(ready_line(entered), flush=True)
+            if line := ready_line(entered):
+                print(line, flush=True)
             await stopped.wait()
     return 0
 

@@ -6,20 +6,20 @@ import argparse
 import asyncio
 import logging
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from kvist.cli._settings import add_settings, read_config
 from kvist.cli._terminal import serve
 from kvist.errors import InvalidValueError
 from kvist.events.transports import redacted
 from kvist.router.config import RouterConfig
-
-if TYPE_CHECKING:
-    from kvist.router.doors.service import RouterService
 
 logger = logging.getLogger(__name__)
 
@@ -53,23 +53,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare a flag for each key of the configuration."""
     sources = {"flag": "--kv-event-source", "action": "append", "metavar": "URL=ENDPOINT"}
     add_settings(parser, RouterConfig, {_EVENT_SOURCES: sources}, _GROUPS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # what a supervisor tells the processes it starts
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM; read the settings again at SIGHUP and when their file changes."""
     stamp, started_s = _stamp(args.config), time.monotonic()
     config = make_config(args)
+    if args.part is not None:
+        return _run_part(args, config, stamp, started_s)
+    from kvist.router.processes.supervisor import Supervisor, num_fronts
+
+    if (number := num_fronts(config.processes)) > 1:
+        supervisor = Supervisor([sys.executable, "-m", "kvist", *sys.argv[1:]], config.host, config.port, number)
+        url = config.url_at(supervisor.port)
+        return supervisor.run(lambda: print(f"{_ready_line(config, url)} processes={number}", flush=True))
     from kvist.router.doors.service import RouterService
 
-    def ready_line(service: RouterService) -> str:
-        num_workers = len(config.every_worker_url)
-        return f"kvist route: listening on {service.url} policy={config.policy} workers={num_workers}"
+    service = RouterService(config, started_s)
+    return asyncio.run(serve(_reloading(service, args, stamp), lambda service: _ready_line(config, service.url)))
 
-    return asyncio.run(serve(_reloading(RouterService(config, started_s), args, stamp), ready_line))
+
+def _ready_line(config: RouterConfig, url: str) -> str:
+    return f"kvist route: listening on {url} policy={config.policy} workers={len(config.every_worker_url)}"
+
+
+def _run_part(args: argparse.Namespace, config: RouterConfig, stamp: _Stamp, started_s: float) -> int:
+    from kvist.router.processes.parts import ending_with_supervisor, make_part
+    from kvist.router.processes.supervisor import Part
+
+    part = msgspec.json.decode(args.part, type=Part)
+
+    async def run() -> int:
+        async with ending_with_supervisor():
+            return await serve(_reloading(make_part(config, part, started_s), args, stamp), lambda _: "")
+
+    return asyncio.run(run())
+
+
+class _Reloadable(AbstractAsyncContextManager[Any], Protocol):
+    def reload(self, config: RouterConfig) -> None: ...
+
+
+_Service = TypeVar("_Service", bound=_Reloadable)
 
 
 @asynccontextmanager
-async def _reloading(service: RouterService, args: argparse.Namespace, stamp: _Stamp) -> AsyncIterator[RouterService]:
+async def _reloading(service: _Service, args: argparse.Namespace, stamp: _Stamp) -> AsyncIterator[_Service]:
     asked = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, asked.set)
     async with service, asyncio.TaskGroup() as tasks:
@@ -78,7 +108,7 @@ async def _reloading(service: RouterService, args: argparse.Namespace, stamp: _S
         watching.cancel()
 
 
-async def _reload(service: RouterService, args: argparse.Namespace, stamp: _Stamp, asked: asyncio.Event) -> None:
+async def _reload(service: _Reloadable, args: argparse.Namespace, stamp: _Stamp, asked: asyncio.Event) -> None:
     """Reload whenever asked to, and whenever the file is not the one that had this stamp."""
     while True:
         with suppress(TimeoutError):

@@ -5,7 +5,6 @@ Neither knows of policy. Each message is read by one strict parser and written w
 ambiguous gets from one side to the other; each wait, buffer and count is a field of `HttpLimits` or `UpstreamLimits`.
 """
 
-from kvist.http.asgi import serve_asgi
 from kvist.http.connection import Handler, Producer
 from kvist.http.deadline import Deadline
 from kvist.http.errors import (
@@ -46,5 +45,4 @@ __all__ = [
     "UpstreamResponse",
     "UpstreamTimeoutError",
     "default_max_connections",
-    "serve_asgi",
 ]

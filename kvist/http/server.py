@@ -50,7 +50,10 @@ class HttpServer:
         port: int = 0,
         limits: HttpLimits | None = None,
         tls: ssl.SSLContext | None = None,
+        is_shared: bool = False,
     ) -> None:
+        """Let other processes listen on the same port if it `is_shared`: each gets some of the connections."""
+        self._is_shared = is_shared
         self._host = host
         self._port = port
         self._tls = tls
@@ -88,6 +91,7 @@ class HttpServer:
             self._host,
             self._port,
             ssl=self._tls,
+            reuse_port=self._is_shared,
             backlog=_ACCEPTED_AT_ONCE,
             ssl_handshake_timeout=None if self._tls is None else self._limits.header_timeout_s,
             start_serving=False,

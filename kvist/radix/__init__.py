@@ -3,10 +3,11 @@
 Rows are block hashes; each names who holds the block by the id of an interned set of slots, which stand for ranks, and
 knows how many blocks come before it and when it was last used. A match looks up the prompt's hashes and intersects sets
 only where their id changes. `compiled` has what is hot, over arrays that its `layout` describes; `index` is the face,
-and `values` is what it answers. No clock, one thread, and no I/O.
+`values` is what it answers, and `reader` answers in another process. No clock, one thread, and no I/O.
 """
 
 from kvist.radix.index import RadixIndex
+from kvist.radix.reader import RadixReader
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import (
     ApplyResult,
@@ -23,6 +24,7 @@ __all__ = [
     "Depths",
     "Match",
     "RadixIndex",
+    "RadixReader",
     "RankDigest",
     "Residencies",
     "Snapshot",

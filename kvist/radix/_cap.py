@@ -13,12 +13,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvist.radix.compiled.housekeeping import count_priorities, evict
-from kvist.radix.compiled.layout import EPOCH_SHIFT, NUM_EPOCHS, OLDEST, ROUND, Records
+from kvist.radix.compiled.layout import EPOCH_SHIFT, NUM_EPOCHS, OLDEST, ROUND, Record, Records
 from kvist.radix.memory import reserved_array
 
 _WORK_PER_ROW = 128  # rows looked at for each one stored; to evict one counts as 36, so two of them, and 43 looked at
 _LEAST_WORK = 1 << 16  # rows looked at by a call that finds the index beyond its cap, or a round late; some 0.1 ms
 _EPOCHS_A_ROUND = OLDEST // 8  # at most: a round must see rows before their epoch comes round again
+
+
+def is_half_full(core: Record) -> bool:
+    """Return whether matches count as uses: before, which blocks will be the least recently used is open."""
+    return bool(0 < core["max_blocks"] <= core["table"]["num_rows"] * 2)
 
 
 class Cap:
@@ -33,17 +38,12 @@ class Cap:
         self._rounds = reserved_array(ROUND, 1)
         self._round = self._rounds[0]
         self._is_under_way = self._is_counting = False
-        self._core["is_capped"] = 1
+        self._core["max_blocks"] = max_blocks
 
     @property
     def is_exceeded(self) -> bool:
         """Return whether there are more blocks than there may be."""
         return bool(self._core["table"]["num_rows"] > self._max_blocks)
-
-    @property
-    def is_half_full(self) -> bool:
-        """Return whether matches count as uses: before, which blocks will be the least recently used is open."""
-        return bool(self._core["table"]["num_rows"] * 2 >= self._max_blocks)
 
     def keep(self) -> None:
         """Do what is due after blocks were used or stored: work in proportion to what was stored since."""

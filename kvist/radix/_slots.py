@@ -20,8 +20,7 @@ class SlotTable:
         self.table = core["slots"]
         self._rules = core["rules"]
         self._slots: dict[WorkerRank, int] = {}
-        self._giving_of: dict[WorkerRank, int] = {}
-        self._num_given = 0
+        self.num_given = 0
         self._ranks_of: dict[str, list[WorkerRank]] = {}
         self._free: list[int] = []
         # Copied when a slot is reused, so that an earlier match still names whom it meant.
@@ -33,7 +32,8 @@ class SlotTable:
 
     def giving_of(self, source: WorkerRank) -> int | None:
         """Return the number of the giving by which a rank has its slot, which no other one has or had."""
-        return self._giving_of.get(source)
+        slot = self._slots.get(source)
+        return None if slot is None else int(self.table[slot]["giving"])
 
     def items(self) -> list[tuple[WorkerRank, int]]:
         """Return the ranks that have a slot, with it."""
@@ -55,21 +55,19 @@ class SlotTable:
                 raise InvalidValueError("ranks", slot + 1, f"at most {MAX_SLOTS} ranks, with those not yet swept")
             self.ranks.append(source)
         self._slots[source] = slot
-        self._num_given += 1
-        self._giving_of[source] = self._num_given
+        self.num_given += 1
         self._ranks_of.setdefault(source.worker, []).append(source)
-        self.table[slot] = (0, 0, LIVE, 0)
+        self.table[slot] = (0, 0, LIVE, 0, self.num_given)
         return slot
 
     def remove(self, source: WorkerRank) -> int | None:
         """Take the slot from a rank; return it if blocks still refer to it, and a sweep must free it."""
         slot = self._slots.pop(source)
-        del self._giving_of[source]
         self._ranks_of[source.worker].remove(source)
         if not self._ranks_of[source.worker]:
             del self._ranks_of[source.worker]
         is_referenced = self.table[slot]["num_held"] > 0
-        self.table[slot] = (0, 0, RETIRED, 0)
+        self.table[slot] = (0, 0, RETIRED, 0, 0)
         self.set_rule(slot, None)
         if not is_referenced:
             self.free(slot)
@@ -106,7 +104,7 @@ class SlotTable:
 
     def free(self, slot: int) -> None:
         """Put a slot back on the list of free ones, or off the end of all."""
-        self.table[slot] = (0, 0, 0, 0)
+        self.table[slot] = (0, 0, 0, 0, 0)
         if slot == len(self.ranks) - 1:
             self.ranks = self.ranks[:-1]
         else:

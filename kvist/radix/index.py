@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
 from kvist.events.types import GroupRule
-from kvist.radix._cap import Cap
+from kvist.radix._cap import Cap, is_half_full
 from kvist.radix._slots import SlotTable
 from kvist.radix._sweeper import Sweeper
 from kvist.radix.compiled import blocks, matching, table
@@ -37,7 +37,16 @@ from kvist.radix.compiled.layout import (
     STORE_ROOT,
     Records,
 )
-from kvist.radix.memory import CORE_BYTES, Region, TableMemory, index_bytes, reserved, reserved_array, room_for
+from kvist.radix.memory import (
+    CORE_BYTES,
+    Region,
+    TableMemory,
+    index_bytes,
+    reserved,
+    reserved_array,
+    room_for,
+    segment_bits_for,
+)
 from kvist.radix.snapshot import Snapshot
 from kvist.radix.values import (
     NUM_TIERS,
@@ -51,7 +60,7 @@ from kvist.radix.values import (
 _U64_END = 1 << 64
 _OPERATION = struct.Struct("=qqQq")
 _NUM_OPERATIONS = 64  # room to begin with
-_BLOCKS_A_SEGMENT, _MAX_SEGMENT_BITS = 300_000, 12
+_MAX_SEGMENT_BITS = 12
 
 
 class _Writing:
@@ -104,7 +113,7 @@ class RadixIndex:
         if initial_blocks < 0:
             raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
         if segment_bits is None:
-            segment_bits = max(8, (max(max_blocks or 0, initial_blocks) // _BLOCKS_A_SEGMENT).bit_length())
+            segment_bits = segment_bits_for(max(max_blocks or 0, initial_blocks))
         if not 0 <= segment_bits <= _MAX_SEGMENT_BITS:
             raise InvalidValueError("segment_bits", segment_bits, f"0 to {_MAX_SEGMENT_BITS}")
         region = Region(reserved(index_bytes(segment_bits))) if memory is None else Region(memory, mmap.MADV_REMOVE)
@@ -213,11 +222,16 @@ class RadixIndex:
             hashes = _contiguous(hashes)
             num_holders = matching.match(self.core, self.segments, self._query, hashes, num_usable)
         holder_ids, depths = self._holder_ids[:num_holders].copy(), self._holder_depths[:num_holders].copy()
-        if self._cap is not None and self._cap.is_half_full:
+        if is_half_full(self._core):
+            self.touch(hashes)
+        return Match(self._slots.ranks, holder_ids, depths, num_usable)
+
+    def touch(self, hashes: NDArray[np.uint64]) -> None:
+        """Note that blocks are in use now, up to the first that nobody holds; it tells which to evict."""
+        if self._cap is not None:
             with self.writing:
                 matching.touch(self.core, self.segments, hashes)
                 self._cap.keep()
-        return Match(self._slots.ranks, holder_ids, depths, num_usable)
 
     def ranks(self) -> list[WorkerRank]:
         """Return the ranks the index knows."""
@@ -307,6 +321,11 @@ class RadixIndex:
     def clearing_of(self, source: WorkerRank) -> int | None:
         """Return a number for the last clearing of a rank, another one each time; None while it has no slot."""
         return self._slots.giving_of(source)
+
+    @property
+    def num_givings(self) -> int:
+        """Return a number that changes whenever a rank has come or was cleared."""
+        return self._slots.num_given
 
     @property
     def ranks_by_slot(self) -> list[WorkerRank]:

@@ -13,7 +13,13 @@ from kvist.radix.compiled.layout import CORE, FULLEST_128THS, ROW, SEGMENT, Reco
 
 CORE_BYTES = -(-CORE.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
 """Before the segments of an index."""
+_BLOCKS_A_SEGMENT = 300_000
 _ROWS_AT, _COPIES_AT = (int(SEGMENT.fields[name][1]) for name in ("rows", "copies"))  # type: ignore[index]
+
+
+def segment_bits_for(num_blocks: int) -> int:
+    """Return the binary logarithm of how many segments so many blocks need, and 8 at least."""
+    return max(8, (num_blocks // _BLOCKS_A_SEGMENT).bit_length())
 
 
 def index_bytes(segment_bits: int) -> int:

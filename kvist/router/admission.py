@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from http import HTTPStatus
 from typing import Protocol
+from zlib import crc32
 
 import msgspec
 
@@ -34,6 +35,8 @@ TIMEOUT_HEADER = b"x-kvist-queue-timeout"
 """By which a client says how many seconds it would wait, if that is less than the router's own limit."""
 
 MAX_RETRY_AFTER_S = 60
+_LOOK_S = 0.05
+"""How often a front looks for room that another one has seen: it is told, but may have missed it."""
 _RETRY_SHARE = 0.2
 _MAX_RETRIES = 100.0
 """Retries that may be saved up, or as many as requests run: a fifth of all may be sent on when all is counted."""
@@ -85,7 +88,10 @@ class Admission:
     _queues: dict[str | None, list[Place]] = field(default_factory=dict)
     _num_arrived: int = 0
     _mean_wait_s: float = 1.0
+    ring: Callable[[int], None] = lambda _: None
+    """Wakes the front that has this number: what waits there may have its turn."""
     _is_due: bool = False
+    _next_look: asyncio.TimerHandle | None = None
     _retries: float = _MAX_RETRIES
 
     def __post_init__(self) -> None:
@@ -115,7 +121,10 @@ class Admission:
 
     def would_wait(self, model: str | None) -> bool:
         """Return whether a request for this model would stand in the queue now."""
-        return self._is_bounded and (model in self._queues or not self._has_room_for(model))
+        if not self._is_bounded:
+            return False
+        waits_elsewhere = self.load.first_elsewhere(self.now_s(), _number_of(model)) is not None
+        return model in self._queues or waits_elsewhere or not self._has_room_for(model)
 
     def pause(self, worker: Worker, retry_after: bytes | None) -> None:
         """Spare a worker that said it is too busy, for as long as it asks for, within bounds."""
@@ -123,6 +132,7 @@ class Admission:
         pause_s = min(float(retry_after or 0), MAX_RETRY_AFTER_S) if is_number else 1.0
         worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, self.now_s() + pause_s)
         self.fleet.bounded.add(worker.url)
+        self.fleet.on_paused(worker)
         asyncio.get_running_loop().call_later(pause_s, self.pump)
 
     # Who waits.
@@ -137,7 +147,7 @@ class Admission:
         queue = self._queues.get(model, [])
         self._num_arrived += 1
         place = Place(priority, self._num_arrived, model, waiter, self.now_s())
-        if self.num_queued >= self.max_queued:
+        if self.load.num_queued >= self.max_queued:
             if not queue or not place < queue[-1]:
                 raise self._refusal("queue full", HTTPStatus.TOO_MANY_REQUESTS, "too many requests wait for a worker")
             displaced = queue[-1]
@@ -146,6 +156,7 @@ class Admission:
             displaced.waiter.on_refused(self._refusal("displaced", HTTPStatus.TOO_MANY_REQUESTS, text))
         place.timer = asyncio.get_running_loop().call_later(timeout_s, self._on_timeout, place, timeout_s)
         insort(self._queues.setdefault(model, []), place)
+        self._show()
         return place
 
     def leave(self, place: Place) -> None:
@@ -158,12 +169,15 @@ class Admission:
             del queue[bisect_left(queue, place)]
             if not queue:
                 del self._queues[place.model]
+            self._show()
 
     def pump_soon(self) -> None:
         """Look for room in the loop's next turn, if anybody waits: whatever gave room may not be done yet."""
         if self._queues and not self._is_due:
             self._is_due = True
             asyncio.get_running_loop().call_soon(self.pump)
+        elif not self._queues:
+            self._ring_next()
 
     def pump(self) -> None:
         """Send whom there is room for, the first first, whatever their models: those may share workers."""
@@ -172,7 +186,7 @@ class Admission:
         heapify(heads)
         while heads:
             place = heappop(heads)
-            if place.is_left or not self._has_room_for(place.model):
+            if place.is_left or not self._is_first(place) or not self._has_room_for(place.model):
                 continue
             self.leave(place)
             if place.model in self._queues:
@@ -184,6 +198,38 @@ class Admission:
             except BaseException:
                 self.pump_soon()  # the others
                 raise
+        self._ring_next()
+
+    # Among several fronts, the first first: each shows its most urgent, and takes no slot before another's.
+
+    def _is_first(self, place: Place) -> bool:
+        first = self.load.first_elsewhere(self.now_s(), _number_of(place.model))
+        return first is None or (place.priority, place.since_s) <= first[:2]
+
+    def _ring_next(self) -> None:
+        first = self.load.first_elsewhere(self.now_s())
+        if first is not None and (not self._queues or not self._is_first(self._head())):
+            self.ring(first[2])
+
+    def _head(self) -> Place:
+        return min(queue[0] for queue in self._queues.values())
+
+    def _show(self) -> None:
+        """Show what waits, and again before others take this front for one that has stopped."""
+        if self._next_look is not None:
+            self._next_look.cancel()
+            self._next_look = None
+        if self._queues:
+            head = self._head()
+            self.load.show_queue(self.num_queued, _number_of(head.model), head.priority, head.since_s, self.now_s())
+            if self.load.board.num_fronts > 1:
+                self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+        else:
+            self.load.show_queue(0, 0, 0, 0.0, self.now_s())
+
+    def _look(self) -> None:
+        self._show()
+        self.pump()
 
     @property
     def num_queued(self) -> int:
@@ -223,6 +269,10 @@ class Admission:
     def on_first_attempt(self) -> None:
         """Count a request that is sent for the first time."""
         self._retries = min(max(_MAX_RETRIES, self.load.num_running), self._retries + _RETRY_SHARE)
+
+
+def _number_of(model: str | None) -> int:
+    return 1 + crc32((model or "").encode())
 
 
 def _answering(workers: list[Worker]) -> list[Worker]:

@@ -111,7 +111,6 @@ class _Attempt(ResponseReceiver):
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._load.finish()
         self._worker.unanswered.discard(self)
-        self._worker.capacity.num_ended += 1
         if self._is_trial:
             self._breaker.abandon()
         self._call.end(error)
@@ -158,7 +157,7 @@ class AnswerAttempt(_Attempt):
 
     def __init__(self, owner: Forwarding, decision: Decision) -> None:
         router, handover = owner.router, owner.handover
-        router.routing.dispatched()
+        router.load.dispatched()
         self._has_begun = False
         self._is_healing = False
         if handover is None:

@@ -119,6 +119,13 @@ class RouterConfig:
     state_interval_s: Annotated[float, Meta(gt=0, description="time between saves, of what has changed")] = 60.0
     host: Annotated[str, Meta(min_length=1, description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 takes a free one")] = 30000
+    processes: Annotated[
+        Annotated[int, Meta(ge=1)] | Literal["auto"],
+        Meta(
+            description="processes that take requests, beside one that follows the fleet if they are several; auto: as "
+            "many as there are cores but one"
+        ),
+    ] = 1
     tls_certificate: Annotated[
         str | None, Meta(description="PEM file to serve HTTPS with, the certificate first, then its chain")
     ] = None
@@ -302,6 +309,11 @@ class RouterConfig:
         """Return what a worker is sent to be let in: a key, or nothing."""
         key = self.worker_api_keys.get(url, self.worker_api_key)
         return [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
+
+    def url_at(self, port: int) -> str:
+        """Return where the router is met that listens on this port."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.tls_certificate is None else 'https'}://{host}:{port}"
 
     def role_of(self, url: str) -> Role | None:
         """Return the role that is declared for a worker, None where its own word counts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,8 @@ class Conversations:
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
+        self.on_kept: Callable[[str, Kept], None] = lambda *_: None
+        """Is told of each response that is remembered here."""
 
     def get(self, response_id: str) -> Kept | None:
         """Return what is known of a response, None if nothing."""
@@ -82,10 +85,16 @@ class Conversations:
         if chat is not None and response.status in ("completed", "incomplete"):
             asked = [message for message in chat.messages if message.get("role") != "system"]
             said = msgspec.json.encode([*asked, *said_in_response(response.output)])
+        kept = Kept(worker, said)
+        self.keep(response.id, kept)
+        self.on_kept(response.id, kept)
+
+    def keep(self, response_id: str, kept: Kept) -> None:
+        """Know a response from now on."""
         with self._lock:
-            self._drop(response.id)
-            self._kept[response.id] = Kept(worker, said)
-            self._num_bytes += len(response.id) + len(said or b"")
+            self._drop(response_id)
+            self._kept[response_id] = kept
+            self._num_bytes += len(response_id) + len(kept.said or b"")
             while self._num_bytes > MAX_BYTES or len(self._kept) > MAX_RESPONSES:
                 self._drop(next(iter(self._kept)))
 

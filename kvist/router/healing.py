@@ -27,12 +27,11 @@ from typing import Any, TypeAlias
 
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
-from kvist.router.fleet.fleet import Fleet
-from kvist.router.index import FleetIndex, RankStatus
+from kvist.router.fleet.fleet import RANKS_MAX_AGE_S, Fleet
+from kvist.router.index import Caches, RankStatus
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import CHAT_PATH, COMPLETION_PATH
-from kvist.router.routing import RANKS_MAX_AGE_S
 from kvist.router.usage import ReportedUsage
 
 logger = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class _Healing:
 class Healer:
     """Decides which requests ask for a full report, and learns from their answers when it is enough."""
 
-    def __init__(self, fleet: Fleet, index: FleetIndex | None, metrics: RouterMetrics) -> None:
+    def __init__(self, fleet: Fleet, index: Caches | None, metrics: RouterMetrics) -> None:
         """Heal what is partial in `index`; nothing without one."""
         self._fleet = fleet
         self._index = index

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,11 +66,40 @@ class RankStatus:
     num_blocks: int = 0
     clearing: int | None = None
     is_approximate: bool = False
+    slot: int | None = None
+    """In the index; `clearing` is its giving."""
 
     @property
     def known_as(self) -> str | None:
         """Return what an operator reads: the state, or that it is an expectation."""
         return APPROXIMATE if self.is_approximate else self.state
+
+
+class Caches(Protocol):
+    """What is known of the fleet's caches, as decisions need it."""
+
+    block_size: int | None
+    """Tokens per block of the whole fleet, None until it is configured or adopted."""
+
+    @property
+    def hashed_block_size(self) -> int:
+        """How many tokens prompts are cut into."""
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether prompts can be hashed and matched."""
+
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
+        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone."""
+
+    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
+        """Return the ranks of a worker, in order, as they were up to `max_age_s` ago."""
+
+    def is_expecting(self, worker: str) -> bool:
+        """Return whether what the worker was given is all that is known of its cache."""
+
+    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,8 +147,13 @@ class FleetIndex:
         has_full_reports: bool = False,
         max_blocks: int | None = None,
         expected_time_to_live_s: float = DEFAULT_TIME_TO_LIVE_S,
+        descriptor: int | None = None,
     ) -> None:
-        """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start."""
+        """Keep what is known in `state_dir`, saved every `state_interval_s`, for the next start.
+
+        The index lies in the file of a `descriptor`, if there is one, for other processes to read.
+        """
+        self._descriptor = descriptor
         self.block_size = block_size
         """Tokens per block of the whole fleet, None until it is configured or adopted."""
         self._num_ranks = num_ranks
@@ -294,22 +331,32 @@ class FleetIndex:
         if self.radix is None:
             return []
         if self.is_expecting(worker):
-            num_blocks = self.radix.digest(_holder_of(worker)).num_blocks
-            statuses = [RankStatus(WorkerRank(worker, 0), num_blocks=num_blocks, is_approximate=True)]
+            statuses = [self._status(self.radix, WorkerRank(worker, 0), None, _holder_of(worker))]
         elif self._indexer is None:
             return []
         else:
             statuses = [
-                RankStatus(
-                    target := WorkerRank(worker, rank),
-                    state,
-                    self.radix.digest(target).num_blocks,
-                    self.radix.clearing_of(target),
-                )
+                self._status(self.radix, target := WorkerRank(worker, rank), state, target)
                 for rank, state in sorted(self._indexer.states(worker).items())
             ]
         self._statuses[worker] = (now_s, statuses)
         return statuses
+
+    @property
+    def resyncing(self) -> AbstractSet[WorkerRank]:
+        """Return the ranks whose blocks do not count for now, always up to date."""
+        return frozenset() if self._indexer is None else self._indexer.resyncing
+
+    def used(self, hashes: NDArray[np.uint64]) -> None:
+        """Take note that another process has matched these blocks."""
+        if self.radix is not None:
+            self.radix.touch(hashes)
+
+    def _status(
+        self, radix: RadixIndex, target: WorkerRank, state: SourceState | None, holder: WorkerRank
+    ) -> RankStatus:
+        slot, num_blocks = radix.slot_of(holder), radix.digest(holder).num_blocks
+        return RankStatus(target, state, num_blocks, radix.clearing_of(holder), holder is not target, slot)
 
     def sources(self, worker: str) -> list[SourceStatistics]:
         """Return the counters of the worker's streams."""
@@ -344,7 +391,15 @@ class FleetIndex:
         await compilation.load()
         from kvist.radix import RadixIndex
 
-        self.radix = RadixIndex(max_blocks=self._max_blocks)
+        if self._descriptor is None:
+            self.radix = RadixIndex(max_blocks=self._max_blocks)
+        else:
+            from kvist.radix.memory import index_bytes, segment_bits_for
+
+            segment_bits = segment_bits_for(self._max_blocks)
+            os.ftruncate(self._descriptor, index_bytes(segment_bits))
+            memory = mmap.mmap(self._descriptor, 0)
+            self.radix = RadixIndex(max_blocks=self._max_blocks, segment_bits=segment_bits, memory=memory)
         await self._open_state()
         self.joined_at_s = self._now_s()
         _logger.info("the index has joined")

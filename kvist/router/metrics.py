@@ -27,7 +27,6 @@ from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import APIS, Ask
-from kvist.router.routing import Routing
 from kvist.router.usage import ReportedUsage
 
 _PREFIX = "kvist_router"
@@ -211,30 +210,52 @@ class RouterMetrics:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Gauges:
-    """Reads what is true now: load, states, how well each cache is known, the index.
+class DoorGauges:
+    """Reads what is true now of those who ask: connections, and who waits."""
+
+    fleet: Fleet
+    admission: Admission
+    server: Callable[[], ServerStatistics]
+    access_log: AccessLog | None
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric."""
+        yield from self._queue()
+        yield from server_metrics(_PREFIX, self.server())
+        if self.access_log is not None:
+            text = "Lines of the access log that were dropped, as they could not be written in time or at all"
+            yield CounterMetricFamily(f"{_PREFIX}_access_log_dropped", text, self.access_log.num_dropped)
+
+    def _queue(self) -> Iterator[Metric]:
+        queued = _gauge("queued_requests", "Requests that wait for a worker with room", "model")
+        num_queued: Counts[str] = Counts()
+        for model, number in self.admission.queued.items():
+            num_queued[self.fleet.label_of(model)] += number
+        for label, number in num_queued.items():
+            queued.add_metric([label], number)
+        text = "Requests that no worker had room for, by why they wait no longer"
+        rejections = CounterMetricFamily(f"{_PREFIX}_rejections", text, labels=["cause"])
+        for cause, count in self.admission.rejections.items():
+            rejections.add_metric([cause], count)
+        yield from (queued, rejections)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FleetGauges:
+    """Reads what is true now of workers: load, states, how well each cache is known, the index.
 
     All is summed up by worker or stream: how many ranks a stream names does not show in how much there is to read.
     """
 
     fleet: Fleet
     load: LoadTracker
-    admission: Admission
-    routing: Routing
     index: FleetIndex | None
-    server: Callable[[], ServerStatistics]
-    access_log: AccessLog | None
     now_s: Callable[[], float]
 
     def collect(self) -> Iterator[Metric | None]:
         """Yield every metric, and None where there may be a pause; states are 1 for the one that holds, else 0."""
         yield from self._states()
         yield from self._loads()
-        yield from self._queue()
-        yield from server_metrics(_PREFIX, self.server())
-        if self.access_log is not None:
-            text = "Lines of the access log that were dropped, as they could not be written in time or at all"
-            yield CounterMetricFamily(f"{_PREFIX}_access_log_dropped", text, self.access_log.num_dropped)
         if self.index is not None:
             yield from self._ranks(self.index)
             yield from self._sources(self.index)
@@ -268,24 +289,11 @@ class Gauges:
         gauges = {name: _gauge(name, text, "worker") for name, text in _LOADS.items()}
         now_s = self.now_s()
         for worker in self.fleet.workers:
-            loads = [self.load.load(rank.target, now_s) for rank in self.routing.ranks(worker)]
+            loads = [self.load.load(rank.target, now_s) for rank in self.fleet.ranks(worker)]
             for name, gauge in gauges.items():
                 gauge.add_metric([worker.url], sum(getattr(load, name) for load in loads))
             yield None
         yield from gauges.values()
-
-    def _queue(self) -> Iterator[Metric]:
-        queued = _gauge("queued_requests", "Requests that wait for a worker with room", "model")
-        num_queued: Counts[str] = Counts()
-        for model, number in self.admission.queued.items():
-            num_queued[self.fleet.label_of(model)] += number
-        for label, number in num_queued.items():
-            queued.add_metric([label], number)
-        text = "Requests that no worker had room for, by why they wait no longer"
-        rejections = CounterMetricFamily(f"{_PREFIX}_rejections", text, labels=["cause"])
-        for cause, count in self.admission.rejections.items():
-            rejections.add_metric([cause], count)
-        yield from (queued, rejections)
 
     def _ranks(self, index: FleetIndex) -> Iterator[Metric | None]:
         ranks = _gauge("ranks", "Ranks by how well their cache is known", "worker", "state")

@@ -19,13 +19,10 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
-from kvist.router.index import DEFAULT_BLOCK_SIZE, FleetIndex, Overlaps, RankStatus
+from kvist.router.index import DEFAULT_BLOCK_SIZE, Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Policy, Prompt, Role, decide
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
-
-RANKS_MAX_AGE_S = 0.05
-"""How long the list of a worker's ranks is reused: asking anew would cost each request 10 µs a rank."""
 
 
 class Routing:
@@ -36,7 +33,7 @@ class Routing:
         config: RouterConfig,
         fleet: Fleet,
         load: LoadTracker,
-        index: FleetIndex | None,
+        index: Caches | None,
         random: Random,
         now_s: Callable[[], float],
     ) -> None:
@@ -47,7 +44,6 @@ class Routing:
         self._index = index
         self._random = random
         self._now_s = now_s
-        self._turn = 0
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Decide by this configuration from now on."""
@@ -75,7 +71,7 @@ class Routing:
             overlaps = {**overlaps, **found}
         return self._where_rendered_alike(ask, overlaps, self._index)
 
-    def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, index: FleetIndex) -> Overlaps:
+    def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, index: Caches) -> Overlaps:
         """Return the overlaps without blocks that a worker may know by other tokens than the router's."""
         limits = self._fleet.renderings.limits(ask.chat, ask.fields)
         limited = {}
@@ -148,26 +144,18 @@ class Routing:
                 rank.is_approximate,
             )
             for worker in workers
-            for rank in self.ranks(worker)
+            for rank in self._fleet.ranks(worker)
         ]
-        return decide(policy, prompt, candidates, self._turn, self._random)
-
-    def dispatched(self) -> None:
-        """Take note that a decision was acted on: the next one has the next turn."""
-        self._turn += 1
+        return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
 
     def has_alternative(self, ask: Ask, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request."""
         return bool(self._fleet.routable(ask.model, excluded))
 
-    def ranks(self, worker: Worker) -> list[RankStatus]:
-        """Return the worker's ranks; one that no stream tells of has one, 0."""
-        known = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else None
-        return known or [RankStatus(WorkerRank(worker.url, 0))]
-
     def is_one_of_several_ranks(self, target: WorkerRank) -> bool:
         """Return whether the worker must be told which of its ranks was chosen."""
-        return self._index is not None and len(self._index.ranks(target.worker, RANKS_MAX_AGE_S)) > 1
+        worker = self._fleet.get(target.worker)
+        return worker is not None and len(self._fleet.ranks(worker)) > 1
 
     def _hashes_of(self, ask: Ask, block_size: int) -> Callable[..., NDArray[np.uint64]]:
         """Return what names the blocks of a prompt as the workers' streams do."""

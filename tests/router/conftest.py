@@ -186,7 +186,7 @@ class RunningRouter:
 
     def hold(self, url: str, tokens: list[int], tier: Tier = Tier.GPU) -> None:
         """Put blocks into the index as if the worker's stream had told of them."""
-        self.service._index.radix.store(WorkerRank(url, 0), tier, None, block_hashes(tokens, 16))
+        self.service.known.index.radix.store(WorkerRank(url, 0), tier, None, block_hashes(tokens, 16))
 
     async def explain(self, tokens: list[int]) -> dict[str, Any]:
         return (await self.client.post("/route", json={"token_ids": tokens, "model": "m"})).json()

@@ -222,7 +222,7 @@ async def test_what_a_stopped_worker_has_not_begun_to_answer_goes_elsewhere_and_
                 await asyncio.Event().wait()
             await super()._reply(received, writer)
 
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     async with (
         Stopping(answer=hang) as one,
         worker() as two,
@@ -242,7 +242,7 @@ async def test_what_a_stopped_worker_has_not_begun_to_answer_goes_elsewhere_and_
 async def test_a_worker_that_works_in_silence_and_answers_checks_is_left_alone(
     worker, router, gated, until, monkeypatch
 ) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     async with worker(answer=gated) as one, worker() as two, router(one.url, silence_timeout_s=0.1) as front:
         asked = asyncio.create_task(front.complete())
         await until(lambda: sum(received.target == "/metrics" for received in one.received) >= 30)
@@ -252,7 +252,7 @@ async def test_a_worker_that_works_in_silence_and_answers_checks_is_left_alone(
 
 
 async def test_a_bound_is_learnt_from_what_a_worker_reports(worker, router, gated, until, monkeypatch) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     page = 'vllm:num_requests_running{engine="0"} 8.0\nvllm:num_requests_waiting{engine="0"} 12.0\n'
     async with worker(answer=gated) as one, router(one.url) as front:
         asked = [asyncio.create_task(front.complete(str(idx))) for idx in range(20)]
@@ -311,9 +311,8 @@ def test_a_batch_that_is_half_empty_for_a_moment_lowers_no_bound() -> None:
 
 def test_short_requests_have_a_reserve_for_the_time_in_which_the_router_sends_more() -> None:
     capacity = Capacity()
-    for _ in range(10):
-        capacity.num_ended = 1500
-        capacity.learn(Report(32, 400), num_in_flight=432)
+    for seconds in range(1, 11):
+        capacity.learn(Report(32, 400), num_in_flight=432, num_ended=1500 * seconds)
     assert capacity.max_requests == 32 + 150
 
 

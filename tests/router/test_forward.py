@@ -16,7 +16,7 @@ def events(*texts: str) -> list[bytes]:
 
 
 def total_load(router: Any) -> int:
-    load, fleet = router.service._forwarder.load, router.service._fleet
+    load, fleet = router.service._forwarder.load, router.service.fleet
     return sum(load.running_requests(worker.url) for worker in fleet.workers)
 
 
@@ -287,7 +287,7 @@ async def test_an_open_circuit_takes_no_requests_and_one_trial_closes_it(worker,
         refused = await front.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_worker")
         one.answer = None
-        fleet = front.service._fleet
+        fleet = front.service.fleet
         await until(lambda: fleet.routable("m"))
         assert (await front.complete()).status_code == 200
         assert (await front.workers())[one.url]["circuit"] == "closed"

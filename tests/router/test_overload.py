@@ -83,7 +83,7 @@ async def test_a_busy_worker_is_not_spared_for_less_because_it_says_less_later(w
 
     async with worker(answer=busy) as one, router(one.url) as front:
         assert (await front.complete("first")).status_code == 429
-        worker_of, admission = front.service._fleet.get(one.url), admission_of(front)
+        worker_of, admission = front.service.fleet.get(one.url), admission_of(front)
         paused_until_s = worker_of.capacity.paused_until_s
         assert paused_until_s - admission.now_s() > 30
         admission.pause(worker_of, None)
@@ -158,7 +158,7 @@ class Stopping:
 
 
 async def test_what_nobody_else_can_answer_is_left_to_a_silent_worker(worker, router, until, monkeypatch) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     async with Stopping(worker)() as one, router(one.url, silence_timeout_s=0.1) as front:
         asked = [asyncio.create_task(front.complete(str(idx))) for idx in range(3)]
         await until(lambda: len(one.completions) == 3)
@@ -170,7 +170,7 @@ async def test_what_nobody_else_can_answer_is_left_to_a_silent_worker(worker, ro
 
 
 async def test_all_that_a_silent_worker_has_not_begun_goes_elsewhere(worker, router, until, monkeypatch) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
     num_asked = 150  # more than retries are budgeted for
     async with (
         Stopping(worker)() as one,
@@ -190,8 +190,8 @@ async def test_all_that_a_silent_worker_has_not_begun_goes_elsewhere(worker, rou
 async def test_a_worker_that_was_silent_is_used_again_soon_whatever_the_interval_of_checks(
     worker, router, until, monkeypatch
 ) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.02)
-    monkeypatch.setattr("kvist.router.fleet.fleet.STARTING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvist.router.fleet.membership.STARTING_INTERVAL_S", 0.02)
     async with Stopping(worker)() as one, router(one.url, silence_timeout_s=0.1, health_interval_s=1.0) as front:
         asked = asyncio.create_task(front.complete("x"))
         await until(lambda: len(one.completions) == 1)
@@ -278,7 +278,7 @@ async def test_a_fault_of_ours_as_a_request_leaves_the_queue_costs_that_request_
 
 @pytest.mark.parametrize("value", ["1e999", "9e99", "1.8e308"])
 async def test_a_page_of_absurd_numbers_ends_nothing(worker, router, gated, gate, until, monkeypatch, value) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.01)
     page = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting {value}\n"
     async with worker(answer=gated, metrics=page) as one, router(one.url) as front:
         asked = asyncio.create_task(front.complete("x"))

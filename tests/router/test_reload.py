@@ -82,7 +82,7 @@ async def test_policy_keys_and_bounds_change_and_what_cannot_is_named(worker, ro
 
 
 async def test_whatever_a_worker_is_asked_has_the_new_key(worker, router, until, monkeypatch) -> None:
-    monkeypatch.setattr("kvist.router.fleet.fleet.REPORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr("kvist.router.fleet.membership.REPORT_INTERVAL_S", 0.01)
 
     async def wait(*_: Any) -> None:
         await asyncio.Event().wait()

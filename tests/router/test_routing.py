@@ -31,7 +31,7 @@ async def test_the_block_with_the_last_token_is_never_counted(worker, router) ->
 async def test_adapters_and_salts_have_blocks_of_their_own(worker, router) -> None:
     models = [{"id": "m"}, {"id": "tuned", "parent": "m"}]
     async with worker(models=models) as one, router(one.url, block_size=16) as front:
-        radix, rank = front.service._index.radix, WorkerRank(one.url, 0)
+        radix, rank = front.service.known.index.radix, WorkerRank(one.url, 0)
         radix.store(rank, Tier.GPU, None, block_hashes(TOKENS[:16], 16))
         radix.store(rank, Tier.GPU, None, block_hashes(TOKENS[:32], 16, lora_name="tuned"))
         radix.store(rank, Tier.GPU, None, block_hashes(TOKENS[:48], 16, cache_salt="pepper"))
@@ -44,7 +44,7 @@ async def test_an_engine_with_eagle_is_matched_by_its_own_hashes(worker, router)
     async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
         front.hold(a.url, TOKENS[:16])
         eagle_hashes = block_hashes(TOKENS[:49], 16, is_eagle=True)
-        front.service._index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
+        front.service.known.index.radix.store(WorkerRank(b.url, 0), Tier.GPU, None, eagle_hashes)
         decision = await front.explain(TOKENS)
         overlaps = {one["worker"]: one["overlap_blocks"]["gpu"] for one in decision["candidates"]}
         assert overlaps == {a.url: 1, b.url: 3}
@@ -55,7 +55,7 @@ async def test_the_block_with_the_last_token_counts_as_the_one_that_an_engine_of
     worker, router
 ) -> None:
     async with worker() as one, router(one.url, block_size=16) as front:
-        radix, rank = front.service._index.radix, WorkerRank(one.url, 0)
+        radix, rank = front.service.known.index.radix, WorkerRank(one.url, 0)
         radix.set_groups(rank, [GroupRule(0, 1, 1), GroupRule(2, 1, 1)])
         for each in (rank, rank.companion):
             radix.store(each, Tier.GPU, None, block_hashes(TOKENS, 16))
@@ -68,7 +68,7 @@ async def test_sglang_with_eagle_reuses_no_block_whose_name_covers_the_last_toke
     async with worker(models=sglang) as a, worker(models=vllm) as b, router(a.url, b.url, block_size=16) as front:
         for each in (a, b):
             eagle_hashes = block_hashes(TOKENS, 16, is_eagle=True)
-            front.service._index.radix.store(WorkerRank(each.url, 0), Tier.GPU, None, eagle_hashes)
+            front.service.known.index.radix.store(WorkerRank(each.url, 0), Tier.GPU, None, eagle_hashes)
         for num_tokens, overlaps in ((48, (2, 2)), (49, (2, 3)), (50, (3, 3)), (17, (0, 1))):
             candidates = (await front.explain(TOKENS[:num_tokens]))["candidates"]
             found = {one["worker"]: one["overlap_blocks"]["gpu"] for one in candidates}

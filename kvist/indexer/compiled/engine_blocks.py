@@ -242,7 +242,7 @@ def hold(
         name, row = _look(head, names, tier, engine_hash), find(index, segments, block_hash)
         tiers = tiers_at(index, segments, row, rank.slot) if row >= 0 else 0
         if tiers >> tier & 1 and name == block_hash:
-            if index.is_capped:
+            if index.max_blocks:
                 stamp(index, row_at(segments, row))
             if rank.counts_copies and _add(held, engine_hash, tier) == FULL:
                 return COUNTS_NEED_HELP, number

@@ -175,7 +175,7 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
         return 1
     row = segment.rows[place]
     old = signed(row.set_id)
-    if index.is_capped:
+    if index.max_blocks:
         stamp(index, row)
     is_as_new = old & INLINE and is_retired(index, (old & (INLINE - 1)) >> 4)  # only somebody who is gone held it
     new = changed(index, 0 if is_as_new else old, ADD, slot, tier)

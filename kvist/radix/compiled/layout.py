@@ -66,7 +66,10 @@ MAX_DEPTH, EPOCH_SHIFT, NUM_EPOCHS, MARKED = (1 << 18) - 1, 18, 1 << 12, 1 << 31
 INLINE = 1 << 31
 MAX_SLOTS, MAX_SETS, MAX_WORDS, NUM_MEMOS, NUM_RUN_SIZES = 1 << 20, 1 << 24, 1 << 27, 1 << 12, 64
 LIVE, RETIRED = 1, 2
-SLOT = np.dtype([("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4")], align=True)
+SLOT = np.dtype(
+    [("num_held", "i8"), ("digest", "u8"), ("state", "u4"), ("has_lost", "u4"), ("giving", "i8")], align=True
+)
+"""`giving` is a number that no other rank's slot, and no earlier one of this rank, has or had; 0: it is nobody's."""
 NUM_KINDS = 4
 GROUPED, COMPANION = 1, 2
 RULE = np.dtype(
@@ -103,7 +106,7 @@ CORE = np.dtype(
     [
         ("generation", "i8"),  # odd while somebody writes; see `RadixIndex.writing`
         ("table", HEAD),
-        ("is_capped", "i8"),
+        ("max_blocks", "i8"),  # beyond which some are evicted; 0: there is no cap
         ("epoch", "i8"),  # as it stands in marks
         ("num_stamped", "i8"),  # blocks used since the epoch began
         ("num_evicted", "i8"),

@@ -2,6 +2,9 @@
 
 Who has held all blocks so far, the active ones, is kept as words of sixteen slots, four tier bits each, of which a bit
 is set if the slot has held all of them in that tier or in a faster one.
+
+Another process may be writing meanwhile: then the answer is wrong, which its generation tells, but what is read stays
+within bounds and comes to an end.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -150,10 +153,10 @@ def _hit(
             holder, tier = (slot, 0) if group == 0 else (signed(rule.companion), group - 1)
             ahead = signed(rule.ahead[group])
             place, first = end + ahead - 1, end + ahead - signed(rule.needed[group]) * signed(rule.stride[group])
-            while place >= max(first, 0) and missing < 0:
+            while len(set_ids) > place >= max(first, 0) and missing < 0:
                 if tiers_in(index, signed(set_ids[place]), holder) >> tier & 1 == 0:
                     missing, num_ahead = place, ahead
-                place -= signed(rule.stride[group])
+                place -= max(signed(rule.stride[group]), 1)
         if missing < 0:
             return end
         while missing > 0 and set_ids[missing - 1] == set_ids[missing]:
@@ -194,7 +197,7 @@ def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Word
             for tier in range(4):
                 query.holder_depths[num_kept, tier] = query.holder_depths[number, tier]
             num_kept += 1
-    set_ids = np.empty(len(hashes), np.uint32)
+    set_ids = np.zeros(len(hashes), np.uint32)
     for place in range(index.num_grouped):
         slot = signed(index.grouped[place])
         rule = index.rules[slot]

@@ -18,20 +18,18 @@ import asyncio
 import itertools
 import logging
 import secrets
-import ssl
 import time
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import replace
 from http import HTTPStatus
-from pathlib import Path
 from random import Random
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
+from prometheus_client.core import Metric
 
-from kvist.errors import InvalidValueError
 from kvist.http import (
     HttpLimits,
     HttpServer,
@@ -39,19 +37,15 @@ from kvist.http import (
     Request,
     Responder,
     UpstreamError,
-    UpstreamLimits,
     UpstreamPool,
     default_max_connections,
-    serve_asgi,
 )
-from kvist.metrics_page import MetricsPage
 from kvist.openai.errors import RequestError, error_body
-from kvist.openai.tokenization import ChatTokenizer
 from kvist.router.access_log import AccessLog
 from kvist.router.admission import Admission
 from kvist.router.attempts import worker_failure
 from kvist.router.config import RouterConfig
-from kvist.router.doors.api import AdminApi
+from kvist.router.doors.api import Answer, Question, json_answer, refusal
 from kvist.router.doors.auth import (
     MODELS_PATH,
     check_client_request,
@@ -63,14 +57,16 @@ from kvist.router.doors.auth import (
     require_administrator,
     require_client,
 )
-from kvist.router.fleet.fleet import Fleet
+from kvist.router.doors.explain import explain_plan
+from kvist.router.doors.keeper import FleetKnowledge, Keeper, load_tokenizer
+from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.forward import Forwarder, forwarded_headers
 from kvist.router.healing import Healer
-from kvist.router.index import FleetIndex
-from kvist.router.metrics import Gauges, RouterMetrics
+from kvist.router.metrics import DoorGauges, RouterMetrics
+from kvist.router.prefill.handover import obstacle
 from kvist.router.prefill.releases import Releases
-from kvist.router.prompts import PromptReader
+from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.reserved import check_request_id
 from kvist.router.routing import Routing
 from kvist.tracing import open_tracing
@@ -88,19 +84,31 @@ WORKER_HEADER = b"x-kvist-worker"
 """Names the worker that an administrator's request to an endpoint of a worker is for."""
 
 
+OpenKnowledge: TypeAlias = Callable[
+    [UpstreamPool, RouterMetrics, Callable[[], Iterator[Metric | None]]], AbstractAsyncContextManager[FleetKnowledge]
+]
+"""Opens what is known of the fleet, for a router that has this pool and these metrics."""
+
+
 class RouterService:
     """Serves from `async with` on until the block ends, and then as said above; at once if an error ends it."""
 
-    def __init__(self, config: RouterConfig, started_s: float | None = None) -> None:
-        """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows."""
+    def __init__(
+        self, config: RouterConfig, started_s: float | None = None, knowledge: OpenKnowledge | None = None
+    ) -> None:
+        """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows.
+
+        What is known of the fleet comes from `knowledge`, by default from a keeper of its own. If it comes from
+        elsewhere, this is one of several processes, which share the port.
+        """
         self._config = config
         self._started_s = time.monotonic() if started_s is None else started_s
         self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
         self._is_draining = False
         self._forwarder: Forwarder
-        self._tls: list[tuple[ssl.SSLContext, str, str]] = []
-        """Each with the fields that name the certificate it shows and the key."""
+        self._certificates = Certificates(config)
+        self._knowledge, self._is_shared = knowledge or self._own_keeper, knowledge is not None
         # Unlike a UUID for each request, a random prefix and a count cost next to nothing.
         self._request_id_prefix = secrets.token_hex(10).encode()
         self._request_numbers = itertools.count()
@@ -121,9 +129,7 @@ class RouterService:
     def url(self) -> str:
         """Return where the router listens."""
         assert self._server is not None
-        host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
-        scheme = "http" if self._config.tls_certificate is None else "https"
-        return f"{scheme}://{host}:{self._server.port}"
+        return self._config.url_at(self._server.port)
 
     def reload(self, config: RouterConfig) -> None:
         """Take over what of another configuration may change while the router runs; say what needs a restart.
@@ -131,10 +137,9 @@ class RouterService:
         Certificates are read from their files again. Raises InvalidValueError, and no setting changes, if that fails.
         """
         renewed, changed, fixed = self._config.changed_to(config)
-        for context, certificate, key in self._tls:
-            _show_certificate(context, renewed, certificate, key)
+        self._certificates.renew(renewed)
         self._config = renewed
-        self._fleet.reconfigure(self._config)
+        self.known.reconfigure(self._config)
         self._forwarder.routing.reconfigure(self._config)
         self._forwarder = replace(self._forwarder, config=self._config)
         logger.info("settings reloaded changed=%s", ",".join(changed) or "nothing")
@@ -143,26 +148,13 @@ class RouterService:
 
     async def _start(self, exits: AsyncExitStack) -> None:
         config, now_s = self._config, time.monotonic
-        tokenizer = asyncio.ensure_future(_load_tokenizer(config.model_path))  # while workers are asked who they are
+        tokenizer = asyncio.ensure_future(load_tokenizer(config.model_path))  # while workers are asked who they are
         exits.callback(tokenizer.cancel)
         self._metrics = RouterMetrics()
-        index = None
-        if config.policy == "kv":
-            index = FleetIndex(
-                config.block_size,
-                now_s,
-                config.state_dir,
-                config.state_interval_s,
-                num_ranks=config.data_parallel_size,
-                has_full_reports=config.full_reports,
-                max_blocks=config.max_blocks,
-                expected_time_to_live_s=config.expected_time_to_live_s,
-            )
-            await exits.enter_async_context(index)
-        self._index = index
-        load = LoadTracker(config.recent_half_life_s)
-        pool = self._pool = await exits.enter_async_context(self._worker_pool())
-        fleet = Fleet(config, pool, load, index, now_s, on_removed=self._metrics.forget)
+        pool = self._pool = await exits.enter_async_context(self._certificates.worker_pool())
+        known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
+        fleet, load, index = known.fleet, known.load, known.index
+        self.fleet = fleet
         routing = Routing(config, fleet, load, index, Random(), now_s)
         admission = Admission(
             fleet,
@@ -177,16 +169,15 @@ class RouterService:
         if config.access_log is not None:
             access_log = self._access_log = AccessLog(config.access_log, config.access_log_sample)
             exits.push_async_callback(asyncio.to_thread, access_log.close)
-        gauges = Gauges(fleet, load, admission, routing, index, lambda: server.statistics(), access_log, now_s)
-        page = MetricsPage(gauges.collect, self._metrics.registry)
-        self._fleet = await exits.enter_async_context(fleet)
+        self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), access_log)
         reader = PromptReader(
             await tokenizer,
             has_index=lambda: index is not None and index.has_joined,
             needs_tokens=lambda: index is not None or fleet.has_prefill_workers,
         )
+        known.connect(reader.conversations, admission)
         if index is not None and (model := tokenizer.result()) is not None:
-            fleet.check_renderings(model)
+            known.start_renderings(model)
         healer, tracing = Healer(fleet, index, self._metrics), self._open_tracing(exits)
         releases = await exits.enter_async_context(Releases(pool, self._metrics.released))
         self._forwarder = Forwarder(
@@ -205,18 +196,18 @@ class RouterService:
             tracing,
             access_log,
         )
-        admin = AdminApi(
-            fleet, load, admission, index, reader, routing, page, self._started_s, now_s, lambda: self._is_draining
-        )
-        self._admin = admin.application()
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),
             max_connections_per_peer=config.max_connections_per_peer,
             max_body_bytes=config.max_body_bytes,
             close_timeout_s=config.shutdown_timeout_s,
         )
-        server = HttpServer(self._handle, host=config.host, port=config.port, limits=limits, tls=self._door_tls())
+        tls = self._certificates.for_clients()
+        server = HttpServer(
+            self._handle, host=config.host, port=config.port, limits=limits, tls=tls, is_shared=self._is_shared
+        )
         self._server = await exits.enter_async_context(server)
+        load.show_listening()
         exits.push_async_exit(self._drain)
         logger.info("router serves url=%s policy=%s start_s=%.2f", self.url, config.policy, now_s() - self._started_s)
 
@@ -227,39 +218,22 @@ class RouterService:
             logger.info("router drains delay_s=%g", self._config.drain_delay_s)
             await asyncio.sleep(self._config.drain_delay_s)
 
-    def _door_tls(self) -> ssl.SSLContext | None:
-        """Return what clients are met with, None for plain HTTP."""
-        if self._config.tls_certificate is None:
-            return None
-        context = self._tls_context(ssl.Purpose.CLIENT_AUTH, "client_ca", "tls_certificate", "tls_key")
-        if self._config.client_ca is not None:
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def _worker_pool(self) -> UpstreamPool:
-        config, context = self._config, None
-        limits = UpstreamLimits(
-            connect_timeout_s=config.connect_timeout_s,
-            first_byte_timeout_s=config.first_byte_timeout_s,
-            idle_timeout_s=config.idle_timeout_s,
+    def _own_keeper(
+        self, pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
+    ) -> Keeper:
+        load = LoadTracker(recent_half_life_s=self._config.recent_half_life_s)
+        return Keeper(
+            self._config,
+            pool,
+            load,
+            self._started_s,
+            registry=metrics.registry,
+            gauges=gauges,
+            on_removed=metrics.forget,
         )
-        if config.worker_ca is not None or config.worker_certificate is not None:
-            context = self._tls_context(ssl.Purpose.SERVER_AUTH, "worker_ca", "worker_certificate", "worker_key")
-        return UpstreamPool(limits, tls=context)
 
-    def _tls_context(self, purpose: ssl.Purpose, authority: str, certificate: str, key: str) -> ssl.SSLContext:
-        """Return a context of the files in these fields; raises InvalidValueError that names what cannot be read.
-
-        Without an authority the system says which servers are trusted, and clients need not be.
-        """
-        path = getattr(self._config, authority)
-        try:
-            context = ssl.create_default_context(purpose, cafile=path)
-        except OSError as error:
-            raise InvalidValueError(authority, path, f"a readable PEM file ({error})") from None
-        _show_certificate(context, self._config, certificate, key)
-        self._tls.append((context, certificate, key))
-        return context
+    def _gauges(self) -> Iterator[Metric | None]:
+        return self._door_gauges.collect()
 
     def _open_tracing(self, exits: AsyncExitStack) -> Tracing | None:
         endpoint = self._config.otlp_traces_endpoint
@@ -301,12 +275,11 @@ class RouterService:
         path = plain_path(request.path)
         if path != request.path:
             request = msgspec.structs.replace(request, target=path + request.target[len(request.path) :])
-        if path in OPEN_PATHS:
-            return serve_asgi(self._admin, request, responder)
         config = self._config
-        if path in ADMIN_PATHS:
-            require_administrator(request, config.admin_key)
-            return serve_asgi(self._admin, request, responder)
+        if path in OPEN_PATHS or path in ADMIN_PATHS:
+            if path in ADMIN_PATHS:
+                require_administrator(request, config.admin_key)
+            return self._answer_operator(request, responder)
         if methods_of(path) is None:
             require_administrator(request, config.admin_key)
             return self._pass_to_worker(request, self._named_worker(request), responder, request_id)
@@ -323,10 +296,31 @@ class RouterService:
         is_admin = is_administrator(request, config.admin_key)
         return self._forwarder.forward(request, responder, request_id, is_administrator=is_admin)
 
+    async def _answer_operator(self, request: Request, responder: Responder) -> None:
+        if (request.method, request.path) == ("POST", "/route"):
+            answer = await self._explain_route(request.body)
+        else:
+            content_type = (request.header(b"content-type") or b"").decode("latin-1")
+            answer = await self.known.answer(
+                Question(request.method, request.path, request.query, content_type, request.body, self._is_draining)
+            )
+        responder.answer(answer.status, [(b"content-type", answer.content_type.encode())], answer.body)
+
+    async def _explain_route(self, body: bytes) -> Answer:
+        """Return where a request with this body would go; nothing is sent."""
+        routing, admission = self._forwarder.routing, self._forwarder.admission
+        try:
+            ask = await self._forwarder.reader.read(None, body)
+            full = admission.full(ask.model, ())
+            plan = routing.plan(ask, routing.overlaps(ask), full, obstacle(COMPLETION_PATH, ask))
+        except RequestError as error:
+            return refusal(error)
+        return json_answer(explain_plan(plan, ask) | {"queued": admission.would_wait(ask.model)})
+
     def _named_worker(self, request: Request) -> str:
         """Return the URL of the worker that an administrator's request is for."""
         url = (request.header(WORKER_HEADER) or b"").decode("latin-1").rstrip("/")
-        if self._fleet.get(url) is None:
+        if self.fleet.get(url) is None:
             expected = f"the URL of a known worker, as {request.method} {request.path} is no endpoint of the router"
             raise RequestError(
                 HTTPStatus.BAD_REQUEST, f"x-kvist-worker: got {url!r:.200}, expected {expected}", param="x-kvist-worker"
@@ -354,24 +348,9 @@ class RouterService:
 
     def _show_models(self, model_id: str, responder: Responder) -> None:
         """Answer with the model of this id, or a list of all where it is empty."""
-        entries = [model.entry for model in self._fleet.models() if model_id in ("", model.id)]
+        entries = [model.entry for model in self.fleet.models() if model_id in ("", model.id)]
         if model_id and not entries:
             message = f"model: got {model_id!r:.200}, expected one that is served"
             raise RequestError(HTTPStatus.NOT_FOUND, message, param="model", code="model_not_found")
         body = entries[0] if model_id else {"object": "list", "data": entries}
         responder.answer(HTTPStatus.OK, [(b"content-type", b"application/json")], msgspec.json.encode(body))
-
-
-async def _load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
-    return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))
-
-
-def _show_certificate(context: ssl.SSLContext, config: RouterConfig, certificate: str, key: str) -> None:
-    """Have a context show the certificate in these fields, if any, from now on; raises InvalidValueError."""
-    path = getattr(config, certificate)
-    try:
-        # One that takes the certificate and not the key, as when files are being replaced, can do nothing any more.
-        for each in (ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), context) if path is not None else ():
-            each.load_cert_chain(path, getattr(config, key))
-    except OSError as error:  # ssl.SSLError is one
-        raise InvalidValueError(certificate, path, f"readable PEM files ({error})") from None

@@ -56,26 +56,25 @@ class Capacity:
     fixed_requests: int | None = None
     learnt_requests: int | None = None
     paused_until_s: float = 0.0
-    num_ended: int = 0
-    """Requests since the last report."""
     _num_running: int = 0
     _peak_running: float = 0.0
+    _num_ended: int = 0
 
     @property
     def max_requests(self) -> int | None:
         """Return how many requests the worker is given at a time."""
         return self.learnt_requests if self.fixed_requests is None else self.fixed_requests
 
-    def learn(self, report: Report, num_in_flight: int) -> None:
-        """Take a report that came while so many of the router's requests were in flight.
+    def learn(self, report: Report, num_in_flight: int, num_ended: int = 0) -> None:
+        """Take a report that came while so many of the router's requests were in flight, and so many had ended so far.
 
         Where others send to the worker too, each router takes its share of what is too much.
         """
         num_more, self._num_running = report.num_running - self._num_running, report.num_running
         self._peak_running = max(report.num_running, self._peak_running * _PEAK_KEPT)
-        peak, num_ended, self.num_ended = int(self._peak_running), self.num_ended, 0
+        peak, num_just_ended, self._num_ended = int(self._peak_running), num_ended - self._num_ended, num_ended
         # A batch that grows takes as many from the worker's queue until the next report.
-        reserve = max(MIN_RESERVE, peak // RESERVE_SHARE, num_ended // RESERVES_A_SECOND, num_more)
+        reserve = max(MIN_RESERVE, peak // RESERVE_SHARE, num_just_ended // RESERVES_A_SECOND, num_more)
         excess = report.num_running + report.num_waiting - peak - reserve
         bound = self.learnt_requests
         if excess > 0 and num_in_flight:
@@ -87,4 +86,4 @@ class Capacity:
 
     def forget(self) -> None:
         """Take an idle worker: what comes next may be of another kind."""
-        self.learnt_requests, self._num_running, self._peak_running, self.num_ended = None, 0, 0.0, 0
+        self.learnt_requests, self._num_running, self._peak_running = None, 0, 0.0

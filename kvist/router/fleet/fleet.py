@@ -1,110 +1,63 @@
-"""The workers: who they are, which of them may take a request, and how they come and go.
+"""The workers as a request meets them: who they are, and which of them may take it.
 
-Each worker has a task that checks it, learns what it serves and points the indexer at its event stream. A removed
-worker drains: it takes nothing new, and is forgotten when its last request has ended or its time is up.
+What is known of them comes from whoever checks them (`membership`), in this process or in another one.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from http import HTTPStatus
-from typing import Self
+from collections.abc import Callable, Iterable
 
-from kvist.errors import InvalidValueError, KvistError, MalformedMessageError, leave_group
-from kvist.http import UpstreamError, UpstreamPool, UpstreamTimeoutError
-from kvist.openai.tokenization import ChatTokenizer
-from kvist.router.config import RouterConfig, check_event_source, check_worker_url
-from kvist.router.fleet.capacity import Capacity, read_report
-from kvist.router.fleet.discovery import Identity, ServedModel, event_endpoint, fetch, probe
-from kvist.router.fleet.health import CircuitBreaker, HealthGauge
-from kvist.router.fleet.load import LoadTracker
-from kvist.router.fleet.rendering import RenderingChecks
+from kvist.events import WorkerRank
+from kvist.router.fleet.discovery import ServedModel
+from kvist.router.fleet.rendering import Renderings
 from kvist.router.fleet.worker import Worker, WorkerState
-from kvist.router.index import FleetIndex
+from kvist.router.index import Caches, RankStatus
 from kvist.router.policy.decision import Role
 
-logger = logging.getLogger(__name__)
-
-STARTING_INTERVAL_S = 0.5
-"""Time between checks of a worker that is not healthy, where that is less than the health interval."""
-
-REPORT_INTERVAL_S = 1.0
-
-FIRST_CHECKS_S = 1.0
-"""How long the router's start waits for workers that say nothing."""
-
-
-class WorkerConflictError(KvistError):
-    """The worker is already there, or still draining: the administrator waits or removes it first."""
-
-    def __init__(self, url: str, state: WorkerState) -> None:
-        super().__init__(f"worker {url} is already there and {state}")
-        self.url = url
-        self.state = state
+RANKS_MAX_AGE_S = 0.05
+"""How long the list of a worker's ranks is reused: asking anew would cost each request 10 µs a rank."""
 
 
 class Fleet:
-    """Holds and checks the workers while its context is open; all methods belong to the event loop."""
+    """All methods belong to the event loop."""
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        pool: UpstreamPool,
-        load: LoadTracker,
-        index: FleetIndex | None,
-        now_s: Callable[[], float],
-        on_removed: Callable[[str], None],
-    ) -> None:
-        """Take the configured workers; `index` is None where the policy does not look at caches."""
-        self._config = config
-        self._pool = pool
-        self._load = load
+    def __init__(self, block_size: int | None, index: Caches | None, now_s: Callable[[], float]) -> None:
+        """Begin with nobody; `index` is None where the policy does not look at caches."""
+        self._block_size = block_size
         self._index = index
         self._now_s = now_s
-        self._on_removed = on_removed
         self._workers: dict[str, Worker] = {}
         self._adapters: frozenset[str | None] = frozenset()
         self._model_ids: frozenset[str | None] = frozenset()
-        self._checks: dict[str, asyncio.Task[None]] = {}
-        self._reports: dict[str, asyncio.Task[None]] = {}
-        self._drains: dict[str, asyncio.Task[None]] = {}
-        self._tasks = asyncio.TaskGroup()
         self.bounded: set[str] = set()
         """The workers whose room has, or had, a bound."""
         self.on_room: Callable[[], None] = lambda: None
         """Is called when some worker may have room that had none."""
-        self.renderings = RenderingChecks(config, pool, now_s)
+        self.on_paused: Callable[[Worker], None] = lambda _: None
+        """Is called when a worker has asked to be spared."""
+        self.renderings = Renderings()
 
-    async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        for url in self._config.every_worker_url:
-            self.add(url, self._config.kv_event_sources.get(url, ()), self._config.role_of(url))
-        # A router that listened before it had asked anybody would refuse its first requests.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_CHECKS_S):
-                await asyncio.gather(*(worker.was_checked.wait() for worker in self._workers.values()))
-        return self
+    def put(self, worker: Worker) -> None:
+        """Take a worker in, in the place of one of this URL if there is one."""
+        self._workers[worker.url] = worker
+        self.identified()
 
-    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        for tasks in (self._checks, self._reports, self._drains, self.renderings.tasks):
-            for task in tasks.values():
-                task.cancel()
-        await leave_group(self._tasks, error)
+    def remove(self, url: str) -> None:
+        """Forget a worker."""
+        self.bounded.discard(url)
+        self.renderings.differing.pop(url, None)
+        del self._workers[url]
 
-    def check_renderings(self, tokenizer: ChatTokenizer) -> None:
-        """Have each worker's tokens compared with this model's, from now on."""
-        self.renderings.start(tokenizer)
-        for worker in self._workers.values():
-            if worker.was_checked.is_set():
-                self.renderings.on_health_check(worker, self._tasks)
+    def identified(self) -> None:
+        """Take in what some worker says that it serves."""
+        nothing = frozenset[str | None]()
+        self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
+        self._model_ids = nothing.union(*(each.model_ids or nothing for each in self._workers.values()))
 
     @property
     def block_size(self) -> int | None:
         """Return the tokens per block of the whole fleet, None while neither configured nor announced."""
-        return self._config.block_size if self._index is None else self._index.block_size
+        return self._block_size if self._index is None else self._index.block_size
 
     @property
     def workers(self) -> list[Worker]:
@@ -153,208 +106,7 @@ class Fleet:
                     found.setdefault(model.id, model)
         return list(found.values())
 
-    def add(self, url: str, event_sources: Sequence[str] = (), role: Role | None = None) -> Worker:
-        """Take a worker in and start checking it; raises InvalidValueError or WorkerConflictError.
-
-        Event sources and a role given here count whatever the worker announces.
-        """
-        check_worker_url("url", url)
-        for endpoint in event_sources:
-            check_event_source(endpoint)
-        if (present := self._workers.get(url)) is not None:
-            raise WorkerConflictError(url, present.state)
-        config = self._config
-        worker = Worker(
-            url,
-            tuple(event_sources),
-            HealthGauge(config.health_failures, config.health_successes),
-            CircuitBreaker(config.breaker_failures, config.breaker_cooldown_s),
-            configured_role=role,
-            capacity=Capacity(config.max_worker_requests),
-        )
-        if config.max_worker_requests is not None:
-            self.bounded.add(url)
-        if self._index is not None:
-            self._index.follow(url, event_sources)
-        self._workers[url] = worker
-        self._checks[url] = self._tasks.create_task(self._watch(worker), name=f"kvist-health {url}")
-        self._reports[url] = self._tasks.create_task(self._attend(worker), name=f"kvist-report {url}")
-        logger.info("worker added url=%s", url)
-        return worker
-
-    def drain(self, worker: Worker) -> None:
-        """Give the worker nothing new, and forget it once its requests have ended or `drain_timeout_s` is over."""
-        if not worker.is_draining:
-            worker.is_draining = True
-            logger.info("worker draining url=%s running=%d", worker.url, self._load.running_requests(worker.url))
-            task = self._tasks.create_task(self._remove_when_idle(worker), name=f"kvist-drain {worker.url}")
-            self._drains[worker.url] = task
-
-    def reconfigure(self, config: RouterConfig) -> None:
-        """Go by another configuration from now on: drain the workers that it no longer names, take in those it adds.
-
-        What an administrator has added or removed stays so unless this names it and the last one did not. A worker's
-        next health check finds its new event sources.
-        """
-        old, self._config, self.renderings.config = self._config, config, config
-        for url in set(old.every_worker_url).difference(config.every_worker_url):
-            if (worker := self._workers.get(url)) is not None:
-                self.drain(worker)
-        for url in config.every_worker_url:
-            sources, role = config.kv_event_sources.get(url, ()), config.role_of(url)
-            is_new = url not in old.every_worker_url
-            if (worker := self._workers.get(url)) is not None:
-                worker.configured_event_sources, worker.configured_role = sources, role
-                if is_new and worker.is_draining:
-                    worker.is_draining = False
-                    self._drains.pop(url).cancel()
-                    self.on_room()
-            elif is_new:
-                self.add(url, sources, role)
-
-    async def _remove_when_idle(self, worker: Worker) -> None:
-        try:
-            async with asyncio.timeout(self._config.drain_timeout_s):
-                await self._load.wait_idle(worker.url)
-        except TimeoutError:
-            running = self._load.running_requests(worker.url)
-            logger.warning("worker removed before its requests ended url=%s running=%d", worker.url, running)
-        del self._drains[worker.url]
-        self._checks.pop(worker.url).cancel()
-        self._reports.pop(worker.url).cancel()
-        self.bounded.discard(worker.url)
-        if self._index is not None:
-            self._index.follow(worker.url, ())
-            self._index.forget_expected(worker.url)
-        self._load.forget(worker.url)
-        self.renderings.forget(worker.url)
-        del self._workers[worker.url]
-        self._on_removed(worker.url)
-        logger.info("worker removed url=%s", worker.url)
-
-    async def _watch(self, worker: Worker) -> None:
-        while True:
-            await self._check(worker)
-            self.renderings.on_health_check(worker, self._tasks)
-            interval_s = self._config.health_interval_s
-            if not worker.health.is_healthy:
-                interval_s = min(interval_s, STARTING_INTERVAL_S)
-            await asyncio.sleep(interval_s)
-
-    async def _attend(self, worker: Worker) -> None:
-        """While requests run, learn each second how many the worker runs, and give up one that says nothing."""
-        while True:
-            await asyncio.sleep(REPORT_INTERVAL_S)
-            authorization, timeout_s = self._config.authorization(worker.url), self._config.silence_timeout_s
-            if not self._load.running_requests(worker.url):
-                worker.capacity.forget()
-                continue
-            try:
-                async with self._pool.timeout(timeout_s):
-                    status, page = await fetch(self._pool, worker.url, "/metrics", authorization)
-            except TimeoutError:
-                if self._pool.silent_s(worker.url) >= timeout_s:
-                    self._give_up(worker, timeout_s)
-            except (UpstreamError, MalformedMessageError):
-                continue  # health checks and circuits judge by that
-            else:
-                report = read_report(page) if status == HTTPStatus.OK else None
-                if report is not None:
-                    worker.capacity.learn(report, self._load.running_requests(worker.url))
-                    if worker.capacity.max_requests is not None:
-                        self.bounded.add(worker.url)
-                    self.on_room()
-
-    def _give_up(self, worker: Worker, silent_s: float) -> None:
-        """Give a worker nothing more until health checks pass, and what it has not begun to answer to others."""
-        worker.health.give_up()
-        worker.last_failure = f"said nothing for {silent_s:g} s, though asked"
-        num_unanswered = len(worker.unanswered)
-        logger.warning("worker is silent url=%s silent_s=%g unanswered=%d", worker.url, silent_s, num_unanswered)
-        for unanswered in [*worker.unanswered]:
-            unanswered.on_silence(silent_s)
-
-    async def _check(self, worker: Worker) -> None:
-        """Probe once and take in what the worker said of itself."""
-        is_untold = self._index is not None and not self._index.is_told(worker.url)
-        authorization = self._config.authorization(worker.url)
-        try:
-            async with self._pool.timeout(self._config.health_timeout_s):
-                identity = await probe(self._pool, worker.url, authorization, asks_for_metrics=is_untold)
-        except (UpstreamError, MalformedMessageError) as error:
-            if self._index is not None and not isinstance(error, UpstreamTimeoutError):  # who is busy forgets nothing
-                self._index.forget_expected(worker.url)
-            self._checked(worker, str(error))
-        except TimeoutError:
-            self._checked(worker, f"no answer to the health check within {self._config.health_timeout_s:g} s")
-        else:
-            self._identified(worker, identity)
-            self._checked(worker, None)
-        self.on_room()
-
-    def _checked(self, worker: Worker, failure: str | None) -> None:
-        worker.last_failure = failure
-        worker.was_checked.set()
-        if worker.health.record(failure is None):
-            problem = failure or worker.error
-            logger.log(
-                logging.INFO if problem is None else logging.WARNING,
-                "worker is %s url=%s reason=%s",
-                worker.state,
-                worker.url,
-                problem or "health check passed",
-            )
-
-    def _identified(self, worker: Worker, identity: Identity) -> None:
-        has_restarted = identity.has_restarted(worker.identity)
-        worker.identify(identity)
-        if has_restarted:
-            self.renderings.expire(worker.url)
-        nothing = frozenset[str | None]()
-        self._adapters = nothing.union(*(each.adapters for each in self._workers.values()))
-        self._model_ids = nothing.union(*(each.model_ids or nothing for each in self._workers.values()))
-        if self._index is None or worker.is_draining:
-            return
-        has_events = bool(worker.configured_event_sources) or identity.event_endpoint is not None
-        streamed_size = identity.block_size if has_events else None
-        if streamed_size is not None:
-            self._index.adopt_block_size(streamed_size)
-        if identity.data_parallel_size is not None:
-            self._index.limit_ranks(worker.url, identity.data_parallel_size)
-        self._check_block_size(worker, streamed_size, self._index.block_size)
-        if worker.error is not None:
-            self._index.follow(worker.url, ())
-        elif worker.configured_event_sources:
-            self._index.follow(worker.url, worker.configured_event_sources)
-        else:
-            self._follow_announced(worker, identity.event_endpoint, self._index)
-        if has_restarted or worker.error is not None:
-            self._index.forget_expected(worker.url)
-        if worker.error is None:
-            num_tokens = identity.num_cache_tokens
-            self._index.expect(worker.url, self._config.expected_cache_tokens if num_tokens is None else num_tokens)
-
-    def _check_block_size(self, worker: Worker, streamed_size: int | None, block_size: int | None) -> None:
-        """Hashes of other block sizes never match, so a worker that streams some cannot be routed to by prefix."""
-        error = None
-        if streamed_size is not None and streamed_size != block_size:
-            error = f"block_size: the worker has {streamed_size}, the router {block_size}"
-        if error is not None and error != worker.error:
-            logger.error("worker misconfigured url=%s reason=%s", worker.url, error)
-        worker.error = error
-
-    def _follow_announced(self, worker: Worker, announced: str | None, index: FleetIndex) -> None:
-        """Follow the announced stream, or none where it is not one that may be dialled."""
-        endpoints: list[str] = []
-        error = None
-        if announced is None:
-            error = "the worker announces no KV events, and none are configured for it"
-        else:
-            try:
-                endpoints = [event_endpoint(worker.url, announced, self._config.allowed_event_networks)]
-            except InvalidValueError as refusal:
-                error = str(refusal)
-        if error is not None and error != worker.event_error:
-            logger.warning("worker is expected to hold what it is given url=%s reason=%s", worker.url, error)
-        worker.event_error = error
-        index.follow(worker.url, endpoints)
+    def ranks(self, worker: Worker) -> list[RankStatus]:
+        """Return the worker's ranks; one that no stream tells of has one, 0."""
+        known = self._index.ranks(worker.url, RANKS_MAX_AGE_S) if self._index is not None else None
+        return known or [RankStatus(WorkerRank(worker.url, 0))]

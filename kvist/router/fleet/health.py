@@ -58,13 +58,13 @@ class CircuitBreaker:
     num_failures: int = 5
     cooldown_s: float = 10.0
     state: CircuitState = CircuitState.CLOSED
-    _failures_in_a_row: int = 0
-    _retry_at_s: float = 0.0
+    failures_in_a_row: int = 0
+    retry_at_s: float = 0.0
 
     def allows(self, now_s: float) -> bool:
         """Return whether a request may be sent now."""
         if self.state is CircuitState.OPEN:
-            return now_s >= self._retry_at_s
+            return now_s >= self.retry_at_s
         return self.state is CircuitState.CLOSED
 
     def begin(self) -> bool:
@@ -77,16 +77,28 @@ class CircuitBreaker:
     def succeed(self) -> None:
         """Take a request's success: the circuit closes."""
         self.state = CircuitState.CLOSED
-        self._failures_in_a_row = 0
+        self.failures_in_a_row = 0
 
     def fail(self, now_s: float) -> None:
         """Take a request's failure."""
-        self._failures_in_a_row += 1
-        if self.state is CircuitState.HALF_OPEN or self._failures_in_a_row >= self.num_failures:
+        self.failures_in_a_row += 1
+        if self.state is CircuitState.HALF_OPEN or self.failures_in_a_row >= self.num_failures:
             self.state = CircuitState.OPEN
-            self._retry_at_s = now_s + self.cooldown_s
+            self.retry_at_s = now_s + self.cooldown_s
 
     def abandon(self) -> None:
         """Take the end of a trial that proved nothing."""
         if self.state is CircuitState.HALF_OPEN:
             self.state = CircuitState.OPEN
+
+    def take(self, what: str, now_s: float) -> None:
+        """Take what another process told of a request: the name of the method that it called."""
+        match what:
+            case "begin":
+                self.begin()
+            case "succeed":
+                self.succeed()
+            case "fail":
+                self.fail(now_s)
+            case "abandon":
+                self.abandon()

@@ -8,6 +8,8 @@
 
 Decode blocks are those a step must read, so shared blocks count once a request. An event of a stream is taken for one
 token. Answers that are not streamed keep their prefill tokens to the end, for nothing shows where prefill stopped.
+
+Where several processes are the router, each counts its own on a board that all read (`board`): loads are those of all.
 """
 
 from __future__ import annotations
@@ -15,81 +17,34 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Self
 
 from kvist.events import WorkerRank
+from kvist.router.fleet.board import Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
 
-NO_LOAD = Load()
-
-
-class _RankLoad:
-    """The counters of one rank."""
-
-    __slots__ = ("decode_blocks", "prefill_tokens", "recent_at_s", "recent_prefill_tokens", "running_requests")
-
-    def __init__(self) -> None:
-        self.running_requests = 0
-        self.prefill_tokens = 0
-        self.decode_blocks = 0
-        self.recent_prefill_tokens = 0.0
-        self.recent_at_s = 0.0
-
-    def decayed(self, now_s: float, half_life_s: float) -> float:
-        """Return the recent prefill tokens as of now."""
-        if self.recent_prefill_tokens == 0.0:
-            return 0.0
-        return self.recent_prefill_tokens * math.exp2(-max(0.0, now_s - self.recent_at_s) / half_life_s)
-
-
-@dataclass(slots=True)
-class _WorkerLoad:
-    """What all ranks of a worker have to do together."""
-
-    running_requests: int = 0
-    prefill_tokens: int = 0
-
-
-_NOTHING = _WorkerLoad()
+_IDLE_INTERVAL_S = 0.05
+_ALIVE_S = 1.0
+_RUNNING, _PREFILL, _DECODE, _ENDED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
 
 
 class ActiveRequest:
     """One dispatched request. As a context manager it gives back everything it counts, on every way out, once."""
 
-    __slots__ = (
-        "_block_size",
-        "_decode_blocks",
-        "_prefill_tokens",
-        "_rank_load",
-        "_tracker",
-        "_worker_load",
-        "num_tokens",
-        "target",
-    )
+    __slots__ = ("_block_size", "_cell", "_decode_blocks", "_prefill_tokens", "_tracker", "num_tokens", "target")
 
-    def __init__(
-        self,
-        tracker: LoadTracker,
-        target: WorkerRank,
-        rank_load: _RankLoad,
-        worker_load: _WorkerLoad,
-        prompt: Prompt,
-        uncached_tokens: int,
-    ) -> None:
+    def __init__(self, tracker: LoadTracker, target: WorkerRank, cell: int, prompt: Prompt, uncached_tokens: int):
         self.target = target
         self._tracker = tracker
-        self._rank_load: _RankLoad | None = rank_load
-        self._worker_load = worker_load
+        self._cell: int | None = cell
         self._block_size = prompt.block_size
         self._prefill_tokens = uncached_tokens
         self._decode_blocks = -(-prompt.num_tokens // prompt.block_size)
         self.num_tokens = 0
-        rank_load.running_requests += 1
-        rank_load.prefill_tokens += self._prefill_tokens
-        rank_load.decode_blocks += self._decode_blocks
-        worker_load.running_requests += 1
-        worker_load.prefill_tokens += self._prefill_tokens
+        ints = tracker.ints
+        ints[cell + _RUNNING] += 1
+        ints[cell + _PREFILL] += uncached_tokens
+        ints[cell + _DECODE] += self._decode_blocks
 
     def __enter__(self) -> Self:
         return self
@@ -99,93 +54,176 @@ class ActiveRequest:
 
     def end_prefill(self) -> None:
         """Take the first byte of the answer: its prefill is done."""
-        if self._rank_load is not None:
-            self._rank_load.prefill_tokens -= self._prefill_tokens
-            self._worker_load.prefill_tokens -= self._prefill_tokens
+        if self._cell is not None:
+            self._tracker.ints[self._cell + _PREFILL] -= self._prefill_tokens
             self._prefill_tokens = 0
             self._tracker.on_freed()
 
     def add_tokens(self, num_tokens: int) -> None:
         """Count what the answer grew by."""
-        if self._rank_load is None:
+        if self._cell is None:
             return
         num_blocks = self.num_tokens // self._block_size
         self.num_tokens += num_tokens
         num_new_blocks = self.num_tokens // self._block_size - num_blocks
-        self._decode_blocks += num_new_blocks
-        self._rank_load.decode_blocks += num_new_blocks
+        if num_new_blocks:
+            self._decode_blocks += num_new_blocks
+            self._tracker.ints[self._cell + _DECODE] += num_new_blocks
 
     def finish(self) -> None:
         """Give back what is still counted; further calls do nothing."""
-        rank_load, self._rank_load = self._rank_load, None
-        if rank_load is None:
-            return
-        rank_load.running_requests -= 1
-        rank_load.prefill_tokens -= self._prefill_tokens
-        rank_load.decode_blocks -= self._decode_blocks
-        self._worker_load.running_requests -= 1
-        self._worker_load.prefill_tokens -= self._prefill_tokens
-        self._tracker._finished(self.target.worker, self._worker_load)
+        cell, self._cell = self._cell, None
+        if cell is not None:
+            ints = self._tracker.ints
+            ints[cell + _RUNNING] -= 1
+            ints[cell + _PREFILL] -= self._prefill_tokens
+            ints[cell + _DECODE] -= self._decode_blocks
+            ints[cell + _ENDED] += 1
+            self._tracker.on_ended()
 
 
 class LoadTracker:
     """The load of every rank. Not thread-safe: it belongs to the event loop."""
 
-    def __init__(self, recent_half_life_s: float = 60.0) -> None:
+    def __init__(self, board: LoadBoard | None = None, front: int = 0, *, recent_half_life_s: float = 60.0) -> None:
+        """Count in this front's row of a board; by default there is no other."""
+        self.board = board or LoadBoard()
+        self.ints, self._floats = self.board.ints, self.board.floats
+        self._front = front
+        self._whole = self.board.wholes[front]
         self._half_life_s = recent_half_life_s
-        self._ranks: dict[WorkerRank, _RankLoad] = {}
-        self._workers: dict[str, _WorkerLoad] = {}
-        self.num_running = 0
-        """Requests of all workers that have not ended."""
+        self._cells: dict[WorkerRank, range] = {}
+        self._workers: dict[str, list[range]] = {}
         self.on_freed: Callable[[], None] = lambda: None
-        """Is called when a worker has less to do than it had."""
-        self._idle: dict[str, asyncio.Event] = {}
+        """Is called when a worker has less to do than it had, as far as this process knows."""
 
     def begin(self, target: WorkerRank, prompt: Prompt, overlap_tokens: int, now_s: float) -> ActiveRequest:
         """Count a request from its dispatch on."""
-        rank_load = self._ranks.setdefault(target, _RankLoad())
+        cells = self._cells_of(target)
+        assert cells is not None, target  # who is decided for was named before
+        cell, floats = cells[self._front], self._floats
         uncached_tokens = max(0, prompt.num_tokens - overlap_tokens)
-        rank_load.recent_prefill_tokens = rank_load.decayed(now_s, self._half_life_s) + uncached_tokens
-        rank_load.recent_at_s = now_s
-        self.num_running += 1
-        worker_load = self._workers.setdefault(target.worker, _WorkerLoad())
-        return ActiveRequest(self, target, rank_load, worker_load, prompt, uncached_tokens)
+        floats[cell + _RECENT] = self._decayed(cell, now_s) + uncached_tokens
+        floats[cell + _RECENT_AT] = now_s
+        self.ints[self._whole + Whole.RUNNING] += 1
+        return ActiveRequest(self, target, cell, prompt, uncached_tokens)
+
+    def name(self, target: WorkerRank) -> None:
+        """Know a rank from now on, so that its worker's numbers are those of all its ranks, whoever counted them.
+
+        Raises InvalidValueError for one that has no place on the board.
+        """
+        self._cells_of(target)
 
     def load(self, target: WorkerRank, now_s: float) -> Load:
         """Return what the rank has to do now."""
-        rank_load = self._ranks.get(target)
-        if rank_load is None:
-            return NO_LOAD
-        return Load(
-            rank_load.running_requests,
-            rank_load.prefill_tokens,
-            rank_load.decode_blocks,
-            rank_load.decayed(now_s, self._half_life_s),
-        )
+        ints, running, prefill, decode, recent = self.ints, 0, 0, 0, 0.0
+        for cell in self._cells_of(target) or ():
+            running += ints[cell + _RUNNING]
+            prefill += ints[cell + _PREFILL]
+            decode += ints[cell + _DECODE]
+            recent += self._decayed(cell, now_s)
+        return Load(running, prefill, decode, recent)
 
     def running_requests(self, worker: str) -> int:
         """Return how many requests of the worker, over all its ranks, have not ended."""
-        return self._workers.get(worker, _NOTHING).running_requests
+        return self._sum(worker, _RUNNING)
 
     def prefill_tokens(self, worker: str) -> int:
         """Return the uncached tokens of the worker's requests that are not answered yet, over all its ranks."""
-        return self._workers.get(worker, _NOTHING).prefill_tokens
+        return self._sum(worker, _PREFILL)
+
+    def ended_requests(self, worker: str) -> int:
+        """Return how many requests of the worker have ended so far."""
+        return self._sum(worker, _ENDED)
+
+    def heard(self, worker: str, at_s: float) -> None:
+        """Note when this process last had a byte from the worker."""
+        for cells in self._workers.get(worker, ()):
+            self._floats[cells[self._front] + _HEARD_AT] = at_s
+
+    def heard_at_s(self, worker: str) -> float:
+        """Return when any process said that it last had a byte from the worker."""
+        every = self._workers.get(worker, ())
+        return max((self._floats[cell + _HEARD_AT] for cells in every for cell in cells), default=0.0)
+
+    @property
+    def num_running(self) -> int:
+        """Return how many requests of all workers have not ended."""
+        return sum(self.ints[whole + Whole.RUNNING] for whole in self.board.wholes)
+
+    @property
+    def num_dispatched(self) -> int:
+        """Return how many decisions were acted on."""
+        return sum(self.ints[whole + Whole.DISPATCHED] for whole in self.board.wholes)
+
+    def show_listening(self) -> None:
+        """Note that this process takes requests."""
+        self.ints[self._whole + Whole.LISTENING] = 1
+
+    def dispatched(self) -> None:
+        """Note that a decision was acted on."""
+        self.ints[self._whole + Whole.DISPATCHED] += 1
+
+    def show_queue(self, num_queued: int, model: int, priority: int, since_s: float, now_s: float) -> None:
+        """Show other fronts how many wait here, and the most urgent: the number of its model, 0 if nobody waits."""
+        ints, floats, whole = self.ints, self._floats, self._whole
+        ints[whole + Whole.QUEUED], ints[whole + Whole.HEAD_PRIORITY] = num_queued, priority
+        floats[whole + Whole.HEAD_SINCE], floats[whole + Whole.ALIVE_AT] = since_s, now_s
+        ints[whole + Whole.HEAD] = model
+
+    @property
+    def num_queued(self) -> int:
+        """Return how many wait, at whichever front."""
+        return sum(self.ints[whole + Whole.QUEUED] for whole in self.board.wholes)
+
+    def first_elsewhere(self, now_s: float, model: int | None = None) -> tuple[int, float, int] | None:
+        """Return priority, arrival and front of who is the most urgent of those that other fronts show to wait.
+
+        Of one model only, if given. A front that has shown nothing for long may have stopped.
+        """
+        if self.board.num_fronts == 1:
+            return None
+        heads = [
+            (self.ints[whole + Whole.HEAD_PRIORITY], self._floats[whole + Whole.HEAD_SINCE], front)
+            for front, whole in enumerate(self.board.wholes)
+            if front != self._front
+            and (number := self.ints[whole + Whole.HEAD])
+            and (model is None or number == model)
+            and now_s - self._floats[whole + Whole.ALIVE_AT] < _ALIVE_S
+        ]
+        return min(heads, default=None)
 
     async def wait_idle(self, worker: str) -> None:
         """Return once no request of the worker is running."""
-        while self.running_requests(worker):
-            await self._idle.setdefault(worker, asyncio.Event()).wait()
+        while self.running_requests(worker):  # noqa: ASYNC110 - other processes count, too
+            await asyncio.sleep(_IDLE_INTERVAL_S)
 
     def forget(self, worker: str) -> None:
         """Drop the worker's history, so that a later worker of the same name starts afresh."""
-        for target in [target for target in self._ranks if target.worker == worker]:
-            del self._ranks[target]
+        for target in [target for target in self._cells if target.worker == worker]:
+            del self._cells[target]
+        self._workers.pop(worker, None)
+        self.board.forget(worker)
 
-    def _finished(self, worker: str, worker_load: _WorkerLoad) -> None:
-        self.num_running -= 1
+    def on_ended(self) -> None:
+        """Take the end of a request."""
+        self.ints[self._whole + Whole.RUNNING] -= 1
         self.on_freed()
-        if worker_load.running_requests == 0:
-            del self._workers[worker]
-            idle = self._idle.pop(worker, None)
-            if idle is not None:
-                idle.set()
+
+    def _sum(self, worker: str, field: int) -> int:
+        ints = self.ints
+        return sum(ints[cell + field] for cells in self._workers.get(worker, ()) for cell in cells)
+
+    def _decayed(self, cell: int, now_s: float) -> float:
+        recent = self._floats[cell + _RECENT]
+        if recent == 0.0:
+            return 0.0
+        return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / self._half_life_s)
+
+    def _cells_of(self, target: WorkerRank) -> range | None:
+        cells = self._cells.get(target)
+        if cells is None and (cells := self.board.cells(target)) is not None:
+            self._cells[target] = cells
+            self._workers.setdefault(target.worker, []).append(cells)
+        return cells

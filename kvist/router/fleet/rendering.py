@@ -104,57 +104,34 @@ class _Tokenized(msgspec.Struct, frozen=True):
 _decode_tokenized = msgspec.json.Decoder(_Tokenized).decode
 
 
-class RenderingChecks:
-    """Asks workers when they join and when they may have been restarted; all methods belong to the event loop."""
+class Renderings:
+    """Where workers are known to render chats otherwise than the router: kinds of chats, and tokens that are the same.
 
-    def __init__(self, config: RouterConfig, pool: UpstreamPool, now_s: Callable[[], float]) -> None:
-        self.config, self._pool, self._now_s = config, pool, now_s
-        self._tokenizer: ChatTokenizer | None = None
-        self._probes: dict[Kind, dict[str, Any]] = {}
+    All methods belong to the event loop.
+    """
+
+    def __init__(self) -> None:
+        self.differing: dict[str, Mapping[Kind, int]] = {}
         self._special_starts: frozenset[str] = frozenset()
-        self._asked_at_s: dict[str, float] = {}
-        self._turns = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
-        self.tasks: dict[str, asyncio.Task[None]] = {}
-        self._differing: dict[str, Mapping[Kind, Difference]] = {}
 
     def start(self, tokenizer: ChatTokenizer) -> None:
-        """Compare with this model from now on."""
-        special = [token for token in tokenizer.added_tokens if token]
-        self._tokenizer, self._probes = tokenizer, _make_probes(special)
-        self._special_starts = frozenset(token[0] for token in special) | {"<", "["}
+        """Tell chats apart by what this model's special tokens begin with."""
+        self._special_starts = frozenset(token[0] for token in _special_tokens(tokenizer)) | {"<", "["}
 
-    def on_health_check(self, worker: Worker, tasks: asyncio.TaskGroup) -> None:
-        """Have a worker that answers asked in a task of its own, if it is time."""
-        url, now_s = worker.url, self._now_s()
-        if worker.last_failure is not None:
-            self.expire(url)
-        elif self._tokenizer is None or url in self.tasks or worker.is_draining:
-            return
-        elif now_s - self._asked_at_s.get(url, -math.inf) >= RECHECK_S:
-            self._asked_at_s[url] = now_s
-            task = tasks.create_task(self._ask(worker, self._tokenizer), name=f"kvist-rendering {url}")
-            self.tasks[url] = task
-            task.add_done_callback(lambda ended: self.tasks.get(url) is ended and self.tasks.pop(url))
-
-    def expire(self, url: str) -> None:
-        """Let the worker be asked again: who answers next may be another."""
-        self._asked_at_s.pop(url, None)
-
-    def forget(self, url: str) -> None:
-        """Drop what is known of a removed worker."""
-        self.expire(url)
-        self._differing.pop(url, None)
-        if (task := self.tasks.pop(url, None)) is not None:
-            task.cancel()
+    def learn(self, url: str, num_same_tokens: Mapping[Kind, int]) -> None:
+        """Take how many tokens of each kind that a worker renders otherwise are the same."""
+        self.differing.pop(url, None)
+        if num_same_tokens:
+            self.differing[url] = num_same_tokens
 
     def limits(self, chat: ChatCompletionRequest | None, fields: Mapping[str, Any]) -> dict[str, int]:
         """Return how many tokens of a request are surely the same at workers that render some part of it otherwise."""
-        if not self._differing:
+        if not self.differing:
             return {}
         kinds = set(self._kinds_of(chat, fields))
         same = {
-            url: [each.num_same_tokens for kind, each in differences.items() if kind in kinds]
-            for url, differences in self._differing.items()
+            url: [num_same for kind, num_same in differences.items() if kind in kinds]
+            for url, differences in self.differing.items()
         }
         return {url: min(numbers) for url, numbers in same.items() if numbers}
 
@@ -191,14 +168,52 @@ class RenderingChecks:
         if any(text != text.strip() for text in texts):
             yield Kind.SPACES
 
+
+class RenderingChecks:
+    """Asks workers when they join and when they may have been restarted; all methods belong to the event loop."""
+
+    def __init__(self, config: RouterConfig, pool: UpstreamPool, known: Renderings, now_s: Callable[[], float]) -> None:
+        """Make known what is found."""
+        self.config, self._pool, self._known, self._now_s = config, pool, known, now_s
+        self._tokenizer: ChatTokenizer | None = None
+        self._probes: dict[Kind, dict[str, Any]] = {}
+        self._asked_at_s: dict[str, float] = {}
+        self._turns = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self, tokenizer: ChatTokenizer) -> None:
+        """Compare with this model from now on."""
+        self._tokenizer, self._probes = tokenizer, _make_probes(_special_tokens(tokenizer))
+
+    def on_health_check(self, worker: Worker, tasks: asyncio.TaskGroup) -> None:
+        """Have a worker that answers asked in a task of its own, if it is time."""
+        url, now_s = worker.url, self._now_s()
+        if worker.last_failure is not None:
+            self.expire(url)
+        elif self._tokenizer is None or url in self.tasks or worker.is_draining:
+            return
+        elif now_s - self._asked_at_s.get(url, -math.inf) >= RECHECK_S:
+            self._asked_at_s[url] = now_s
+            task = tasks.create_task(self._ask(worker, self._tokenizer), name=f"kvist-rendering {url}")
+            self.tasks[url] = task
+            task.add_done_callback(lambda ended: self.tasks.get(url) is ended and self.tasks.pop(url))
+
+    def expire(self, url: str) -> None:
+        """Let the worker be asked again: who answers next may be another."""
+        self._asked_at_s.pop(url, None)
+
+    def forget(self, url: str) -> None:
+        """Drop what is known of a removed worker."""
+        self.expire(url)
+        if (task := self.tasks.pop(url, None)) is not None:
+            task.cancel()
+
     async def _ask(self, worker: Worker, tokenizer: ChatTokenizer) -> None:
         earlier = worker.rendering
         worker.rendering = earlier or Rendering()
         async with self._turns:
             found = worker.rendering = await self._compare(worker, tokenizer)
-        self._differing.pop(worker.url, None)
-        if found.differences:
-            self._differing[worker.url] = found.differences
+        self._known.learn(worker.url, {kind: each.num_same_tokens for kind, each in found.differences.items()})
         if earlier is None or earlier.state is not found.state:
             level = logging.INFO if found.state is RenderingState.SAME else logging.WARNING
             logger.log(level, "worker renders chats: %s url=%s reason=%s", found.state, worker.url, found.reason)
@@ -245,6 +260,10 @@ class RenderingChecks:
         if told.count != len(told.tokens):
             raise MalformedMessageError(f"{url}/tokenize", f"{len(told.tokens)} tokens, and count {told.count}")
         return told.tokens
+
+
+def _special_tokens(tokenizer: ChatTokenizer) -> list[str]:
+    return [token for token in tokenizer.added_tokens if token]
 
 
 def _make_probes(special_tokens: Sequence[str]) -> dict[Kind, dict[str, Any]]:

@@ -58,7 +58,9 @@ class Worker:
     adapters: frozenset[str | None] = frozenset()
     capacity: Capacity = field(default_factory=Capacity)
     unanswered: set[Unanswered] = field(default_factory=set)
-    """What it was asked and has not sent a first byte for."""
+    """What it was asked by this process and has not sent a first byte for."""
+    num_given_up: int = 0
+    """How often it was found to say nothing, though asked."""
 
     @property
     def state(self) -> WorkerState:
@@ -87,6 +89,12 @@ class Worker:
         if identity.models is not None:
             self.model_ids = frozenset(model.id for model in identity.models)
             self.adapters = frozenset(model.id for model in identity.models if model.parent is not None)
+
+    def give_up(self, silent_s: float) -> None:
+        """Tell the requests that it has not begun to answer that it was silent for so long."""
+        self.num_given_up += 1
+        for unanswered in [*self.unanswered]:
+            unanswered.on_silence(silent_s)
 
     def is_of(self, engine: str) -> bool:
         """Return whether the worker's API is an engine's, which it says in its model list."""

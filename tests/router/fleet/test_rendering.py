@@ -145,7 +145,7 @@ async def test_a_worker_that_is_restarted_is_asked_again(worker, router, tokeniz
         one.answer = tokenizing(template())
         await one.start()
         await until_rendering(front, one.url, "same")
-        assert not front.service._fleet.renderings._differing
+        assert not front.service.fleet.renderings.differing
 
 
 async def test_what_both_refuse_is_no_difference(worker, router, tokenizing, tmp_path: Path) -> None:

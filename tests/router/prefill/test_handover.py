@@ -92,7 +92,7 @@ async def stream(front: Any, prompt: list[int] = LONG) -> tuple[httpx.Response, 
 
 
 def total_load(front: Any) -> int:
-    load, fleet = front.service._forwarder.load, front.service._fleet
+    load, fleet = front.service._forwarder.load, front.service.fleet
     return sum(load.running_requests(worker.url) for worker in fleet.workers)
 
 

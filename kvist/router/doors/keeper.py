@@ -1,0 +1,128 @@
+"""Who knows the fleet: follows its streams, checks its workers, and answers for them.
+
+It is part of a router that is one process (`service`), and a process of its own where there are several (`processes`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Protocol, Self
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvist.http import UpstreamPool
+from kvist.metrics_page import MetricsPage
+from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.admission import Admission
+from kvist.router.config import RouterConfig
+from kvist.router.conversations import Conversations
+from kvist.router.doors.api import AdminApi, Answer, Question
+from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.membership import Membership
+from kvist.router.index import Caches, FleetIndex
+from kvist.router.metrics import FleetGauges
+
+
+class FleetKnowledge(Protocol):
+    """What a router needs to know of its fleet, from a keeper in its own process or in another."""
+
+    fleet: Fleet
+    load: LoadTracker
+
+    @property
+    def index(self) -> Caches | None:
+        """What is known of caches, None where the policy does not look at them."""
+
+    async def answer(self, question: Question) -> Answer:
+        """Return what to answer an operator."""
+
+    def start_renderings(self, tokenizer: ChatTokenizer) -> None:
+        """Tell apart from now on what is rendered in ways of its own."""
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Go by another configuration from now on."""
+
+    def connect(self, conversations: Conversations, admission: Admission) -> None:
+        """Have other processes that take requests know of responses and of room, and these of theirs."""
+
+
+class Keeper:
+    """A `FleetKnowledge` while its context is open."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        pool: UpstreamPool,
+        load: LoadTracker,
+        started_s: float,
+        *,
+        registry: CollectorRegistry | Collector,
+        gauges: Callable[[], Iterator[Metric | None]] = lambda: iter(()),
+        on_removed: Callable[[str], None] = lambda _: None,
+        descriptor: int | None = None,
+    ) -> None:
+        """Its metrics are those of the fleet, what `gauges` yields, and, read in a thread, what `registry` has.
+
+        The index lies in the file of a `descriptor`, if there is one, for other processes to read.
+        """
+        now_s = time.monotonic
+        self.load = load
+        self.index: FleetIndex | None = None
+        if config.policy == "kv":
+            self.index = FleetIndex(
+                config.block_size,
+                now_s,
+                config.state_dir,
+                config.state_interval_s,
+                num_ranks=config.data_parallel_size,
+                has_full_reports=config.full_reports,
+                max_blocks=config.max_blocks,
+                expected_time_to_live_s=config.expected_time_to_live_s,
+                descriptor=descriptor,
+            )
+        self.fleet = Fleet(config.block_size, self.index, now_s)
+        self.membership = Membership(config, pool, self.fleet, load, self.index, now_s, on_removed)
+        own = FleetGauges(self.fleet, load, self.index, now_s)
+        page = MetricsPage(lambda: chain(own.collect(), gauges()), registry)
+        self._api = AdminApi(self.fleet, self.membership, load, self.index, page, started_s, now_s)
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            if self.index is not None:
+                await exits.enter_async_context(self.index)
+            await exits.enter_async_context(self.membership)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+
+    async def answer(self, question: Question) -> Answer:
+        """Return what to answer an operator."""
+        return await self._api.answer(question)
+
+    def start_renderings(self, tokenizer: ChatTokenizer) -> None:
+        """Have each worker's tokens compared with this model's, from now on."""
+        self.fleet.renderings.start(tokenizer)
+        self.membership.check_renderings(tokenizer)
+
+    def connect(self, conversations: Conversations, admission: Admission) -> None:
+        """There are no others."""
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Go by another configuration from now on."""
+        self.membership.reconfigure(config)
+
+
+async def load_tokenizer(model_path: str | None) -> ChatTokenizer | None:
+    """Return the tokenizer of a model's directory, if there is one."""
+    return None if model_path is None else await asyncio.to_thread(ChatTokenizer.load, Path(model_path))

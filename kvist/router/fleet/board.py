@@ -1,0 +1,145 @@
+"""Numbers that the router's processes share: each front has a row, and in it a cell for each rank of the fleet.
+
+    whole board     how many columns are named; names of columns; rows
+    row             one cell of what the front does as a whole, and one for each column
+    cell            eight numbers, of eight bytes each; `Cell` and `Whole` say which
+
+Only its front writes to a row, and whoever decides reads the same cell of all: what they mean is so chosen that the
+sum, or the greatest, is what one process would have. Who follows the fleet names the columns, and nobody else. All of
+it is in memory that outlives each of them, but not the router; a row is cleared before another process takes it over.
+"""
+
+from __future__ import annotations
+
+import mmap
+from enum import IntEnum
+
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
+
+MAX_FRONTS = 64
+MAX_COLUMNS = 1 << 14
+MAX_NAME_BYTES = 256
+_WORD, _CELL_WORDS = 8, 8
+_NAMES_AT = 64
+_ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
+_ROW_WORDS = (1 + MAX_COLUMNS) * _CELL_WORDS
+
+
+class Cell(IntEnum):
+    """What a front has given a rank to do (`kvist.router.fleet.load`); those from RECENT on are floats."""
+
+    RUNNING = 0
+    PREFILL = 1
+    DECODE = 2
+    ENDED = 3
+    RECENT = 4
+    RECENT_AT = 5
+    HEARD_AT = 6
+
+
+class Whole(IntEnum):
+    """What a front does as a whole; those from HEAD_SINCE on are floats.
+
+    HEAD is the number of the model that its most urgent waiting request is for, 0 if none waits; ALIVE_AT is when
+    it last said so.
+    """
+
+    LISTENING = 0
+    RUNNING = 1
+    DISPATCHED = 2
+    QUEUED = 3
+    HEAD = 4
+    HEAD_PRIORITY = 5
+    HEAD_SINCE = 6
+    ALIVE_AT = 7
+
+
+def board_bytes(num_fronts: int) -> int:
+    """Return how much memory a board of so many rows is in, which is taken as it is written to."""
+    return _ROWS_AT + num_fronts * _ROW_WORDS * _WORD
+
+
+def clear_row(memory: mmap.mmap, front: int) -> None:
+    """Take back all that a front which is gone said."""
+    start, size_bytes = _ROWS_AT + front * _ROW_WORDS * _WORD, _ROW_WORDS * _WORD
+    memory[start : start + size_bytes] = bytes(size_bytes)
+
+
+class LoadBoard:
+    """A board as one process sees it. All rows but those of `front`, if it is one, are for reading."""
+
+    def __init__(self, memory: mmap.mmap | None = None, *, num_fronts: int = 1, names_columns: bool = True) -> None:
+        """Share what is in `memory`, of `board_bytes(num_fronts)`; by default this process is all there is."""
+        memory = mmap.mmap(-1, board_bytes(num_fronts)) if memory is None else memory
+        self.num_fronts, self._names_columns = num_fronts, names_columns
+        self._memory = memory
+        self.ints, self.floats = memoryview(memory).cast("q"), memoryview(memory).cast("d")
+        self._columns: dict[WorkerRank, int] = {}
+        self._free: list[int] = []
+        self._read_names()
+
+    @property
+    def wholes(self) -> range:
+        """Return where each front's own cell begins in `ints` and `floats`, front by front."""
+        return range(_ROWS_AT // _WORD, _ROWS_AT // _WORD + self.num_fronts * _ROW_WORDS, _ROW_WORDS)
+
+    def cells(self, target: WorkerRank) -> range | None:
+        """Return where the cells of a rank begin, front by front; None while it is not named."""
+        column = self._columns.get(target)
+        if column is None:
+            if self._names_columns:
+                column = self._name(target)
+            else:
+                self._read_names()
+                column = self._columns.get(target)
+        return None if column is None else self._cells_of(column)
+
+    def forget(self, worker: str) -> None:
+        """Let the columns of a worker's ranks be others' once nothing runs there."""
+        for target in [target for target in self._columns if target.worker == worker]:
+            column = self._columns.pop(target)
+            if self._names_columns:
+                self._write_name(column, b"")
+                self._free.append(column)
+
+    def _cells_of(self, column: int) -> range:
+        wholes = self.wholes
+        offset = (1 + column) * _CELL_WORDS
+        return range(wholes.start + offset, wholes.stop + offset, wholes.step)
+
+    def _name(self, target: WorkerRank) -> int:
+        name = f"{target.rank} {target.worker}".encode()
+        if len(name) > MAX_NAME_BYTES:
+            raise InvalidValueError("url", target.worker, f"at most {MAX_NAME_BYTES - 8} bytes")
+        column = next((each for each in self._free if self._is_idle(each)), None)
+        if column is not None:
+            self._free.remove(column)
+            for cell in self._cells_of(column):
+                self.ints[cell : cell + _CELL_WORDS] = memoryview(bytes(_CELL_WORDS * _WORD)).cast("q")
+        else:
+            column = self.ints[0]
+            if column == MAX_COLUMNS:
+                raise InvalidValueError("ranks", column + 1, f"at most {MAX_COLUMNS} in the whole fleet")
+            self.ints[0] += 1
+        self._write_name(column, name)
+        self._columns[target] = column
+        return column
+
+    def _is_idle(self, column: int) -> bool:
+        return not any(self.ints[cell + Cell.RUNNING] for cell in self._cells_of(column))
+
+    def _write_name(self, column: int, name: bytes) -> None:
+        start = _NAMES_AT + column * MAX_NAME_BYTES
+        self._memory[start : start + MAX_NAME_BYTES] = name.ljust(MAX_NAME_BYTES, b"\0")
+
+    def _read_names(self) -> None:
+        self._columns, self._free = {}, []
+        for column in range(self.ints[0]):
+            start = _NAMES_AT + column * MAX_NAME_BYTES
+            name = self._memory[start : start + MAX_NAME_BYTES].rstrip(b"\0")
+            rank, _, worker = name.decode().partition(" ")
+            if name:
+                self._columns[WorkerRank(worker, int(rank))] = column
+            else:
+                self._free.append(column)

@@ -1,0 +1,10 @@
+"""A router of several processes: who takes requests and who knows the fleet are apart, under one who starts both.
+
+    supervisor   holds the port, starts the others anew when they die, passes signals on
+    keeper       one process: follows streams and workers, writes the index, answers operators
+    front        takes requests on the shared port; decides from the index and the board that all map
+    messages     what keeper and fronts tell each other, over a Unix socket
+
+What is read at each decision lies in memory that all map: the index (`kvist.radix`) and the board of loads
+(`kvist.router.fleet.board`). The rest is told. No process waits for another: without a keeper, fronts route by load.
+"""

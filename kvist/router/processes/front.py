@@ -1,0 +1,292 @@
+"""What a front knows of the fleet: the keeper tells it, and is told what requests make of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from http import HTTPStatus
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from prometheus_client.core import Metric
+
+from kvist import __version__
+from kvist.errors import leave_group
+from kvist.http import UpstreamPool
+from kvist.openai.errors import RequestError
+from kvist.openai.tokenization import ChatTokenizer
+from kvist.router.admission import Admission
+from kvist.router.config import RouterConfig
+from kvist.router.conversations import Conversations, Kept
+from kvist.router.doors.api import Answer, Question, json_answer, refusal
+from kvist.router.doors.explain import explain_readiness
+from kvist.router.fleet.capacity import Capacity
+from kvist.router.fleet.fleet import Fleet
+from kvist.router.fleet.health import CircuitBreaker, CircuitState, HealthGauge
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.worker import Worker
+from kvist.router.metrics import RouterMetrics
+from kvist.router.processes import messages
+from kvist.router.processes.index import SharedIndex
+from kvist.router.processes.keeper import INDEX_SOCKET, KEEPER_SOCKET, families_of
+from kvist.router.processes.messages import Link, Message, ToFront, encode
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.05
+"""Between two attempts to reach a keeper."""
+FIRST_NEWS_S = 10.0
+"""How long a front that starts waits for a keeper; then it listens, and refuses requests until there is one."""
+ANSWER_TIMEOUT_S = 15.0
+HEARD_INTERVAL_S = 0.5
+
+_decode = msgspec.msgpack.Decoder(ToFront).decode
+
+
+@dataclass(slots=True)
+class _ToldCircuit(CircuitBreaker):
+    """A circuit that tells the keeper what becomes of it; the keeper's word, which comes back, is what counts."""
+
+    url: str = ""
+    tell: Callable[[Message], None] = lambda _: None
+
+    def begin(self) -> bool:
+        is_trial = CircuitBreaker.begin(self)
+        if is_trial:
+            self.tell(messages.Happened(self.url, "begin", 0.0))
+        return is_trial
+
+    def succeed(self) -> None:
+        if self.state is not CircuitState.CLOSED or self.failures_in_a_row:
+            CircuitBreaker.succeed(self)
+            self.tell(messages.Happened(self.url, "succeed", 0.0))
+
+    def fail(self, now_s: float) -> None:
+        CircuitBreaker.fail(self, now_s)
+        self.tell(messages.Happened(self.url, "fail", now_s))
+
+    def abandon(self) -> None:
+        if self.state is CircuitState.HALF_OPEN:
+            CircuitBreaker.abandon(self)
+            self.tell(messages.Happened(self.url, "abandon", 0.0))
+
+
+class RemoteKeeper:
+    """A `FleetKnowledge` while its context is open: as of the last word of the keeper, which may be away."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        directory: Path,
+        load: LoadTracker,
+        front: int,
+        pool: UpstreamPool,
+        metrics: RouterMetrics,
+        gauges: Callable[[], Iterator[Metric | None]],
+    ) -> None:
+        self._directory, self._front, self._pool, self._metrics, self._gauges = directory, front, pool, metrics, gauges
+        self.load = load
+        self.index = SharedIndex(self._tell, time.monotonic) if config.policy == "kv" else None
+        self.fleet = Fleet(config.block_size, self.index, time.monotonic)
+        self.fleet.on_paused = lambda worker: self._tell(messages.Paused(worker.url, worker.capacity.paused_until_s))
+        self._conversations: Conversations | None = None
+        self._link: Link | None = None
+        self._was_told = asyncio.Event()
+        self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._numbers = itertools.count()
+        self._questions: dict[int, asyncio.Future[Answer]] = {}
+        self._seen: set[str] = set()
+        self._tasks = asyncio.TaskGroup()
+        self._running: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        """Follow the keeper; returns once it has told all, or after a while without."""
+        await self._tasks.__aenter__()
+        path = self._directory / f"bell-{self._front}"
+        path.unlink(missing_ok=True)  # that of a front before this one
+        self._bell.setblocking(False)
+        self._bell.bind(str(path))
+        asyncio.get_running_loop().add_reader(self._bell, self._on_bell)
+        self._running = [self._tasks.create_task(self._follow()), self._tasks.create_task(self._note_heard())]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._was_told.wait(), FIRST_NEWS_S)
+        return self
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._bell)
+        self._bell.close()
+        for task in self._running:
+            task.cancel()
+        await leave_group(self._tasks, error)
+
+    async def answer(self, question: Question) -> Answer:
+        """Return the keeper's answer, or what can be said without it."""
+        if question.path == "/health":
+            return json_answer({"status": "ok", "version": __version__})
+        link = self._link
+        if question.path == "/readiness" and (link is None or question.is_draining):
+            page = explain_readiness(self.fleet, None, is_draining=question.is_draining)
+            page["index"] = "away: the process that follows the fleet is being started" if link is None else None
+            return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        if link is None:
+            return refusal(_away("is being started"))
+        number = next(self._numbers)
+        self._questions[number] = asked = asyncio.get_running_loop().create_future()
+        link.tell(encode(messages.Asked(number, question)))
+        try:
+            return await asyncio.wait_for(asked, ANSWER_TIMEOUT_S)
+        except TimeoutError:
+            return refusal(_away(f"does not answer for {ANSWER_TIMEOUT_S:g} s"))
+        finally:
+            del self._questions[number]
+
+    def start_renderings(self, tokenizer: ChatTokenizer) -> None:
+        """Tell apart from now on what is rendered in ways of its own; the keeper says by whom."""
+        self.fleet.renderings.start(tokenizer)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """The keeper reads its configuration itself."""
+
+    def connect(self, conversations: Conversations, admission: Admission) -> None:
+        """Have other fronts know of responses and of room, and this one of theirs."""
+        self._conversations = conversations
+        conversations.on_kept = lambda response_id, kept: self._tell(messages.Said(response_id, kept.worker, kept.said))
+        admission.ring = self._ring
+
+    def _ring(self, front: int) -> None:
+        with suppress(OSError):  # it has just ended, or was rung often enough
+            self._bell.sendto(b"!", str(self._directory / f"bell-{front}"))
+
+    def _on_bell(self) -> None:
+        with suppress(BlockingIOError):
+            while True:
+                self._bell.recv(1)
+        self.fleet.on_room()
+
+    # Telling and being told.
+
+    def _tell(self, message: Message) -> None:
+        if self._link is not None:
+            self._link.tell(encode(message))
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(str(self._directory / KEEPER_SOCKET), limit=2**20)
+            except OSError:
+                await asyncio.sleep(RETRY_S)
+                continue
+            link = Link(reader, writer)
+            known = [
+                messages.Known(worker.url, worker.configured_event_sources, worker.configured_role, worker.is_draining)
+                for worker in self.fleet.workers
+            ]
+            self._seen = set()
+            link.tell(encode(messages.Hello(self._front, os.getpid(), known if self._was_told.is_set() else None)))
+            try:
+                async for frame in link.frames():
+                    self._take(link, _decode(frame))
+            finally:
+                link.close()
+                self._lose()
+
+    def _lose(self) -> None:
+        """Go on without a keeper."""
+        self._link = None
+        if self.index is not None:
+            self.index.detach()
+        for asked in self._questions.values():
+            if not asked.done():
+                asked.set_result(refusal(_away("has ended")))
+
+    def _take(self, link: Link, message: ToFront) -> None:
+        match message:
+            case messages.WorkerNews():
+                self._know(message)
+            case messages.WorkerGone(url):
+                self._forget(url)
+            case messages.IndexNews(block_size, has_joined) if self.index is not None:
+                self.index.block_size = block_size
+                if has_joined and not self.index.has_joined:
+                    self._running.append(self._tasks.create_task(self._attach(link, self.index), name="kvist-attach"))
+            case messages.AllTold():
+                for url in [worker.url for worker in self.fleet.workers if worker.url not in self._seen]:
+                    self._forget(url)
+                self._link = link
+                self._was_told.set()
+            case messages.Answered(number, answer) if (asked := self._questions.get(number)) is not None:
+                if not asked.done():
+                    asked.set_result(answer)
+            case messages.MetricsWanted(number):
+                families = families_of(itertools.chain(self._gauges(), self._metrics.registry.collect()))
+                link.tell(encode(messages.Metrics(number, families)))
+            case messages.Said(response_id, worker, said):
+                if self._conversations is not None:
+                    self._conversations.keep(response_id, Kept(worker, said))
+
+    async def _attach(self, link: Link, index: SharedIndex) -> None:
+        try:
+            await index.attach(self._directory / INDEX_SOCKET)
+        except OSError as error:
+            logger.warning("the index cannot be mapped: %s", error)
+        if self._link is not link:  # it was another keeper's
+            index.detach()
+        else:
+            logger.info("the index has joined")
+
+    def _know(self, news: messages.WorkerNews) -> None:
+        self._seen.add(news.url)
+        worker = self.fleet.get(news.url)
+        if worker is None:
+            breaker = _ToldCircuit(url=news.url, tell=self._tell)
+            worker = Worker(news.url, (), HealthGauge(), breaker, num_given_up=news.num_given_up)
+        for field in fields(CircuitBreaker):
+            setattr(worker.breaker, field.name, getattr(news.circuit, field.name))
+        worker.configured_event_sources, worker.configured_role = news.event_sources, news.configured_role
+        worker.health.is_healthy, worker.is_draining = news.is_healthy, news.is_draining
+        worker.error, worker.last_failure = news.error, news.last_failure
+        worker.capacity = Capacity(news.max_requests, paused_until_s=news.paused_until_s)
+        worker.identify(news.identity)
+        self.fleet.put(worker)
+        if news.is_bounded:
+            self.fleet.bounded.add(news.url)
+        self.fleet.renderings.learn(news.url, news.same_tokens)
+        if self.index is not None:
+            self.index.know(news.url, news.ranks)
+        for rank in self.fleet.ranks(worker):
+            self.load.name(rank.target)
+        if news.num_given_up > worker.num_given_up:
+            worker.give_up(self._pool.silent_s(news.url))
+        worker.num_given_up = news.num_given_up
+        self.fleet.on_room()
+
+    def _forget(self, url: str) -> None:
+        if self.fleet.get(url) is not None:
+            self.fleet.remove(url)
+            self.load.forget(url)
+            self._metrics.forget(url)
+            if self.index is not None:
+                self.index.know(url, [])
+
+    async def _note_heard(self) -> None:
+        """Show now and then when workers were last heard, which the keeper cannot know."""
+        while True:
+            await asyncio.sleep(HEARD_INTERVAL_S)
+            for worker in self.fleet.workers:
+                silent_s = self._pool.silent_s(worker.url)
+                if silent_s < math.inf:
+                    self.load.heard(worker.url, time.monotonic() - silent_s)
+
+
+def _away(what: str) -> RequestError:
+    message = f"the router's process that follows the fleet {what}; requests are routed by load"
+    return RequestError(HTTPStatus.SERVICE_UNAVAILABLE, message, code="keeper_away", retry_after_s=1)

@@ -1,0 +1,124 @@
+"""The index as a front sees it: matched in the keeper's memory, with the keeper's word for whose slots are whose."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.events import WorkerRank
+from kvist.events.session import SourceState
+from kvist.indexer import compilation
+from kvist.router.index import DEFAULT_BLOCK_SIZE, Overlaps, RankStatus
+from kvist.router.processes.messages import Computed, Message, Used
+
+if TYPE_CHECKING:
+    from kvist.radix import RadixReader
+
+_TIMEOUT_S = 5.0
+
+
+class SharedIndex:
+    """What `kvist.router.index.Caches` is, while there is a keeper; without one, nobody is known to hold anything."""
+
+    def __init__(self, tell: Callable[[Message], None], now_s: Callable[[], float]) -> None:
+        """Tell the keeper what it needs to know of matches and answers."""
+        self._tell, self._now_s = tell, now_s
+        self._reader: RadixReader | None = None
+        self._ranks: dict[str, list[RankStatus]] = {}
+        self._counted: dict[str, tuple[float, list[RankStatus]]] = {}
+        self._targets: dict[int, WorkerRank] = {}
+        self.block_size: int | None = None
+        self.num_disturbed = 0
+        """Matches that came to nothing, as the keeper wrote all the time."""
+
+    @property
+    def hashed_block_size(self) -> int:
+        """Return how many tokens prompts are cut into."""
+        return self.block_size or DEFAULT_BLOCK_SIZE
+
+    @property
+    def has_joined(self) -> bool:
+        """Return whether prompts can be hashed and matched."""
+        return self._reader is not None
+
+    async def attach(self, path: Path) -> None:
+        """Map the index whose descriptor is handed out at a Unix socket; raises OSError if it is not, any more."""
+        await compilation.load()
+        from kvist.radix import RadixReader
+
+        memory = await asyncio.to_thread(_receive_memory, path)
+        self._reader = RadixReader(memory)
+
+    def detach(self) -> None:
+        """Know nothing of caches any more."""
+        self._reader = None
+
+    def know(self, worker: str, ranks: list[RankStatus]) -> None:
+        """Take what the keeper says of a worker's ranks; of one that is gone they are none."""
+        for status in self._ranks.pop(worker, ()):
+            self._targets.pop(status.clearing or 0, None)
+        self._counted.pop(worker, None)
+        if ranks:
+            self._ranks[worker] = ranks
+        for status in ranks:
+            if status.clearing is not None and status.state is not SourceState.RESYNCING:
+                self._targets[status.clearing] = status.target
+
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
+        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone."""
+        reader, targets = self._reader, self._targets
+        if reader is None:
+            return {}
+        found = reader.match(hashes, len(hashes) if num_usable is None else num_usable)
+        if found is None:
+            self.num_disturbed += 1
+            return {}
+        if reader.wants_uses:
+            self._tell(Used(hashes.tobytes()))
+        return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
+
+    def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
+        """Return the worker's ranks, with what each held up to `max_age_s` ago."""
+        reader, now_s = self._reader, self._now_s()
+        counted_at_s, counted = self._counted.get(worker, (-max_age_s, []))
+        if now_s - counted_at_s < max_age_s:
+            return counted
+        counted = self._ranks.get(worker, [])
+        if reader is not None:
+            counted = [
+                replace(status, num_blocks=reader.num_held(status.slot, status.clearing))
+                for status in counted
+                if status.slot is not None and status.clearing is not None
+            ]
+        self._counted[worker] = now_s, counted
+        return counted
+
+    def is_expecting(self, worker: str) -> bool:
+        """Return whether what the worker was given is all that is known of its cache."""
+        return any(status.is_approximate for status in self._ranks.get(worker, ()))
+
+    def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
+        """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
+        self._tell(Computed(worker, hashes.tobytes()))
+
+
+def _receive_memory(path: Path) -> mmap.mmap:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_TIMEOUT_S)
+        connection.connect(str(path))
+        _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
+    if not descriptors:
+        raise ConnectionResetError("no descriptor came")
+    try:
+        return mmap.mmap(descriptors[0], 0)
+    finally:
+        os.close(descriptors[0])

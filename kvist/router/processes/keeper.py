@@ -1,0 +1,318 @@
+"""The process that knows the fleet: what `doors.keeper` is in a router of one process, told to fronts as it changes.
+
+What it was told by administrators outlives it in the fronts, and what it has learnt of circuits does not. Its index
+begins anew, in memory of its own: what a keeper that died has left half done, nobody repairs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvist.http import UpstreamPool
+from kvist.router.config import RouterConfig
+from kvist.router.doors.keeper import Keeper, load_tokenizer
+from kvist.router.doors.tls import Certificates
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.fleet.worker import Worker
+from kvist.router.processes import messages
+from kvist.router.processes.messages import Families, Link, ToKeeper, WorkerNews, encode
+
+logger = logging.getLogger(__name__)
+
+KEEPER_SOCKET, INDEX_SOCKET = "keeper", "index"
+"""In the router's own directory: the first is talked to, the second hands out the descriptor of the index."""
+TICK_S = 0.01
+"""What changes is told after so long …"""
+_REST = 9
+"""… but telling takes no more than one part in ten of the time."""
+_RESCAN_S = 0.25
+_METRICS_TIMEOUT_S = 2.0
+
+_decode = msgspec.msgpack.Decoder(ToKeeper).decode
+
+
+class KeeperProcess:
+    """Serves the fronts that connect in `directory` while its context is open."""
+
+    def __init__(self, config: RouterConfig, directory: Path, load: LoadTracker, started_s: float) -> None:
+        self._config, self._directory, self._load, self._started_s = config, directory, load, started_s
+        self._certificates = Certificates(config)
+        self._metrics = FrontMetrics()
+        self._fronts: dict[Link, int] = {}
+        self._told: dict[str, bytes] = {}
+        self._index_told: bytes = b""
+        self._is_due = True
+        self._has_heard = False
+        self._numbers = itertools.count()
+        self._pages: dict[int, asyncio.Future[None]] = {}
+        self._descriptor = os.memfd_create("kvist-index")
+        self._tasks = asyncio.TaskGroup()
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as exits:
+            pool: UpstreamPool = await exits.enter_async_context(self._certificates.worker_pool())
+            self._keeper = await exits.enter_async_context(
+                Keeper(
+                    self._config,
+                    pool,
+                    self._load,
+                    self._started_s,
+                    registry=self._metrics,
+                    descriptor=self._descriptor,
+                )
+            )
+            self._keeper.fleet.on_room = self._on_change
+            tokenizer = await load_tokenizer(self._config.model_path)
+            if tokenizer is not None and self._keeper.index is not None:
+                self._keeper.start_renderings(tokenizer)
+            await exits.enter_async_context(self._tasks)
+            exits.callback(self._tasks.create_task(self._publish(), name="kvist-news").cancel)
+            exits.callback(self._tasks.create_task(self._hand_out_index(), name="kvist-index").cancel)
+            path = str(self._directory / KEEPER_SOCKET)
+            server = await asyncio.start_unix_server(self._serve, path, limit=2**20)
+            exits.callback(self._close, server)
+            self._exits = exits.pop_all()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._exits.__aexit__(*exception)  # type: ignore[arg-type]
+
+    def _close(self, server: asyncio.Server) -> None:
+        server.close()
+        for link in self._fronts:
+            link.close()
+
+    def reload(self, config: RouterConfig) -> None:
+        """Take over what may change while the router runs; raises InvalidValueError, and nothing has changed."""
+        renewed, _, _ = self._config.changed_to(config)
+        self._certificates.renew(renewed)
+        self._config = renewed
+        self._keeper.reconfigure(renewed)
+
+    # What is told.
+
+    def _on_change(self) -> None:
+        self._is_due = True
+
+    async def _publish(self) -> None:
+        """Tell fronts what has changed, soon after it has."""
+        loop, index, seen = asyncio.get_running_loop(), self._keeper.index, None
+        scanned_s = rests_until_s = 0.0
+        while True:
+            await asyncio.sleep(TICK_S)
+            began_s = loop.time()
+            givings = None if index is None or index.radix is None else index.radix.num_givings
+            now = (givings, frozenset() if index is None else frozenset(index.resyncing))
+            is_due = self._is_due or now != seen or began_s - scanned_s > _RESCAN_S
+            if is_due and began_s >= rests_until_s:
+                seen, self._is_due, scanned_s = now, False, began_s
+                self._tell_changes()
+                rests_until_s = began_s + _REST * (loop.time() - began_s)
+
+    def _tell_changes(self) -> None:
+        workers = self._keeper.fleet.workers
+        for url in self._told.keys() - {worker.url for worker in workers}:
+            del self._told[url]
+            self._metrics.forget(url)
+            self._tell_all(encode(messages.WorkerGone(url)))
+        for worker in workers:
+            self._tell_of(worker)
+        if (index := self._keeper.index) is not None:
+            frame = encode(messages.IndexNews(index.block_size, index.has_joined))
+            if frame != self._index_told:
+                self._index_told = frame
+                self._tell_all(frame)
+
+    def _tell_of(self, worker: Worker) -> None:
+        frame = encode(self._news_of(worker))
+        if self._told.get(worker.url) != frame:
+            self._told[worker.url] = frame
+            self._tell_all(frame)
+
+    def _tell_all(self, frame: bytes, but: Link | None = None) -> None:
+        for link in self._fronts:
+            if link is not but:
+                link.tell(frame)
+
+    def _news_of(self, worker: Worker) -> WorkerNews:
+        fleet, index = self._keeper.fleet, self._keeper.index
+        ranks = [] if index is None else [replace(rank, num_blocks=0) for rank in index.ranks(worker.url)]
+        for rank in ranks:
+            self._load.name(rank.target)
+        return WorkerNews(
+            worker.url,
+            worker.configured_event_sources,
+            worker.configured_role,
+            worker.identity,
+            worker.health.is_healthy,
+            worker.is_draining,
+            worker.error,
+            worker.last_failure,
+            worker.breaker,
+            worker.capacity.max_requests,
+            worker.capacity.paused_until_s,
+            worker.url in fleet.bounded,
+            worker.num_given_up,
+            ranks,
+            dict(fleet.renderings.differing.get(worker.url, {})),
+        )
+
+    # What is heard.
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        link = Link(reader, writer)
+        try:
+            async for frame in link.frames():
+                self._take(link, _decode(frame))
+        finally:
+            self._fronts.pop(link, None)
+            link.close()
+
+    def _take(self, link: Link, message: ToKeeper) -> None:
+        index, fleet = self._keeper.index, self._keeper.fleet
+        match message:
+            case messages.Hello():
+                self._greet(link, message)
+            case messages.Happened(url, what, now_s) if (worker := fleet.get(url)) is not None:
+                worker.breaker.take(what, now_s)
+                self._tell_of(worker)
+            case messages.Paused(url, until_s) if (worker := fleet.get(url)) is not None:
+                worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, until_s)
+                fleet.bounded.add(url)
+                self._tell_of(worker)
+            case messages.Used(hashes) if index is not None:
+                index.used(np.frombuffer(hashes, np.uint64))
+            case messages.Computed(url, hashes) if index is not None and index.is_expecting(url):
+                index.computed(url, np.frombuffer(hashes, np.uint64))
+            case messages.Said():
+                self._tell_all(encode(message), but=link)
+            case messages.Asked():
+                self._tasks.create_task(self._answer(link, message), name="kvist-answer")
+            case messages.Metrics(number, families):
+                self._metrics.take(self._fronts[link], families)
+                if (page := self._pages.pop(number, None)) is not None and not page.done():
+                    page.set_result(None)
+
+    def _greet(self, link: Link, hello: messages.Hello) -> None:
+        if hello.workers is not None and not self._has_heard:
+            self._adopt(hello.workers)
+        self._has_heard = True
+        self._metrics.begin(hello.front, hello.pid)
+        self._tell_changes()
+        self._fronts[link] = hello.front
+        for frame in (*self._told.values(), self._index_told, encode(messages.AllTold())):
+            if frame:
+                link.tell(frame)
+
+    def _adopt(self, known: Iterable[messages.Known]) -> None:
+        """Have the workers that the keeper before this one had, whatever administrators made of the configured ones."""
+        fleet, membership, urls = self._keeper.fleet, self._keeper.membership, set()
+        for each in known:
+            urls.add(each.url)
+            worker = fleet.get(each.url) or membership.add(each.url, each.event_sources, each.role)
+            if each.is_draining:
+                membership.drain(worker)
+        for worker in fleet.workers:
+            if worker.url not in urls:
+                membership.drain(worker)
+
+    async def _answer(self, link: Link, asked: messages.Asked) -> None:
+        if asked.question.path == "/metrics":
+            await self._gather_metrics()
+        link.tell(encode(messages.Answered(asked.number, await self._keeper.answer(asked.question))))
+
+    async def _gather_metrics(self) -> None:
+        """Have every front tell its metrics; of one that does not in time, those it told last count."""
+        waiting = []
+        for link in [*self._fronts]:
+            number = next(self._numbers)
+            self._pages[number] = page = asyncio.get_running_loop().create_future()
+            waiting.append(page)
+            link.tell(encode(messages.MetricsWanted(number)))
+        if waiting:
+            await asyncio.wait(waiting, timeout=_METRICS_TIMEOUT_S)
+
+    async def _hand_out_index(self) -> None:
+        """Give who connects the descriptor of the index, from when it has joined on."""
+        index, loop = self._keeper.index, asyncio.get_running_loop()
+        if index is None:
+            return
+        with socket.socket(socket.AF_UNIX) as listening:
+            path = self._directory / INDEX_SOCKET
+            path.unlink(missing_ok=True)  # that of a keeper before this one
+            listening.setblocking(False)
+            listening.bind(str(path))
+            listening.listen()
+            while True:
+                connection, _ = await loop.sock_accept(listening)
+                with connection:
+                    socket.send_fds(connection, [b"\0"], [self._descriptor])
+
+
+class FrontMetrics(Collector):
+    """The metrics of all fronts together: sums of what counts, over those that have died, too."""
+
+    def __init__(self) -> None:
+        self._ended: Families = []
+        self._told: dict[int, Families] = {}
+        self._pids: dict[int, int] = {}
+
+    def begin(self, front: int, pid: int) -> None:
+        """Take a front that connects: another process in the place of one counts from 0."""
+        if self._pids.get(front, pid) != pid:
+            counted = [family for family in self._told.pop(front, []) if family[2] != "gauge"]
+            self._ended = [_told(metric) for metric in _merged([self._ended, counted])]
+        self._pids[front] = pid
+
+    def take(self, front: int, families: Families) -> None:
+        """Take what a front tells."""
+        self._told[front] = families
+
+    def forget(self, worker: str) -> None:
+        """Drop the series of a worker that is removed."""
+        for _, _, _, samples in self._ended:
+            samples[:] = [sample for sample in samples if sample[1].get("worker") != worker]
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each metric once."""
+        yield from _merged([self._ended, *self._told.values()])
+
+
+def families_of(metrics: Iterable[Metric | None]) -> Families:
+    """Return metrics as they are told."""
+    return [_told(metric) for metric in metrics if metric is not None]
+
+
+def _told(metric: Metric) -> tuple[str, str, str, list[tuple[str, dict[str, str], float]]]:
+    samples = [(sample.name, dict(sample.labels), sample.value) for sample in metric.samples]
+    return metric.name, metric.documentation, metric.type, samples
+
+
+def _merged(told: Iterable[Families]) -> Iterator[Metric]:
+    """Yield the sums; of moments, which have none, the first."""
+    metrics: dict[str, tuple[Metric, dict[tuple[str, tuple[tuple[str, str], ...]], float]]] = {}
+    for name, text, kind, samples in itertools.chain.from_iterable(told):
+        _, values = metrics.setdefault(name, (Metric(name, text, kind), {}))
+        for sample_name, labels, value in samples:
+            key = sample_name, tuple(labels.items())
+            is_moment = sample_name.endswith(("_created", "start_time_seconds"))
+            values[key] = min(values.get(key, value), value) if is_moment else values.get(key, 0.0) + value
+    for metric, values in metrics.values():
+        for (sample_name, pairs), value in values.items():
+            metric.add_sample(sample_name, dict(pairs), value)
+        yield metric

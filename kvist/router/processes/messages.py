@@ -1,0 +1,186 @@
+"""What the keeper and the fronts of a router tell each other: frames of msgpack over a Unix socket, each in order.
+
+Whoever cannot be told any more, as it takes nothing, is taken for gone: what it missed it gets when it comes back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from typing import TypeAlias
+
+import msgspec
+
+from kvist.router.doors.api import Answer, Question
+from kvist.router.fleet.discovery import Identity
+from kvist.router.fleet.health import CircuitBreaker
+from kvist.router.fleet.rendering import Kind
+from kvist.router.index import RankStatus
+from kvist.router.policy.decision import Role
+
+MAX_UNSENT_BYTES = 64 * 2**20
+_LENGTH = struct.Struct("<I")
+
+Families: TypeAlias = list[tuple[str, str, str, list[tuple[str, dict[str, str], float]]]]
+"""Metrics: name, help, type, and samples, each with its own name, labels and value."""
+
+
+class Message(msgspec.Struct, tag=True, frozen=True):
+    """One frame."""
+
+
+# --- From the keeper --------------------------------------------------------------------------------------------------
+
+
+class WorkerNews(Message, frozen=True):
+    """All that fronts need to know of a worker, whenever some of it changes."""
+
+    url: str
+    event_sources: tuple[str, ...]
+    configured_role: Role | None
+    identity: Identity
+    is_healthy: bool | None
+    is_draining: bool
+    error: str | None
+    last_failure: str | None
+    circuit: CircuitBreaker
+    max_requests: int | None
+    paused_until_s: float
+    is_bounded: bool
+    num_given_up: int
+    ranks: list[RankStatus]
+    same_tokens: dict[Kind, int]
+    """Of chats that it renders otherwise, by their kind."""
+
+
+class WorkerGone(Message, frozen=True):
+    """The worker was removed."""
+
+    url: str
+
+
+class IndexNews(Message, frozen=True):
+    """How the index is; one that has joined can be mapped (`keeper.INDEX_SOCKET`)."""
+
+    block_size: int | None
+    has_joined: bool
+
+
+class AllTold(Message, frozen=True):
+    """That was all there is to know, as of now."""
+
+
+class Answered(Message, frozen=True):
+    """The answer to a question of this number."""
+
+    number: int
+    answer: Answer
+
+
+class MetricsWanted(Message, frozen=True):
+    """Is answered by `Metrics`."""
+
+    number: int
+
+
+# --- From a front -----------------------------------------------------------------------------------------------------
+
+
+class Known(msgspec.Struct, frozen=True):
+    """A worker as an administrator or a configuration had it."""
+
+    url: str
+    event_sources: tuple[str, ...]
+    role: Role | None
+    is_draining: bool
+
+
+class Hello(Message, frozen=True):
+    """Comes first. Who was told of workers before says so, as the keeper may have been started anew."""
+
+    front: int
+    pid: int
+    workers: list[Known] | None
+
+
+class Happened(Message, frozen=True):
+    """What a request made of a worker's circuit: the name of a method of `CircuitBreaker`."""
+
+    url: str
+    what: str
+    now_s: float
+
+
+class Paused(Message, frozen=True):
+    """The worker asks to be spared."""
+
+    url: str
+    until_s: float
+
+
+class Used(Message, frozen=True):
+    """These blocks were matched: u64 hashes."""
+
+    hashes: bytes
+
+
+class Computed(Message, frozen=True):
+    """A worker that no stream tells of has computed a prompt with these blocks."""
+
+    url: str
+    hashes: bytes
+
+
+class Said(Message, frozen=True):
+    """A response that a later request may go on with (`kvist.router.conversations`); the keeper tells other fronts."""
+
+    response_id: str
+    worker: str
+    said: bytes | None
+
+
+class Asked(Message, frozen=True):
+    """An operator's question, which the keeper answers by `Answered`."""
+
+    number: int
+    question: Question
+
+
+class Metrics(Message, frozen=True):
+    """The front's own metrics."""
+
+    number: int
+    families: Families
+
+
+ToFront: TypeAlias = WorkerNews | WorkerGone | IndexNews | AllTold | Answered | MetricsWanted | Said
+ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Asked | Metrics
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Link:
+    """One side of a connection between the keeper and a front."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def tell(self, frame: bytes) -> None:
+        """Send an encoded message; a link whose other side takes nothing is closed."""
+        self._writer.write(_LENGTH.pack(len(frame)) + frame)
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            self._writer.transport.abort()
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """Yield what comes until the other side is gone."""
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                yield await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, OSError):
+            return
+
+    def close(self) -> None:
+        """End it at once."""
+        self._writer.transport.abort()

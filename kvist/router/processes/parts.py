@@ -1,0 +1,57 @@
+"""One process of a router: what a supervisor starts it as."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from prometheus_client.core import Metric
+
+from kvist.http import UpstreamPool
+from kvist.router.config import RouterConfig
+from kvist.router.doors.service import RouterService
+from kvist.router.fleet.board import LoadBoard
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.metrics import RouterMetrics
+from kvist.router.processes.front import RemoteKeeper
+from kvist.router.processes.keeper import KeeperProcess
+from kvist.router.processes.supervisor import KEEPER, Part
+
+
+def make_part(config: RouterConfig, part: Part, started_s: float) -> RouterService | KeeperProcess:
+    """Return what this process has to run."""
+    is_keeper, directory = part.front == KEEPER, Path(part.directory)
+    board = LoadBoard(mmap.mmap(part.board, 0), num_fronts=part.num_fronts, names_columns=is_keeper)
+    load = LoadTracker(board, max(0, part.front), recent_half_life_s=config.recent_half_life_s)
+    if is_keeper:
+        return KeeperProcess(config, directory, load, started_s)
+
+    def knowledge(
+        pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
+    ) -> RemoteKeeper:
+        return RemoteKeeper(config, directory, load, part.front, pool, metrics, gauges)
+
+    return RouterService(replace(config, port=part.port), started_s, knowledge)
+
+
+@asynccontextmanager
+async def ending_with_supervisor() -> AsyncIterator[None]:
+    """End this process, in order, when the one that started it is gone."""
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def on_end() -> None:
+        loop.remove_reader(descriptor)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.add_reader(descriptor, on_end)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)

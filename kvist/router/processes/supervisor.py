@@ -1,0 +1,207 @@
+"""Starts the processes of a router, and those that die anew, until it is told to end.
+
+It holds what outlives them: the port, which nobody else can take meanwhile, and the board. It has no event loop and no
+threads, and reads nothing of anybody's, so that there is nothing that it could die of.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import platform
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvist.errors import InvalidValueError
+from kvist.router.fleet.board import MAX_FRONTS, LoadBoard, Whole, board_bytes, clear_row
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.02
+_LIVED_LONG_S = 5.0
+_MAX_PAUSE_S = 5.0
+"""Between two starts of a process that dies at once."""
+_STRONGLY_ORDERED = frozenset({"x86_64", "AMD64"})
+KEEPER = -1
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Which process of a router this one is, and what it shares with the others: a front's number, or `KEEPER`."""
+
+    front: int
+    num_fronts: int
+    directory: str
+    board: int
+    """A descriptor."""
+    port: int
+
+
+def num_fronts(processes: int | str) -> int:
+    """Return how many fronts a router has; raises InvalidValueError where there cannot be several."""
+    number = max(1, len(os.sched_getaffinity(0)) - 1) if isinstance(processes, str) else processes
+    if number > 1 and (sys.platform != "linux" or platform.machine() not in _STRONGLY_ORDERED):
+        raise InvalidValueError("processes", processes, "1, as several need Linux on x86-64")
+    if number > MAX_FRONTS:
+        raise InvalidValueError("processes", processes, f"at most {MAX_FRONTS}")
+    return number
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    front: int
+    process: subprocess.Popen[bytes]
+    started_s: float = field(default_factory=time.monotonic)
+
+
+class Supervisor:
+    """`run` returns when all has ended. While it runs it passes signals on: SIGTERM, SIGINT and SIGHUP."""
+
+    def __init__(self, command: Sequence[str], host: str, port: int, number: int) -> None:
+        """Start `command`, with an option that says which part it is, for each of so many fronts and the keeper.
+
+        Raises OSError if somebody else listens on the port.
+        """
+        self._command, self._num_fronts = [*command], number
+        self._sockets = _reserve(host, port)
+        self._directory = tempfile.mkdtemp(prefix="kvist-route-")
+        self._descriptor = os.memfd_create("kvist-board")
+        os.ftruncate(self._descriptor, board_bytes(number))
+        self._memory = mmap.mmap(self._descriptor, 0)
+        self._board = LoadBoard(self._memory, num_fronts=number)
+        self._children: dict[int, _Child] = {}
+        self._due_s: dict[int, float] = {}
+        self._pauses_s: dict[int, float] = {}
+        self._num_stops = self._num_stops_passed_on = 0
+        self._is_reload_due = False
+
+    @property
+    def port(self) -> int:
+        """The port of all fronts."""
+        port: int = self._sockets[0].getsockname()[1]
+        return port
+
+    def run(self, on_ready: Callable[[], None]) -> int:
+        """Call `on_ready` once all fronts listen; return 0, or what a process ended with that could not start."""
+        before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        try:
+            self._due_s = dict.fromkeys((KEEPER, *range(self._num_fronts)), 0.0)
+            code, is_ready = 0, False
+            while not self._num_stops and not code:
+                self._start_due()
+                if not is_ready and self._do_all_listen():
+                    is_ready = True
+                    on_ready()
+                time.sleep(_LOOK_S)
+                code = self._look_after(may_restart=is_ready)
+                if self._is_reload_due:
+                    self._is_reload_due = False
+                    self._signal(signal.SIGHUP)
+            self._stop()
+            return code
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for child in self._children.values():
+                child.process.kill()
+            for each in self._sockets:
+                each.close()
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        if number == signal.SIGHUP:
+            self._is_reload_due = True
+        else:
+            self._num_stops += 1
+
+    def _start_due(self) -> None:
+        now_s = time.monotonic()
+        for front in [front for front, due_s in self._due_s.items() if due_s <= now_s]:
+            del self._due_s[front]
+            part = Part(front, self._num_fronts, self._directory, self._descriptor, self.port)
+            process = subprocess.Popen(
+                [*self._command, "--part", msgspec.json.encode(part).decode()],
+                stdin=subprocess.PIPE,  # its end tells a child that this process is gone
+                pass_fds=(self._descriptor,),
+                start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends the others
+            )
+            self._children[front] = _Child(front, process)
+
+    def _do_all_listen(self) -> bool:
+        return all(self._board.ints[whole + Whole.LISTENING] for whole in self._board.wholes)
+
+    def _look_after(self, *, may_restart: bool) -> int:
+        """Have those that died started anew; return what one ended with that never could start."""
+        for child in [child for child in self._children.values() if child.process.poll() is not None]:
+            name = "keeper" if child.front == KEEPER else f"front {child.front}"
+            code, lived_s = child.process.returncode, time.monotonic() - child.started_s
+            self._forget(child)
+            if not may_restart:
+                logger.error("process ended before the router listened process=%s code=%d", name, code)
+                return code if code > 0 else 1
+            pause_s = 0.0
+            if lived_s < _LIVED_LONG_S:
+                pause_s = min(_MAX_PAUSE_S, 2 * self._pauses_s.get(child.front, 0.05))
+            self._pauses_s[child.front] = pause_s
+            self._due_s[child.front] = time.monotonic() + pause_s
+            logger.error("process ended, and is started anew process=%s code=%d pause_s=%g", name, code, pause_s)
+        return 0
+
+    def _forget(self, child: _Child) -> None:
+        del self._children[child.front]
+        if child.process.stdin is not None:
+            child.process.stdin.close()
+        if child.front != KEEPER:
+            clear_row(self._memory, child.front)
+
+    def _signal(self, number: signal.Signals, *, is_keeper_too: bool = True) -> None:
+        for child in self._children.values():
+            if is_keeper_too or child.front != KEEPER:
+                child.process.send_signal(number)
+
+    def _stop(self) -> None:
+        """Have the fronts end as they do, hurried by each further signal, and then the keeper."""
+        self._num_stops = max(1, self._num_stops)
+        while any(front != KEEPER for front in self._children):
+            if self._num_stops > self._num_stops_passed_on:
+                self._num_stops_passed_on += 1
+                self._signal(signal.SIGTERM, is_keeper_too=False)
+            time.sleep(_LOOK_S)
+            for child in [child for child in self._children.values() if child.process.poll() is not None]:
+                self._forget(child)
+        self._signal(signal.SIGTERM)
+        for child in [*self._children.values()]:
+            child.process.wait()
+            self._forget(child)
+
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def _reserve(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that hold the port and listen to nobody: fronts of this user may share it, and nobody else."""
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            held = socket.socket(family, kind, protocol)
+            sockets.append(held)
+            if family == socket.AF_INET6:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((address[0], port, *address[2:]))  # refused if anybody listens, even one who would share
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            port = held.getsockname()[1]
+    except OSError:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
