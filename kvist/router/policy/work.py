@@ -1,0 +1,162 @@
+"""What each rank was given to compute and how fast it is, in rows of fixed size that several routers can share.
+
+Work is counted in units: computing one prompt token without context is one. A row is one router's part of it, by field
+and rank; whoever decides reads all rows at once. Each router writes its own row alone, so none needs a lock:
+
+    field         all rows together      what it is
+    QUEUED        sum                    work of streamed requests dispatched and not answered yet
+    CONTEXT       sum                    tokens of running requests, prompts and answers
+    NUM_LEARNT    sum                    how many first tokens were learnt from
+    LEARNT_S      sum, decayed           seconds that work took which is done; falls by LEARNT_DECAY with each of them
+    LEARNT        sum, decayed           that work
+    LEARNT_AT     (of its own row)       the sum of NUM_LEARNT when these two were last added to
+    RECENT        sum, decayed to now    work handed out; halves every RECENT_HALF_LIFE_S
+    GIVEN_S       sum, decayed to now    seconds of work handed out; falls by a factor e every window
+    GIVEN_AT      (of its own row)       when these two were last added to
+    ANSWERED_AT   max                    the last first token, or when work came to a rank that had none
+    BUSY_UNTIL    max                    when requests that are not streamed should have been computed
+    STARTED_AT    min of those not 0     when it was first given something
+
+A row of zeros is a router that has done nothing, so a row that is cleared takes with it what its router had in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+QUEUED, CONTEXT, NUM_LEARNT, LEARNT_S, LEARNT, LEARNT_AT, RECENT, GIVEN_S, GIVEN_AT = range(9)
+ANSWERED_AT, BUSY_UNTIL, STARTED_AT = range(9, 12)
+NUM_FIELDS: Final = 12
+
+RECENT_HALF_LIFE_S: Final = 60.0
+WINDOW_S: Final = 10.0
+"""Utilisation is an average over so long. Over 300 s it rises after the queue it should have prevented."""
+
+WINDOW_WORK: Final = 1e5
+"""But at least over the time that a rank takes for so much work. Where a prompt takes 45 s, it would fill 10 s of eight
+ranks by half: the price of recomputation would leap, and hold others behind that very prompt (8 simulated workers with
+prefill ten times slower, tool agents at load 0.5: p99 23 s instead of 28)."""
+
+LEARNT_DECAY: Final = 0.995
+"""What earlier observations still count for after each new one."""
+
+MIN_LEARNT_WORK: Final = 256
+"""Smaller requests wait for a step of the engine rather than compute, and tell nothing of its speed."""
+
+SHRINKAGE: Final = 2e5
+"""A rank's own speed counts as much as the fleet's after so much work: until then differences are mostly chance."""
+
+PRIOR_WORK: Final = 500.0
+"""How much work the first guess of the fleet's speed counts for."""
+
+MIN_STARTED_S: Final = 1.0
+
+Floats = NDArray[np.float64]
+
+
+class Work(NamedTuple):
+    """What ranks have to do now; arrays with one entry a rank."""
+
+    wait_s: Floats
+    """Until the rank could begin with another prompt."""
+    unit_s: Floats
+    """Seconds that a unit of work takes there."""
+    context_tokens: Floats
+    recent: Floats
+    utilisation: float
+    """Share of time that these ranks compute prompts of late, on average."""
+
+
+class WorkRows:
+    """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
+
+    def __init__(self, rows: Floats, own_idx: int = 0, first_unit_s: float = 40e-6) -> None:
+        """Keep the rows where they lie, as in shared memory; `first_unit_s` is the speed of a fleet not heard of."""
+        self._rows = rows
+        self._own = rows[own_idx]
+        self.num_ranks = rows.shape[2]
+        self._first_unit_s = first_unit_s
+        self._window_s = WINDOW_S
+        self._long_since_s: float | None = None
+
+    @classmethod
+    def for_one(cls, num_ranks: int) -> WorkRows:
+        """Return the rows of a router that is alone."""
+        return cls(np.zeros((1, NUM_FIELDS, num_ranks)))
+
+    def read(self, now_s: float, ranks: NDArray[np.intp] | None = None) -> Work:
+        """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
+        rows = self._rows if ranks is None else self._rows[:, :, ranks]
+        if len(rows) == 1:
+            queued, context_tokens, _, learnt_s, learnt = rows[0, : LEARNT + 1]
+            answered_at_s, busy_until_s = rows[0, ANSWERED_AT], rows[0, BUSY_UNTIL]
+        else:
+            queued, context_tokens, num_learnt = rows[:, : NUM_LEARNT + 1].sum(0)
+            decay = LEARNT_DECAY ** np.maximum(num_learnt - rows[:, LEARNT_AT], 0.0)
+            learnt_s, learnt = (rows[:, LEARNT_S] * decay).sum(0), (rows[:, LEARNT] * decay).sum(0)
+            answered_at_s, busy_until_s = rows[:, ANSWERED_AT : BUSY_UNTIL + 1].max(0)
+        fleet_s, fleet = float(np.add.reduce(learnt_s)), float(np.add.reduce(learnt))
+        fleet_unit_s = (fleet_s + self._first_unit_s * PRIOR_WORK) / (fleet + PRIOR_WORK)
+        unit_s = (learnt_s + SHRINKAGE * fleet_unit_s) / (learnt + SHRINKAGE)
+        wait_s = np.maximum(queued * unit_s + (answered_at_s - now_s), 0.0)
+        wait_s *= queued > 0
+        wait_s += np.maximum(busy_until_s - now_s, 0.0)
+        self._window_s = window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
+        given_at_s = rows[:, GIVEN_AT] - now_s
+        given_s = float(np.vdot(rows[:, GIVEN_S], np.exp(given_at_s * (1.0 / window_s))))
+        seen_s = max(MIN_STARTED_S, now_s - self._started_at_s(now_s))
+        utilisation = given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * rows.shape[2])
+        recent = rows[:, RECENT] * np.exp2(given_at_s * (1.0 / RECENT_HALF_LIFE_S))
+        return Work(wait_s, unit_s, context_tokens, recent[0] if len(rows) == 1 else recent.sum(0), utilisation)
+
+    def _started_at_s(self, now_s: float) -> float:
+        """Return when the first of all routers had its first request."""
+        if self._long_since_s is not None:
+            return self._long_since_s
+        started_at_s = self._rows[:, STARTED_AT]
+        first_s = float(started_at_s.min(where=started_at_s > 0, initial=now_s))
+        if now_s - first_s > 10 * self._window_s:
+            self._long_since_s = first_s
+        return first_s
+
+    def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
+        """Add a request: the work that its prompt is at this rank, and how long it should take there."""
+        own, seconds = self._own[:, rank], work * unit_s
+        passed_s = max(0.0, now_s - own[GIVEN_AT])
+        own[RECENT] = own[RECENT] * math.exp2(-passed_s / RECENT_HALF_LIFE_S) + work
+        own[GIVEN_S] = own[GIVEN_S] * math.exp(-passed_s / self._window_s) + seconds
+        own[GIVEN_AT] = now_s
+        own[STARTED_AT] = own[STARTED_AT] or now_s
+        own[CONTEXT] += num_tokens
+        if not is_streamed:
+            own[BUSY_UNTIL] = max(now_s, self._rows[:, BUSY_UNTIL, rank].max()) + seconds
+            return
+        if self._rows[:, QUEUED, rank].sum() <= 0:
+            own[ANSWERED_AT] = now_s
+        own[QUEUED] += work
+
+    def answer(self, now_s: float, rank: int, work: int, dispatched_at_s: float) -> None:
+        """Take a request's first token: its prompt is computed, and its time since the last one is learnt from."""
+        own = self._own[:, rank]
+        since_s = now_s - max(dispatched_at_s, float(self._rows[:, ANSWERED_AT, rank].max()))
+        own[QUEUED] -= work
+        own[ANSWERED_AT] = now_s
+        if work > MIN_LEARNT_WORK:
+            own[NUM_LEARNT] += 1
+            num_learnt = float(self._rows[:, NUM_LEARNT, rank].sum())
+            decay = LEARNT_DECAY ** max(0.0, num_learnt - own[LEARNT_AT])
+            own[LEARNT_S] = own[LEARNT_S] * decay + max(0.0, since_s)
+            own[LEARNT] = own[LEARNT] * decay + work
+            own[LEARNT_AT] = num_learnt
+
+    def withdraw(self, rank: int, work: int) -> None:
+        """Take back the work of a streamed request that ended without a first token."""
+        self._own[QUEUED, rank] -= work
+
+    def add_context(self, rank: int, num_tokens: int) -> None:
+        """Count tokens that the rank's answers grew by, or, below 0, those of a request that ended."""
+        self._own[CONTEXT, rank] += num_tokens

@@ -1,0 +1,95 @@
+"""Policies as anybody's simulator drives them: told of arrivals, first tokens and ends, they say who takes what.
+
+`make_driver` gives the router's own `kv` policy, the very code that decides there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from random import Random
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.errors import InvalidValueError
+from kvist.router.policy.priced import Dispatched, PricedPolicy, PriceSettings
+
+Hashes = Sequence[int] | NDArray[np.uint64]
+Counts = Sequence[int] | NDArray[np.int64]
+
+
+class Driver(Protocol):
+    """What a simulator tells a policy. Times never go back; requests that are not known are ignored."""
+
+    def route(
+        self, now_s: float, request_id: Hashable, block_hashes: Hashes, num_tokens: int, depths: Counts, held: Counts, /
+    ) -> int:
+        """Return the index of the worker that takes the request, and count it there from now on."""
+
+    def answered(self, now_s: float, request_id: Hashable, /) -> None:
+        """Take note of a request's first token."""
+
+    def tokens(self, now_s: float, request_id: Hashable, num: int, /) -> None:
+        """Take note that an answer grew by so many tokens."""
+
+    def finished(self, now_s: float, request_id: Hashable, /) -> None:
+        """Take note that a request ended, answered or not."""
+
+
+class PricedDriver:
+    """The router's `kv` policy behind the interface of `make_driver`."""
+
+    def __init__(self, num_workers: int, block_size: int, seed: int, settings: PriceSettings | None = None) -> None:
+        """Decide for so many workers; ties are broken by `seed`."""
+        self._policy = PricedPolicy.for_one(num_workers, block_size, settings)
+        self._num_workers = num_workers
+        self._random = Random(seed)
+        self._running: dict[Hashable, Dispatched] = {}
+
+    def route(
+        self,
+        now_s: float,
+        request_id: Hashable,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Counts,
+        held_blocks: Counts,
+    ) -> int:
+        """Return the index of the worker that takes the request, and count it there from now on.
+
+        `depths` are the leading blocks of the prompt that the index holds, a worker; `held_blocks` all that it holds.
+        A request that is routed again is withdrawn from where it was. Raises InvalidValueError where counts are not one
+        a worker.
+        """
+        for name, counts in (("depths", depths), ("held_blocks", held_blocks)):
+            if len(counts) != self._num_workers:
+                raise InvalidValueError(name, list(counts), f"{self._num_workers} numbers, one a worker")
+        self.finished(now_s, request_id)
+        prices = self._policy.weigh(now_s, int(num_tokens), block_hashes, depths)
+        worker_idx = self._policy.choose(prices, held_blocks, self._random)
+        self._running[request_id] = self._policy.dispatched(now_s, worker_idx, prices, worker_idx)
+        return worker_idx
+
+    def answered(self, now_s: float, request_id: Hashable) -> None:
+        """Take note of a request's first token; later ones, and requests that are not known, change nothing."""
+        if (request := self._running.get(request_id)) is not None:
+            self._policy.answered(now_s, request)
+
+    def tokens(self, now_s: float, request_id: Hashable, num: int) -> None:  # noqa: ARG002
+        """Take note that an answer grew by so many tokens."""
+        if (request := self._running.get(request_id)) is not None:
+            self._policy.tokens(request, int(num))
+
+    def finished(self, now_s: float, request_id: Hashable) -> None:
+        """Take note that a request ended; one that had no first token was not computed."""
+        if (request := self._running.pop(request_id, None)) is not None:
+            self._policy.finished(now_s, request)
+
+
+def make_driver(*, num_workers: int, block_size: int, seed: int = 0) -> PricedDriver:
+    """Return the router's `kv` policy for a simulator of one's own; raises InvalidValueError."""
+    for name, value in (("num_workers", num_workers), ("block_size", block_size)):
+        if value < 1:
+            raise InvalidValueError(name, value, "1 or more")
+    return PricedDriver(num_workers, block_size, seed)

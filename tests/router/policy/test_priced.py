@@ -1,0 +1,260 @@
+"""The priced cost, term by term; rows split over several routers; prompts in flight; speeds learnt."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvist.router.policy.in_flight import NUM_SLOTS, PromptsInFlight
+from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, PriceSettings
+from kvist.router.policy.work import NUM_FIELDS, WorkRows
+
+BLOCK = 256
+ALPHA = 2.9e-5
+UNIT_S = 40e-6
+
+
+def policy_of(num_ranks: int, **settings: object) -> PricedPolicy:
+    return PricedPolicy.for_one(num_ranks, BLOCK, PriceSettings(**settings))  # type: ignore[arg-type]
+
+
+def fronts_of(num_fronts: int, num_ranks: int) -> list[PricedPolicy]:
+    rows = np.zeros((num_fronts, NUM_FIELDS, num_ranks))
+    hashes, until_s = np.zeros((num_fronts, NUM_SLOTS), np.uint64), np.zeros((num_fronts, NUM_SLOTS, num_ranks))
+    return [
+        PricedPolicy(PriceSettings(), WorkRows(rows, idx), PromptsInFlight(hashes, until_s, BLOCK, idx), BLOCK)
+        for idx in range(num_fronts)
+    ]
+
+
+def work_of(num_tokens: float, cached: float = 0.0) -> float:
+    """Sum what each token costs, instead of the closed form."""
+    return sum(1 + ALPHA * (position + 0.5) for position in range(int(cached), int(num_tokens)))
+
+
+def hashes_of(num_tokens: int, name: int = 0) -> list[int]:
+    return [name * 100 + idx + 1 for idx in range(num_tokens // BLOCK)]
+
+
+def send(policy: PricedPolicy, now_s: float, rank: int, num_tokens: int, name: int = 0, **kind: bool) -> Dispatched:
+    prices = policy.weigh(now_s, num_tokens, hashes_of(num_tokens, name), [0] * policy.num_ranks)
+    return policy.dispatched(now_s, rank, prices, rank, **kind)
+
+
+def test_an_idle_fleet_is_priced_by_what_is_left_to_compute() -> None:
+    prices = policy_of(3).weigh(5.0, 1000, hashes_of(1000), [0, 1, 3])
+    expected = [work_of(1000), work_of(1000, 256), work_of(1000, 768)]
+    assert prices.work == pytest.approx(expected)
+    assert prices.cost_s == pytest.approx([UNIT_S * work for work in expected])
+    assert list(prices.cached_tokens) == [0, 256, 768]
+
+
+def test_the_block_with_the_last_token_is_computed_in_any_case() -> None:
+    prices = policy_of(2).weigh(5.0, 1024, hashes_of(1024), [4, 9])
+    assert prices.work == pytest.approx([work_of(1024, 768)] * 2)
+
+
+def test_blocks_of_slower_tiers_cost_a_part_of_computing_them() -> None:
+    prices = policy_of(1, tier_credits=(1.0, 0.75, 0.25)).weigh(5.0, 2000, hashes_of(2000), [[1, 3, 4]])
+    fetched = work_of(768, 256) * 0.25 + work_of(1024, 768) * 0.75
+    assert prices.work == pytest.approx([work_of(2000, 1024) + fetched])
+
+
+def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not() -> None:
+    policy = policy_of(1)
+    idle = policy.weigh(100.0, 1000, (), [0])
+    running = [send(policy, 100.0 + idx, 0, 10_000, idx) for idx in range(20)]
+    busy = policy.weigh(120.0, 1000, (), [0])
+    given = sum(math.exp(-(120.0 - (100.0 + idx)) / 10.0) for idx in range(20)) * round(work_of(10_000)) * UNIT_S
+    utilisation = given / (10.0 * (1 - math.exp(-20.0 / 10.0)))
+    assert idle.price == 0.0
+    assert busy.price == pytest.approx(1.5 * utilisation**2 / (1 - utilisation), rel=1e-3)
+    queued = sum(request.work for request in running) * UNIT_S
+    assert busy.wait_s == pytest.approx([queued - 20.0 if queued > 20.0 else 0.0])
+    assert busy.cost_s == pytest.approx(
+        busy.wait_s + (1 + busy.price) * busy.compute_s + busy.context_s + busy.recent_s
+    )
+
+
+def test_the_price_has_a_bound() -> None:
+    policy = policy_of(1)
+    for idx in range(200):
+        send(policy, 100.0 + idx / 10, 0, 60_000, idx)
+    assert policy.weigh(120.0, 1000, (), [0]).price == 20.0
+
+
+def test_a_queue_shortens_while_nothing_is_heard_and_ends_with_the_first_token() -> None:
+    policy = policy_of(1)
+    request = send(policy, 10.0, 0, 50_000)
+    seconds = request.work * UNIT_S
+    assert policy.weigh(10.0, 10, (), [0]).wait_s == pytest.approx([seconds])
+    assert policy.weigh(11.0, 10, (), [0]).wait_s == pytest.approx([seconds - 1.0])
+    assert policy.weigh(10.0 + seconds, 10, (), [0]).wait_s == pytest.approx([0.0], abs=1e-9)
+    policy.answered(12.0, request)
+    assert policy.weigh(12.0, 10, (), [0]).wait_s == [0.0]
+
+
+def test_answers_that_are_not_streamed_queue_for_as_long_as_they_should_take() -> None:
+    policy = policy_of(1)
+    first, second = (send(policy, 10.0, 0, 50_000, name, is_streamed=False) for name in (1, 2))
+    seconds = (first.work + second.work) * UNIT_S
+    assert policy.weigh(11.0, 10, (), [0]).wait_s == pytest.approx([seconds - 1.0])
+    policy.finished(11.0, first)
+    assert policy.weigh(10.0 + seconds, 10, (), [0]).wait_s == pytest.approx([0.0], abs=1e-9)
+
+
+def test_a_rank_that_takes_longer_is_learnt_to_be_slow_and_a_single_surprise_is_not() -> None:
+    policy, now_s = policy_of(2), 0.0
+    for turn in range(100):
+        for rank, slowness in ((0, 1), (1, 3)):
+            request = send(policy, now_s, rank, 8000, turn)
+            policy.answered(now_s + request.work * UNIT_S * slowness, request)
+            policy.finished(now_s + 3.0, request)
+        if turn == 0:
+            assert policy.weigh(now_s, 10, (), [0, 0]).unit_s[1] < 1.1 * policy.weigh(now_s, 10, (), [0, 0]).unit_s[0]
+        now_s += 4.0
+    fast, slow = policy.weigh(now_s, 10, (), [0, 0]).unit_s
+    assert 2.0 < slow / fast < 3.0
+    assert UNIT_S < fast < 1.5 * UNIT_S
+
+
+def test_a_prompt_in_flight_counts_as_cached_where_it_runs_and_only_there() -> None:
+    policy = policy_of(3)
+    running = send(policy, 10.0, 1, 4000)
+    assert list(policy.weigh(10.1, 5000, hashes_of(5000), [0, 0, 2]).cached_tokens) == [0, 15 * BLOCK, 2 * BLOCK]
+    assert list(policy.weigh(10.1, 5000, hashes_of(5000, name=7), [0, 0, 0]).cached_tokens) == [0, 0, 0]
+    policy.finished(10.2, running)  # without a first token: it was not computed
+    assert list(policy.weigh(10.3, 5000, hashes_of(5000), [0, 0, 2]).cached_tokens) == [0, 0, 2 * BLOCK]
+
+
+def test_a_prompt_that_was_computed_counts_until_the_index_should_know_of_it() -> None:
+    policy = policy_of(1)
+    request = send(policy, 10.0, 0, 4000)
+    policy.answered(11.0, request)
+    policy.finished(11.5, request)
+    assert list(policy.weigh(12.0, 5000, hashes_of(5000), [0]).cached_tokens) == [15 * BLOCK]
+    assert list(policy.weigh(30.0, 5000, hashes_of(5000), [0]).cached_tokens) == [0]
+
+
+def test_what_is_in_flight_goes_on_where_the_index_ends() -> None:
+    policy = policy_of(1)
+    policy.answered(10.0, send(policy, 9.0, 0, 1024))
+    later = send(policy, 14.0, 0, 8000)
+    policy.dispatched(14.0, 0, policy.weigh(14.0, 1024, hashes_of(1024), [4]), 0)  # renews the first blocks
+    policy.finished(14.5, later)
+    tail = send(policy, 15.0, 0, 8000)
+    assert tail.marks[0] == 1
+    assert list(policy.weigh(400.0, 9000, hashes_of(9000), [4]).cached_tokens) == [1024]
+    assert list(policy.weigh(16.0, 9000, hashes_of(9000), [2]).cached_tokens) == [31 * BLOCK]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prompts_in_flight_are_those_of_a_plain_model(seed: int) -> None:
+    random, table = Random(seed), PromptsInFlight.for_one(4, BLOCK)
+    running: list[tuple[int, list[int], np.ndarray, float]] = []
+    has_failed = False
+    for step in range(60):
+        chain = [random.randrange(1, 3) * 500 + idx for idx in range(random.randrange(1, 12))]
+        if random.random() < 0.3:
+            chain[-1] += 100 * random.randrange(1, 4)
+        if running and step > 30 and random.random() < 0.4:
+            rank, _, marks, until_s = running.pop(random.randrange(len(running)))
+            table.settle(step, rank, marks, until_s, is_computed=False)
+            has_failed = True
+        else:
+            rank, marks = random.randrange(4), table.marks(chain)
+            running.append((rank, chain, marks, table.add(step, rank, marks)))
+        held = np.array([random.randrange(3) for _ in range(4)])
+        found = table.depths(step + 0.5, table.marks(chain), held)
+        for rank in range(4):
+            there = {block for at, blocks, _, _ in running if at == rank for block in blocks} | set(chain[: held[rank]])
+            expected = next((depth for depth, block in enumerate(chain) if block not in there), len(chain))
+            # A prompt that fails takes marks with it that an older one had set too: less is possible, never more.
+            assert held[rank] <= found[rank] <= max(held[rank], expected)
+            assert found[rank] == max(held[rank], expected) or has_failed
+    assert running
+
+
+def test_marks_lie_at_the_same_places_of_each_prompt_and_are_few() -> None:
+    table = PromptsInFlight.for_one(1, 16)
+    long = np.arange(1, 100_000 // 16, dtype=np.uint64)
+    assert len(table.marks(long)) == 132
+    assert list(table.marks(long[:1000])) == list(table.marks(long)[: len(table.marks(long[:1000]))])
+    assert list(table.marks(long)[:3]) == [16, 32, 48]
+    assert len(table.marks(long[:15])) == 0
+
+
+def test_hashes_are_taken_as_ints_of_any_size_and_as_arrays() -> None:
+    table = PromptsInFlight.for_one(1, BLOCK)
+    hashes = [2**64 - 1, 2**63, 5]
+    assert list(table.marks(hashes)) == list(table.marks(np.array(hashes, np.uint64))) == hashes
+    assert list(table.marks([-1, -(2**63), 5])) == hashes
+
+
+def _play(fronts: list[PricedPolicy], seed: int) -> list[Prices]:
+    """Send random requests, each through a random router, answered in order; return what each was told."""
+    random, seen, now_s = Random(seed), [], 0.0
+    queues: list[list[tuple[PricedPolicy, Dispatched, bool]]] = [[] for _ in range(3)]
+    for step in range(150):
+        now_s += random.expovariate(40.0)
+        rank, num_tokens = random.randrange(3), random.randrange(300, 12_000)
+        name, is_streamed, fails, depths = random.randrange(5), random.random() < 0.8, random.random() < 0.1, [1, 0, 2]
+        if queues[rank] and random.random() < 0.5:
+            front, request, fails = queues[rank].pop(0)
+            if not fails:
+                front.answered(now_s, request)
+                front.tokens(request, 20)
+            front.finished(now_s, request)
+            continue
+        front = fronts[Random(step).randrange(len(fronts))]
+        prices = front.weigh(now_s, num_tokens, () if fails else hashes_of(num_tokens, name), depths)
+        queues[rank].append((front, front.dispatched(now_s, rank, prices, rank, is_streamed=is_streamed), fails))
+        seen.append(prices)
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_four_routers_that_share_rows_decide_as_one_does(seed: int) -> None:
+    one, four = _play(fronts_of(1, 3), seed), _play(fronts_of(4, 3), seed)
+    for alone, shared in zip(one, four, strict=True):
+        assert shared.wait_s == pytest.approx(alone.wait_s, rel=1e-9, abs=1e-9)
+        assert shared.unit_s == pytest.approx(alone.unit_s, rel=1e-9)
+        assert (shared.price, *shared.context_s) == pytest.approx((alone.price, *alone.context_s), rel=1e-9)
+        assert shared.recent_s == pytest.approx(alone.recent_s, rel=1e-9)
+
+
+def test_requests_give_back_all_they_counted_once() -> None:
+    policy = policy_of(2)
+    requests = [send(policy, 10.0, idx % 2, 3000, idx, is_streamed=idx % 3 > 0) for idx in range(12)]
+    for idx, request in enumerate(requests):
+        if idx % 2:
+            policy.answered(11.0, request)
+            policy.answered(11.5, request)
+        policy.tokens(request, 10)
+        policy.finished(12.0, request)
+        policy.finished(13.0, request)
+        policy.tokens(request, 10)
+        policy.answered(14.0, request)
+    prices = policy.weigh(100.0, 1000, (), [0, 0])
+    assert list(prices.wait_s) == [0.0, 0.0]
+    assert list(prices.context_s) == [0.0, 0.0]
+
+
+def test_only_the_ranks_that_are_asked_for_are_priced() -> None:
+    policy = policy_of(5)
+    send(policy, 10.0, 3, 20_000)
+    prices = policy.weigh(10.0, 6000, hashes_of(6000), [2, 0], np.array([1, 3]))
+    assert list(prices.cached_tokens) == [2 * BLOCK, 23 * BLOCK]
+    assert prices.wait_s[0] == 0.0 < prices.wait_s[1]
+
+
+def test_of_equal_costs_the_rank_with_the_fewest_blocks_wins_then_chance() -> None:
+    policy = policy_of(4)
+    prices = policy.weigh(10.0, 1000, (), [0, 0, 0, 0])
+    assert policy.choose(prices, [3, 1, 2, 9], Random(0)) == 1
+    assert {policy.choose(prices, [3, 1, 2, 1], Random(seed)) for seed in range(20)} == {1, 3}
+    cheapest = policy.weigh(10.0, 1000, (), [0, 0, 2, 0])
+    assert policy.choose(cheapest, [0, 0, 9, 0], Random(0)) == 2
