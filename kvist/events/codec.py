@@ -13,20 +13,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from kvist.errors import MalformedMessageError
-from kvist.events.types import (
-    Batch,
-    Cleared,
-    Event,
-    Heartbeat,
-    NonEmpty,
-    NonNegative,
-    Positive,
-    Rank,
-    Removed,
-    SnapshotPart,
-    Stored,
-    Tier,
-)
+from kvist.events import Batch, Cleared, Event, Heartbeat, Removed, Stored, Tier
+from kvist.events.types import NonEmpty, NonNegative, Positive, Rank, SnapshotPart
 
 # Hostile bytes raise more than msgspec's own error (a ValueError): broken UTF-8, and nesting as deep as the C stack.
 DECODE_ERRORS: Final = (ValueError, RecursionError)

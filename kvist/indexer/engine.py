@@ -12,7 +12,8 @@ from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
 from kvist.events.patience import SessionLimits
 from kvist.events.session import Apply, Clear, Session, SourceState, Step
-from kvist.events.transports import Message, MessageBlock
+from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
 from kvist.indexer.statistics import RankBound, SourceCounters
 from kvist.publisher.engine_feed import EngineFeed

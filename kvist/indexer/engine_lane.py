@@ -11,8 +11,7 @@ from kvist.events import EngineEvent, EngineRemoved, EngineStored, Tier, WorkerR
 from kvist.events.dialects.block_events import FIELD_ORDERS
 from kvist.events.engine_events import FULL, STATE, UNKNOWN, UnsizedWindow
 from kvist.events.restarts import RestartDetector
-from kvist.events.transports import MessageBlock
-from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START
+from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, MessageBlock
 from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages

@@ -17,8 +17,8 @@ from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
 from kvist.events.patience import NO_REPLAY
 from kvist.events.session import Session, SourceState
-from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest, Subscription, base, public_url
-from kvist.events.transports.block import PAYLOAD_START
+from kvist.events.transports import Endpoint, Message, ReplayRequest, Subscription, base, public_url
+from kvist.events.transports.block import PAYLOAD_START, MessageBlock
 from kvist.indexer.canonical import CanonicalFollower
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import CanonicalProgress, Progress

@@ -34,10 +34,6 @@ class KvCacheStatistics:
     num_hit_tokens: int
 
     @property
-    def num_blocks(self) -> int:
-        return sum(pool.num_blocks for pool in self.pools)
-
-    @property
     def num_used(self) -> int:
         return sum(pool.num_used for pool in self.pools)
 

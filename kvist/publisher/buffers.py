@@ -189,11 +189,6 @@ class ReplayBuffer:
             topics = filter(None, (self._topics.get(request.topic),)) if request.topic else self._topics.values()
             return [message for topic in topics for message in topic.since(request.start_sequence)]
 
-    @property
-    def size_bytes(self) -> int:
-        with self._lock:
-            return sum(topic.size_bytes for topic in self._topics.values())
-
 
 class _Topic:
     """One topic's messages, oldest first."""

@@ -15,19 +15,8 @@ from typing import TypeAlias
 import msgspec
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine_events import (
-    STATE,
-    UNKNOWN,
-    EngineCleared,
-    EngineCreated,
-    EngineEvent,
-    EngineRemoved,
-    EngineStored,
-    KnownWindow,
-    UnsizedWindow,
-    Window,
-    window_size,
-)
+from kvist.events import UNKNOWN, EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored, Window
+from kvist.events.engine_events import STATE, KnownWindow, UnsizedWindow, window_size
 from kvist.events.types import Positive
 
 _logger = logging.getLogger(__name__)

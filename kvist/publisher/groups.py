@@ -12,17 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvist.events.engine_events import (
-    FULL,
-    STATE,
-    UNKNOWN,
-    EngineCleared,
-    EngineEvent,
-    EngineHash,
-    EngineRemoved,
-    EngineStored,
-    Window,
-)
+from kvist.events import FULL, UNKNOWN, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, Window
+from kvist.events.engine_events import STATE
 from kvist.events.types import MAX_KINDS, MAX_NEEDED, MAX_STRIDE, GroupRule, Tier
 from kvist.publisher.filter import FilterState, PassedEvent, WindowFilter
 

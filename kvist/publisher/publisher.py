@@ -17,17 +17,8 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from kvist.errors import InvalidValueError
-from kvist.events.engine_events import (
-    UNKNOWN,
-    EngineCleared,
-    EngineCreated,
-    EngineEvent,
-    EngineHash,
-    EngineRemoved,
-    EngineStored,
-    KnownWindow,
-    Window,
-)
+from kvist.events import EngineCleared, EngineCreated, EngineEvent, EngineHash, EngineRemoved, EngineStored
+from kvist.events.engine_events import UNKNOWN, KnownWindow, Window
 from kvist.events.transports import Publication, open_publication
 from kvist.events.types import MAX_RANKS, Tier, WorkerRank
 from kvist.publisher import buffers

@@ -19,14 +19,7 @@ from kvist.events import EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.engine_events import KnownWindow
 from kvist.events.follow import Ticker, follow
-from kvist.events.transports import (
-    Endpoint,
-    Message,
-    Publication,
-    ReplayRequest,
-    open_publication,
-    open_subscription,
-)
+from kvist.events.transports import Endpoint, Message, Publication, ReplayRequest, open_publication, open_subscription
 from kvist.events.transports.base import ReplaySource
 from kvist.files import in_thread
 from kvist.publisher.buffers import PublisherLimits, PublisherStatistics

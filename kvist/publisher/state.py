@@ -209,15 +209,12 @@ class StateStore(ExitStack):
         except (UnreadableStateError, OSError) as error:
             aside = self.path.with_suffix(".unreadable")
             _logger.error("state cannot be used, starting empty: %s path=%s kept_as=%s", error, self.path, aside)
-            self._set_aside(aside)
+            try:
+                self.path.replace(aside)
+            except OSError as error:
+                _logger.error("state cannot be set aside: %s path=%s", error, self.path)
             return None
 
     def save(self, state: SidecarState) -> int:
         """Replace what was saved; return the size in bytes. Raises OSError, and what was saved is still there."""
         return write_atomically(self.path, (pack(state),))
-
-    def _set_aside(self, aside: Path) -> None:
-        try:
-            self.path.replace(aside)
-        except OSError as error:
-            _logger.error("state cannot be set aside: %s path=%s", error, self.path)

@@ -8,7 +8,8 @@ from index_invariants import check_invariants
 
 from kvist.events import WorkerRank
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, MessageBlock
+from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 

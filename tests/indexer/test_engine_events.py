@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from kvist.events import EngineRemoved, EngineStored
 from kvist.events.dialects import decode_block_events
 from kvist.events.engine_events import FULL, STATE, UNKNOWN
-from kvist.events.transports import Message, MessageBlock
+from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine import take_messages
 from kvist.indexer.engine_lane import EngineLane

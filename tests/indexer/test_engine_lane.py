@@ -12,7 +12,8 @@ from index_invariants import check_invariants
 
 from kvist.events import EngineStored, Tier, WorkerRank
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, MessageBlock
+from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
 from kvist.indexer.engine import EngineFollower
 from kvist.indexer.progress import EngineProgress

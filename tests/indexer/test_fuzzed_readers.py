@@ -30,8 +30,7 @@ from kvist.events import Batch, EngineEvent, Stored, WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
 from kvist.events.dialects.block_events import FIELD_ORDERS
-from kvist.events.transports import MessageBlock
-from kvist.events.transports.block import PADDING_BYTES
+from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.indexer.canonical_lane import CanonicalLane
 from kvist.indexer.compiled.frames import split
 from kvist.indexer.compiled.hashing import hash_chain

@@ -15,7 +15,8 @@ from kvist.events.follow import Question
 from kvist.events.hashing import block_hashes
 from kvist.events.session import SourceState
 from kvist.events.snapshot import block_digest
-from kvist.events.transports import Message, MessageBlock, ReplayRequest, base
+from kvist.events.transports import Message, ReplayRequest, base
+from kvist.events.transports.block import MessageBlock
 from kvist.events.types import Batch, Cleared, Heartbeat, Stored
 from kvist.indexer.source import MAX_PROBE_DOUBLINGS, PROBE_S, SILENCE_S, Source
 from kvist.radix import RadixIndex

@@ -9,7 +9,8 @@ from kvist.errors import InvalidValueError
 from kvist.events import Batch, Stored, WorkerRank
 from kvist.events.codec import encode_batch
 from kvist.events.session import SourceState
-from kvist.events.transports import Message, MessageBlock
+from kvist.events.transports import Message
+from kvist.events.transports.block import MessageBlock
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 

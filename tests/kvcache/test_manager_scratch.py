@@ -291,4 +291,4 @@ def test_a_memory_without_groups_serves_models_that_cache_nothing() -> None:
     assert manager.grow(sequence, list(range(10)), 10)
     manager.settle()
     manager.close(sequence)
-    assert manager.statistics().num_blocks == 0
+    assert manager.statistics().pools == ()

@@ -24,19 +24,10 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvist.errors import MalformedMessageError
+from kvist.events import FULL, UNKNOWN, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, Window
 from kvist.events.codec import DECODE_ERRORS
 from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash, fold_hashes, mm_hash_of
-from kvist.events.engine_events import (
-    FULL,
-    STATE,
-    UNKNOWN,
-    EngineCleared,
-    EngineEvent,
-    EngineHash,
-    EngineRemoved,
-    EngineStored,
-    Window,
-)
+from kvist.events.engine_events import STATE
 from kvist.events.types import NonNegative, Rank, Tier
 
 _REMOVED = "block_hashes medium"

@@ -13,13 +13,11 @@ from kvist.events.transports.broker import BrokerUrl, is_broker_url, public_url,
 from kvist.events.transports.endpoint import Endpoint
 
 if TYPE_CHECKING:
-    from kvist.events.transports.block import MessageBlock
     from kvist.events.transports.zmtp import Splitter
 
 __all__ = [
     "Endpoint",
     "Message",
-    "MessageBlock",
     "Publication",
     "ReplayRequest",
     "ReplaySource",
@@ -75,12 +73,3 @@ def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> S
     from kvist.events.transports.zmtp import ZmtpSubscription
 
     return ZmtpSubscription(endpoint, splitter)
-
-
-def __getattr__(name: str) -> object:
-    """Import what needs numpy only for who asks for it: configurations name endpoints, and nothing else here."""
-    if name != "MessageBlock":
-        raise AttributeError(name)
-    from kvist.events.transports.block import MessageBlock
-
-    return MessageBlock

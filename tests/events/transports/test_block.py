@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvist.events.transports import Message, MessageBlock
-from kvist.events.transports.block import PADDING_BYTES, PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE
+from kvist.events.transports import Message
+from kvist.events.transports.block import PADDING_BYTES, PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE, MessageBlock
 
 MESSAGES = [
     Message(b"kv/w/0", 0, b"first"),

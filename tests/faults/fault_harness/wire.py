@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from kvist.events.codec import is_snapshot_part
-from kvist.events.transports import Endpoint, Message, MessageBlock, ReplayRequest
+from kvist.events.transports import Endpoint, Message, ReplayRequest
 from kvist.events.transports.base import ReplaySource
+from kvist.events.transports.block import MessageBlock
 
 NOTHING = ()
 

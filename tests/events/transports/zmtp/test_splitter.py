@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from zmtp_splitter import split
 
-from kvist.events.transports import Message, MessageBlock
-from kvist.events.transports.block import PADDING_BYTES
+from kvist.events.transports import Message
+from kvist.events.transports.block import PADDING_BYTES, MessageBlock
 from kvist.events.transports.zmtp import StopReason
 
 LIMIT = 1 << 20

@@ -14,7 +14,8 @@ import pytest
 from zmtp_splitter import split
 
 from kvist.errors import InvalidValueError
-from kvist.events.transports import Endpoint, Message, MessageBlock, open_subscription
+from kvist.events.transports import Endpoint, Message, open_subscription
+from kvist.events.transports.block import MessageBlock
 from kvist.events.transports.zmtp import ZmtpSubscription
 from kvist.events.transports.zmtp.inbox import HALF_BYTES
 from kvist.events.transports.zmtp.link import MAX_BURST, WAKES_PER_S, Pace
