@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
@@ -97,6 +97,25 @@ class EngineCleared(msgspec.Struct, frozen=True, gc=False):
 EngineEvent: TypeAlias = EngineCreated | EngineStored | EngineRemoved | EngineCleared
 
 
+class Place(TypedDict, total=False):
+    """Of which layer group, on which rank and in which tier; as in the events, and left out with their defaults."""
+
+    window: Window
+    group: int | None
+    rank: int
+    tier: Tier
+
+
+class StoredFacts(Place, total=False):
+    """What may be said of blocks that were stored, as in `EngineStored`."""
+
+    parent_block_hash: EngineHash | None
+    block_lengths: Sequence[int] | None
+    lora_name: str | None
+    cache_salt: str | None
+    mm_hashes: Sequence[Sequence[int]] | None
+
+
 class EventSink(Protocol):
     """Where an engine reports its cache: never blocks, never raises for what was reported, keeps the caller's order.
 
@@ -107,31 +126,11 @@ class EventSink(Protocol):
         """Report a layer group, before anything is stored."""
 
     def stored(
-        self,
-        block_hashes: Sequence[EngineHash | None],
-        token_ids: Sequence[int],
-        *,
-        parent_block_hash: EngineHash | None = None,
-        block_lengths: Sequence[int] | None = None,
-        window: Window = UNKNOWN,
-        group: int | None = None,
-        rank: int = 0,
-        tier: Tier = Tier.GPU,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        mm_hashes: Sequence[Sequence[int]] | None = None,
+        self, block_hashes: Sequence[EngineHash | None], token_ids: Sequence[int], **facts: Unpack[StoredFacts]
     ) -> None:
         """Report a chain of blocks, parent first."""
 
-    def removed(
-        self,
-        block_hashes: Sequence[EngineHash],
-        *,
-        window: Window = UNKNOWN,
-        group: int | None = None,
-        rank: int = 0,
-        tier: Tier = Tier.GPU,
-    ) -> None:
+    def removed(self, block_hashes: Sequence[EngineHash], **place: Unpack[Place]) -> None:
         """Report blocks whose slots were reused."""
 
     def cleared(self, *, rank: int = 0) -> None:

@@ -12,15 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 
 from kvist.errors import InvalidValueError
 from kvist.events import EngineCleared, EngineCreated, EngineEvent, EngineHash, EngineRemoved, EngineStored
-from kvist.events.engine_events import UNKNOWN, KnownWindow, Window
+from kvist.events.engine_events import KnownWindow, Place, StoredFacts, Window
 from kvist.events.transports import Publication, open_publication
-from kvist.events.types import MAX_RANKS, Tier, WorkerRank
+from kvist.events.types import MAX_RANKS, WorkerRank
 from kvist.publisher import buffers
 from kvist.publisher.snapshot import Answers
 from kvist.publisher.stream import RankState, RankStream, Streams, message_of, new_epoch, topic_of, with_companions
@@ -126,49 +126,21 @@ class KvEventPublisher:
         self.report(EngineCreated(window, group, rank))
 
     def stored(
-        self,
-        block_hashes: Sequence[EngineHash | None],
-        token_ids: Sequence[int],
-        *,
-        parent_block_hash: EngineHash | None = None,
-        block_lengths: Sequence[int] | None = None,
-        window: Window = UNKNOWN,
-        group: int | None = None,
-        rank: int = 0,
-        tier: Tier = Tier.GPU,
-        lora_name: str | None = None,
-        cache_salt: str | None = None,
-        mm_hashes: Sequence[Sequence[int]] | None = None,
+        self, block_hashes: Sequence[EngineHash | None], token_ids: Sequence[int], **facts: Unpack[StoredFacts]
     ) -> None:
         """Report a chain of blocks, parent first; a NumPy array of tokens is copied fastest."""
-        self._report_read(
-            rank,
-            lambda: EngineStored(
-                block_hashes=_kept(block_hashes),
-                token_ids=_kept(token_ids),
-                block_size=self._block_size,
-                parent_block_hash=parent_block_hash,
-                block_lengths=None if block_lengths is None else _kept(block_lengths),
-                window=window,
-                group=group,
-                rank=rank,
-                tier=tier,
-                lora_name=lora_name,
-                cache_salt=cache_salt,
-                mm_hashes=None if mm_hashes is None else tuple(map(tuple, mm_hashes)),
-            ),
-        )
 
-    def removed(
-        self,
-        block_hashes: Sequence[EngineHash],
-        *,
-        window: Window = UNKNOWN,
-        group: int | None = None,
-        rank: int = 0,
-        tier: Tier = Tier.GPU,
-    ) -> None:
-        self._report_read(rank, lambda: EngineRemoved(_kept(block_hashes), window, group, rank, tier))
+        def read() -> EngineStored:
+            if (lengths := facts.get("block_lengths")) is not None:
+                facts["block_lengths"] = _kept(lengths)
+            if (mm_hashes := facts.get("mm_hashes")) is not None:
+                facts["mm_hashes"] = tuple(map(tuple, mm_hashes))
+            return EngineStored(_kept(block_hashes), _kept(token_ids), self._block_size, **facts)
+
+        self._report_read(facts.get("rank", 0), read)
+
+    def removed(self, block_hashes: Sequence[EngineHash], **place: Unpack[Place]) -> None:
+        self._report_read(place.get("rank", 0), lambda: EngineRemoved(_kept(block_hashes), **place))
 
     def cleared(self, *, rank: int = 0) -> None:
         self.report(EngineCleared(rank))
