@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from kvist.kvcache import WindowPlan
 from kvist.kvcache.tensors import KvTensors
 
 
+@dataclass(eq=False)
 class Runner:
     """Owns the model and the KV tensors; knows nothing of what comes next.
 
@@ -25,19 +27,11 @@ class Runner:
     `graphs` where there are any.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        plan: WindowPlan,
-        tensors: KvTensors,
-        block_size: int,
-        graphs: DecodeGraphs | None = None,
-    ) -> None:
-        self._model = model
-        self._plan = plan
-        self._tensors = tensors
-        self._block_size = block_size
-        self._graphs = graphs
+    model: CausalLM
+    plan: WindowPlan
+    tensors: KvTensors
+    block_size: int
+    graphs: DecodeGraphs | None = None
 
     def forward(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
         """Compute the step into the cache; return the logits, float32, of the requests with `is_sampled`, in order."""
@@ -46,8 +40,8 @@ class Runner:
     @torch.inference_mode()
     def compute(self, batch: HostBatch) -> torch.Tensor:
         """Compute a batch into the cache; return the logits, float32, of its `logit_rows`."""
-        logits = None if self._graphs is None else self._graphs.run(batch)
-        return self._model(self._to_forward_batch(batch)) if logits is None else logits
+        logits = None if self.graphs is None else self.graphs.run(batch)
+        return self.model(self._to_forward_batch(batch)) if logits is None else logits
 
     def build_batch(self, scheduled: Sequence[ScheduledRequest]) -> HostBatch:
         order = sorted(range(len(scheduled)), key=lambda i: scheduled[i].num_new_tokens > 1)
@@ -85,13 +79,13 @@ class Runner:
         return tuple(
             group_pages(
                 [tables[group.group_id] for tables in held],
-                self._tensors.pools[group.group_id].shape[0],
+                self.tensors.pools[group.group_id].shape[0],
                 len(group.layer_indices),
-                self._block_size,
+                self.block_size,
                 sequence,
                 positions,
             )
-            for group in self._plan.groups
+            for group in self.plan.groups
         )
 
     def _to_forward_batch(self, batch: HostBatch) -> ForwardBatch:
@@ -100,10 +94,10 @@ class Runner:
             for group in batch.groups
         ]
         layers = []
-        for layer_idx, (group_id, position) in enumerate(self._plan.places):
+        for layer_idx, (group_id, position) in enumerate(self.plan.places):
             tables, offsets, slots = by_group[group_id]
             is_shared = batch.groups[group_id].is_shared
-            cache = self._tensors.by_slot(layer_idx) if is_shared else self._tensors.by_page(layer_idx)
+            cache = self.tensors.by_slot(layer_idx) if is_shared else self.tensors.by_page(layer_idx)
             row = 0 if is_shared else position
             layers.append(LayerPages(cache, tables[row], offsets, slots[row]))
         return ForwardBatch(
@@ -117,4 +111,4 @@ class Runner:
         )
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._tensors.device)
+        return torch.from_numpy(array).to(self.tensors.device)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from kvist.events.transports import Message, ReplayRequest, Subscription
@@ -181,31 +182,24 @@ async def follow(
             subscription.deliver_with(None)
 
 
+@dataclass(slots=True, eq=False)
 class _Following:
     """What becomes of the messages of one subscription, whether they are taken where they arrive or received."""
 
-    def __init__(
-        self,
-        subscription: Subscription,
-        follower: Follower,
-        clock: Callable[[], float],
-        turns: Turns,
-        num_connects: int,
-    ) -> None:
-        self._subscription = subscription
-        self._follower = follower
-        self._clock = clock
-        self._turns = turns
-        self._num_connects = num_connects
-        self._has_departed = False
-        self._begun: Iterator[None] = iter(())
-        self._look_at_s = 0.0
+    subscription: Subscription
+    follower: Follower
+    clock: Callable[[], float]
+    turns: Turns
+    num_connects: int
+    _has_departed: bool = False
+    _begun: Iterable[None] = ()
+    _look_at_s: float = 0.0
 
     def is_due(self) -> bool:
-        subscription = self._subscription
-        if subscription.num_connects > self._num_connects or subscription.is_peer_gone > self._has_departed:
+        subscription = self.subscription
+        if subscription.num_connects > self.num_connects or subscription.is_peer_gone > self._has_departed:
             return True
-        return bool(self._follower.questions(self._clock()))
+        return bool(self.follower.questions(self.clock()))
 
     def deliver(self, messages: Sequence[Message]) -> bool:
         """Take messages where they arrive; return whether nothing is left to do, be it with them or questions.
@@ -213,22 +207,22 @@ class _Following:
         That spares a message of its own two turns of the event loop, half of what it costs. Whoever follows does the
         rest, as `drain` tells; and there an error is raised, too, since nobody listens here.
         """
-        ends_at_s = self._turns.begin(is_small=len(messages) <= FEW_MESSAGES)
+        ends_at_s = self.turns.begin(is_small=len(messages) <= FEW_MESSAGES)
         begun = self._begun = self._apply(messages)
         if ends_at_s is None:
             return False
         try:
             for _ in begun:
-                if self._turns.is_over(ends_at_s):
+                if self.turns.is_over(ends_at_s):
                     return False
         except Exception as error:  # noqa: BLE001 - it is raised again
             self._begun = _raising(error)
             return False
-        now_s = self._clock()
+        now_s = self.clock()
         if now_s < self._look_at_s:
             return True
         self._look_at_s = now_s + LOOK_S
-        return not self._follower.questions(now_s)
+        return not self.follower.questions(now_s)
 
     def drain(self, messages: Sequence[Message]) -> Iterator[None]:
         """Take what was received, behind what is left of what was taken before; yields wherever others may go on."""
@@ -236,14 +230,14 @@ class _Following:
         yield from self._apply(messages)
 
     def _apply(self, messages: Sequence[Message]) -> Iterator[None]:
-        if self._subscription.num_connects > self._num_connects:
-            self._num_connects = self._subscription.num_connects
-            self._follower.on_reconnect(self._clock())
+        if self.subscription.num_connects > self.num_connects:
+            self.num_connects = self.subscription.num_connects
+            self.follower.on_reconnect(self.clock())
         if messages:
-            yield from self._follower.receive_all(messages, self._clock())
-        self._has_departed = self._subscription.is_peer_gone
+            yield from self.follower.receive_all(messages, self.clock())
+        self._has_departed = self.subscription.is_peer_gone
         if self._has_departed:  # also after messages: they may be its last
-            self._follower.on_departure()
+            self.follower.on_departure()
 
 
 def _look(waiting: dict[Callable[[], bool], asyncio.Timeout]) -> Iterator[None]:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -86,17 +87,27 @@ class Sidecar:
         router have it report what it holds anew. With `has_all_groups` a second stream of each rank has what its other
         groups hold. Raises InvalidValueError when a value is wrong, the port taken, or the folder unusable.
         """
-        self._has_full_reports = has_full_reports
-        self._counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
+        counts_copies = not has_full_reports and all(each.engine == "vllm" for each in engine_endpoints)
         # Raises now for a value that would otherwise be refused only when the first event comes.
         source = WorkerRank(worker, 0)
         topic_of(source)
         RankStream(source, 1 if block_size is None else block_size, epoch=0, window=window)
         self._worker = worker
-        self._window = window
-        self._lora_names = lora_names
-        self._has_all_groups = has_all_groups
-        self._limits = limits
+        self._new_publisher = partial(
+            KvEventPublisher,
+            worker=worker,
+            window=window,
+            lora_names=lora_names,
+            num_ranks=0,  # which ranks there are, the engine's events tell
+            counts_copies=counts_copies,
+            has_full_reports=has_full_reports,
+            has_all_groups=has_all_groups,
+            num_ahead=int(any(each.drops_last_block for each in engine_endpoints)),
+            limits=limits,
+        )
+        counted = f"counts_copies={counts_copies} has_all_groups={has_all_groups}"
+        # What a saved state depends on beside the block size.
+        self._settings = f"window={window} lora_names={sorted((lora_names or {}).items())} {counted}"
         self._block_size = block_size
         self._num_saves = 0
         self._publisher: KvEventPublisher | None = None
@@ -182,30 +193,11 @@ class Sidecar:
 
     def _start_publisher(self, block_size: int) -> None:
         self._block_size = block_size
-        self._publisher = KvEventPublisher(
-            self._publication,
-            worker=self._worker,
-            block_size=block_size,
-            window=self._window,
-            lora_names=self._lora_names,
-            num_ranks=0,  # which ranks there are, the engine's events tell
-            counts_copies=self._counts_copies,
-            has_full_reports=self._has_full_reports,
-            has_all_groups=self._has_all_groups,
-            num_ahead=int(any(feed.endpoint.drops_last_block for feed in self._feeds)),
-            limits=self._limits,
-        )
+        self._publisher = self._new_publisher(self._publication, block_size=block_size)
 
     async def _follow(self, feed: SidecarFeed) -> None:
         async with open_subscription(feed.endpoint) as subscription:
             await follow(subscription, feed, clock=time.monotonic, ticker=self._ticker, replay_gate=asyncio.Semaphore())
-
-    @property
-    def _settings(self) -> str:
-        """Return what a saved state depends on beside the block size."""
-        lora_names = sorted((self._lora_names or {}).items())
-        counted = f"counts_copies={self._counts_copies} has_all_groups={self._has_all_groups}"
-        return f"window={self._window} lora_names={lora_names} {counted}"
 
     def _load(self) -> SidecarState | None:
         """Return what an earlier sidecar saved that was configured like this one."""
