@@ -95,9 +95,8 @@ class SharedIndex:
         counted = self._ranks.get(worker, [])
         if reader is not None:
             counted = [
-                replace(status, num_blocks=reader.num_held(status.slot, status.clearing))
+                replace(status, num_blocks=reader.num_held(status.slot or 0, status.clearing or 0))
                 for status in counted
-                if status.slot is not None and status.clearing is not None
             ]
         self._counted[worker] = now_s, counted
         return counted

@@ -1,0 +1,143 @@
+"""One schedule, played to a router of one process and to four fronts in turn, falls to the same workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import mmap
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from kvist.router.config import RouterConfig
+from kvist.router.doors.service import RouterService
+from kvist.router.fleet.board import LoadBoard, board_bytes
+from kvist.router.fleet.load import LoadTracker
+from kvist.router.processes.keeper import KeeperProcess
+from kvist.router.processes.parts import make_part
+from kvist.router.processes.supervisor import Part
+
+NUM_FRONTS, NUM_STEPS = 4, 120
+
+
+@asynccontextmanager
+async def fronts_of(config: RouterConfig, folder: Path) -> AsyncIterator[list[RouterService]]:
+    """A keeper and fronts as processes have them, in this one: they share a board and an index, and tell by sockets."""
+    descriptor = os.memfd_create("board")
+    os.ftruncate(descriptor, board_bytes(NUM_FRONTS))
+    board = LoadBoard(mmap.mmap(descriptor, 0), num_fronts=NUM_FRONTS)
+    async with AsyncExitStack() as exits:
+        exits.callback(os.close, descriptor)
+        await exits.enter_async_context(KeeperProcess(config, folder, LoadTracker(board), 0.0))
+        parts = [make_part(config, Part(n, NUM_FRONTS, str(folder), descriptor, 0), 0.0) for n in range(NUM_FRONTS)]
+        yield [await exits.enter_async_context(part) for part in parts if isinstance(part, RouterService)]
+
+
+def known_to(service: RouterService) -> Any:
+    """What its next decision is made from, but for the prompt."""
+    known = service.known
+    assert known.index is not None
+    return [
+        (
+            rank.target,
+            rank.known_as,
+            rank.num_blocks,
+            *map(round, msgspec.structs.astuple(known.load.load(rank.target, 0))),
+        )
+        for worker in known.fleet.workers
+        for rank in known.index.ranks(worker.url)
+    ]
+
+
+class Clients:
+    """Sends the same request to both, and holds what is to be held."""
+
+    def __init__(self) -> None:
+        self.released = asyncio.Event()
+        self.held: list[asyncio.Task[httpx.Response]] = []
+
+    async def answer(self, received: Any, writer: asyncio.StreamWriter) -> None:
+        if json.loads(received.body).get("max_tokens") == 99:
+            await self.released.wait()
+        writer.write(b'HTTP/1.1 200 X\r\ncontent-length: 15\r\n\r\n{"choices": []}')
+
+    def release(self) -> None:
+        self.released.set()
+        self.released = asyncio.Event()
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("policy", ["kv", "round-robin", "least-loaded"])
+async def test_four_fronts_decide_as_one_process_does(
+    worker, engine, until, tmp_path, monkeypatch, policy, seed
+) -> None:
+    monkeypatch.setattr("kvist.router.policy.decision._draw", lambda chances, _: chances.index(max(chances)))
+    random, clients = Random(seed), Clients()
+    async with AsyncExitStack() as exits:
+        engines = [exits.enter_context(engine(f"e{number}")) for number in range(2)]
+        infos = [None, None, *(each.server_info for each in engines)]
+        workers = [await exits.enter_async_context(worker(server_info=info, answer=clients.answer)) for info in infos]
+        config = RouterConfig(
+            worker_urls=tuple(each.url for each in workers),
+            port=0,
+            policy=policy,
+            block_size=16,
+            recent_half_life_s=1e9,  # so that a moment more or less is nothing
+            imbalance_abs=3,
+            health_interval_s=0.05,
+        )
+        alone = await exits.enter_async_context(RouterService(config))
+        fronts = await exits.enter_async_context(fronts_of(config, tmp_path))
+        urls = [alone.url, *(front.url for front in fronts)]
+        client = await exits.enter_async_context(httpx.AsyncClient(timeout=60, trust_env=False))
+        conversations = [[random.randrange(1000) for _ in range(random.randrange(20, 200))] for _ in range(8)]
+        if policy == "kv":
+            for each in engines:
+                each.store(conversations[random.randrange(8)] * 3)
+        chosen: list[list[str]] = []
+
+        def is_settled() -> bool:
+            if policy == "kv":
+                expected = known_to(alone)
+                return len(expected) == len(workers) and all(known_to(front) == expected for front in fronts)
+            loads = [front.known.load for front in (alone, *fronts)]
+            return all(
+                [load.running_requests(url) for load in loads].count(loads[0].running_requests(url)) == 5
+                for url in config.worker_urls
+            )
+
+        async def ask(url: str, body: dict[str, Any]) -> str:
+            return (await client.post(f"{url}/v1/completions", json=body)).headers["x-kvist-worker"]
+
+        for step in range(NUM_STEPS):
+            await until(is_settled)
+            if random.random() < 0.05:
+                clients.release()
+                await asyncio.gather(*clients.held)
+                clients.held.clear()
+                continue
+            conversation = random.choice(conversations)
+            conversation += [random.randrange(1000) for _ in range(random.randrange(0, 60))]
+            is_held = random.random() < 0.3
+            body = {"model": "m", "prompt": conversation, "max_tokens": 99 if is_held else 1}
+            num_received = [len(each.completions) for each in workers]
+            asked = [asyncio.create_task(ask(url, body)) for url in (urls[0], urls[1 + step % NUM_FRONTS])]
+            if is_held:
+                expected = sum(num_received) + 2
+                await until(lambda expected=expected: sum(len(each.completions) for each in workers) == expected)
+                fallen = [len(each.completions) - before for each, before in zip(workers, num_received, strict=True)]
+                assert sorted(fallen) == [0, 0, 0, 2], step
+                clients.held += asked
+            else:
+                chosen.append(await asyncio.gather(*asked))
+                assert chosen[-1][0] == chosen[-1][1], step
+        clients.release()
+        await asyncio.gather(*clients.held)
+        assert len({workers for workers, _ in chosen}) == len(workers)
