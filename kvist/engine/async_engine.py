@@ -131,11 +131,7 @@ class AsyncEngine:
         return self._thread.is_alive() and not self._has_ended
 
     def generate(self, inputs: Sequence[SequenceInput]) -> Generation:
-        """Queue the sequences and return their outputs to come.
-
-        Raises InvalidValueError for one that can never be served, EngineOverloadedError, or EngineStoppedError; then
-        none was queued.
-        """
+        """Queue the sequences, or none: raises InvalidValueError, EngineOverloadedError or EngineStoppedError."""
         self.check_room(len(inputs))
         for each in inputs:
             self._core.check(each)

@@ -83,10 +83,7 @@ class EngineCore:
         self._num_failed_steps = 0
 
     def attach(self, command: Callable[[Command], None], *, is_fallback_allowed: bool = True) -> None:
-        """Take part in transfers, by `command`; before the first request.
-
-        A prompt that cannot be fetched is computed here, if that is allowed.
-        """
+        """Take part in transfers from the start, by `command`; what cannot be fetched may be computed here."""
         self._handoffs = Handoffs(self.kv_cache, command, is_fallback_allowed)
 
     @property
@@ -149,10 +146,7 @@ class EngineCore:
             self._scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks; one that has finished, or never was, is no error.
-
-        Blocks that another worker may still write to are free once it is known that none does.
-        """
+        """Drop a request, if there is one, and free its blocks once no other worker may write to them."""
         request = self._requests.pop(request_id, None)
         if request is None:
             return

@@ -79,10 +79,7 @@ class LoadedEngine:
 
 
 def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCore:
-    """Return an engine with its weights and KV memory in place; cache events go to `sink`.
-
-    Raises InvalidValueError for a directory, setting or memory that cannot work. Sets torch's thread count.
-    """
+    """Return a ready engine that reports to `sink`; raises InvalidValueError. Sets torch's thread count."""
     return load_with_memory(config, sink).core
 
 

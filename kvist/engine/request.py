@@ -38,10 +38,7 @@ class TextStream:
         self.is_stopped = False
 
     def step(self, token_id: int, can_stop: bool = True) -> str:
-        """Return the text to release after this token; sets `is_stopped` when a stop string is complete.
-
-        Unless `can_stop`, all text is released, and no stop string that begins in it counts.
-        """
+        """Return the text to release, all of it unless it `can_stop`; sets `is_stopped` when a stop string is whole."""
         if self._detokenizer is None:
             return ""
         piece = self._detokenizer.step(token_id)

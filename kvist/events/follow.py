@@ -41,10 +41,7 @@ class Follower(Protocol):
     """Decides what becomes of one subscription's messages."""
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages, in order; yields between pieces of work, wherever others may have a turn.
-
-        They are one receive's: if they are a `MessageBlock`, it is not valid beyond this call.
-        """
+        """Take one receive's messages, a `MessageBlock` for this call alone; yields wherever others may have a turn."""
 
     def on_reconnect(self, now_s: float) -> None:
         """Take note that a peer connected; what comes next may be another process's."""

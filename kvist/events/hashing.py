@@ -87,10 +87,7 @@ def scope_seed(lora_name: str | None, cache_salt: str | None) -> int:
 
 
 def pack_tokens(token_ids: TokenIds) -> bytes:
-    """Return the token ids as u32 in the machine's order, which is little-endian wherever engines run.
-
-    Raises InvalidValueError for a token id outside u32.
-    """
+    """Return the token ids as little-endian u32; raises InvalidValueError for one outside u32."""
     if isinstance(token_ids, np.ndarray):
         return _pack_token_array(token_ids)
     try:

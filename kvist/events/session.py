@@ -213,10 +213,7 @@ class Session(Generic[T]):
         return steps + self._recover(answer, now_s)
 
     def doubt(self, now_s: float) -> None:
-        """Trust nothing until a replay proves that the stream goes on: the peer was away.
-
-        What was held back is dropped: it may be another process's, and if it is not, the replay has it.
-        """
+        """Trust nothing, and drop what was held, until a replay proves that the stream goes on: the peer was away."""
         self._is_doubted = True
         self.is_unproven = False
         self.held.clear()

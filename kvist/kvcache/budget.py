@@ -67,10 +67,7 @@ def split_memory(
 def check_sequence_fits(
     groups: Sequence[KvGroup], num_blocks: Sequence[int], block_size: int, max_model_len: int, max_step_tokens: int
 ) -> None:
-    """Raise InvalidValueError unless one sequence of `max_model_len` tokens fits every pool.
-
-    With this checked at the start, preemption always ends: the oldest sequence can have every block.
-    """
+    """Raise InvalidValueError unless one longest sequence fits every pool: so preemption always ends."""
     for group, have in zip(groups, num_blocks, strict=True):
         need = peak_num_blocks(group, block_size, max_model_len, max_step_tokens)
         if have < need:
@@ -82,10 +79,7 @@ def check_sequence_fits(
 
 
 def can_resume(num_used: int, num_new: int, num_blocks: int) -> bool:
-    """Return whether a pool with `num_used` blocks in use can take a preempted sequence back with `num_new` more.
-
-    It leaves room for the others to grow; resumed into the last blocks, a sequence would be preempted at once again.
-    """
+    """Return whether a pool can take a preempted sequence back, and still leaves the others room to grow."""
     return num_used + num_new <= _MAX_UTILISATION_TO_RESUME * num_blocks
 
 

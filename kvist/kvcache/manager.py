@@ -158,10 +158,7 @@ class KvCacheManager:
         return SequenceBlocks(tuple(tables), chain, num_tokens, hit.num_tokens, is_scratch_allowed=False)
 
     def accept(self, sequence: SequenceBlocks, token_ids: Sequence[int]) -> None:
-        """Note that a reserved sequence's blocks hold what they should: they can be found, and it can grow.
-
-        Between steps only: what is accepted is no part of a step, and no failing step takes it back.
-        """
+        """Note between steps that a reserved sequence's blocks hold what they should: it can be found, and grow."""
         assert not self._stepped, "accept within a step"
         num_cached = sequence.num_final_tokens // self.block_size
         self._num_hit_tokens += sequence.num_final_tokens
@@ -206,10 +203,7 @@ class KvCacheManager:
         sequence.num_tokens = num_tokens
 
     def settle(self) -> None:
-        """Note that every slot given since the last call was filled: the step is done.
-
-        Scratch slots come back, and what has become stale leaves the sequences, but stays cached.
-        """
+        """Note that the step is done: all slots were filled, scratch ones come back, the stale leave sequences."""
         for sequence in self._stepped:
             for pool, table in zip(self.pools, sequence.tables, strict=False):  # a closed sequence has no tables
                 _release_scratch(pool, table)
@@ -286,10 +280,7 @@ class KvCacheManager:
             table.block_ids.extend(pool.allocate(need.num_blocks - len(table.block_ids)))
 
     def _advance(self, sequence: SequenceBlocks, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Note the coming step, and put the blocks that it fills into the cache.
-
-        A block that may be rewound into is left out until it is sure to stay: others could have its content then.
-        """
+        """Note the coming step, and cache the blocks that it fills, but for those that may be rewound into."""
         num_cached = sequence.num_final_tokens // self.block_size
         sequence.num_final_tokens = max(sequence.num_tokens, num_tokens - self._max_rewind_tokens)
         sequence.num_tokens = num_tokens

@@ -163,10 +163,7 @@ def num_needed(window: Window, block_size: int) -> int:
 
 
 def rule_of(window: Window, block_size: int, published_size: int, num_ahead: int = 0) -> GroupRule | None:
-    """Return what a group must hold, None where its blocks have no place among the published ones.
-
-    Of blocks smaller than those, the one that ends with each stands for all in it.
-    """
+    """Return what a group must hold, None where its blocks have no place; of smaller ones, the last stands for all."""
     if block_size <= 0 or block_size > published_size * MAX_STRIDE:
         return None
     num_ahead = 0 if window is STATE else num_ahead

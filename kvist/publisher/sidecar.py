@@ -133,10 +133,7 @@ class Sidecar:
         return self._block_size
 
     async def run(self) -> None:
-        """Follow every endpoint until cancelled, or until publishing fails, which `close` then raises.
-
-        Raises InvalidValueError for an endpoint that cannot be connected to or bound.
-        """
+        """Follow every endpoint until cancelled or publishing fails, as `close` raises; raises InvalidValueError."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self._ticker.run(), name="kvist-sidecar-ticker")]

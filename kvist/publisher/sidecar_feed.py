@@ -42,10 +42,7 @@ class SidecarFeed:
         publisher_for: Callable[[DecodedEngineBatch], KvEventPublisher | None],
         has_full_reports: bool = False,
     ) -> None:
-        """Report to what `publisher_for` returns once a batch makes it return one.
-
-        With `has_full_reports` of vLLM no rank is known wholly: a copy cannot be told from a report.
-        """
+        """Report to what `publisher_for` returns; with `has_full_reports` no rank of vLLM is known wholly."""
         self._has_full_reports = has_full_reports and endpoint.engine == "vllm"
         self.endpoint = endpoint
         self.feed = EngineFeed(

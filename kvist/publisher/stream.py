@@ -259,10 +259,7 @@ class RankStream(Stream):
         return RankState(self._filter.state, self.residency.copy(), others, counted)
 
     def resume(self, state: RankState) -> None:
-        """Hold what another stream held, unless anything was reported here already.
-
-        The batch of number 0 is left out: whoever follows has missed it, asks for it, and gets a snapshot.
-        """
+        """Hold what another stream held, unless anything was reported; number 0 is left out, so that followers ask."""
         if self._num_events:
             return
         self._filter.resume(state.filter)

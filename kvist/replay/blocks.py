@@ -232,10 +232,7 @@ class SentBuffer:
         """Requests answered."""
 
     def append(self, message: Message) -> bool:
-        """Keep what is sent, unless it takes no number or one that was taken; return whether it is to be sent at all.
-
-        Parts of snapshots are not: they are for who asks.
-        """
+        """Keep what is sent, unless its number was taken; return whether to send it: parts of snapshots are not."""
         envelope = read_envelope(message.payload)
         if envelope is None:
             return True

@@ -80,10 +80,7 @@ class Player:
                 await self._send(line)
 
     async def repeat(self) -> None:
-        """Repeat the last message of each rank, or engine, every `REPEAT_S`, until cancelled.
-
-        So a subscriber learns that it lost the end, or that there is anything at all, and asks for it.
-        """
+        """Repeat each rank's last message every `REPEAT_S`, until cancelled: it tells a subscriber what it lacks."""
         while True:
             await self._sleep(REPEAT_S)
             for outlet in self._outlets.values():

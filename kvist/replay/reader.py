@@ -231,10 +231,7 @@ class RecordingReader(recording.Closable):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the recording, or what is left of it from a later part on.
-
-        Raises InvalidValueError when that cannot be opened.
-        """
+        """Open the recording, or what is left of it from a later part on; raises InvalidValueError."""
         self._first_path = self._path = path
         self._number = 0
         self._part = _Part(path)

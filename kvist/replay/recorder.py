@@ -48,10 +48,7 @@ class SourceSpec:
 
 
 def parse_sources(texts: Sequence[str]) -> list[SourceSpec]:
-    """Return the streams of one recording; raises InvalidValueError for a wrong one, or two of one name.
-
-    Raises MissingExtraError for a broker whose client is not installed: before there is a file.
-    """
+    """Return the streams of one recording; raises InvalidValueError, or MissingExtraError for a broker's client."""
     specs = [SourceSpec.parse(text) for text in texts]
     for spec in specs:
         spec.endpoint.check_client()
@@ -110,10 +107,7 @@ class Recorder:
         self._turns = Turns()
 
     def skip(self, earlier: RecordingReader) -> None:
-        """Go on behind an earlier part: what it has of these sources is neither written nor asked for again.
-
-        Raises RecordingError where it is damaged; what stands before that is known.
-        """
+        """Go on behind an earlier part, which is not written nor asked for again; raises RecordingError for damage."""
         streams = {(stream.spec.name, stream.spec.endpoint.engine): stream for stream in self._streams}
         try:
             for record in earlier:

@@ -90,10 +90,7 @@ def part_path(path: Path, part: int) -> Path:
 
 
 def first_part_path(path: Path, part: int) -> tuple[Path, int]:
-    """Return where the first part is, or was, of which a file says that it is a later one, and that number.
-
-    A file that has another name than that part would is taken for a first one.
-    """
+    """Return where the first part was by what a later one says, and that number; 0 if the name is no part's."""
     first = path.with_name(path.stem.removesuffix(f".{part}") + path.suffix)
     return (first, part) if part_path(first, part) == path else (path, 0)
 

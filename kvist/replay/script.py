@@ -153,10 +153,7 @@ class Script:
         return self._round_idx * size_bytes + self._reader.num_bytes_read, self._num_rounds * size_bytes
 
     def lines(self) -> Iterator[list[Line] | None]:
-        """Yield what to play, some lines at a time; None where more is yet to be written.
-
-        Raises RecordingError where the recording is damaged, after everything before it.
-        """
+        """Yield lines to play, None where more is yet to be written; raises RecordingError where there is damage."""
         for round_idx in range(self._num_rounds):
             with self._open_reader() as reader:
                 self._round_idx, self._reader = round_idx, reader

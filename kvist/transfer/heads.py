@@ -40,10 +40,7 @@ def heads_of(num_heads: int, part: Part) -> range:
 
 
 def written_heads(num_heads: int, sender: Part, receiver: Part) -> range:
-    """Return what a rank that has heads writes for one that wants its own: what both have, or nothing.
-
-    Of several ranks with copies one writes, and for the next receiver the next one: each has its share of the work.
-    """
+    """Return what a rank with heads writes for one that wants its own, or nothing: those with copies take turns."""
     copies = num_copies(num_heads, sender.num_ranks)
     ours, theirs = heads_of(num_heads, sender), heads_of(num_heads, receiver)
     if sender.rank % copies != receiver.rank % copies:

@@ -113,10 +113,7 @@ class KvMemory:
         return sum(len(ids) * pool.slot_bytes for ids, pool in zip(block_ids_per_group, pools, strict=True))
 
     def shares(self, block_ids_per_group: BlockIds, num_senders: int) -> tuple[Share, ...]:
-        """Return what each of a sender's ranks writes into these blocks; together that is every byte of them once.
-
-        Raises InvalidValueError for so many ranks as cannot split the heads.
-        """
+        """Return what each of a sender's ranks writes, each byte once; raises InvalidValueError for too many."""
         ranks = (self.pieces_of(block_ids_per_group, Part(rank, num_senders)) for rank in range(num_senders))
         return tuple(Share(int(pieces[:, 1].sum()), len(pieces)) for pieces in ranks)
 

@@ -228,10 +228,7 @@ def group_shapes(plan: WindowPlan) -> tuple[GroupShape, ...]:
 
 
 def judge_request(ours: Hello, request: ReceiveRequest | ForeignRequest) -> Refusal | None:
-    """Return why nothing must be written for a request, None if it may: the blocks of both must mean the same.
-
-    What a receiver says of itself alone is looked at too: whether its slots have the heads of its rank.
-    """
+    """Return why nothing must be written for a request, by what both sides say of their blocks; None if it may."""
     for reason, our_value, their_value in _facts(ours, request):
         if our_value != their_value:
             return Refusal(reason, request.transfer_id, str(our_value), str(their_value))

@@ -201,10 +201,7 @@ class RankedTransfers:
         self._do(self._ranks.command(command))
 
     def statistics(self) -> TransferStatistics:
-        """Return the sums over all ranks, the followers' as of a second ago; prompts are counted once.
-
-        The seconds of fetches are those of rank 0: the ranks fetch side by side.
-        """
+        """Return sums over all ranks, followers' a second old; prompts count once, seconds of fetches are rank 0's."""
         own = self._service.statistics()
         total = _sum([own, *self._followers.values()])
         return replace(self._ranks.count(total), fetch_seconds=own.fetch_seconds)

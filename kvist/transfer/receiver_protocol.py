@@ -89,10 +89,7 @@ class ReceiverProtocol:
         self._num_completed = self._num_failed = 0
 
     def open(self, transfer_id: int, senders: tuple[str, ...], ranks_with_room: Collection[int], now_s: float) -> None:
-        """Begin a transfer whose memory is reserved, and that each of the senders is asked for.
-
-        Its time runs from now on, and its id is never used again.
-        """
+        """Begin a transfer that each sender is asked for: its time runs from now on, and its id is never used again."""
         assert senders, "nobody would ever report"
         assert transfer_id not in self._transfers, "an id that is in use"
         deadline_s = now_s + self._limits.transfer_timeout_s
@@ -117,10 +114,7 @@ class ReceiverProtocol:
         return [] if transfer is None else self._quiet(transfer_id, rank, reason, now_s)
 
     def sender_gone(self, sender: str, transfer_ids: Collection[int], now_s: float) -> list[ReceiverAction]:
-        """Take note that a sender cannot write for these transfers any more: the process it was when asked has ended.
-
-        A lost connection does not prove that.
-        """
+        """Note that a sender's process has ended since it was asked for these; a lost connection does not prove it."""
         actions: list[ReceiverAction] = []
         for transfer_id in transfer_ids:
             transfer, rank = self._find(sender, transfer_id)

@@ -86,10 +86,7 @@ class SenderConnections:
         return self._senders.get(endpoint)
 
     def connect(self, endpoint: str, busy: Collection[str]) -> SenderConnection:
-        """Return the sender at an endpoint; one that is not busy goes when there are too many.
-
-        Raises InvalidValueError for what cannot be connected to.
-        """
+        """Return the sender at an endpoint, if need be instead of an idle one; raises InvalidValueError."""
         sender = self._senders.get(endpoint)
         if sender is not None:
             return sender
@@ -129,10 +126,7 @@ class SenderConnections:
 
 
 def has_process_ended(endpoint: str) -> bool:
-    """Return whether nothing listens at a `tcp://` endpoint, though its host says so: whoever listened has ended.
-
-    A worker's socket is bound for as long as its process lives. A host that does not answer proves nothing.
-    """
+    """Return whether a host says that nothing listens there, as a worker does as long as its process lives."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         with closing(socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S)):

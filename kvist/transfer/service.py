@@ -66,10 +66,7 @@ def make_hello(
     agent: TransferAgent,
     part: Part = WHOLE,
 ) -> Hello:
-    """Return how a rank introduces itself, under a name that no other process has or had.
-
-    `groups` are the whole model's, `pools` the rank's own. Raises InvalidValueError where they do not fit each other.
-    """
+    """Return how a rank introduces itself, by a new name; raises InvalidValueError for pools that do not fit."""
     hello = Hello(
         worker=uuid.uuid4().hex,
         model=model,

@@ -257,10 +257,7 @@ _GEMMA4_EXPERTS = {
 
 
 def _gemma4(raw: Raw) -> ModelConfig:
-    """Gemma 4: layers that slide and layers that do not differ in heads and rotary embedding; some may share caches.
-
-    The last layer is always full, whatever its type says.
-    """
+    """Gemma 4: sliding and full layers differ in heads and rope, some share caches, and the last one is always full."""
     looks_ahead = raw.get("use_bidirectional_attention", "vision")
     if looks_ahead != "vision":
         raise InvalidValueError("use_bidirectional_attention", looks_ahead, "null, or vision: text only looks back")

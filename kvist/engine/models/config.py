@@ -214,10 +214,7 @@ def rank_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
 
 
 def rank_slices(whole: Sequence[int], part: Sequence[int], shard: Part) -> tuple[slice, ...]:
-    """Return where a rank's part of a weight lies in the whole one, given both shapes.
-
-    Where there are fewer parts than ranks, neighbours have the same.
-    """
+    """Return where a rank's part of a weight lies in the whole one; ranks that are more than the parts share them."""
     starts = (shard.rank * (all_ // one) // shard.num_ranks * one for all_, one in zip(whole, part, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
 

@@ -87,10 +87,7 @@ def weight_files(model_dir: Path) -> list[Path]:
 
 
 def checkpoint_targets(model: CausalLM, stored: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return where each weight of the checkpoint goes: a parameter, or a part of a packed one.
-
-    `stored` are the checkpoint's names: where there is more than one layout, they say which.
-    """
+    """Return where each weight goes, by the layout that `stored` has: a parameter, or a part of a packed one."""
     targets: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         prefix = _checkpoint_path(path, model.config)

@@ -101,10 +101,7 @@ class WorkerSpans:
                 _keep(self._held, each.remote_request_id, (span, []))
 
     def on_transfer(self, times: TransferTimes) -> None:
-        """Keep what is told of a fetch until its request has ended, and of writes until the hold has that they are of.
-
-        Any thread may call.
-        """
+        """Keep, from any thread, what is told of a fetch until its request ends, of a write until its hold does."""
         with suppress(RuntimeError):  # the loop is closed: so is everything else
             self._loop.call_soon_threadsafe(self._keep_or_tell, times)
 

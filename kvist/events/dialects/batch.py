@@ -28,10 +28,7 @@ class DecodedEngineBatch(NamedTuple):
 
 
 def fold_hash(engine_hash: EngineHash) -> int:
-    """Return the engine's hash as u64, the same for its signed, unsigned and raw bytes form.
-
-    Of a digest the last eight bytes count, big-endian: what vLLM itself sends when asked for integers.
-    """
+    """Return the hash as u64, whatever its form; of a digest the last eight bytes count, big-endian, as in vLLM."""
     if isinstance(engine_hash, bytes):
         engine_hash = int.from_bytes(engine_hash[-8:], "big")
     return engine_hash & _U64_MASK

@@ -114,10 +114,7 @@ _any_decoder = msgspec.msgpack.Decoder()
 
 
 def decode_block_events(payload: bytes, source: str, engine: str) -> DecodedEngineBatch:
-    """Return the batch's events in order; raises MalformedMessageError when it is no batch at all.
-
-    `engine` is a key of `FIELD_ORDERS`.
-    """
+    """Return the batch's events, by a key of `FIELD_ORDERS`; raises MalformedMessageError if it is none."""
     try:
         batch: _Batch | _UnreadBatch = _batch_decoder.decode(payload)
     except DECODE_ERRORS:

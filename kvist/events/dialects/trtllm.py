@@ -101,10 +101,7 @@ class EventIdTracker:
 def decode(
     events: Iterable[Mapping[str, Any]], block_size: int, tracker: EventIdTracker | None = None
 ) -> DecodedEngineBatch:
-    """Return polled events as engine events, in order. Never raises for their content.
-
-    Where the `tracker` finds a gap in their ids the rank is cleared: what is missing may have been a removal.
-    """
+    """Return polled events as engine events, never raising; a gap that the `tracker` finds clears the rank."""
     decoded: list[EngineEvent] = []
     num_ignored = num_malformed = 0
     for raw in events:

@@ -30,10 +30,7 @@ __all__ = [
 
 
 def open_publication(url: str, worker: str | None = None) -> Publication:
-    """Bind a publication at the URL; raises InvalidValueError when the URL is wrong or its address is taken.
-
-    A broker's URL names the worker, or leaves that to `worker`.
-    """
+    """Bind a publication of `worker`, unless a broker's URL names it; raises InvalidValueError for a URL of no use."""
     if is_broker_url(url):
         broker = BrokerUrl.parse(url).with_worker(worker)
         if broker.is_mqtt:
@@ -54,10 +51,7 @@ def open_publication(url: str, worker: str | None = None) -> Publication:
 
 
 def open_subscription(endpoint: Endpoint, splitter: Splitter | None = None) -> Subscription:
-    """Return a subscription to all topics of the endpoint; entering it connects.
-
-    `splitter` finds ordinary messages in ZeroMQ's stream; without one each frame is looked at in plain Python.
-    """
+    """Return a subscription to all topics; entering it connects. `splitter` makes ZeroMQ's streams faster."""
     if endpoint.scheme == "memory":
         from kvist.events.transports.memory import MemorySubscription
 

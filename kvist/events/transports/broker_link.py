@@ -80,10 +80,7 @@ class BrokerLink(ABC, Generic[ClientT]):
         await self._lost.wait()
 
     async def stay(self, use: Callable[[ClientT], Coroutine[Any, Any, None]]) -> None:
-        """Call `use` with each connection there is, and end it when that is lost, until it returns.
-
-        Where it fails though the connection stands it is called again after a while.
-        """
+        """Call `use` with each connection, until it returns; again after a while where it fails though that stands."""
         while True:
             client, lost = await self.connected(), self._lost
             using = asyncio.create_task(use(client), name="kvist-link-use")
@@ -145,10 +142,7 @@ class BrokerLink(ABC, Generic[ClientT]):
 
 
 async def end(task: asyncio.Task[None]) -> None:
-    """Cancel the task and wait for its end.
-
-    Again if need be: clients wait with `asyncio.wait_for`, which up to Python 3.11 may swallow a cancellation.
-    """
+    """Cancel the task until it ends: up to Python 3.11 `asyncio.wait_for` may swallow a cancellation."""
     while not task.done():
         task.cancel()
         await asyncio.wait([task], timeout=_END_AGAIN_S)

@@ -65,10 +65,7 @@ class BrokerLoop:
         self._opened.set()
 
     def put(self, message: Message) -> None:
-        """Hand a message over without waiting.
-
-        Raises BlockingIOError when full, BrokenPipeError once closed, and OSError when `serve` has failed.
-        """
+        """Hand a message over; raises BlockingIOError if full, BrokenPipeError if closed, OSError if `serve` failed."""
         if self._failure is not None:
             raise OSError(f"cannot send: {self._failure}") from self._failure
         if self._is_closing:

@@ -129,10 +129,7 @@ class Answers:
             self._questions.put_nowait(question)
 
     async def serve(self, send: Callable[[str, bytes], Awaitable[None]]) -> None:
-        """Answer until cancelled; `send` is given the name an answer's subject ends with, and a page.
-
-        Pages are made in worker threads: the loop goes on sending events meanwhile.
-        """
+        """Answer until cancelled, in worker threads; `send` gets the name an answer's subject ends with, and a page."""
 
         async def serve() -> None:
             while True:
@@ -195,10 +192,7 @@ class Asking:
             self._pages.put_nowait(page)
 
     async def ask(self, send: Callable[[bytes], Awaitable[object]], timeout_s: float) -> list[Message] | None:
-        """Return the answer that is received; None for silence of `timeout_s`, or if nobody is there.
-
-        The caller has subscribed to the answer's subject before, and leaves it afterwards.
-        """
+        """Return the answer, to whose subject the caller has subscribed; None for silence of `timeout_s`, or nobody."""
         try:
             async with asyncio.timeout(base.MAX_ANSWER_S):
                 while not self.is_done:
@@ -218,10 +212,7 @@ class Asking:
         return self._messages
 
     def _append(self, data: bytes) -> None:
-        """Append a page; one that is not the next is ignored.
-
-        Raises MalformedMessageError when the answer cannot be completed any more.
-        """
+        """Append a page, if it is the next; raises MalformedMessageError when the answer cannot be completed."""
         try:
             page = _decode_page(data)
         except DECODE_ERRORS as error:

@@ -99,10 +99,7 @@ class RegionTable:
 
 
 def as_array(fragments: npt.ArrayLike) -> Int64s:
-    """Return the fragments as an array [num_fragments, 3]: address here, address at the peer, bytes.
-
-    Raises InvalidValueError for none, or an empty one.
-    """
+    """Return fragments as [num_fragments, 3]: addresses here and there, bytes; raises InvalidValueError for none."""
     array = np.asarray(fragments, dtype=np.int64)
     if array.ndim != 2 or array.shape[0] == 0 or array.shape[1] != 3:
         raise InvalidValueError("fragments", array.shape, "at least one, each with two addresses and a size")
@@ -165,10 +162,7 @@ class TransferAgent(ABC):
             return region_id
 
     def deregister(self, region: RegionId) -> None:
-        """Take a region back, once; nothing may be writing to it. Raises InvalidValueError for one it does not have.
-
-        Who has mapped it keeps it.
-        """
+        """Take a region back, to which nothing may be writing; raises InvalidValueError for one it does not have."""
         with self._lock:
             if self._regions.pop(region, None) is None:
                 raise InvalidValueError("region", region, "one that is registered")
@@ -202,10 +196,7 @@ class TransferAgent(ABC):
         return self._thread.submit(peer, Write(len(array), int(array[:, 2].sum())), steps)
 
     def disconnect(self, peer: PeerId) -> None:
-        """Forget a peer; writes to it that are under way fail, and the same id can connect again.
-
-        What one of these has under way in a network may still land: where that matters, let them end first.
-        """
+        """Forget a peer; writes to it fail, but may still land in a network. The same id can connect again."""
         with self._lock:
             if self._peers.pop(peer, None) is None:
                 raise InvalidValueError("peer", peer, "one that is connected")

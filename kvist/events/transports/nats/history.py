@@ -33,10 +33,7 @@ CONSUMER_TIMEOUT_S = 60.0
 
 
 async def ensure_stream(client: Client, url: BrokerUrl) -> None:
-    """Create the URL's stream unless it is there as the URL says.
-
-    Raises InvalidValueError naming the setting and both values if it has others, or cannot be created.
-    """
+    """Create the URL's stream, or raise InvalidValueError naming the setting and both values if it has others."""
     name = url.options["jetstream"]
     limits = {setting: int(url.options[setting]) for setting in ("max_age_s", "max_bytes") if setting in url.options}
     try:
@@ -86,10 +83,7 @@ class StreamReader:
         self._num_pending = num_pending  # beyond the last one read, as of when that was sent
 
     async def page(self, *, waits: bool = False) -> list[Msg]:
-        """Return the next messages, none at the end unless it `waits` for more.
-
-        Raises nats.errors.Error, or TimeoutError, when the server stops to answer.
-        """
+        """Return the next messages, none at the end unless it `waits`; raises nats.errors.Error or TimeoutError."""
         if not (self._num_pending or waits):
             return []
         while True:
@@ -125,10 +119,7 @@ async def read_stream(client: Client, stream: str, subject: str, start_sequence:
 
 
 async def read_kept(client: Client, url: BrokerUrl, request: ReplayRequest) -> list[Message] | None:
-    """Return what the stream has of the worker's last publication, from a sequence on, each topic in order.
-
-    None is returned when the stream knows nothing of what is asked about.
-    """
+    """Return what the stream has of the worker's last publication from a sequence on; None if it knows nothing."""
     stream = url.options["jetstream"]
     if request.topic:
         subjects = [url.name(STREAM, url.token_of(request.topic))]

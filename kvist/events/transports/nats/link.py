@@ -155,10 +155,7 @@ _shared: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[object, tuple[NatsLin
 
 @asynccontextmanager
 async def shared_link(url: BrokerUrl, user: object) -> AsyncIterator[NatsLink]:
-    """Give the running loop's link with this URL's hosts and login; the last user who leaves closes it.
-
-    Raises InvalidValueError for a file of the URL's that cannot be used.
-    """
+    """Give the loop's link with this login, closed by its last user; raises InvalidValueError as `login_options`."""
     login_options(url)
     links = _shared.setdefault(asyncio.get_running_loop(), {})
     key = (url.scheme, url.hosts, url.user, url.password, *(url.options.get(name) for name in PRIVATE_OPTIONS))
@@ -176,10 +173,7 @@ async def shared_link(url: BrokerUrl, user: object) -> AsyncIterator[NatsLink]:
 
 
 def login_options(url: BrokerUrl) -> dict[str, Any]:
-    """Return the client's options for the URL's login and TLS, its files read anew.
-
-    Raises InvalidValueError for a file that cannot be used: nats-py would read one without a login for ever.
-    """
+    """Return the client's options for login and TLS; raises InvalidValueError for files that cannot be used."""
     options: dict[str, Any] = {"tls": url.tls_context()}
     if url.password is not None:
         options |= {"user": url.user or "", "password": url.password}

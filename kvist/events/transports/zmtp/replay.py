@@ -24,10 +24,7 @@ READ_BYTES = 256 << 10
 async def ask(
     endpoint: Endpoint, request: ReplayRequest, timeout_s: float, malformed: MalformedCounter
 ) -> list[Message] | None:
-    """Return the answer; None if nobody can be asked, or is silent for `timeout_s`.
-
-    Each question has a connection of its own, so that a late answer to an abandoned one cannot be taken for this one's.
-    """
+    """Return the answer, over a connection of its own; None if nobody can be asked, or is silent for `timeout_s`."""
     address = endpoint.replay_address
     # An engine that may connect from anywhere has told nobody where it can be asked.
     if address is None or address.startswith(("tcp://*:", "tcp://0.0.0.0:", "tcp://[::]:")):

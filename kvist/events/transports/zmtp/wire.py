@@ -88,10 +88,7 @@ def greeting() -> bytes:
 
 
 def read_greeting(received: bytes) -> int | None:
-    """Return the minor version of a peer that greets with ZMTP 3, None while the greeting is not whole.
-
-    Raises PeerError as soon as the bytes tell that the peer does not.
-    """
+    """Return the minor version of a ZMTP 3 greeting, None while it is not whole; raises PeerError for another."""
     # The eight bytes within the signature are for the peer's use.
     if received[:1] not in (b"", b"\xff") or (len(received) > 9 and not received[9] & 1):
         raise PeerError(f"it does not greet as ZMTP 3 does, but with {received[:10]!r}")
