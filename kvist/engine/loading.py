@@ -89,10 +89,7 @@ def load_with_memory(
     allocate: Callable[[int], torch.Tensor] | None = None,
     open_server: OpenMemoryServer | None = None,
 ) -> LoadedEngine:
-    """Return `load_engine`'s engine and its memory, which `allocate` gave, as `KvTensors` says.
-
-    The memory of the other ranks is given, and served, by what `open_server` opens in each.
-    """
+    """Return the engine with its memory, which `allocate` gives, and on other ranks what `open_server` opens there."""
     torch.set_num_threads(config.num_threads)
     facts = _facts(config, rank=0)
     if config.has_swa_scratch:

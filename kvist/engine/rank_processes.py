@@ -176,10 +176,7 @@ class Followers:
 
 
 class LeadingRunner(Runner):
-    """Rank 0's runner: every step is the others' too.
-
-    A step that fails here alone leaves the ranks at different ones: that ends the engine, by a RankLostError.
-    """
+    """Rank 0's runner: every step is the others' too. One that fails here alone ends the engine, by a RankLostError."""
 
     def __init__(
         self, followers: Followers, model: CausalLM, plan: WindowPlan, tensors: KvTensors, block_size: int

@@ -24,10 +24,7 @@ class Detokenizer(Protocol):
 
 
 class TextStream:
-    """Text is released once no stop string can begin in it; a stop string and all behind it never are.
-
-    With `is_stop_included` the stop string itself is released.
-    """
+    """Releases text once no stop string can begin in it; a stop string itself only with `is_stop_included`."""
 
     def __init__(self, detokenizer: Detokenizer | None, stops: tuple[str, ...], is_stop_included: bool = False) -> None:
         """Follow one output; without a detokenizer the text stays empty and nothing stops it."""
@@ -86,10 +83,7 @@ class RemoteDecode:
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """The prompt has been computed elsewhere, its output has begun there, and its blocks are to be fetched.
-
-    `remote_endpoints` are those of the ranks that computed it, by rank.
-    """
+    """The prompt was computed at `remote_endpoints`, by rank, where its output began; its blocks are to be fetched."""
 
     remote_endpoints: tuple[str, ...]
     remote_request_id: str

@@ -105,10 +105,7 @@ def cut(state: Batch, held: HeldBlocks) -> Iterator[SnapshotPart]:
 
 
 class SnapshotAssembly:
-    """Puts the parts of one snapshot together, in whatever order and however often they come; `source` is for errors.
-
-    Memory is that of the parts.
-    """
+    """Puts a snapshot's parts together, in any order and however often they come; `source` is for errors."""
 
     def __init__(self, source: str) -> None:
         self._source = source

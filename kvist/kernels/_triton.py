@@ -45,10 +45,7 @@ __all__ = [
 
 
 def is_launched(tensor: torch.Tensor) -> bool:
-    """True for CUDA tensors, and for CPU tensors where TRITON_INTERPRET=1 asks for interpreted kernels.
-
-    Raises ImportError for a CUDA tensor where Triton is missing.
-    """
+    """True for CUDA tensors (ImportError without Triton), and where TRITON_INTERPRET=1 asks for interpreted kernels."""
     if tensor.is_cuda and not IS_INSTALLED:
         raise ImportError("kernels on CUDA tensors need Triton: pip install 'kvist[gpu]'")
     return tensor.is_cuda or IS_INTERPRETED

@@ -14,10 +14,7 @@ from kvist.kvcache.sequences import ABSENT, BlockHashChain, event_hash
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """A pool at one moment: sequences hold `num_used` blocks, `num_scratch` of them as scratch slots for a step.
-
-    `num_cached` blocks have a digest, held or not.
-    """
+    """A pool at one moment: of `num_used` blocks `num_scratch` are scratch slots; `num_cached` have a digest."""
 
     group_id: int
     window: KnownWindow

@@ -84,10 +84,7 @@ class Change(NamedTuple):
 
 
 class RankBlocks:
-    """The blocks of one rank by tier, each with a number that the caller gives: when it was stored, or its depth.
-
-    Exact sets, which cost about 100 bytes a block.
-    """
+    """The exact blocks of one rank by tier, each with a number that the caller gives: a time, or its depth."""
 
     def __init__(self) -> None:
         self.tiers: tuple[dict[int, int], ...] = tuple({} for _ in Tier)

@@ -118,10 +118,7 @@ class KvMemory:
         return tuple(Share(int(pieces[:, 1].sum()), len(pieces)) for pieces in ranks)
 
     def pieces_of(self, block_ids_per_group: BlockIds, sender: Part) -> Int64s:
-        """Return where what a sender's rank writes into these blocks belongs, `[num_pieces, 2]`: address and bytes.
-
-        In the order of `fragments`, in which it lies in a room where it was bounced.
-        """
+        """Return where a sender's rank writes, `[num_pieces, 2]`: address and bytes, in the order of `fragments`."""
         pieces = []
         for group, pool, ids in zip(self.hello.groups, self.hello.pools, block_ids_per_group, strict=True):
             cut = _pieces(group, self.hello.block_size, sender, self.hello.part)

@@ -55,10 +55,7 @@ class _Write:
 
 
 class Sender:
-    """Serves receivers on a bound ROUTER socket; they are known by the name that each gives itself.
-
-    Every offer is reported once, when nothing reads its blocks any more. Not thread-safe.
-    """
+    """Serves receivers on a ROUTER socket, by their own names; an offer is reported once nothing reads its blocks."""
 
     def __init__(
         self,

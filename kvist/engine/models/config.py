@@ -49,10 +49,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary frequencies `theta ** (-2i / head_dim)`, divided by `linear_factor`.
-
-    Of the `head_dim / 2` pairs only the first `rotated_share` turn.
-    """
+    """Frequencies `theta ** (-2i / head_dim) / linear_factor`; of all pairs only the first `rotated_share` turn."""
 
     theta: float
     linear_factor: float = 1.0

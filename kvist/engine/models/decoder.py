@@ -14,9 +14,7 @@ from kvist.kvcache.stale import effective_window
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then the MLP or experts; each sees a normed input and is added to the residual, normed first if so
-    configured.
-    """
+    """Attention, then the MLP or experts, each from a normed input into the residual, normed again if so configured."""
 
     def __init__(self, config: ModelConfig, layer: LayerConfig, window: int | None) -> None:
         super().__init__()

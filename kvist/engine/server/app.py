@@ -45,10 +45,7 @@ MakeShape = Callable[[Heading, ChatTokenizer], Shape]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTransfers:
-    """How this worker takes part in transfers; the role says what routers should use it for, not what it can do.
-
-    `endpoints` are those of its ranks, by rank.
-    """
+    """How this worker takes part in transfers, at its ranks' `endpoints`; its role is what routers use it for."""
 
     role: str
     endpoints: tuple[str, ...]

@@ -86,10 +86,7 @@ def decode_announcement(data: bytes, source: str) -> Announcement:
 
 
 class MqttPublication(BrokerPublication[aiomqtt.Client]):
-    """Announces its worker, and sends again after a reconnect what the broker did not acknowledge.
-
-    Opening raises InvalidValueError for TLS files that cannot be used.
-    """
+    """Announces its worker, and sends again what was not acknowledged; raises InvalidValueError for its TLS files."""
 
     def __init__(self, url: BrokerUrl) -> None:
         self._numbers = count()
