@@ -89,12 +89,9 @@ class GroupSplitter:
     def __init__(self, window_filter: WindowFilter, block_size: int, holder: GroupHolder, num_ahead: int = 0) -> None:
         self._filter, self._block_size, self._holder = window_filter, block_size, holder
         self.others = OtherGroups(block_size, num_ahead)
-        self._rules: list[GroupRule] = []
+        self.rules: list[GroupRule] = []
+        """What the published group must hold, then each of the others."""
         self.show()
-
-    @property
-    def rules(self) -> list[GroupRule]:
-        return self._rules
 
     def admit(self, event: EngineEvent, publish: Callable[[PassedEvent], object]) -> tuple[bool, int | None]:
         """Take one event: return whether it was for publishing, and else of which of the other groups it is."""
@@ -119,8 +116,8 @@ class GroupSplitter:
         """Let the holder know which groups there are, if that has changed."""
         published = published_rule(self._filter.state.window, self._block_size, self.others.num_ahead)
         rules = [published, *self.others.rules.values()]
-        if rules != self._rules:
-            self._rules = rules
+        if rules != self.rules:
+            self.rules = rules
             self._holder.set_groups(rules[0], rules[1:])
 
     def _count(self, event: EngineStored | EngineRemoved) -> int | None:

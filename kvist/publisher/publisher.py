@@ -111,16 +111,14 @@ class KvEventPublisher:
         self._closing = threading.Event()
         self._close_at_s = float("inf")
         self._publication = open_publication(transport, worker) if isinstance(transport, str) else transport
+        self.endpoint = self._publication.endpoint
+        """The URL a subscriber connects to, with real port numbers."""
         ask = partial(self.between_events, is_urgent=True)
         self._answers = Answers(worker, self._epoch, self._streams, self._replay_buffer, ask)
         self._publication.serve_replay(self._answers)
         self._thread = threading.Thread(target=self._run, name="kvist-publisher", daemon=True)
         self._thread.start()
         _publishers.add(self)
-
-    @property
-    def endpoint(self) -> str:
-        return self._publication.endpoint
 
     def created(self, *, window: Window, group: int | None = None, rank: int = 0) -> None:
         self.report(EngineCreated(window, group, rank))

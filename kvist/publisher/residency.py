@@ -101,12 +101,12 @@ class Residency:
         """Whether an engine hash that is stored again has one more copy, rather than being reported once more."""
         # One dict a tier: a hash that no tier holds is gone from all of them, without a count of references.
         self._block_of: list[dict[EngineHash, int]] = [{} for _ in Tier]
-        self._place_of: dict[int, int] = {}
+        self.places: dict[int, int] = {}
         # How many engine hashes beyond the first hold a block in a tier: nearly always none.
         self._num_aliases: dict[tuple[int, Tier], int] = {}
         # How many copies an engine hash has in a tier beyond the first.
-        self._num_copies: dict[tuple[EngineHash, Tier], int] = {}
-        self._scopes: dict[int, Scope] = {}
+        self.copies: dict[tuple[EngineHash, Tier], int] = {}
+        self.scopes: dict[int, Scope] = {}
         # The digest of what was held when it was last asked for, and for each tier what came and went since.
         self._digest = 0
         self._came: list[list[int]] = [[] for _ in Tier]
@@ -127,9 +127,9 @@ class Residency:
         """Return one that holds the same; O(blocks), at the speed of copying dicts."""
         copy = Residency()
         copy._block_of = [block_of.copy() for block_of in self._block_of]
-        copy._place_of = self._place_of.copy()
-        copy._num_aliases, copy._num_copies = self._num_aliases.copy(), self._num_copies.copy()
-        copy._scopes = self._scopes.copy()
+        copy.places = self.places.copy()
+        copy._num_aliases, copy.copies = self._num_aliases.copy(), self.copies.copy()
+        copy.scopes = self.scopes.copy()
         copy._digest = self.digest
         return copy
 
@@ -143,7 +143,7 @@ class Residency:
     ) -> Residency:
         """Return what holds all that another told as its `names` of each tier, `copies`, `places` and `scopes`."""
         residency = cls()
-        residency._num_copies, residency._place_of, residency._scopes = copies, places, scopes
+        residency.copies, residency.places, residency.scopes = copies, places, scopes
         for tier, block_of in names.items():
             residency._block_of[tier] = block_of
             num_names = Counter(block_of.values())
@@ -156,22 +156,9 @@ class Residency:
         """Return what the engine calls the blocks of a tier."""
         return self._block_of[tier]
 
-    @property
-    def copies(self) -> Mapping[tuple[EngineHash, Tier], int]:
-        """Return how many copies beyond the first there are of each engine hash in a tier that has any."""
-        return self._num_copies
-
-    @property
-    def places(self) -> Mapping[int, int]:
-        return self._place_of
-
-    @property
-    def scopes(self) -> Mapping[int, Scope]:
-        return self._scopes
-
     def slices(self) -> Iterator[tuple[list[int], list[int]]]:
         """Yield blocks, and the place of each, some at a time until it was all; nothing may change meanwhile."""
-        blocks, places = iter(self._place_of), iter(self._place_of.values())
+        blocks, places = iter(self.places), iter(self.places.values())
         while chunk := list(islice(blocks, _NUM_BLOCKS_A_SLICE)):
             yield chunk, list(islice(places, _NUM_BLOCKS_A_SLICE))
 
@@ -183,15 +170,15 @@ class Residency:
         return None
 
     def holds(self, block_hash: int) -> bool:
-        return block_hash in self._place_of
+        return block_hash in self.places
 
     def parent(self, block_hash: int) -> int | None:
         """Return the block before a held one, None at the root; the parent need not be held any more."""
-        place = self._place_of[block_hash]
+        place = self.places[block_hash]
         return place >> _PARENT_SHIFT if _depth(place) else None
 
     def scope(self, block_hash: int) -> Scope:
-        return self._scopes.get(block_hash, NO_SCOPE)
+        return self.scopes.get(block_hash, NO_SCOPE)
 
     def hold(
         self,
@@ -206,7 +193,7 @@ class Residency:
         An engine hash that named another block in this tier names the new one from here on: the last store wins. One
         that names this block already has one more copy, if they are counted.
         """
-        block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
+        block_of, place_of, tier_bit = self._block_of[tier], self.places, 1 << tier
         depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
         depth_bits, before = depth << _DEPTH_SHIFT, parent or 0
         is_scoped = scope != NO_SCOPE
@@ -219,7 +206,7 @@ class Residency:
                     self.add_copies(engine_hash, tier, 1)
             else:
                 if old_block_hash is not None:
-                    self._num_copies.pop((engine_hash, tier), None)
+                    self.copies.pop((engine_hash, tier), None)
                     if self._drop(old_block_hash, tier):
                         displaced.append(old_block_hash)
                 block_of[engine_hash] = block_hash
@@ -230,7 +217,7 @@ class Residency:
                     place_of[block_hash] = (old_place or before << _PARENT_SHIFT | depth_bits) | tier_bit
                     new_idxs.append(idx)
                     if is_scoped:
-                        self._scopes[block_hash] = scope
+                        self.scopes[block_hash] = scope
             before = block_hash
             depth_bits += 1 << _DEPTH_SHIFT
         is_all_new = len(new_idxs) == len(block_hashes)
@@ -242,11 +229,11 @@ class Residency:
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
         """Take the engine's hashes, or one copy of each that has more, out of a tier, in any order."""
-        block_of, place_of, tier_bit = self._block_of[tier], self._place_of, 1 << tier
-        is_plain = not (self._num_aliases or self._scopes)
+        block_of, place_of, tier_bit = self._block_of[tier], self.places, 1 << tier
+        is_plain = not (self._num_aliases or self.scopes)
         released = Released([], [])
         for engine_hash in engine_hashes:
-            if self._num_copies and self._drop_copy(engine_hash, tier):
+            if self.copies and self._drop_copy(engine_hash, tier):
                 continue
             block_hash = block_of.pop(engine_hash, None)
             if block_hash is None:
@@ -266,20 +253,20 @@ class Residency:
             self._block_of[tier].clear()
             self._came[tier].clear()
             self._went[tier].clear()
-        self._place_of.clear()
+        self.places.clear()
         self._num_aliases.clear()
-        self._num_copies.clear()
-        self._scopes.clear()
+        self.copies.clear()
+        self.scopes.clear()
         self._digest = 0
 
     def add_copies(self, engine_hash: EngineHash, tier: Tier, num_copies: int) -> None:
-        self._num_copies[engine_hash, tier] = self._num_copies.get((engine_hash, tier), 0) + num_copies
+        self.copies[engine_hash, tier] = self.copies.get((engine_hash, tier), 0) + num_copies
 
     def _drop_copy(self, engine_hash: EngineHash, tier: Tier) -> bool:
         """Give up one copy of a hash; return whether another is left. Where they are not counted, none is."""
-        num_copies = self._num_copies.pop((engine_hash, tier), 0)
+        num_copies = self.copies.pop((engine_hash, tier), 0)
         if num_copies > 1 and self.counts_copies:
-            self._num_copies[engine_hash, tier] = num_copies - 1
+            self.copies[engine_hash, tier] = num_copies - 1
         return num_copies > 0 and self.counts_copies
 
     def _drop(self, block_hash: int, tier: Tier) -> bool:
@@ -289,12 +276,12 @@ class Residency:
             if num_aliases > 1:
                 self._num_aliases[block_hash, tier] = num_aliases - 1
             return False
-        place = self._place_of[block_hash] & ~(1 << tier)
+        place = self.places[block_hash] & ~(1 << tier)
         if place & _TIERS_MASK:
-            self._place_of[block_hash] = place
+            self.places[block_hash] = place
         else:
-            del self._place_of[block_hash]
-            self._scopes.pop(block_hash, None)
+            del self.places[block_hash]
+            self.scopes.pop(block_hash, None)
         return True
 
     def _digest_changes(self, tier: Tier) -> None:

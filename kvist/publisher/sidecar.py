@@ -108,7 +108,8 @@ class Sidecar:
         counted = f"counts_copies={counts_copies} has_all_groups={has_all_groups}"
         # What a saved state depends on beside the block size.
         self._settings = f"window={window} lora_names={sorted((lora_names or {}).items())} {counted}"
-        self._block_size = block_size
+        self.block_size = block_size
+        """The engine's, None while it is neither given, nor saved, nor learnt."""
         self._num_saves = 0
         self._publisher: KvEventPublisher | None = None
         self._ticker = Ticker()
@@ -117,20 +118,12 @@ class Sidecar:
             self._store = None if state_dir is None else exits.enter_context(StateStore(state_dir, worker))
             saved = self._load()
             self._publication = AnsweringPublication(open_publication(to, worker))
+            self.endpoint = self._publication.endpoint
             self._exits = exits.pop_all()
-        if self._block_size is not None:
-            self._start_publisher(self._block_size)
+        if self.block_size is not None:
+            self._start_publisher(self.block_size)
         if saved is not None:
             self._restore(saved)
-
-    @property
-    def endpoint(self) -> str:
-        return self._publication.endpoint
-
-    @property
-    def block_size(self) -> int | None:
-        """Return the engine's block size, None while it is neither given, nor saved, nor learnt."""
-        return self._block_size
 
     async def run(self) -> None:
         """Follow every endpoint until cancelled or publishing fails, as `close` raises; raises InvalidValueError."""
@@ -155,7 +148,7 @@ class Sidecar:
         feeds = [feed.feed for feed in self._feeds]
         return SidecarStatistics(
             num_engine_batches=sum(feed.num_batches for feed in feeds),
-            num_malformed=sum(feed.num_malformed for feed in self._feeds),
+            num_malformed=sum(feed.num_malformed for feed in feeds),
             num_gaps=sum(feed.session.num_gaps for feed in feeds),
             num_recovered=sum(feed.session.num_recovered for feed in feeds),
             num_lost=sum(feed.session.num_lost for feed in feeds),
@@ -189,7 +182,7 @@ class Sidecar:
         return self._publisher
 
     def _start_publisher(self, block_size: int) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._publisher = self._new_publisher(self._publication, block_size=block_size)
 
     async def _follow(self, feed: SidecarFeed) -> None:
@@ -201,11 +194,11 @@ class Sidecar:
         saved = None if self._store is None else self._store.load()
         if saved is None:
             return None
-        if saved.settings != self._settings or self._block_size not in (None, saved.block_size):
+        if saved.settings != self._settings or self.block_size not in (None, saved.block_size):
             text = "saved state is of a sidecar configured otherwise, starting empty"
             _logger.warning("%s saved=%s block_size=%d now=%s", text, saved.settings, saved.block_size, self._settings)
             return None
-        self._block_size = saved.block_size
+        self.block_size = saved.block_size
         return saved
 
     def _restore(self, saved: SidecarState) -> None:
@@ -245,8 +238,8 @@ class Sidecar:
             ranks.update({rank: rank_streams[rank].state() for rank in wanted & rank_streams.keys()})
 
         await asyncio.wrap_future(publisher.between_events(copy))
-        assert self._block_size is not None
-        return SidecarState(self._block_size, self._settings, tuple(streams), ranks)
+        assert self.block_size is not None
+        return SidecarState(self.block_size, self._settings, tuple(streams), ranks)
 
 
 class AnsweringPublication:
@@ -257,14 +250,9 @@ class AnsweringPublication:
     """
 
     def __init__(self, publication: Publication) -> None:
-        self._publication = publication
         self._source: ReplaySource | None = None
-        self.send, self.close = publication.send, publication.close
+        self.endpoint, self.send, self.close = publication.endpoint, publication.send, publication.close
         publication.serve_replay(self)
-
-    @property
-    def endpoint(self) -> str:
-        return self._publication.endpoint
 
     def serve_replay(self, source: ReplaySource) -> None:
         self._source = source

@@ -73,11 +73,6 @@ class SidecarFeed:
         return f"{self.endpoint.engine} {self.endpoint.address}"
 
     @property
-    def num_malformed(self) -> int:
-        """Return how many messages were not, or not wholly, of the engine's dialect."""
-        return self.feed.num_malformed
-
-    @property
     def is_settled(self) -> bool:
         """Return whether nothing waits for the engine's answer, or for the rest of it to be taken."""
         is_asking = self.feed.session.state is SourceState.RESYNCING

@@ -135,6 +135,7 @@ class KvTransferService:
         self._is_closing = False
         self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="kvist-transfer", daemon=True)
+        self.start = self._thread.start
 
     @property
     def is_alive(self) -> bool:
@@ -142,9 +143,6 @@ class KvTransferService:
 
     def observe(self, observer: commands.Observer) -> None:
         self._receiver.observer = self._sender.observer = observer
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
         """Serve no more, and let go of all memory; what is under way is not waited for."""
@@ -259,11 +257,9 @@ class FollowerInlet:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
+        self.fileno, self.close = channel.fileno, channel.close
         self._told: TransferStatistics | None = None
         self._next_s = 0.0
-
-    def fileno(self) -> int:
-        return self._channel.fileno()
 
     def poll(self, service: KvTransferService) -> bool:
         """Give the service what has come, and each second say what it has counted; False: rank 0 has ended."""
@@ -284,6 +280,3 @@ class FollowerInlet:
     def report(self, message: commands.Report | TransferStatistics) -> None:
         with suppress(OSError):
             self._channel.send(message)
-
-    def close(self) -> None:
-        self._channel.close()

@@ -307,7 +307,7 @@ def test_memory_is_that_of_the_blocks_held(normaliser):
         normaliser.normalise(store(*range(10, 14), tier=Tier.HOST))
         normaliser.normalise(remove(*range(14), tier=None))
     residency = normaliser._residency
-    held = [*residency._block_of, residency._place_of, residency._num_aliases, residency._scopes]
+    held = [*residency._block_of, residency.places, residency._num_aliases, residency.scopes]
     assert not any(held)
 
 

@@ -109,7 +109,7 @@ class BrokerLoop:
                 self._arrived.clear()
             await self._arrived.wait()
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = 5.0) -> None:
         """Let `serve` drain for up to `timeout_s`, then end it; idempotent, from any thread but the loop's."""
         self._is_closing = True
         self.call(self.closing.set)
@@ -144,7 +144,9 @@ class BrokerPublication(ABC, Generic[ClientT]):
         self._url = url.with_worker(None)
         self._id = secrets.randbits(64)
         self._answers = Answers(page_bytes=page_bytes)
+        self.endpoint = url.public
         self._loop = BrokerLoop(f"{url.scheme} stream {url.public}", self._serve)
+        self.send, self.close = self._loop.put, self._loop.close
         self._link = self._new_link()
         self._loop.start()
 
@@ -161,21 +163,11 @@ class BrokerPublication(ABC, Generic[ClientT]):
         """Send part of an answer."""
 
     @property
-    def endpoint(self) -> str:
-        return self._url.public
-
-    @property
     def problem(self) -> str | None:
         return self._link.problem
 
     def serve_replay(self, source: ReplaySource) -> None:
         self._answers.source = source
-
-    def send(self, message: Message) -> None:
-        self._loop.put(message)
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        self._loop.close(timeout_s)
 
     async def _serve(self) -> None:
         async with self._link as link:

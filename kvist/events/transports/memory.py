@@ -33,28 +33,24 @@ class MemoryPublication:
     """The publisher's end of a `memory://` endpoint; `wire` may lose, repeat or delay what is sent."""
 
     def __init__(self, endpoint: Endpoint, wire: Wire | None = None) -> None:
-        self._address = endpoint.address
+        self.endpoint = endpoint.address
         self._wire = wire
         self._source: ReplaySource | None = None
         with _lock:
-            if self._address in _publications:
-                raise InvalidValueError("endpoint", self._address, "a name that no publication uses")
-            _publications[self._address] = self
-        for subscription in _subscriptions.get(self._address, ()):
+            if self.endpoint in _publications:
+                raise InvalidValueError("endpoint", self.endpoint, "a name that no publication uses")
+            _publications[self.endpoint] = self
+        for subscription in _subscriptions.get(self.endpoint, ()):
             subscription.num_connects += 1
-
-    @property
-    def endpoint(self) -> str:
-        return self._address
 
     def serve_replay(self, source: ReplaySource) -> None:
         self._source = source
 
     def send(self, message: Message) -> None:
-        if _publications.get(self._address) is not self:
-            raise BrokenPipeError(f"{self._address} is closed")
+        if _publications.get(self.endpoint) is not self:
+            raise BrokenPipeError(f"{self.endpoint} is closed")
         delivered = (message,) if self._wire is None else tuple(self._wire(message))
-        for subscription in _subscriptions.get(self._address, ()):
+        for subscription in _subscriptions.get(self.endpoint, ()):
             subscription.deliver(delivered)
 
     def replay(self, request: ReplayRequest) -> list[Message] | None:
@@ -62,8 +58,8 @@ class MemoryPublication:
 
     def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002 - nothing is left to drain: the queues have it
         with _lock:
-            if _publications.get(self._address) is self:
-                del _publications[self._address]
+            if _publications.get(self.endpoint) is self:
+                del _publications[self.endpoint]
 
 
 class MemorySubscription:

@@ -61,15 +61,10 @@ class ZmqPublication:
         except InvalidValueError:
             self._context.destroy(linger=0)
             raise
-        self._endpoint = Endpoint(address, replay_address)
-
-    @property
-    def endpoint(self) -> str:
-        """The URL a subscriber connects to, with real port numbers; a wildcard host stays one."""
-        return self._endpoint.url
+        self._has_replay, self.endpoint = replay_address is not None, Endpoint(address, replay_address).url
 
     def serve_replay(self, source: ReplaySource) -> None:
-        if self._endpoint.replay_address is not None:
+        if self._has_replay:
             self._server = ReplayServer(self._router, source)
 
     def send(self, message: Message) -> None:
@@ -79,7 +74,7 @@ class ZmqPublication:
         except zmq.Again as error:
             raise BlockingIOError("the stream is full") from error
         except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot send to {self._endpoint.address}: {error.strerror}") from error
+            raise OSError(error.errno, f"cannot send to {self.endpoint}: {error.strerror}") from error
 
     def close(self, timeout_s: float = 5.0) -> None:
         if self._context.closed:

@@ -100,24 +100,19 @@ class WriteThread:
         self._timeout_s = timeout_s
         self._changed = threading.Condition()
         self._writes: list[_Running] = []
-        self._is_closing = False
+        self.is_closing = False
         self._counts = AgentStatistics()
         self._thread = threading.Thread(target=self._run, name=f"writes of {name}", daemon=True)
         self._thread.start()
 
-    @property
-    def is_closing(self) -> bool:
-        """Return whether writes that cannot end should be left behind."""
-        return self._is_closing
-
     def submit(self, peer: PeerId, write: Write, steps: Steps) -> Write:
         """Begin a write; returns `write`, FAILED already if there are too many or the agent is closed."""
         with self._changed:
-            if not self._is_closing and len(self._writes) < MAX_PENDING_WRITES:
+            if not self.is_closing and len(self._writes) < MAX_PENDING_WRITES:
                 self._writes.append(_Running(peer, write, steps, monotonic() + self._timeout_s))
                 self._changed.notify()
                 return write
-            reason = "the agent is closed" if self._is_closing else f"{len(self._writes)} writes are pending already"
+            reason = "the agent is closed" if self.is_closing else f"{len(self._writes)} writes are pending already"
         write.end(WriteState.FAILED, reason)
         return write
 
@@ -132,7 +127,7 @@ class WriteThread:
     def close(self, timeout_s: float) -> bool:
         """Fail what is under way; return whether the thread has ended in time. A second call only waits."""
         with self._changed:
-            self._is_closing = True
+            self.is_closing = True
             for running in self._writes:
                 running.failure = "the agent is closing"
             self._changed.notify()
@@ -148,7 +143,7 @@ class WriteThread:
             self._move_all()
         finally:
             with self._changed:
-                self._is_closing = True
+                self.is_closing = True
                 left = list(self._writes)
             for running in left:  # only after a defect: nobody waits for ever
                 self._end(running, WriteState.ABANDONED, "the thread that writes has failed")
@@ -160,7 +155,7 @@ class WriteThread:
                 if self._writes and not has_moved:
                     self._changed.wait(_IDLE_WAIT_S)
                 while not self._writes:
-                    if self._is_closing:
+                    if self.is_closing:
                         return
                     self._changed.wait()
                 writes = list(self._writes)
