@@ -281,7 +281,7 @@ def test_what_is_broken_in_messages_is_counted_and_all_else_published(start, cap
     for _ in sidecar.feed.receive_all(messages, 1.0):
         pass
     assert sidecar.held() == {block_of(number) for number in (1, 2, 3)}
-    assert (sidecar.feed.num_malformed, sidecar.feed.feed.session.expected_sequence) == (3, 6)
+    assert (sidecar.feed.feed.num_malformed, sidecar.feed.feed.session.expected_sequence) == (3, 6)
     assert sidecar.feed.feed.num_batches == 4
     assert caplog.text.count("malformed batch skipped") == 1
 

@@ -50,7 +50,7 @@ class Service:
     def statistics(self) -> TransferStatistics:
         n = self.count
         sender, receiver = SenderStatistics(*[n] * 4), ReceiverStatistics(*[n] * 4)
-        return TransferStatistics(sender, receiver, AgentStatistics(*[n] * 7), BounceStatistics(n, n), *[n] * 6)
+        return TransferStatistics(sender, receiver, AgentStatistics(n, n, n), BounceStatistics(n, n), *[n] * 6)
 
     def start(self) -> None:
         pass
