@@ -10,25 +10,9 @@ from typing import Any
 from kvist.engine.async_engine import Generation
 from kvist.engine.request import RequestOutput, TokenLogprobs
 from kvist.engine.server.intake import Job
+from kvist.openai import responses as api
 from kvist.openai.errors import RequestError, error_body
 from kvist.openai.requests import KvTransferParams
-from kvist.openai.responses import (
-    DONE,
-    ChatChoice,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatCompletionChunk,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
-    ChatTokenLogprob,
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    TokenLogprob,
-    Usage,
-    encode_event,
-)
 from kvist.openai.tokenization import ChatTokenizer
 
 
@@ -50,23 +34,23 @@ class Shape(ABC):
         self._head: dict[str, Any] = {"id": heading.id, "created": heading.created, "model": heading.model}
         self._tokenizer = tokenizer
 
-    def opening(self, index: int) -> ChatCompletionChunk | Completion | None:  # noqa: ARG002
+    def opening(self, index: int) -> api.ChatCompletionChunk | api.Completion | None:  # noqa: ARG002
         """Return the chunk that comes before a choice's first token, if there is one."""
         return None
 
     @abstractmethod
-    def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk | Completion:
+    def chunk(self, index: int, output: RequestOutput) -> api.ChatCompletionChunk | api.Completion:
         """Return the chunk that adds an output to a choice."""
 
     @abstractmethod
-    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk | Completion:
+    def usage_chunk(self, usage: api.Usage) -> api.ChatCompletionChunk | api.Completion:
         """Return the last chunk of a stream that wants its usage."""
 
     @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion | Completion:
+    def whole(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> api.ChatCompletion | api.Completion:
         """Return the body for all choices, each as one output."""
 
-    def _ending(self, outputs: Sequence[RequestOutput], usage: Usage) -> dict[str, Any]:
+    def _ending(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> dict[str, Any]:
         """Return what ends a body: usage, and what another worker needs to go on, if its blocks are kept for one."""
         if outputs[0].remote_request_id is None:
             return {"usage": usage}
@@ -83,40 +67,40 @@ class Shape(ABC):
 class ChatShape(Shape):
     """Answers of /v1/chat/completions."""
 
-    def opening(self, index: int) -> ChatCompletionChunk:
-        choice = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
-        return ChatCompletionChunk(**self._head, choices=[choice])
+    def opening(self, index: int) -> api.ChatCompletionChunk:
+        choice = api.ChatChunkChoice(index, api.ChatDelta(role="assistant", content=""))
+        return api.ChatCompletionChunk(**self._head, choices=[choice])
 
-    def chunk(self, index: int, output: RequestOutput) -> ChatCompletionChunk:
-        delta, logprobs = ChatDelta(content=output.text or None), self._logprobs(output.logprobs)
-        return ChatCompletionChunk(
-            **self._head, choices=[ChatChunkChoice(index, delta, output.finish_reason, logprobs)]
+    def chunk(self, index: int, output: RequestOutput) -> api.ChatCompletionChunk:
+        delta, logprobs = api.ChatDelta(content=output.text or None), self._logprobs(output.logprobs)
+        return api.ChatCompletionChunk(
+            **self._head, choices=[api.ChatChunkChoice(index, delta, output.finish_reason, logprobs)]
         )
 
-    def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
-        return ChatCompletionChunk(**self._head, choices=[], usage=usage)
+    def usage_chunk(self, usage: api.Usage) -> api.ChatCompletionChunk:
+        return api.ChatCompletionChunk(**self._head, choices=[], usage=usage)
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> ChatCompletion:
+    def whole(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> api.ChatCompletion:
         choices = [
-            ChatChoice(
-                index, ChatMessage(output.text), output.finish_reason or "abort", self._logprobs(output.logprobs)
+            api.ChatChoice(
+                index, api.ChatMessage(output.text), output.finish_reason or "abort", self._logprobs(output.logprobs)
             )
             for index, output in enumerate(outputs)
         ]
-        return ChatCompletion(**self._head, choices=choices, **self._ending(outputs, usage))
+        return api.ChatCompletion(**self._head, choices=choices, **self._ending(outputs, usage))
 
-    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> ChatLogprobs | None:
+    def _logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> api.ChatLogprobs | None:
         if not logprobs:
             return None
         content = []
         for sampled, top in logprobs:
-            one = self._entry(*sampled)
-            content.append(ChatTokenLogprob(one.token, one.logprob, one.bytes, [self._entry(*entry) for entry in top]))
-        return ChatLogprobs(content)
+            one, most_likely = self._entry(*sampled), [self._entry(*entry) for entry in top]
+            content.append(api.ChatTokenLogprob(one.token, one.logprob, one.bytes, most_likely))
+        return api.ChatLogprobs(content)
 
-    def _entry(self, token_id: int, logprob: float) -> TokenLogprob:
+    def _entry(self, token_id: int, logprob: float) -> api.TokenLogprob:
         text = self._tokenizer.token_text(token_id)
-        return TokenLogprob(text, logprob, list(text.encode()))
+        return api.TokenLogprob(text, logprob, list(text.encode()))
 
 
 class CompletionShape(Shape):
@@ -126,20 +110,20 @@ class CompletionShape(Shape):
         super().__init__(heading, tokenizer)
         self._offsets: dict[int, int] = {}
 
-    def chunk(self, index: int, output: RequestOutput) -> Completion:
-        return Completion(**self._head, choices=[self._choice(index, output)])
+    def chunk(self, index: int, output: RequestOutput) -> api.Completion:
+        return api.Completion(**self._head, choices=[self._choice(index, output)])
 
-    def usage_chunk(self, usage: Usage) -> Completion:
-        return Completion(**self._head, choices=[], usage=usage)
+    def usage_chunk(self, usage: api.Usage) -> api.Completion:
+        return api.Completion(**self._head, choices=[], usage=usage)
 
-    def whole(self, outputs: Sequence[RequestOutput], usage: Usage) -> Completion:
+    def whole(self, outputs: Sequence[RequestOutput], usage: api.Usage) -> api.Completion:
         choices = [self._choice(*each) for each in enumerate(outputs)]
-        return Completion(**self._head, choices=choices, **self._ending(outputs, usage))
+        return api.Completion(**self._head, choices=choices, **self._ending(outputs, usage))
 
-    def _choice(self, index: int, output: RequestOutput) -> CompletionChoice:
-        return CompletionChoice(index, output.text, output.finish_reason, self._logprobs(index, output.logprobs))
+    def _choice(self, index: int, output: RequestOutput) -> api.CompletionChoice:
+        return api.CompletionChoice(index, output.text, output.finish_reason, self._logprobs(index, output.logprobs))
 
-    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, logprobs: tuple[TokenLogprobs, ...]) -> api.CompletionLogprobs | None:
         if not logprobs:
             return None
         tokens = [self._tokenizer.token_text(each.sampled.token_id) for each in logprobs]
@@ -151,7 +135,7 @@ class CompletionShape(Shape):
         for token in tokens:
             offsets.append(self._offsets.get(index, 0))
             self._offsets[index] = offsets[-1] + len(token)
-        return CompletionLogprobs(tokens, [each.sampled.logprob for each in logprobs], tops, offsets)
+        return api.CompletionLogprobs(tokens, [each.sampled.logprob for each in logprobs], tops, offsets)
 
 
 class UsageCounter:
@@ -169,11 +153,11 @@ class UsageCounter:
         if choice == 0:
             self._num_cached_tokens[prompt] = max(self._num_cached_tokens[prompt], output.num_cached_tokens)
 
-    def usage(self) -> Usage:
-        return Usage.of(sum(map(len, self._job.prompts)), self._num_output_tokens, sum(self._num_cached_tokens))
+    def usage(self) -> api.Usage:
+        return api.Usage.of(sum(map(len, self._job.prompts)), self._num_output_tokens, sum(self._num_cached_tokens))
 
 
-async def collect(generation: Generation, job: Job, shape: Shape) -> ChatCompletion | Completion | RequestError:
+async def collect(generation: Generation, job: Job, shape: Shape) -> api.ChatCompletion | api.Completion | RequestError:
     """Return the whole answer once every choice is finished, or the refusal if the engine failed."""
     counter = UsageCounter(job)
     answers: dict[int, RequestOutput] = {}
@@ -191,15 +175,15 @@ async def stream_events(generation: Generation, job: Job, shape: Shape) -> Async
     for index in range(job.num_sequences):
         opening = shape.opening(index)
         if opening is not None:
-            yield encode_event(opening)
+            yield api.encode_event(opening)
     async for index, output in generation.outputs():
         if output.error is not None:
             yield b"data: " + error_body(RequestError(500, output.error)) + b"\n\n"
             break
         counter.add(index, output)
         if output.text or output.logprobs or output.is_last:
-            yield encode_event(shape.chunk(index, output))
+            yield api.encode_event(shape.chunk(index, output))
     else:
         if job.has_stream_usage:
-            yield encode_event(shape.usage_chunk(counter.usage()))
-    yield DONE
+            yield api.encode_event(shape.usage_chunk(counter.usage()))
+    yield api.DONE

@@ -11,21 +11,8 @@ import msgspec
 from starlette.requests import Request
 
 from kvist.engine.request import Handoff, RemoteDecode, RemotePrefill, SequenceInput
+from kvist.openai import requests as api
 from kvist.openai.errors import RequestError
-from kvist.openai.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    Fields,
-    KvTransferParams,
-    SamplingParams,
-    decode_chat_request,
-    decode_completion_request,
-    decode_kv_transfer_params,
-    decode_sampling_params,
-    decode_tokenize_request,
-    is_text_part,
-    read_fields,
-)
 from kvist.openai.tokenization import ChatTokenizer
 
 _T = TypeVar("_T")
@@ -38,7 +25,7 @@ class Job:
     """What one client asked for: `params.n` choices for each prompt, choices of a prompt side by side."""
 
     prompts: tuple[list[int], ...]
-    params: SamplingParams
+    params: api.SamplingParams
     cache_salt: str | None
     swa_scratch: bool | None
     is_stream: bool
@@ -64,7 +51,7 @@ class Job:
             for choice in range(self.params.n)
         ]
 
-    def _choice_params(self, choice: int) -> SamplingParams:
+    def _choice_params(self, choice: int) -> api.SamplingParams:
         if self.params.seed is None or choice == 0:
             return self.params
         return msgspec.structs.replace(self.params, seed=self.params.seed + choice)
@@ -88,9 +75,9 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
     """Return the job of a chat request; raises RequestError that names the field."""
-    fields = read_fields(body)
-    request = decode_chat_request(fields)
-    params = _check(request, decode_sampling_params(fields), model_names)
+    fields = api.read_fields(body)
+    request = api.decode_chat_request(fields)
+    params = _check(request, api.decode_sampling_params(fields), model_names)
     _check_is_text(request)
     prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(request).tolist())
     return _job(request, params, (prompt,), _handoff(fields))
@@ -98,9 +85,9 @@ async def read_chat(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[st
 
 async def read_completion(body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]) -> Job:
     """Return the job of a text completion request; raises RequestError that names the field."""
-    fields = read_fields(body)
-    request = decode_completion_request(fields)
-    params = _check(request, decode_sampling_params(fields), model_names)
+    fields = api.read_fields(body)
+    request = api.decode_completion_request(fields)
+    params = _check(request, api.decode_sampling_params(fields), model_names)
     if params.token_limit is None:
         params = msgspec.structs.replace(params, max_tokens=max(_DEFAULT_COMPLETION_TOKENS, params.min_tokens))
 
@@ -118,10 +105,10 @@ async def read_tokenize(
     body: bytes, tokenizer: ChatTokenizer, model_names: tuple[str, ...]
 ) -> tuple[list[int], list[str | None] | None]:
     """Return the tokens of a chat or a text, and how they are spelt if that is asked for; raises RequestError."""
-    fields = read_fields(body)
-    asked = decode_tokenize_request(fields)
+    fields = api.read_fields(body)
+    asked = api.decode_tokenize_request(fields)
     if asked.messages is not None:
-        chat = decode_chat_request(fields)
+        chat = api.decode_chat_request(fields)
         _check_model(chat, model_names)
         _check_is_text(chat)
         if asked.add_special_tokens:
@@ -129,7 +116,7 @@ async def read_tokenize(
             raise RequestError(400, message, param="add_special_tokens")
         prompt = await _off_loop(tokenizer, body, lambda: tokenizer.tokenize_chat(chat).tolist())
     else:
-        text = decode_completion_request(fields)
+        text = api.decode_completion_request(fields)
         _check_model(text, model_names)
         if not isinstance(text.prompt, str):
             raise RequestError(400, "prompt: expected text", param="prompt")
@@ -140,15 +127,15 @@ async def read_tokenize(
     return prompt, tokenizer.token_strs(prompt) if asked.return_token_strs else None
 
 
-def _check_model(request: ChatCompletionRequest | CompletionRequest, model_names: tuple[str, ...]) -> None:
+def _check_model(request: api.ChatCompletionRequest | api.CompletionRequest, model_names: tuple[str, ...]) -> None:
     if request.model is not None and request.model not in model_names:
         message = f"model: got {request.model!r}, expected one of {list(model_names)}"
         raise RequestError(404, message, param="model", code="model_not_found")
 
 
 def _check(
-    request: ChatCompletionRequest | CompletionRequest, params: SamplingParams, model_names: tuple[str, ...]
-) -> SamplingParams:
+    request: api.ChatCompletionRequest | api.CompletionRequest, params: api.SamplingParams, model_names: tuple[str, ...]
+) -> api.SamplingParams:
     _check_model(request, model_names)
     for field, value in _unsupported(params):
         message = f"{field}: got {value!r:.100}, expected it left out: this engine cannot do it"
@@ -156,17 +143,17 @@ def _check(
     return params
 
 
-def _check_is_text(request: ChatCompletionRequest) -> None:
+def _check_is_text(request: api.ChatCompletionRequest) -> None:
     for message_idx, message in enumerate(request.messages):
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if not is_text_part(part):
+            if not api.is_text_part(part):
                 kind = part.get("type") if isinstance(part, dict) else part
                 message_field = f"messages[{message_idx}].content"
                 raise RequestError(400, f"{message_field}: got a part {kind!r:.100}, expected text", param="messages")
 
 
-def _unsupported(params: SamplingParams) -> Iterator[tuple[str, object]]:
+def _unsupported(params: api.SamplingParams) -> Iterator[tuple[str, object]]:
     """Yield what is asked for and would change the answer, but is not done here: to ignore it were a wrong answer."""
     for field in ("echo", "suffix", "logit_bias"):
         if value := getattr(params, field):
@@ -178,8 +165,8 @@ def _unsupported(params: SamplingParams) -> Iterator[tuple[str, object]]:
 
 
 def _job(
-    request: ChatCompletionRequest | CompletionRequest,
-    params: SamplingParams,
+    request: api.ChatCompletionRequest | api.CompletionRequest,
+    params: api.SamplingParams,
     prompts: tuple[list[int], ...],
     handoff: Handoff | None,
 ) -> Job:
@@ -192,12 +179,12 @@ def _job(
     return Job(prompts, params, request.cache_salt, request.swa_scratch, bool(request.stream), has_usage, handoff)
 
 
-def _handoff(fields: Fields) -> Handoff | None:
+def _handoff(fields: api.Fields) -> Handoff | None:
     """Return which part of the request is another worker's; raises RequestError that names the field."""
-    match decode_kv_transfer_params(fields):
+    match api.decode_kv_transfer_params(fields):
         case None:
             return None
-        case KvTransferParams(
+        case api.KvTransferParams(
             do_remote_prefill=True,
             remote_endpoints=list(endpoints),
             remote_request_id=str(request_id),
