@@ -12,7 +12,6 @@ from typing import TypeAlias, TypeVar
 T = TypeVar("T")
 
 SHOW_INTERVAL_S = 0.25
-"""How often who has something to show should."""
 
 ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
 """Shows a text, and a bar with the time that is left: what is done, of how much if that is known."""

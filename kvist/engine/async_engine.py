@@ -46,7 +46,6 @@ class Generation:
 
     def __init__(self, request_ids: Sequence[str], abort: Callable[[str], None]) -> None:
         self.times = {request_id: RequestTimes() for request_id in request_ids}
-        """How far each sequence has come, in the order in which they were given."""
         self._indices = {request_id: index for index, request_id in enumerate(request_ids)}
         self._open = set(request_ids)
         self._pending: dict[int, RequestOutput] = {}

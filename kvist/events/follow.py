@@ -122,7 +122,6 @@ class Ticker:
     def __init__(self) -> None:
         self._waiting: dict[Callable[[], bool], asyncio.Timeout] = {}
         self.turns = Turns()
-        """The turns of all whom it wakes."""
 
     async def run(self) -> None:
         """Tick every `TICK_S` until cancelled."""

@@ -43,7 +43,6 @@ class Patience:
         self.is_healing = False
         """Whether everything is asked for, to make a partial copy whole."""
         self.num_unanswered = 0
-        """Questions in a row without the whole answer."""
         self.num_heals_in_a_row = 0
         self._limits = limits
         self._rng = rng

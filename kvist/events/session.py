@@ -95,13 +95,11 @@ class Session(Generic[T]):
         self._has_snapshots = has_snapshots
         self._presence = Presence(self._limits)
         self.expected_sequence = 0
-        """The sequence of the next message to apply."""
         self.is_complete = True
         """Whether the copy has all that the peer held before that message, as far as is known."""
         self.is_unproven = False
         """Whether the stream may still be that of an earlier process than the one that answered."""
         self.held: deque[tuple[int, T]] = deque()
-        """The messages held back, by their numbers."""
         self._announced = 0  # by a heartbeat, as the next sequence: what lies before it exists, even if nothing follows
         self._is_doubted = False
         self._num_heals_left = 0

@@ -47,7 +47,6 @@ class EngineFeed:
         self._name = name
         self._target = target
         self.session: Session[bytes] = Session(limits)
-        """The judge of this stream, for its state and counters."""
         self.restarts = RestartDetector()
         self._has_replay = False
         self._num_silences = 0

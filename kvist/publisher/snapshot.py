@@ -35,9 +35,7 @@ SPARED_BYTES = 64 << 10
 """A subscriber that has nothing gets a snapshot if it is at least this much smaller than the range."""
 SNAPSHOT_BYTES_A_BLOCK = 13
 KEPT_S = 10.0
-"""How long a snapshot is kept for others who ask."""
 COPY_TIMEOUT_S = 10.0
-"""How long the publisher's thread may take to come round to a copy."""
 SIGN_OF_LIFE_S = 0.5
 """How often one who waits for a snapshot hears the last heartbeat again."""
 

@@ -65,13 +65,11 @@ class Stream:
         self._epoch = epoch
         self._coalescer = Coalescer()
         self.residency = Residency()
-        """What is held after everything added."""
         self.is_complete = True
         """Whether all that the engine holds was reported here, as far as whoever reports knows."""
         self.rules: tuple[GroupRule, ...] = ()
         """Of a companion: what hits of its rank need."""
         self.next_sequence = 0
-        """The number of the next batch."""
 
     def close_batches(self, timestamp_s: float) -> list[Batch]:
         """Return what was added since the last call: nearly always one batch, none when nothing is left of it."""
@@ -337,7 +335,6 @@ class RankStream(Stream):
 
 
 Streams: TypeAlias = Mapping[int, RankStream]
-"""A publisher's streams, by rank."""
 
 
 def with_companions(streams: Streams) -> dict[int, Stream]:

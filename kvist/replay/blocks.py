@@ -44,7 +44,6 @@ class SnapshotCollector:
     def __init__(self) -> None:
         self._begun: dict[WorkerRank, dict[int, tuple[SnapshotPart, Message]]] = {}
         self.num_malformed = 0
-        """Parts that are none, and snapshots that are not what they say."""
 
     def add(self, message: Message, source: str) -> RecordedSnapshot | None:
         """Take a part; return the snapshot if that makes it whole. Parts of another one begin anew."""
@@ -226,7 +225,6 @@ class SentBuffer:
         self._restarts = RestartDetector()
         self._snapshots = SnapshotCollector()
         self.num_asked = 0
-        """Requests answered."""
 
     def append(self, message: Message) -> bool:
         """Keep what is sent, unless its number was taken; return whether to send it: parts of snapshots are not."""

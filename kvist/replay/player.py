@@ -14,11 +14,9 @@ from kvist.replay.recording import RecordedSource
 from kvist.replay.script import Line, Pace, Script
 
 REPLAY_BYTES = 256 << 20
-"""Payload kept for replay requests, for each publication."""
 POLL_S = 0.1
 """How often it is looked whether more was written to what is followed."""
 RETRY_S = 0.002
-"""The wait before a message is offered again to a transport that is full."""
 REPEAT_S = 1.0
 """How often, once all is played, each stream's last message is repeated."""
 
@@ -52,7 +50,6 @@ class Player:
         self.num_sent = 0
         self.num_sent_bytes = 0
         self.lag_s = 0.0
-        """How late the last message was."""
 
     @property
     def num_asked(self) -> int:

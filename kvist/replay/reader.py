@@ -236,7 +236,6 @@ class RecordingReader(recording.Closable):
         self._number = 0
         self._part = _Part(path)
         self.num_bytes_read = 0
-        """How much of all parts was read."""
         self._about: recording.About | None = None
         self._was_closed = False
         self._torn: list[Torn] = []

@@ -17,9 +17,7 @@ from kvist.replay.recovery import Question, SourceRecovery, Timed
 from kvist.replay.writer import RecordingWriter
 
 MAX_QUESTIONS_AT_ONCE = 8
-"""Answers in memory at any moment."""
 MAX_WAIT_S = 10.0
-"""How long messages are held back for one answer."""
 _TICK_S = 0.25  # how often it is seen whether a chunk is due, or a question: well within the writer's second
 
 
@@ -30,7 +28,6 @@ class SourceSpec:
     name: str
     endpoint: Endpoint
     shown_url: str
-    """The URL without what is secret in it."""
 
     @property
     def recorded(self) -> RecordedSource:
@@ -78,7 +75,6 @@ class SourceReport:
     partial: tuple[str, ...]
     """The ranks that a replay will not know completely, as things are; an engine's by the source's name."""
     problem: str | None
-    """Why nothing could be received just now."""
 
 
 class Recorder:

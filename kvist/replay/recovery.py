@@ -181,7 +181,6 @@ class SourceRecovery:
 
     def __init__(self, name: str, *, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self.numbering = SourceNumbering()
-        """What came live."""
         self._name = name
         self._max_held_bytes = max_held_bytes
         self._ranks: dict[WorkerRank | None, _RankRecovery] = {}

@@ -61,7 +61,6 @@ class RecordingWriter(recording.Closable):
         self.num_messages = 0
         self.num_payload_bytes = 0
         self.num_parts = 1
-        """Parts that this writer began."""
         self.earlier: Path | None = None
         """The first of the parts that were there before."""
         self._num_bytes_of_parts_before = 0

@@ -100,7 +100,6 @@ class FetchReleased:
 
 
 Report: TypeAlias = OfferReleased | FetchCompleted | FetchFailed | FetchReleased
-"""How an offer or a fetch went on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ class Part(NamedTuple):
 
 
 WHOLE: Final = Part()
-"""The one rank of a model that is not split."""
 
 
 def num_copies(num_heads: int, num_ranks: int) -> int:

@@ -105,7 +105,6 @@ class AnswerBudget:
 
     def __init__(self) -> None:
         self.num_refused = 0
-        """Answers given up because they did not fit."""
         self.taken_bytes = 0
         self._lock = threading.Lock()
 
@@ -125,7 +124,6 @@ class AnswerBudget:
 
 
 BUDGET = AnswerBudget()
-"""What all answers of the process share."""
 
 
 class Collected(list[Message]):

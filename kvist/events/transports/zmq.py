@@ -35,7 +35,6 @@ MAX_REQUEST_BYTES = 4096
 REPLAY_SEND_TIMEOUT_S = 2.0
 """How long one reply may wait for its client; then the rest of that replay is dropped."""
 END = (-1).to_bytes(8, "big", signed=True)
-"""The sequence of the reply that ends a replay."""
 
 _REPLAY_RETRY_S = 0.01
 

@@ -25,9 +25,7 @@ _logger = logging.getLogger(__name__)
 DEFAULT_MAX_AGE_S, DEFAULT_MAX_BYTES = 86_400, 1 << 30
 """What a stream keeps at most if the URL does not say: a day, and a GiB."""
 PAGE_MESSAGES = 256
-"""Messages on their way to a reader."""
 PULL_TIMEOUT_S = 10.0
-"""How long one request for a page waits for messages."""
 CONSUMER_TIMEOUT_S = 60.0
 """When the server forgets a reader that asks for nothing any more."""
 

@@ -34,7 +34,6 @@ CLOSE_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 5.0
 """How long whoever sends waits for a server that takes nothing, each time."""
 FAILURES = (OSError, nats.errors.Error, TimeoutError)
-"""What a client raises when a connection or a server fails."""
 
 _CREDENTIALS = re.compile(
     r"-----BEGIN NATS USER JWT-----\s+(\S+)\s+.*-----BEGIN USER NKEY SEED-----\s+(\S+)\s+---", re.DOTALL

@@ -19,7 +19,6 @@ from kvist.events.transports.nats.link import FAILURES, shared_link
 from kvist.events.transports.received import MalformedCounter, MessageQueue
 
 HISTORY_TIMEOUT_S = 60.0
-"""How long reading a replay from JetStream may take."""
 
 _MAX_KNOWN_PUBLICATIONS = 8
 

@@ -28,7 +28,6 @@ class Connection:
         self.has_pong = False
         """Whether the peer is known to answer a PING, so that its silence means something."""
         self.num_messages = 0
-        """How many messages were put into the inbox so far."""
         self._inbox = inbox
         self._splitter = splitter
         self._malformed = malformed

@@ -20,7 +20,6 @@ from kvist.events.transports.zmtp.inbox import Inbox
 from kvist.events.transports.zmtp.wire import PeerError
 
 CONNECT_TIMEOUT_S = 5.0
-"""How long one address may take to answer."""
 WAKES_PER_S, MAX_BURST = 10_000, 200
 """A message is worth a wake of its own while those of all links are no more a second than this, beyond a burst."""
 NAP_S = 0.002
