@@ -9,7 +9,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from kvist.engine.core import EngineCore, EngineStatistics
@@ -55,9 +54,7 @@ class Generation:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.cancel()
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -114,9 +111,7 @@ class AsyncEngine:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.stop()
         await asyncio.to_thread(self._thread.join, self._close_timeout_s)
 

@@ -14,8 +14,7 @@ Delivery contract, the same for every transport
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
 
 class Message(NamedTuple):
@@ -107,9 +106,7 @@ class Subscription(Protocol):
     async def __aenter__(self) -> Self:
         """Connect in the background; returns at once, whether or not the peer is there."""
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Release everything."""
 
     async def receive(self) -> Sequence[Message]:

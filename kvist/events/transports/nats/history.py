@@ -7,13 +7,13 @@ older servers ignore settings they do not know.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
 
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext, api
+from nats.js import api
 
 from kvist.errors import InvalidValueError
 from kvist.events.transports.base import Message, ReplayRequest
@@ -73,32 +73,14 @@ def _subjects(url: BrokerUrl) -> str:
     return f"{STREAM}.{escape(url.model)}.>"
 
 
-class StreamReader:
-    """Reads messages of one stream, in the stream's order."""
+async def read_stream(
+    client: Client, stream: str, subject: str, start_sequence: int, *, waits: bool = False
+) -> AsyncGenerator[list[Msg], None]:
+    """Yield pages of the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on.
 
-    def __init__(self, subscription: JetStreamContext.PullSubscription, num_pending: int) -> None:
-        self._subscription = subscription
-        self._num_pending = num_pending  # beyond the last one read, as of when that was sent
-
-    async def page(self, *, waits: bool = False) -> list[Msg]:
-        """Return the next messages, none at the end unless it `waits`; raises nats.errors.Error or TimeoutError."""
-        if not (self._num_pending or waits):
-            return []
-        while True:
-            try:
-                messages = await self._subscription.fetch(PAGE_MESSAGES, PULL_TIMEOUT_S)
-            except TimeoutError:
-                if not waits:
-                    raise
-                await self._subscription.consumer_info()  # raises if the server has forgotten this reader
-            else:
-                self._num_pending = messages[-1].metadata.num_pending
-                return messages
-
-
-@asynccontextmanager
-async def read_stream(client: Client, stream: str, subject: str, start_sequence: int) -> AsyncIterator[StreamReader]:
-    """Read the stream's messages on a subject, wildcards allowed, from a sequence of the stream's on."""
+    Before them come none, when the server has heard of the reader. With `waits` there is no end. Raises
+    nats.errors.Error, or TimeoutError, when the server stops to answer.
+    """
     config = api.ConsumerConfig(
         deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
         opt_start_seq=start_sequence,
@@ -108,8 +90,18 @@ async def read_stream(client: Client, stream: str, subject: str, start_sequence:
     )
     subscription = await client.jetstream().pull_subscribe(subject, stream=stream, config=config)
     try:
-        consumer = await subscription.consumer_info()
-        yield StreamReader(subscription, consumer.num_pending or 0)
+        num_pending = (await subscription.consumer_info()).num_pending
+        yield []
+        while num_pending or waits:
+            try:
+                page = await subscription.fetch(PAGE_MESSAGES, PULL_TIMEOUT_S)
+            except TimeoutError:
+                if not waits:
+                    raise
+                await subscription.consumer_info()  # raises if the server has forgotten this reader
+            else:
+                num_pending = page[-1].metadata.num_pending  # as of when it was sent
+                yield page
     finally:
         with suppress(OSError, nats.errors.Error, TimeoutError):
             await subscription.unsubscribe()
@@ -152,8 +144,8 @@ async def _read_subject(client: Client, url: BrokerUrl, subject: str, start_sequ
         is_far_enough = is_wanted(unpack(topic, found.data or b"", malformed))
         low, high = (low, middle) if is_far_enough else ((found.seq or middle) + 1, high)
     answer = Collected()
-    async with read_stream(client, stream, subject, low) as reader:
-        while page := await reader.page():
+    async with aclosing(read_stream(client, stream, subject, low)) as pages:
+        async for page in pages:
             for message in page:
                 unpacked = unpack(topic, message.data, malformed)
                 if unpacked is not None and is_wanted(unpacked) and not answer.add(unpacked[1]):

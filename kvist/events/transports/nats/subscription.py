@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from typing import Self
 
 from nats.aio.client import Client
@@ -126,11 +126,13 @@ class NatsSubscription:
         """Deliver what the stream has from where an earlier connection was, then what comes; waits if nobody reads."""
         stream = self._url.options["jetstream"]
         try:
-            async with read_stream(client, stream, self._url.name(STREAM, "*"), self._next_sequence) as reader:
-                self.num_connects += 1
-                self._problem = None
-                while True:
-                    for message in await reader.page(waits=True):
+            pages = read_stream(client, stream, self._url.name(STREAM, "*"), self._next_sequence, waits=True)
+            async with aclosing(pages):
+                async for page in pages:
+                    if not page:
+                        self.num_connects += 1
+                        self._problem = None
+                    for message in page:
                         await self._queue.wait_for_room()
                         self._take(message)
                         self._next_sequence = message.metadata.sequence.stream + 1
