@@ -212,12 +212,6 @@ class EngineCore:
             HandoffStatistics() if self._handoffs is None else self._handoffs.statistics(),
         )
 
-    def check_invariants(self) -> None:
-        counts = self._scheduler.statistics()
-        num_known = counts.num_running + counts.num_waiting + counts.num_receiving + len(self._unreserved)
-        assert len(self._requests) == num_known
-        self._scheduler.check_invariants([] if self._handoffs is None else self._handoffs.sequences())
-
     def _run_fetched(self, request: Request | None) -> None:
         """Let a request run whose blocks hold its prompt; its first token is among the next step's outputs."""
         if request is None:

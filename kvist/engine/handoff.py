@@ -122,11 +122,6 @@ class Handoffs:
         held, receiving, abandoned = len(self._held), len(self._receiving), len(self._abandoned)
         return replace(self._counts, num_held=held, num_receiving=receiving, num_abandoned=abandoned)
 
-    def sequences(self) -> list[SequenceBlocks]:
-        """Return every sequence that is not in the scheduler's hands."""
-        receiving = [request.blocks for request in self._receiving.values() if request.blocks is not None]
-        return [*self._held.values(), *receiving, *self._abandoned.values()]
-
     def _leave(self, request: Request) -> None:
         """Part a request from blocks that are still in another's reach."""
         assert request.blocks is not None

@@ -136,12 +136,6 @@ class Scheduler:
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(len(self._running), len(self._waiting), self._num_preemptions, len(self._receiving))
 
-    def check_invariants(self, others: Sequence[SequenceBlocks] = ()) -> None:
-        """Assert that exactly the running requests and `others` hold blocks, and that the pools agree."""
-        assert all(request.blocks is None for request in self._waiting)
-        running = [request.blocks for request in self._running if request.blocks is not None]
-        self._kv_cache.check_invariants([*running, *others])
-
     @property
     def _num_seated(self) -> int:
         return len(self._running) + len(self._receiving)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvist.errors import InvalidValueError
@@ -245,22 +245,6 @@ class KvCacheManager:
                 num_scratch[group_id] += 0 if table.scratch is None else len(table.scratch.slot_ids)
         pools = tuple(pool.statistics(count) for pool, count in zip(self.pools, num_scratch, strict=True))
         return KvCacheStatistics(pools, self._num_queried_tokens, self._num_hit_tokens)
-
-    def check_invariants(self, sequences: Iterable[SequenceBlocks]) -> None:
-        """Assert that pools and tables agree, `sequences` being all that are open. O(blocks)."""
-        counts = [[0] * pool.num_blocks for pool in self.pools]
-        for sequence in sequences:
-            for pool, table, count in zip(self.pools, sequence.tables, counts, strict=True):
-                assert len(table.block_ids) == num_blocks_for(sequence.num_tokens, self.block_size)
-                assert all(block_id == ABSENT for block_id in table.block_ids[: table.first_held])
-                for block_id in table.held():
-                    count[block_id] += 1
-                for slot_id in () if table.scratch is None else table.scratch.slot_ids:
-                    assert not pool.is_cached(slot_id), "a scratch slot can be found"
-                    assert count[slot_id] == 0, "a scratch slot is somebody's block"
-                    count[slot_id] += 1
-        for pool, count in zip(self.pools, counts, strict=True):
-            pool.check_invariants(count)
 
     def _needs(self, sequence: SequenceBlocks, num_tokens: int) -> list[StepNeed]:
         step = (sequence.num_tokens, num_tokens)

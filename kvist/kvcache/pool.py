@@ -70,10 +70,6 @@ class BlockPool:
     def is_free(self, block_id: int) -> bool:
         return self._num_references[block_id] == 0
 
-    def is_cached(self, block_id: int) -> bool:
-        """Return whether the block can be found by a digest."""
-        return self._digests[block_id] is not None
-
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each; their old content is forgotten and reported removed.
 
@@ -152,13 +148,6 @@ class BlockPool:
         assert len(self._free) == self.num_blocks, "blocks are in use"
         self._cached.clear()
         self._digests = [None] * self.num_blocks
-
-    def check_invariants(self, num_references: Sequence[int]) -> None:
-        """Assert that the pool agrees with itself and with what sequences hold. O(blocks)."""
-        assert list(self._num_references) == list(num_references), "reference counts differ from the tables"
-        assert set(self._free) == {i for i, count in enumerate(num_references) if count == 0}, "free list is wrong"
-        named = {digest: i for i, digest in enumerate(self._digests) if digest is not None}
-        assert named == self._cached, "a digest and its block disagree"
 
     def _forget(self, block_ids: Sequence[int]) -> None:
         removed: list[int] = []

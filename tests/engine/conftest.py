@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from memory_invariants import check_engine
 from torch import nn
 from transformers.models.gemma3 import modeling_gemma3
 
@@ -260,7 +261,7 @@ def generate() -> Callable[..., dict[str, list[RequestOutput]]]:
         while core.has_work:
             for output in core.step():
                 outputs[output.request_id].append(output)
-            core.check_invariants()
+            check_engine(core)
             if every_step is not None:
                 every_step()
         assert all(pool.num_used == 0 for pool in core.statistics().kv_cache.pools)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from memory_invariants import check_engine
 
 from kvist.engine.core import EngineCore
 from kvist.engine.request import SequenceInput
@@ -172,11 +173,11 @@ def test_an_aborted_request_gives_back_its_blocks_and_the_others_go_on(make_core
     core.abort("3")
     core.abort("3")
     core.abort("unknown")
-    core.check_invariants()
+    check_engine(core)
     finished = set()
     while core.has_work:
         finished |= {output.request_id for output in core.step() if output.is_last}
-        core.check_invariants()
+        check_engine(core)
     assert finished == {"1", "2"}
     assert all(pool.num_used == 0 for pool in core.statistics().kv_cache.pools)
 
@@ -194,7 +195,7 @@ def test_a_failed_step_ends_its_requests_and_not_the_engine(make_core, greedy, m
         patch.setattr(Runner, "forward", fail)
         outputs = core.step()
     assert [(o.request_id, o.error) for o in outputs] == [("0", f"the engine failed: {error}"), ("1", outputs[1].error)]
-    core.check_invariants()
+    check_engine(core)
     assert core.statistics().num_failed_steps == 1
     assert not any(pool.num_cached for pool in core.statistics().kv_cache.pools), "nothing was computed"
     left = [output for _ in range(3) for output in core.step()]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from memory_invariants import check_engine
 
 from kvist.engine import handoff
 from kvist.engine.config import EngineConfig
@@ -73,7 +74,7 @@ class Worker:
         while self.core.has_work:
             for output in self.core.step():
                 self.outputs.setdefault(output.request_id, []).append(output)
-            self.core.check_invariants()
+            check_engine(self.core)
 
     def tokens(self, request_id: str) -> list[int]:
         return [token_id for output in self.outputs[request_id] for token_id in output.token_ids]
@@ -177,7 +178,7 @@ def test_a_held_prompt_keeps_its_blocks_until_released(make_worker, greedy) -> N
     assert len(remote.first_token_ids) == 1
     assert source.core.statistics().handoffs.num_held == 1
     assert source.num_used > 0
-    source.core.check_invariants()
+    check_engine(source.core)
     source.core.on_report(OfferReleased(remote.remote_request_id, True))
     assert source.num_used == 0
     assert source.core.statistics().handoffs.num_held == 0
@@ -255,7 +256,7 @@ def test_an_aborted_fetch_frees_its_blocks_when_the_transfer_has_ended(ending: s
     target.core.add_request("0", SequenceInput(make_prompt(31), greedy(9), handoff=remote))
     target.run()
     target.core.abort("0")
-    target.core.check_invariants()
+    check_engine(target.core)
     assert target.notes.cancelled == ["0"]
     assert target.num_used > 0, "a late write could land in them"
     if ending == "completed":
@@ -277,7 +278,7 @@ def test_prompts_wait_for_room_and_the_waiting_one_can_be_aborted(make_worker, g
     assert [wanted.request_id for wanted in target.notes.wanted] == ["0", "1"]
     assert not target.core.has_work, "the engine would spin"
     target.core.abort("2")
-    target.core.check_invariants()
+    check_engine(target.core)
     target.core.on_report(FetchFailed("0", "gone"))
     target.core.on_report(FetchReleased("0"))
     target.run()

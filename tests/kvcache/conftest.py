@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from memory_invariants import check_memory
 
 from kvist.events import FULL, Window
 from kvist.kvcache import BlockHashChain, KvCacheManager, KvDtype, KvGroup, LayerKv
@@ -94,7 +95,7 @@ def run_sequence() -> Callable[..., int | None]:
             manager.settle()
             computed = min(num_prompt, computed + chunk) if computed < num_prompt else computed + 1
             assert manager.grow(sequence, token_ids, computed)
-            manager.check_invariants([sequence])
+            check_memory(manager, [sequence])
         manager.settle()
         manager.close(sequence)
         return hit.num_tokens

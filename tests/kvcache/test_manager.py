@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from memory_invariants import check_memory
 
 from kvist.events import FULL
 from kvist.kvcache import BlockHashChain, KvCacheManager, SequenceBlocks
@@ -67,7 +68,7 @@ def test_opening_is_all_or_nothing_over_the_groups(make_groups) -> None:
     assert sequence is not None
     assert not manager.grow(sequence, tokens, 9)
     assert [pool.num_free for pool in manager.pools] == [6, 0]
-    manager.check_invariants([sequence])
+    check_memory(manager, [sequence])
 
 
 def test_a_hit_on_free_blocks_counts_against_the_free_blocks(make_groups, run_sequence) -> None:
@@ -86,7 +87,7 @@ def test_sequences_of_one_step_share_what_the_first_of_them_computes(make_groups
     assert [list(table.block_ids[:2]) for table in second.tables] == [list(t.block_ids[:2]) for t in first.tables]
     assert manager.statistics().num_hit_tokens == 8
     assert [table.adopted for table in second.tables] == [[], []], "what is not computed is not written"
-    manager.check_invariants([first, second])
+    check_memory(manager, [first, second])
     follower.assert_equals(manager)
 
 
@@ -105,7 +106,7 @@ def test_equal_content_computed_twice_is_written_once_and_held_in_one_block(make
     manager.settle()
     assert manager.grow(second, [*tokens, 10, 11], 11)
     assert [table.adopted for table in second.tables] == [[], []]
-    manager.check_invariants([first, second])
+    check_memory(manager, [first, second])
     follower.assert_equals(manager)
 
 
@@ -119,7 +120,7 @@ def test_what_a_failed_step_should_have_filled_is_forgotten(make_groups, run_seq
     manager.revoke()
     assert manager.match(BlockHashChain(4), tokens).num_tokens == 8
     follower.assert_equals(manager)
-    manager.check_invariants([])
+    check_memory(manager, [])
 
 
 def test_leaf_blocks_go_before_their_parents(make_groups, run_sequence) -> None:

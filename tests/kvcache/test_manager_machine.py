@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from memory_invariants import check_memory
 
 from kvist.events import FULL, Window
 from kvist.kvcache import (
@@ -275,7 +276,7 @@ class KvCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_consistent(self) -> None:
-        self.manager.check_invariants(life.blocks for life in self.lives + self.reserved)
+        check_memory(self.manager, [life.blocks for life in self.lives + self.reserved])
         for pool, statistics in zip(self.manager.pools, self.manager.statistics().pools, strict=True):
             assert self.sink.held[pool.group.group_id] == {event_hash(digest) for digest in pool._cached}
             assert statistics.num_scratch == 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from memory_invariants import check_memory
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL, Window
@@ -101,7 +102,7 @@ def test_a_prompt_in_chunks_takes_the_written_number_of_slots_each_time(
     assert manager.grow(sequence, tokens, 352)
     taken.append((num_taken(sequence.tables[0]), len(sequence.tables[0].held())))
     assert taken == expected
-    manager.check_invariants([sequence])
+    check_memory(manager, [sequence])
 
 
 def test_only_newly_begun_blocks_are_taken_and_freed_scratch_slots_serve_first(make_manager) -> None:
@@ -167,13 +168,13 @@ def test_scratch_slots_come_back_on_every_way_out(make_manager, leave: str) -> N
     if leave == "settle":
         manager.settle()
         assert sequence.tables[1].scratch is None
-        manager.check_invariants([sequence])
+        check_memory(manager, [sequence])
         manager.close(sequence)
     assert [pool.num_scratch for pool in manager.statistics().pools] == [0, 0]
     assert manager.statistics().num_used == 0
-    manager.check_invariants([])
+    check_memory(manager, [])
     manager.settle()
-    manager.check_invariants([])
+    check_memory(manager, [])
 
 
 def snapshot(manager: KvCacheManager, *sequences: SequenceBlocks) -> object:
@@ -223,7 +224,7 @@ def test_a_sequence_lives_off_the_blocks_that_leave_it_when_nothing_else_is_free
     for end in range(21, 60):
         manager.settle()
         assert manager.grow(sequence, tokens, end)
-        manager.check_invariants([sequence])
+        check_memory(manager, [sequence])
 
 
 def test_a_sequence_may_refuse_scratch_but_cannot_have_it_against_the_engine(make_manager) -> None:
@@ -242,11 +243,11 @@ def test_guessed_tokens_can_be_taken_back_and_others_written_in_their_place(make
     assert len(sequence.chain.digests) == 7, "match has hashed the prompt"
     assert [pool.statistics().num_cached for pool in manager.pools] == [4, 1], "blocks 4 and 5 may still change"
     manager.rewind(sequence, 19)
-    manager.check_invariants([sequence])
+    check_memory(manager, [sequence])
     assert [len(table.block_ids) for table in sequence.tables] == [5, 5]
     assert all(table.block_ids[3] >= 0 for table in sequence.tables), "token 14, which the next query sees"
     assert manager.grow(sequence, [*tokens[:19], 70, 71], 21)
-    manager.check_invariants([sequence])
+    check_memory(manager, [sequence])
     follower.assert_equals(manager)
 
 

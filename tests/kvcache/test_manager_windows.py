@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from memory_invariants import check_memory
 
 from kvist.errors import InvalidValueError
 from kvist.events import FULL
@@ -58,7 +59,7 @@ def test_what_left_the_front_is_stale_at_each_step_of_a_prompt_in_chunks_and_two
             needed = table.block_ids[first_needed : num_blocks_for(end, BLOCK_SIZE)].tolist()
             assert by_position(table, first_needed * BLOCK_SIZE, end) == needed, "what a next query sees has no holes"
             assert pool.statistics().num_used == len(by_position(table, 0, end)) == len(table.held())
-        manager.check_invariants([sequence])
+        check_memory(manager, [sequence])
         history = end
     assert 500 - num_stale_blocks(499, WINDOW, BLOCK_SIZE) * BLOCK_SIZE <= WINDOW + BLOCK_SIZE - 1
 
@@ -119,7 +120,7 @@ def test_bounded_pools_keep_the_tail_of_a_prompt_while_every_sequence_fills_its_
         sequences.append(sequence)
     assert manager.pools[1].statistics().num_used >= max_num_seqs * (window // size)
     assert manager.match(BlockHashChain(size), [*system, 7, 8, 9]).num_tokens >= len(system) - 2 * size
-    manager.check_invariants(sequences)
+    check_memory(manager, sequences)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from memory_invariants import check_memory
 
 from kvist.engine.core import EngineCore
 from kvist.engine.request import Request
@@ -165,7 +166,7 @@ def test_any_order_of_chunks_preemptions_and_reuse(windowed: str, seed: int, har
             if request.num_computed_tokens == len(request.token_ids) or rng.random() < 0.05:
                 model.close(request)
                 running = [each for each in running if each[0] is not request]
-    model.manager.check_invariants([request.blocks for request, _ in running])
+    check_memory(model.manager, [request.blocks for request, _ in running])
 
 
 def test_in_bfloat16_the_error_is_no_larger_than_that_of_transformers(family: str, harness, oracle) -> None:
