@@ -315,6 +315,7 @@ class Router:
 
 SIDES = {
     "kvist kv": ("kvist", "--policy", "kv"),
+    "kvist kv, 2 processes": ("kvist", "--policy", "kv", "--processes", "2"),
     "kvist round-robin": ("kvist", "--policy", "round-robin"),
     "smg cache_aware": ("smg", "--policy", "cache_aware"),
     "smg round_robin": ("smg", "--policy", "round_robin"),

@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_HEADERS = frozenset({b"authorization", b"traceparent", b"tracestate", b"x-request-id"})
 
+_LOOK_S, _MAX_LOOKS = 0.001, 20
+"""How often the index is looked at in vain, before a request is routed by load."""
+
 Refuse = Callable[[Responder, RequestError, bytes], None]
 """Answers with an error, under the request's id."""
 
@@ -132,6 +135,7 @@ class Forwarding:
     was_moved: bool = False
     place: Place | None = None
     attempt: PrefillAttempt | AnswerAttempt | None = None
+    _next_look: asyncio.TimerHandle | None = None
     _deadline: Deadline | None = None
     _reading: asyncio.Task[Ask] | None = None
     _reading_step: Span = NO_SPAN
@@ -178,6 +182,8 @@ class Forwarding:
         if self.place is not None:
             self.router.admission.leave(self.place)
             self._waiting_step.end(error)
+        if self._next_look is not None:
+            self._next_look.cancel()
         if self.attempt is not None:
             self.attempt.stop(status, error)
 
@@ -259,9 +265,27 @@ class Forwarding:
 
     def _match(self) -> None:
         self.router.admission.on_first_attempt()
+        self._look(_MAX_LOOKS)
+
+    def _look(self, num_left: int) -> None:
+        """Look who holds the prompt, again and again while the index is being written to by another process."""
+        self._next_look = None
         with self.trace.step("match"):
-            self.overlaps = self.router.routing.overlaps(self.ask)
+            overlaps = self.router.routing.overlaps(self.ask)
+        if overlaps is None and num_left:
+            self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again, num_left - 1)
+            return
+        if overlaps is None:
+            self.router.metrics.unmatched()
+        self.overlaps = overlaps or {}
         self._ask_next()
+
+    def _look_again(self, num_left: int) -> None:
+        try:
+            self._look(num_left)
+        except BaseException:
+            self._fail()
+            raise
 
     # Choose and send.
 

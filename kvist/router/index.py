@@ -89,8 +89,11 @@ class Caches(Protocol):
     def has_joined(self) -> bool:
         """Whether prompts can be hashed and matched."""
 
-    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
-        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone."""
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps | None:
+        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone.
+
+        None for once: the index is being written to.
+        """
 
     def ranks(self, worker: str, max_age_s: float = 0.0) -> list[RankStatus]:
         """Return the ranks of a worker, in order, as they were up to `max_age_s` ago."""

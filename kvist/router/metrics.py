@@ -91,6 +91,8 @@ class RouterMetrics:
             "Requests by how much of their prompts could be read: tokens, partly or load only, and what was in the way"
         )
         self._readings = counter("readings", text, ["api", "outcome", "obstacle"])
+        text = "Requests routed by load, as the index was being written to whenever it was looked at"
+        self._unmatched = counter("unmatched", text)
         self._refusals = counter("refusals", "Requests the router answered itself", ["status"])
         self._retries = counter("retries", "Requests sent on to another worker", ["worker"])
         self._handovers = counter("disaggregated", "Requests answered by a decode worker with another's prefill")
@@ -136,6 +138,10 @@ class RouterMetrics:
     def read(self, path: str, ask: Ask) -> None:
         """Count a request by how much of its prompt is known."""
         self._readings.labels(APIS.get(path, "other"), ask.outcome, ask.obstacle or "").inc()
+
+    def unmatched(self) -> None:
+        """Count a request that was routed by load though the index is there."""
+        self._unmatched.inc()
 
     def refused(self, status: int) -> None:
         """Count an answer of the router's own."""

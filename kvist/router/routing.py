@@ -50,8 +50,8 @@ class Routing:
         self._policy, self._decode_policy = config.make_policy(), config.make_decode_policy()
         self._max_local_prefill_tokens = config.max_local_prefill_tokens
 
-    def overlaps(self, ask: Ask) -> Overlaps:
-        """Return what each rank holds of the prompt; empty where it cannot be known."""
+    def overlaps(self, ask: Ask) -> Overlaps | None:
+        """Return what each rank holds of the prompt; empty where it cannot be known, None where it can in a moment."""
         if self._index is None or not self._index.has_joined or ask.token_ids is None:
             return {}
         block_size = self._index.hashed_block_size
@@ -60,10 +60,12 @@ class Routing:
             return {}
         token_ids, hashes_of = ask.token_ids, self._hashes_of(ask, block_size)
         overlaps = self._index.match(hashes_of(token_ids), num_usable_tokens // block_size)
+        if overlaps is None:
+            return None
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
         if self._index.match(hashes_of(token_ids[: block_size + 1], is_eagle=True)):
             eagle_hashes = hashes_of(token_ids[: num_usable_tokens + 1], is_eagle=True)
-            found = dict(self._index.match(eagle_hashes))
+            found = dict(self._index.match(eagle_hashes) or {})
             if num_usable_tokens + 1 == len(token_ids):  # that one is the last, at which SGLang does not look
                 for rank, depths in found.items():
                     if (worker := self._fleet.get(rank.worker)) is not None and worker.is_of("sglang"):

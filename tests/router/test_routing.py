@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -123,3 +124,38 @@ async def test_a_prompt_that_cannot_be_tokenised_says_why(worker, router) -> Non
         answer = await front.client.post("/route", json={"prompt": "some text", "model": "m"})
         assert answer.json()["rule"] == "load"
         assert "no model path" in answer.json()["untokenized_reason"]
+
+
+@pytest.mark.parametrize(("num_disturbed", "overlap", "unmatched"), [(3, "32", 0), (10**9, "0", 1)])
+async def test_an_index_that_is_written_to_just_now_is_looked_at_again_and_at_last_done_without(
+    worker, router, monkeypatch, num_disturbed, overlap, unmatched
+) -> None:
+    async with worker() as a, worker() as b, router(a.url, b.url, block_size=16) as front:
+        front.hold(b.url, TOKENS[:32])
+        index, num_looks = front.service.known.index, 0
+        match = index.match
+
+        def disturbed(*arguments: Any) -> Any:
+            nonlocal num_looks
+            num_looks += 1
+            return None if num_looks <= num_disturbed else match(*arguments)
+
+        monkeypatch.setattr(index, "match", disturbed)
+        assert (await front.complete(TOKENS)).headers["x-kvist-overlap-tokens"] == overlap
+        assert (await front.metrics())["kvist_router_unmatched_total"] == unmatched
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_looked_up_is_forgotten(
+    worker, router, monkeypatch, until
+) -> None:
+    async with worker() as one, router(one.url, block_size=16) as front:
+        looks: list[Any] = []
+        monkeypatch.setattr(front.service.known.index, "match", lambda *given: looks.append(given))
+        monkeypatch.setattr("kvist.router.forward._MAX_LOOKS", 10**9)
+        asked = asyncio.create_task(front.complete(TOKENS))
+        await until(lambda: len(looks) > 2)
+        asked.cancel()
+        await until(lambda: front.service._server.statistics().num_disconnects)
+        monkeypatch.undo()
+        assert (await front.complete(TOKENS)).status_code == 200
+        assert len(one.completions) == 1

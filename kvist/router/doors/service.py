@@ -312,7 +312,7 @@ class RouterService:
         try:
             ask = await self._forwarder.reader.read(None, body)
             full = admission.full(ask.model, ())
-            plan = routing.plan(ask, routing.overlaps(ask), full, obstacle(COMPLETION_PATH, ask))
+            plan = routing.plan(ask, routing.overlaps(ask) or {}, full, obstacle(COMPLETION_PATH, ask))
         except RequestError as error:
             return refusal(error)
         return json_answer(explain_plan(plan, ask) | {"queued": admission.would_wait(ask.model)})

@@ -37,8 +37,6 @@ class SharedIndex:
         self._counted: dict[str, tuple[float, list[RankStatus]]] = {}
         self._targets: dict[int, WorkerRank] = {}
         self.block_size: int | None = None
-        self.num_disturbed = 0
-        """Matches that came to nothing, as the keeper wrote all the time."""
 
     @property
     def hashed_block_size(self) -> int:
@@ -73,15 +71,14 @@ class SharedIndex:
             if status.clearing is not None and status.state is not SourceState.RESYNCING:
                 self._targets[status.clearing] = status.target
 
-    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps:
-        """Return who holds how many leading blocks, of the first `num_usable`, but for ranks whose may be gone."""
+    def match(self, hashes: NDArray[np.uint64], num_usable: int | None = None) -> Overlaps | None:
+        """Return who holds how many leading blocks, of the first `num_usable`; None while the keeper writes."""
         reader, targets = self._reader, self._targets
         if reader is None:
             return {}
         found = reader.match(hashes, len(hashes) if num_usable is None else num_usable)
         if found is None:
-            self.num_disturbed += 1
-            return {}
+            return None
         if reader.wants_uses:
             self._tell(Used(hashes.tobytes()))
         return {targets[giving]: depths for giving, depths in found.items() if giving in targets}
