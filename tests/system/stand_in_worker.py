@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 from typing import Any
 
 NUM_EVENTS = 20
@@ -52,6 +53,10 @@ class Worker:
                 body = json.loads(await reader.readexactly(length)) if length else {}
                 if path == b"/v1/completions":
                     await self.answer(body, writer)
+                elif path == b"/v1/responses":
+                    self.prompts.append(body["input"])
+                    response = {"id": f"resp_{os.getpid()}_{len(self.prompts)}", "status": "completed", "output": []}
+                    writer.write(whole(json.dumps(response).encode()))
                 else:
                     writer.write(self.page(path, body))
                 await writer.drain()

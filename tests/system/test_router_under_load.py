@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
+from stand_ins import Answer, StandIn, fetch, port_of, read, stand_ins, until
 
 from kvist.cli.up import Child, ProcessGroup
 
 pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]
 
-Until = Callable[[Callable[[], object]], Awaitable[None]]
 SILENCE_S, IDLE_S = 2, 4
 TIMES = (
     "--silence-timeout-s",
@@ -38,70 +36,6 @@ TIMES = (
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> None:
     """Workers and router are the module's."""
-
-
-@dataclass
-class Answer:
-    """One answer, as far as it has come."""
-
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    body: bytes = b""
-    is_whole: bool = False
-    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def worker(self) -> str:
-        return self.headers["x-kvist-worker"]
-
-
-async def read(port: int, path: str, body: dict[str, Any] | None, headers: dict[str, str], answer: Answer) -> Answer:
-    """Read the answer to a request on a connection of its own; not whole where the connection ended first."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        data = b"" if body is None else json.dumps(body).encode()
-        lines = {"host": "127.0.0.1", "content-length": str(len(data)), "connection": "close"} | headers
-        start = f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\n"
-        writer.write(
-            (start + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n").encode() + data
-        )
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        answer.status = int(head[0].split(" ")[1])
-        answer.headers = dict(line.split(": ", 1) for line in head[1:] if line)
-        while piece := await reader.read(65536):
-            answer.body += piece
-            answer.has_begun.set()
-        is_chunked = "transfer-encoding" in answer.headers
-        length = int(answer.headers.get("content-length", 0))
-        answer.is_whole = answer.body.endswith(b"0\r\n\r\n") if is_chunked else len(answer.body) == length
-    finally:
-        writer.close()
-    return answer
-
-
-def port_of(url: str) -> int:
-    return int(url.rpartition(":")[2])
-
-
-async def fetch(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    answer = await read(port_of(url), path, body, {}, Answer())
-    parsed: dict[str, Any] = json.loads(answer.body)
-    return parsed
-
-
-@dataclass
-class StandIn:
-    """A worker's process."""
-
-    url: str
-    process: asyncio.subprocess.Process
-
-    async def prompts(self) -> list[str]:
-        prompts: list[str] = (await fetch(self.url, "/told"))["prompts"]
-        return prompts
-
-    async def order(self, **orders: Any) -> None:
-        await fetch(self.url, "/orders", orders)
 
 
 @dataclass
@@ -126,39 +60,24 @@ class Router:
         page = (await read(port_of(self.child.url), "/metrics", None, {}, Answer())).body.decode()
         return sum(float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(name))
 
-    async def until(self, condition: Callable[[], Awaitable[bool]]) -> None:
-        async with asyncio.timeout(60):
-            while not await condition():  # noqa: ASYNC110 - another process
-                await asyncio.sleep(0.05)
-
     async def until_state(self, worker: StandIn, state: str) -> None:
         async def is_so() -> bool:
             return (await self.workers())[worker.url]["state"] == state
 
-        await self.until(is_so)
+        await until(is_so)
 
     async def until_queued(self, number: int) -> None:
         async def is_so() -> bool:
             return await self.metric("kvist_router_queued_requests{") == number
 
-        await self.until(is_so)
+        await until(is_so)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def fleet() -> AsyncIterator[list[StandIn]]:
     """Three workers."""
-    path = Path(__file__).with_name("stand_in_worker.py")
-    workers = []
-    try:
-        for _ in range(3):
-            process = await asyncio.create_subprocess_exec(sys.executable, path, stdout=asyncio.subprocess.PIPE)
-            assert process.stdout is not None
-            workers.append(StandIn(f"http://127.0.0.1:{int(await process.stdout.readline())}", process))
+    async with stand_ins(3) as workers:
         yield workers
-    finally:
-        for worker in workers:
-            worker.process.kill()
-            await worker.process.wait()
 
 
 @asynccontextmanager
@@ -202,7 +121,7 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
     async def all_came() -> bool:
         return sum("hold" in prompt for prompt in await all_prompts(fleet)) == len(held)
 
-    await router.until(all_came)
+    await until(all_came)
     before = set(await stopped.prompts())
     assert any(prompt.startswith("hold") for prompt in before)
     stopped.process.send_signal(signal.SIGSTOP)
@@ -213,7 +132,7 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
         async def all_moved() -> bool:
             return sum("hold" in prompt for prompt in await all_prompts(fleet[1:])) == len(held)
 
-        await router.until(all_moved)
+        await until(all_moved)
         answers = await asyncio.gather(*(router.ask(f"after {idx}")[1] for idx in range(30)))
         assert {answer.status for answer in answers} == {200}
         assert stopped.url not in {answer.worker for answer in answers}
@@ -239,7 +158,7 @@ async def test_a_stopped_worker_is_noticed_and_what_it_has_not_begun_goes_elsewh
     async def is_used() -> bool:
         return (await router.ask("again")[1]).worker == stopped.url
 
-    await router.until(is_used)
+    await until(is_used)
     await stopped.order(release=True)
 
 
@@ -249,7 +168,7 @@ async def test_a_router_that_was_stopped_blames_nobody(fleet: list[StandIn], rou
             ("healthy", "closed")
         }
 
-    await router.until(is_at_peace)
+    await until(is_at_peace)
     retried_before = await router.metric("kvist_router_retries_total")
     streams = [router.ask(f"drip on {idx}", stream=True) for idx in range(12)]
     await asyncio.gather(*(answer.has_begun.wait() for answer, _ in streams))
@@ -269,7 +188,7 @@ async def test_a_router_that_was_stopped_blames_nobody(fleet: list[StandIn], rou
         async def goes_on(num_answered: int = num_answered) -> bool:
             return len(answers) >= num_answered + 30
 
-        await router.until(goes_on)
+        await until(goes_on)
         process.send_signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(stopped_s)  # longer than whatever the router waits for
@@ -307,7 +226,7 @@ async def test_clients_that_read_nothing_hold_nobody_up_and_little_memory(fleet:
         assert {(answer.status, answer.is_whole) for answer in answers} == {(200, True)}
         return sum(first) > 0 and await flooded() == first
 
-    await router.until(stands_still)
+    await until(stands_still)
     assert process.memory_info().rss - resting_bytes < num_idle_readers * 2**20 + 2**24  # of 64 MiB each
     for writer in writers:
         writer.transport.abort()
@@ -315,7 +234,7 @@ async def test_clients_that_read_nothing_hold_nobody_up_and_little_memory(fleet:
     async def are_forgotten() -> bool:
         return all(each["running_requests"] == 0 for each in (await router.workers()).values())
 
-    await router.until(are_forgotten)
+    await until(are_forgotten)
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -334,7 +253,7 @@ async def test_what_a_busy_worker_refuses_is_answered_by_others(
     async def is_used() -> bool:
         return (await router.ask("again")[1]).worker == busy.url
 
-    await router.until(is_used)
+    await until(is_used)
 
 
 async def test_a_queue_keeps_its_order_and_its_deadlines_and_is_served_before_the_router_ends(
@@ -347,7 +266,7 @@ async def test_a_queue_keeps_its_order_and_its_deadlines_and_is_served_before_th
         async def runs() -> bool:
             return "hold running" in await worker.prompts()
 
-        await router.until(runs)
+        await until(runs)
         queued = []
         for prompt, priority in (("second", 0), ("last", 5), ("leaves", 0), ("third", 0), ("first", -1)):
             queued.append(router.ask(f"queued {prompt}", priority=priority)[1])

@@ -36,7 +36,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.metrics import RouterMetrics
 from kvist.router.processes import messages
-from kvist.router.processes.index import SharedIndex
+from kvist.router.processes.index import SharedIndex, open_reader
 from kvist.router.processes.keeper import INDEX_SOCKET, KEEPER_SOCKET, families_of
 from kvist.router.processes.messages import Link, Message, ToFront, encode
 
@@ -46,7 +46,8 @@ RETRY_S = 0.05
 """Between two attempts to reach a keeper."""
 FIRST_NEWS_S = 10.0
 """How long a front that starts waits for a keeper; then it listens, and refuses requests until there is one."""
-ANSWER_TIMEOUT_S = 15.0
+ANSWER_TIMEOUT_S, READINESS_TIMEOUT_S = 15.0, 0.5
+"""How long a keeper is waited for; whoever asks for readiness waits a second or so."""
 HEARD_INTERVAL_S = 0.5
 
 _decode = msgspec.msgpack.Decoder(ToFront).decode
@@ -101,9 +102,10 @@ class RemoteKeeper:
         self._conversations: Conversations | None = None
         self._link: Link | None = None
         self._was_told = asyncio.Event()
+        self._told_by: int | None = None
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._numbers = itertools.count()
-        self._questions: dict[int, asyncio.Future[Answer]] = {}
+        self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._seen: set[str] = set()
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
@@ -132,22 +134,30 @@ class RemoteKeeper:
         """Return the keeper's answer, or what can be said without it."""
         if question.path == "/health":
             return json_answer({"status": "ok", "version": __version__})
-        link = self._link
-        if question.path == "/readiness" and (link is None or question.is_draining):
-            page = explain_readiness(self.fleet, None, is_draining=question.is_draining)
-            page["index"] = "away: the process that follows the fleet is being started" if link is None else None
-            return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        is_readiness, link = question.path == "/readiness", self._link
+        if is_readiness and question.is_draining:
+            return self._own_readiness(None, is_draining=True)
         if link is None:
-            return refusal(_away("is being started"))
-        number = next(self._numbers)
+            return self._own_readiness("is being started") if is_readiness else refusal(_away("is being started"))
+        number, timeout_s = next(self._numbers), READINESS_TIMEOUT_S if is_readiness else ANSWER_TIMEOUT_S
         self._questions[number] = asked = asyncio.get_running_loop().create_future()
         link.tell(encode(messages.Asked(number, question)))
         try:
-            return await asyncio.wait_for(asked, ANSWER_TIMEOUT_S)
+            answer: Answer | None = await asyncio.wait_for(asked, timeout_s)
         except TimeoutError:
-            return refusal(_away(f"does not answer for {ANSWER_TIMEOUT_S:g} s"))
+            away = f"does not answer for {timeout_s:g} s"
+        else:
+            if answer is not None:
+                return answer
+            away = "has ended"
         finally:
             del self._questions[number]
+        return self._own_readiness(away) if is_readiness else refusal(_away(away))
+
+    def _own_readiness(self, away: str | None, *, is_draining: bool = False) -> Answer:
+        page = explain_readiness(self.fleet, None, is_draining=is_draining)
+        page["index"] = None if away is None else f"away: the process that follows the fleet {away}"
+        return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def start_renderings(self, tokenizer: ChatTokenizer) -> None:
         """Tell apart from now on what is rendered in ways of its own; the keeper says by whom."""
@@ -187,11 +197,18 @@ class RemoteKeeper:
                 continue
             link = Link(reader, writer)
             known = [
-                messages.Known(worker.url, worker.configured_event_sources, worker.configured_role, worker.is_draining)
+                messages.Known(
+                    worker.url,
+                    worker.configured_event_sources,
+                    worker.configured_role,
+                    worker.is_draining,
+                    worker.health.is_healthy,
+                    worker.identity,
+                )
                 for worker in self.fleet.workers
             ]
             self._seen = set()
-            link.tell(encode(messages.Hello(self._front, os.getpid(), known if self._was_told.is_set() else None)))
+            link.tell(encode(messages.Hello(self._front, os.getpid(), self._told_by, known)))
             try:
                 async for frame in link.frames():
                     self._take(link, _decode(frame))
@@ -206,7 +223,7 @@ class RemoteKeeper:
             self.index.detach()
         for asked in self._questions.values():
             if not asked.done():
-                asked.set_result(refusal(_away("has ended")))
+                asked.set_result(None)
 
     def _take(self, link: Link, message: ToFront) -> None:
         match message:
@@ -218,10 +235,10 @@ class RemoteKeeper:
                 self.index.block_size = block_size
                 if has_joined and not self.index.has_joined:
                     self._running.append(self._tasks.create_task(self._attach(link, self.index), name="kvist-attach"))
-            case messages.AllTold():
+            case messages.AllTold(pid):
                 for url in [worker.url for worker in self.fleet.workers if worker.url not in self._seen]:
                     self._forget(url)
-                self._link = link
+                self._link, self._told_by = link, pid
                 self._was_told.set()
             case messages.Answered(number, answer) if (asked := self._questions.get(number)) is not None:
                 if not asked.done():
@@ -235,13 +252,13 @@ class RemoteKeeper:
 
     async def _attach(self, link: Link, index: SharedIndex) -> None:
         try:
-            await index.attach(self._directory / INDEX_SOCKET)
+            reader = await open_reader(self._directory / INDEX_SOCKET)
         except OSError as error:
             logger.warning("the index cannot be mapped: %s", error)
-        if self._link is not link:  # it was another keeper's
-            index.detach()
         else:
-            logger.info("the index has joined")
+            if not link.is_closed:  # or it may be another keeper's
+                index.attach(reader)
+                logger.info("the index has joined")
 
     def _know(self, news: messages.WorkerNews) -> None:
         self._seen.add(news.url)

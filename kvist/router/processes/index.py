@@ -48,17 +48,17 @@ class SharedIndex:
         """Return whether prompts can be hashed and matched."""
         return self._reader is not None
 
-    async def attach(self, path: Path) -> None:
-        """Map the index whose descriptor is handed out at a Unix socket; raises OSError if it is not, any more."""
-        await compilation.load()
-        from kvist.radix import RadixReader
-
-        memory = await asyncio.to_thread(_receive_memory, path)
-        self._reader = RadixReader(memory)
+    def attach(self, reader: RadixReader) -> None:
+        """Match in this index from now on."""
+        self._reader = reader
 
     def detach(self) -> None:
-        """Know nothing of caches any more."""
+        """Know nothing of caches any more; the next index counts its givings anew."""
         self._reader = None
+        self._targets.clear()
+        self._counted.clear()
+        for worker, ranks in self._ranks.items():
+            self._ranks[worker] = [replace(status, slot=None, clearing=None) for status in ranks]
 
     def know(self, worker: str, ranks: list[RankStatus]) -> None:
         """Take what the keeper says of a worker's ranks; of one that is gone they are none."""
@@ -105,6 +105,14 @@ class SharedIndex:
     def computed(self, worker: str, hashes: NDArray[np.uint64]) -> None:
         """Take note that a worker, expected to hold what it was given, now holds all blocks of a prompt."""
         self._tell(Computed(worker, hashes.tobytes()))
+
+
+async def open_reader(path: Path) -> RadixReader:
+    """Map the index whose descriptor is handed out at a Unix socket; raises OSError if it is not, any more."""
+    await compilation.load()
+    from kvist.radix import RadixReader
+
+    return RadixReader(await asyncio.to_thread(_receive_memory, path))
 
 
 def _receive_memory(path: Path) -> mmap.mmap:

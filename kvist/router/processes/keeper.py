@@ -56,7 +56,8 @@ class KeeperProcess:
         self._told: dict[str, bytes] = {}
         self._index_told: bytes = b""
         self._is_due = True
-        self._has_heard = False
+        self._has_adopted = False
+        self._trials: dict[str, Link] = {}
         self._numbers = itertools.count()
         self._pages: dict[int, asyncio.Future[None]] = {}
         self._descriptor = os.memfd_create("kvist-index")
@@ -73,6 +74,7 @@ class KeeperProcess:
                     self._load,
                     self._started_s,
                     registry=self._metrics,
+                    on_removed=self._on_removed,
                     descriptor=self._descriptor,
                 )
             )
@@ -125,18 +127,19 @@ class KeeperProcess:
                 rests_until_s = began_s + _REST * (loop.time() - began_s)
 
     def _tell_changes(self) -> None:
-        workers = self._keeper.fleet.workers
-        for url in self._told.keys() - {worker.url for worker in workers}:
-            del self._told[url]
-            self._metrics.forget(url)
-            self._tell_all(encode(messages.WorkerGone(url)))
-        for worker in workers:
+        for worker in self._keeper.fleet.workers:
             self._tell_of(worker)
         if (index := self._keeper.index) is not None:
             frame = encode(messages.IndexNews(index.block_size, index.has_joined))
             if frame != self._index_told:
                 self._index_told = frame
                 self._tell_all(frame)
+
+    def _on_removed(self, url: str) -> None:
+        """Tell it at once: who comes back under this URL may have other columns on the board."""
+        self._told.pop(url, None)
+        self._metrics.forget(url)
+        self._tell_all(encode(messages.WorkerGone(url)))
 
     def _tell_of(self, worker: Worker) -> None:
         frame = encode(self._news_of(worker))
@@ -182,15 +185,16 @@ class KeeperProcess:
         finally:
             self._fronts.pop(link, None)
             link.close()
+            for url in [url for url, each in self._trials.items() if each is link]:  # of which nobody tells the end
+                self._on_happened(link, url, "abandon", 0.0)
 
     def _take(self, link: Link, message: ToKeeper) -> None:
         index, fleet = self._keeper.index, self._keeper.fleet
         match message:
             case messages.Hello():
                 self._greet(link, message)
-            case messages.Happened(url, what, now_s) if (worker := fleet.get(url)) is not None:
-                worker.breaker.take(what, now_s)
-                self._tell_of(worker)
+            case messages.Happened(url, what, now_s):
+                self._on_happened(link, url, what, now_s)
             case messages.Paused(url, until_s) if (worker := fleet.get(url)) is not None:
                 worker.capacity.paused_until_s = max(worker.capacity.paused_until_s, until_s)
                 fleet.bounded.add(url)
@@ -208,14 +212,23 @@ class KeeperProcess:
                 if (page := self._pages.pop(number, None)) is not None and not page.done():
                     page.set_result(None)
 
+    def _on_happened(self, link: Link, url: str, what: str, now_s: float) -> None:
+        if what == "begin":
+            self._trials[url] = link
+        else:
+            self._trials.pop(url, None)
+        if (worker := self._keeper.fleet.get(url)) is not None:
+            worker.breaker.take(what, now_s)
+            self._tell_of(worker)
+
     def _greet(self, link: Link, hello: messages.Hello) -> None:
-        if hello.workers is not None and not self._has_heard:
+        if hello.told_by not in (None, os.getpid()) and not self._has_adopted:
             self._adopt(hello.workers)
-        self._has_heard = True
+            self._has_adopted = True
         self._metrics.begin(hello.front, hello.pid)
         self._tell_changes()
         self._fronts[link] = hello.front
-        for frame in (*self._told.values(), self._index_told, encode(messages.AllTold())):
+        for frame in (*self._told.values(), self._index_told, encode(messages.AllTold(os.getpid()))):
             if frame:
                 link.tell(frame)
 
@@ -225,6 +238,9 @@ class KeeperProcess:
         for each in known:
             urls.add(each.url)
             worker = fleet.get(each.url) or membership.add(each.url, each.event_sources, each.role)
+            if worker.health.is_healthy is None:
+                worker.health.is_healthy = each.is_healthy
+                worker.identify(each.identity)
             if each.is_draining:
                 membership.drain(worker)
         for worker in fleet.workers:
@@ -234,18 +250,21 @@ class KeeperProcess:
     async def _answer(self, link: Link, asked: messages.Asked) -> None:
         if asked.question.path == "/metrics":
             await self._gather_metrics()
-        link.tell(encode(messages.Answered(asked.number, await self._keeper.answer(asked.question))))
+        answer = await self._keeper.answer(asked.question)
+        self._tell_changes()  # what it has made of the fleet is so once it is answered
+        link.tell(encode(messages.Answered(asked.number, answer)))
 
     async def _gather_metrics(self) -> None:
         """Have every front tell its metrics; of one that does not in time, those it told last count."""
-        waiting = []
+        waiting = {}
         for link in [*self._fronts]:
             number = next(self._numbers)
-            self._pages[number] = page = asyncio.get_running_loop().create_future()
-            waiting.append(page)
+            self._pages[number] = waiting[number] = asyncio.get_running_loop().create_future()
             link.tell(encode(messages.MetricsWanted(number)))
         if waiting:
-            await asyncio.wait(waiting, timeout=_METRICS_TIMEOUT_S)
+            await asyncio.wait(waiting.values(), timeout=_METRICS_TIMEOUT_S)
+        for number in waiting:
+            self._pages.pop(number, None)
 
     async def _hand_out_index(self) -> None:
         """Give who connects the descriptor of the index, from when it has joined on."""

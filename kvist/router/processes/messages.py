@@ -70,6 +70,8 @@ class IndexNews(Message, frozen=True):
 class AllTold(Message, frozen=True):
     """That was all there is to know, as of now."""
 
+    pid: int
+
 
 class Answered(Message, frozen=True):
     """The answer to a question of this number."""
@@ -88,20 +90,23 @@ class MetricsWanted(Message, frozen=True):
 
 
 class Known(msgspec.Struct, frozen=True):
-    """A worker as an administrator or a configuration had it."""
+    """A worker as an administrator or a configuration had it, and how it was found."""
 
     url: str
     event_sources: tuple[str, ...]
     role: Role | None
     is_draining: bool
+    is_healthy: bool | None
+    identity: Identity
 
 
 class Hello(Message, frozen=True):
-    """Comes first. Who was told of workers before says so, as the keeper may have been started anew."""
+    """Comes first. Who was told of workers before says by which process, as the keeper may have been started anew."""
 
     front: int
     pid: int
-    workers: list[Known] | None
+    told_by: int | None
+    workers: list[Known]
 
 
 class Happened(Message, frozen=True):
@@ -180,6 +185,11 @@ class Link:
                 yield await self._reader.readexactly(length)
         except (asyncio.IncompleteReadError, OSError):
             return
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether it has ended."""
+        return self._writer.is_closing()
 
     def close(self) -> None:
         """End it at once."""

@@ -1,0 +1,487 @@
+"""The router of several processes: what each front does counts for all, and none of them ends what others carry."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from stand_ins import Answer, Connection, StandIn, port_of, read, stand_ins, until
+
+from kvist.cli.up import Child, ProcessGroup
+
+pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]
+
+KEEPER = -1
+FRONTS = (0, 1)
+TIMES = ("--silence-timeout-s", 2, "--health-timeout-s", 2, "--breaker-cooldown-s", 1)
+TOKENS = list(range(1000, 1160))  # ten blocks
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> None:
+    """Workers and routers are the module's."""
+
+
+@contextmanager
+def stopped(process: psutil.Process) -> Iterator[None]:
+    """Have a process do nothing meanwhile."""
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
+
+
+@dataclass
+class Router:
+    """A router's processes."""
+
+    child: Child
+    _idle: dict[int, list[socket.socket]] = field(default_factory=partial(defaultdict, list))
+
+    def parts(self) -> dict[int, psutil.Process]:
+        """Return the running fronts by their numbers, and the keeper."""
+        found = {}
+        for process in psutil.Process(self.child.process.pid).children():
+            with suppress(psutil.Error, ValueError):  # as it begins, it is its parent's copy
+                command = process.cmdline()
+                found[json.loads(command[command.index("--part") + 1])["front"]] = process
+        return found
+
+    async def connect(self, front: int) -> Connection:
+        """Return a connection that this front has taken: which one gets it is the system's to say."""
+        while True:
+            idle = self._idle[self.parts()[front].pid]
+            while idle:
+                connection = idle.pop()
+                with suppress(BlockingIOError):
+                    connection.recv(1, socket.MSG_PEEK)  # it was ended
+                    connection.close()
+                    continue
+                return await asyncio.open_connection(sock=connection)
+            await self._open_some()
+
+    async def _open_some(self) -> None:
+        address = ("127.0.0.1", port_of(self.child.url))
+        opened = {}
+        for _ in range(16):
+            connection = socket.create_connection(address)
+            connection.setblocking(False)
+            opened[connection.getsockname()[1]] = connection
+
+        async def are_taken() -> bool:
+            for number, process in self.parts().items():
+                with suppress(psutil.Error):
+                    for each in process.net_connections("tcp") if number != KEEPER else ():
+                        if each.raddr and (taken := opened.pop(each.raddr.port, None)) is not None:
+                            self._idle[process.pid].append(taken)
+            return not opened
+
+        await until(are_taken)
+
+    def close(self) -> None:
+        for each in chain.from_iterable(self._idle.values()):
+            each.close()
+
+    async def ask(self, front: int, prompt: str, **fields: Any) -> tuple[Answer, asyncio.Task[Answer]]:
+        """Return the front's answer as it comes, and what ends with it."""
+        return self.ask_on(await self.connect(front), prompt, **fields)
+
+    def ask_on(self, connection: Connection, prompt: str, **fields: Any) -> tuple[Answer, asyncio.Task[Answer]]:
+        body = {"model": "m", "prompt": prompt, **fields}
+        answer = Answer()
+        return answer, asyncio.create_task(read(0, "/v1/completions", body, {}, answer, connection))
+
+    async def complete(self, front: int, prompt: str, **fields: Any) -> Answer:
+        return await (await self.ask(front, prompt, **fields))[1]
+
+    async def call(self, front: int, path: str, body: object = None, method: str | None = None) -> tuple[int, Any]:
+        """Return the status and the JSON of a front's answer."""
+        headers = {"content-type": "application/json"}
+        answer = await read(0, path, body, headers, Answer(), await self.connect(front), method)  # type: ignore[arg-type]
+        return answer.status, json.loads(answer.body)
+
+    async def workers(self, front: int = 0) -> dict[str, dict[str, Any]]:
+        return {worker["url"]: worker for worker in (await self.call(front, "/workers"))[1]["workers"]}
+
+    async def num_running(self, front: int = 0) -> int:
+        return sum(load["running_requests"] for load in (await self.call(front, "/get_loads"))[1]["loads"])
+
+    async def metrics(self, front: int = 0) -> dict[str, float]:
+        page = (await read(0, "/metrics", None, {}, Answer(), await self.connect(front))).body.decode()
+        lines = [line.rpartition(" ") for line in page.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in lines}
+
+    async def metric(self, name: str, front: int = 0) -> float:
+        return sum(value for key, value in (await self.metrics(front)).items() if key.startswith(name))
+
+    async def until_restarted(self, part: int, pid: int) -> None:
+        """Wait until another process has come in the place of one, and does its work."""
+
+        async def is_back() -> bool:
+            process = self.parts().get(part)
+            if process is None or process.pid == pid:
+                return False
+            if part == KEEPER:
+                return (await self.call(0, "/workers"))[0] == (await self.call(1, "/workers"))[0] == 200
+            return any(each.status == psutil.CONN_LISTEN for each in process.net_connections("tcp"))
+
+        await until(is_back)
+
+
+@asynccontextmanager
+async def routing(*flags: object, processes: object = 2) -> AsyncIterator[Router]:
+    async with ProcessGroup() as group:
+        arguments = ("route", "--port", 0, "--processes", processes, *flags)
+        router = Router(await group.start("router", *map(str, arguments)))
+        yield router
+        router.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fleet() -> AsyncIterator[list[StandIn]]:
+    """Three workers."""
+    async with stand_ins(3) as workers:
+        yield workers
+
+
+def urls_of(fleet: list[StandIn]) -> list[str]:
+    return [worker.url for worker in fleet]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def router(fleet: list[StandIn]) -> AsyncIterator[Router]:
+    flags = ("--policy", "round-robin", "--breaker-failures", 4, *TIMES)
+    async with routing(*flags, "--worker-urls", *urls_of(fleet)) as router:
+        yield router
+
+
+async def release(fleet: list[StandIn]) -> None:
+    for worker in fleet:
+        await worker.order(release=True)
+
+
+async def until_idle(router: Router) -> None:
+    async def is_so() -> bool:
+        return await router.num_running() == 0
+
+    await until(is_so)
+
+
+async def prompts_of(fleet: list[StandIn]) -> Counter[str]:
+    return Counter([prompt for worker in fleet for prompt in await worker.prompts()])
+
+
+async def until_came(fleet: list[StandIn], *prompts: str) -> None:
+    async def have_come() -> bool:
+        return (await prompts_of(fleet)).keys() >= set(prompts)
+
+    await until(have_come)
+
+
+async def test_whichever_front_is_asked_answers_for_all(fleet: list[StandIn], router: Router) -> None:
+    assert set(router.parts()) == {KEEPER, *FRONTS}
+    before = await router.metric("kvist_router_requests_total{")
+    held = [(await router.ask(front, f"hold {front} {idx}"))[1] for front in FRONTS for idx in range(3)]
+    await until_came(fleet, *(f"hold {front} {idx}" for front in FRONTS for idx in range(3)))
+    for front in FRONTS:
+        assert await router.num_running(front) == 6
+        assert [worker["running_requests"] for worker in (await router.workers(front)).values()] == [2, 2, 2]
+        assert await router.metric("kvist_router_running_requests{", front) == 6
+        assert await router.call(front, "/health") == (200, (await router.call(1 - front, "/health"))[1])
+        assert (await router.call(front, "/readiness"))[1]["ready"]
+    await release(fleet)
+    assert {answer.status for answer in await asyncio.gather(*held)} == {200}
+    for front in FRONTS:
+        assert await router.metric("kvist_router_requests_total{", front) == before + 6
+        assert await router.num_running(front) == 0
+
+
+async def test_workers_come_and_go_at_all_fronts_whichever_is_told(fleet: list[StandIn], router: Router) -> None:
+    async with stand_ins(1) as (added,):
+        assert (await router.call(0, "/workers", {"url": added.url}))[0] == 201
+
+        async def is_used_by_both() -> bool:
+            workers = [(await router.complete(front, f"for it {idx}")).worker for front in FRONTS for idx in range(4)]
+            return workers.count(added.url) >= 2
+
+        await until(is_used_by_both)
+        running = (await router.ask(1, "hold last"))[1]
+        while "hold last" not in await added.prompts():
+            await release(fleet)
+            await running
+            running = (await router.ask(1, "hold last"))[1]
+            await until_came([*fleet, added], "hold last")
+        for front in FRONTS:
+            assert (await router.call(front, f"/workers?url={added.url}", method="DELETE"))[0] == 202
+        assert (await router.workers(1))[added.url]["state"] == "draining"
+        before = len(await added.prompts())
+        answers = [await router.complete(front, "not for it") for front in FRONTS for _ in range(4)]
+        assert {answer.status for answer in answers} == {200}
+        assert len(await added.prompts()) == before
+        await added.order(release=True)
+        assert (await running).status == 200
+
+        async def is_gone() -> bool:
+            return added.url not in await router.workers(1)
+
+        await until(is_gone)
+
+
+async def test_a_front_that_is_killed_ends_its_own_requests_and_comes_back(
+    fleet: list[StandIn], router: Router
+) -> None:
+    killed = router.parts()[0]
+    streams = [await router.ask(front, f"drip {front}", stream=True) for front in FRONTS]
+    held = [await router.ask(front, f"hold killed {front}") for front in FRONTS]
+    await asyncio.gather(*(answer.has_begun.wait() for answer, _ in streams))
+    await until_came(fleet, "hold killed 0", "hold killed 1")
+    await router.complete(0, "counted")
+    before = await router.metrics(1)
+    killed.kill()
+    await router.until_restarted(0, killed.pid)
+    assert not (await streams[0][1]).is_whole
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await held[0][1]
+    for front in FRONTS:
+        assert (await router.complete(front, "after")).status == 200
+        assert await router.num_running(front) == 2
+        after = await router.metrics(front)
+        counts = [name for name in before if name.partition("{")[0].endswith(("_total", "_count", "_sum", "_bucket"))]
+        fell = [name for name in counts if after.get(name, 0) < before[name]]
+        assert not fell
+    await release(fleet)
+    assert [(await reading).is_whole for _, reading in (streams[1], held[1])] == [True, True]
+    await until_idle(router)
+
+
+async def test_a_keeper_that_is_killed_stops_no_requests_and_knows_again_what_administrators_said(
+    fleet: list[StandIn], router: Router
+) -> None:
+    async with stand_ins(1) as (added,):
+        assert (await router.call(0, "/workers", {"url": added.url}))[0] == 201
+        assert (await router.call(1, f"/workers?url={fleet[0].url}", method="DELETE"))[0] == 202
+        expected = {added.url, fleet[1].url, fleet[2].url}
+
+        async def is_so() -> bool:
+            workers = await router.workers()
+            return workers.keys() == expected and all(worker["state"] == "healthy" for worker in workers.values())
+
+        await until(is_so)
+        stream, reading = await router.ask(0, "drip kept", stream=True)
+        await stream.has_begun.wait()
+        killed, is_over, statuses = router.parts()[KEEPER], False, Counter[int]()
+
+        async def go_on(front: int) -> None:
+            while not is_over:
+                statuses[(await router.complete(front, "on")).status] += 1
+
+        clients = [asyncio.create_task(go_on(front)) for front in FRONTS]
+        killed.kill()
+        await asyncio.to_thread(killed.wait)
+        status, page = await router.call(0, "/readiness")
+        assert (status, page["ready"]) == (200, True)
+        status, page = await router.call(0, "/workers")
+        if status != 200:  # it may be back already
+            assert (status, page["error"]["code"]) == (503, "keeper_away")
+        assert (await router.call(0, "/health"))[0] == 200
+        await router.until_restarted(KEEPER, killed.pid)
+        await until(is_so)
+        num_answered = statuses.total()
+
+        async def goes_on() -> bool:
+            return statuses.total() > num_answered + 10
+
+        await until(goes_on)
+        is_over = True
+        await asyncio.gather(*clients)
+        assert statuses.keys() == {200}
+        await added.order(release=True)
+        await release(fleet)
+        assert (await reading).is_whole
+        assert (await router.call(0, f"/workers?url={added.url}", method="DELETE"))[0] == 202
+        assert (await router.call(0, "/workers", {"url": fleet[0].url}))[0] == 201
+        expected = set(urls_of(fleet))
+        await until(is_so)
+
+
+async def test_while_the_keeper_is_stopped_requests_go_on(router: Router) -> None:
+    with stopped(router.parts()[KEEPER]):
+        for front in FRONTS:
+            answers = [await router.complete(front, "meanwhile") for _ in range(4)]
+            assert {answer.status for answer in answers} == {200}
+            assert (await router.call(front, "/health"))[0] == 200
+            status, page = await router.call(front, "/readiness")
+            assert (status, page["ready"]) == (200, True)
+            assert page["index"].startswith("away")
+    assert (await router.call(0, "/workers"))[0] == 200
+
+
+async def test_while_a_front_is_stopped_the_other_goes_on(fleet: list[StandIn], router: Router) -> None:
+    connections = [await router.connect(1) for _ in range(8)]
+    asked = [await router.connect(1) for _ in range(2)]
+    late, reading = await router.ask(0, "hold stopped")
+    await until_came(fleet, "hold stopped")
+    with stopped(router.parts()[0]):
+        answers = [await router.ask_on(connection, "beside")[1] for connection in connections]
+        assert {answer.status for answer in answers} == {200}
+        for path, connection in zip(("/workers", "/metrics"), asked, strict=True):
+            assert (await read(0, path, None, {}, Answer(), connection)).status == 200
+        await release(fleet)
+    assert (await reading).status == late.status == 200
+
+
+async def test_failures_seen_by_two_fronts_open_one_circuit(fleet: list[StandIn], router: Router) -> None:
+    await until_idle(router)
+    failing = fleet[0]
+    await failing.order(status=500)
+    seen: Counter[int] = Counter()
+
+    async def circuit() -> str:
+        state: str = (await router.workers(1))[failing.url]["circuit"]
+        return state
+
+    for front in FRONTS:
+        before = len(await failing.prompts())
+        while len(await failing.prompts()) < before + 2:
+            assert await circuit() == "closed"
+            seen[(await router.complete(front, f"may fail {front}")).status] += 1
+
+    async def is_open() -> bool:
+        return await circuit() == "open"
+
+    await until(is_open)
+    await failing.order(status=None)
+
+    async def is_closed() -> bool:
+        for front in FRONTS:
+            await router.complete(front, "try")
+        return await circuit() == "closed"
+
+    await until(is_closed)
+
+
+async def test_a_front_that_is_killed_during_a_trial_does_not_keep_the_circuit_from_closing(
+    fleet: list[StandIn], router: Router
+) -> None:
+    failing = fleet[1]
+    await failing.order(status=500)
+
+    async def circuit() -> str:
+        state: str = (await router.workers(1))[failing.url]["circuit"]
+        return state
+
+    async def is_open() -> bool:
+        await router.complete(0, "fails")
+        return await circuit() == "open"
+
+    await until(is_open)
+    await failing.order(status=None)
+    killed = router.parts()[0]
+    trials: list[asyncio.Task[Answer]] = []
+
+    async def is_tried() -> bool:
+        if await circuit() == "half-open":
+            return True
+        trials.append((await router.ask(0, f"hold trial {len(trials)}"))[1])
+        await until_came(fleet, f"hold trial {len(trials) - 1}")
+        return False
+
+    await until(is_tried)
+    killed.kill()
+    await router.until_restarted(0, killed.pid)
+    await asyncio.gather(*trials, return_exceptions=True)
+    await release(fleet)
+
+    async def is_closed() -> bool:
+        await router.complete(1, "again")
+        return await circuit() == "closed"
+
+    await until(is_closed)
+
+
+async def test_a_worker_that_stops_is_given_up_by_both_fronts_and_what_it_has_not_begun_goes_elsewhere_once(
+    fleet: list[StandIn], router: Router
+) -> None:
+    silent, num_held = fleet[2], 6
+    held = [(await router.ask(front, f"hold moved {front} {idx}"))[1] for front in FRONTS for idx in range(num_held)]
+    prompts = [f"hold moved {front} {idx}" for front in FRONTS for idx in range(num_held)]
+    await until_came(fleet, *prompts)
+    before = set(await silent.prompts())
+    assert {prompt.split()[2] for prompt in before & set(prompts)} == {"0", "1"}
+    silent.process.send_signal(signal.SIGSTOP)
+    try:
+        await until_came(fleet[:2], *prompts)
+        await release(fleet[:2])
+        assert {answer.status for answer in await asyncio.gather(*held)} == {200}
+        for front in FRONTS:
+            assert (await router.workers(front))[silent.url]["state"] == "unhealthy"
+    finally:
+        silent.process.send_signal(signal.SIGCONT)
+    await silent.order(release=True)
+    num_received = await prompts_of(fleet)
+    assert {prompt: num_received[prompt] for prompt in prompts} == {
+        prompt: 1 + (prompt in before) for prompt in prompts
+    }
+
+    async def is_healthy() -> bool:
+        return (await router.workers())[silent.url]["state"] == "healthy"
+
+    await until(is_healthy)
+
+
+async def test_a_response_that_one_front_passed_on_is_known_at_the_other(router: Router) -> None:
+    async def respond(front: int, **fields: Any) -> tuple[Answer, str]:
+        body = {"model": "m", "input": "hi", **fields}
+        answer = await read(0, "/v1/responses", body, {}, Answer(), await router.connect(front))
+        return answer, json.loads(answer.body).get("id", "")
+
+    first, response_id = await respond(0)
+
+    async def is_known() -> bool:
+        return (await respond(1, previous_response_id=response_id))[0].status == 200
+
+    await until(is_known)
+    answers = [await respond(1, previous_response_id=response_id) for _ in range(4)]
+    assert {answer.worker for answer, _ in answers} == {first.worker}
+
+
+async def test_a_port_that_another_router_listens_on_is_refused_both_ways(fleet: list[StandIn], router: Router) -> None:
+    def start(port: int, processes: int) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kvist", "route", "--policy", "round-robin", "--worker-urls", fleet[0].url]
+        command += ["--port", str(port), "--processes", str(processes)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    async with routing("--policy", "round-robin", "--worker-urls", fleet[0].url, processes=1) as single:
+        cases = [(router, 1), (router, 2), (single, 2)]
+        ended = [await asyncio.to_thread(start, port_of(each.child.url), number) for each, number in cases]
+    for result in ended:
+        assert result.returncode not in (0, -signal.SIGKILL), result
+        assert "in use" in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+async def test_numbers_of_processes_that_cannot_be_are_refused() -> None:
+    command = [sys.executable, "-m", "kvist", "route", "--worker-urls", "http://127.0.0.1:1", "--processes"]
+    for processes in ("0", "x", "65"):
+        result = await asyncio.to_thread(
+            subprocess.run, [*command, processes], capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 2, result
+        assert "processes" in result.stderr
+        assert processes in result.stderr
+        assert "Traceback" not in result.stderr
