@@ -58,7 +58,7 @@ CASES = [
 
 def kvist_runner() -> Callable[[Prompts, int], None]:
     """Return a function that generates with the bundled engine; memory is fresh for each call's prompts."""
-    core = load_engine(EngineConfig(model_dir=bundled_model_path()))
+    core = load_engine(EngineConfig(model_dir=bundled_model_path())).core
 
     def run(prompts: Prompts, output_len: int) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvist.engine.loading import load_with_memory
+    from kvist.engine.loading import load_engine
 
     config = read_config(args, ServeConfig, {"model_dir": Path})
     with _listen(config.host, config.port) as listener:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             with ExitStack() as where_it_fails:
                 if transfers is not None:
                     where_it_fails.callback(transfers.close)
-                loaded = load_with_memory(config, publisher, allocate, open_server)
+                loaded = load_engine(config, publisher, allocate, open_server)
                 where_it_fails.pop_all()
             return asyncio.run(_serve(config, listener, loaded, publisher, transfers, tracing))
 

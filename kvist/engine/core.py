@@ -118,11 +118,7 @@ class EngineCore:
         return longest - num_prompt if limit is None else limit
 
     def add_request(self, request_id: str, wanted: SequenceInput, times: RequestTimes | None = None) -> None:
-        """Queue one sequence; raises InvalidValueError as `check`.
-
-        A prompt that another worker has computed is computed here all the same if log probabilities are wanted: those
-        of its first token are not known.
-        """
+        """Queue one sequence; raises as `check`. With log probabilities wanted, no prompt is fetched."""
         params, handoff = wanted.params, wanted.handoff
         request = Request(
             request_id,

@@ -78,18 +78,17 @@ class LoadedEngine:
     followers: Followers | None = None
 
 
-def load_engine(config: EngineConfig, sink: EventSink | None = None) -> EngineCore:
-    """Return a ready engine that reports to `sink`; raises InvalidValueError. Sets torch's thread count."""
-    return load_with_memory(config, sink).core
-
-
-def load_with_memory(
+def load_engine(
     config: EngineConfig,
     sink: EventSink | None = None,
     allocate: Callable[[int], torch.Tensor] | None = None,
     open_server: OpenMemoryServer | None = None,
 ) -> LoadedEngine:
-    """Return the engine with its memory, which `allocate` gives, and on other ranks what `open_server` opens there."""
+    """Return the engine with its memory, which `allocate` gives, and on other ranks what `open_server` opens there.
+
+    Cache events go to `sink`. Raises InvalidValueError for a directory, setting or memory that cannot work. Sets
+    torch's thread count.
+    """
     torch.set_num_threads(config.num_threads)
     facts = _facts(config, rank=0)
     if config.has_swa_scratch:
@@ -197,10 +196,7 @@ def _facts(config: EngineConfig, rank: int) -> _Facts:
 
 
 def _is_capturable(facts: _Facts) -> bool:
-    """Return whether a step launches the same work whatever its tokens are.
-
-    But for bfloat16 on sm_90 and later, torch asks the device how many tokens each expert got (2.13, grouped_mm).
-    """
+    """Return whether steps launch alike: torch 2.13 asks for experts' counts but for bfloat16 on sm_90 and later."""
     if facts.device.type != "cuda":
         return False
     is_asked = facts.dtype is not torch.bfloat16 or torch.cuda.get_device_capability(facts.device) < (9, 0)

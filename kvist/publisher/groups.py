@@ -62,10 +62,7 @@ class GroupHolder(Protocol):
         """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
 
     def store_in_group(self, group: int, engine_hashes: Sequence[EngineHash | None]) -> None:
-        """Note that a group holds blocks, or a copy more of each.
-
-        Where that may be a report of all of a prompt, only the last blocks are believed: others may have left since.
-        """
+        """Note that a group holds blocks, or a copy more; of what may be a report, only the last ones."""
 
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
         """Note that a group holds blocks no more, or a copy less of each."""

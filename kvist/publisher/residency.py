@@ -28,8 +28,6 @@ _U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 # depth in 32 bits, and a bit for each tier that holds it. Only the root has depth 0, and its parent counts for nothing.
 _PARENT_SHIFT, _DEPTH_SHIFT = 36, 4
 _DEPTH_MASK, _TIERS_MASK = 0xFFFF_FFFF, 0xF
-_GPU, _GPU_BIT = int(Tier.GPU), 1 << Tier.GPU
-_DEPTH_STEP, _DEPTH_BITS = 1 << _DEPTH_SHIFT, _DEPTH_MASK << _DEPTH_SHIFT
 _DEPTH_AND_TIERS_MASK = (1 << _PARENT_SHIFT) - 1
 
 _NUM_BLOCKS_A_SLICE = 16_384
@@ -188,11 +186,7 @@ class Residency:
         tier: Tier,
         scope: Scope = NO_SCOPE,
     ) -> Held:
-        """Hold a chain of blocks behind `parent` in a tier; depths are right if the parent is held.
-
-        An engine hash that named another block in this tier names the new one from here on: the last store wins. One
-        that names this block already has one more copy, if they are counted.
-        """
+        """Hold a chain behind `parent` in a tier; an engine hash names what was stored last, or has a copy more."""
         block_of, place_of, tier_bit = self._block_of[tier], self.places, 1 << tier
         depth = 0 if parent is None else _depth(place_of.get(parent, 0)) + 1
         depth_bits, before = depth << _DEPTH_SHIFT, parent or 0

@@ -185,10 +185,7 @@ class SidecarFeed:
                 self._publisher.between_events(partial(_forget_groups, ranks=tuple(self._ranks)))
 
     def _note_empty(self, rank: int, *, is_alone: bool) -> None:
-        """Take note that a rank holds nothing, and the stream with it if that is of this rank alone.
-
-        vLLM says so of the GPU: what it keeps beside is dropped with it or not, of which it tells nothing.
-        """
+        """Note that a rank holds nothing, and its stream if it is alone; vLLM tells that of the GPU, and no more."""
         if rank in self._offloading and self.endpoint.engine == "vllm":
             self._keeping.add(rank)
             self._num_lost_before_of.pop(rank, None)
@@ -226,10 +223,7 @@ class SidecarFeed:
 
 
 def join_removals(events: Iterable[EngineEvent]) -> Iterator[EngineEvent]:
-    """Yield the events with neighbouring removals of one group and tier in one: vLLM sends one for each block.
-
-    A full cache removes a block for each that it stores, and each event costs 8 µs, a hash in a joined one 1 µs.
-    """
+    """Yield the events with neighbouring removals of one group and tier in one: vLLM's, of a block, are 8 µs each."""
     for kind, run in groupby(events, _removal_kind):
         if kind is None:
             yield from run

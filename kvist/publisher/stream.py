@@ -202,11 +202,7 @@ class RankStream(Stream):
         has_all_groups: bool = False,
         num_ahead: int = 0,
     ) -> None:
-        """With `counts_copies`, what the engine stores again is one more copy of it, as long as nothing was lost.
-
-        With `has_full_reports` what it stores may be what it has, reported because somebody asked.
-        With `has_all_groups` a companion has what the other groups hold, and that hits need `num_ahead` blocks more.
-        """
+        """Publish one rank's stream; the options are as in `KvEventPublisher`."""
         super().__init__(source, block_size, epoch)
         self._lora_names = lora_names
         self._filter = WindowFilter(source.rank, window)
@@ -233,10 +229,7 @@ class RankStream(Stream):
         return self._splitter is None or self._splitter.others.is_expressible
 
     def admit(self, event: EngineEvent) -> None:
-        """Take one engine event into the batch being built; never raises for what the engine reported.
-
-        For an event whose values are not even of the right types the rank is cleared: it may have been a removal.
-        """
+        """Take one engine event, never raising: for one whose values are of wrong types the rank is cleared."""
         self._num_events += 1
         try:
             _check(event)

@@ -94,11 +94,7 @@ def check_traces_endpoint(endpoint: str) -> str:
 
 
 def open_tracing(endpoint: str, service_name: str, instance_id: str) -> Tracing:
-    """Return what makes and exports the spans of this service; close it in the end.
-
-    The endpoint is that of a collector, as `check_traces_endpoint` wants it. Everything else is told by OpenTelemetry's
-    environment variables, which also win over the names given here. Raises MissingExtraError.
-    """
+    """Return what makes and exports spans, as OpenTelemetry's environment says; raises MissingExtraError."""
     try:
         from kvist.tracing.otlp import Tracing
     except ModuleNotFoundError as error:

@@ -180,11 +180,7 @@ class Bounce:
                 self._receive_room.quarantine(lease.offset)
 
     def send(self, peer: PeerId, fragments: Int64s, base: int) -> Write | None:
-        """Gather on the thread, one fragment behind the other, then write once, to `base`.
-
-        None if there is no room to gather in, or it does not pay off, which the receiver could not know for sure: where
-        neighbours are joined, fewer fragments are left. The room is free when the write has ended.
-        """
+        """Gather on the thread, then write once, to `base`; None if there is no room, or it does not pay off."""
         size_bytes = int(fragments[:, 2].sum())
         if not self._threshold.pays_off(len(fragments), size_bytes):
             return None
@@ -197,11 +193,7 @@ class Bounce:
         return write
 
     def scatter(self, parts: Sequence[tuple[int, Int64s]]) -> Future[None]:
-        """Copy out of a lease's room on the thread; an error is this one's alone.
-
-        A part begins at an address in the room, and says what lies there: `[num_pieces, 2]`, where each piece belongs,
-        and its bytes. The transfer is complete when that is done.
-        """
+        """Copy parts of a lease's room to `[num_pieces, 2]`, places and bytes, on the thread; errors are this one's."""
         scattering: Future[None] = Future()
         with self._changed:
             if self._is_closed:

@@ -45,11 +45,7 @@ class BlockPairs(NamedTuple):
 def prompt_blocks(
     table: Sequence[int], num_tokens: int, block_size: int, num_cached_tokens: int = 0
 ) -> tuple[int, ...]:
-    """Return the blocks of a table that hold a prompt from its cached tokens on: a list that ends at its end.
-
-    Stale blocks are holes already, and left out; speculative and spare ones lie behind the end. A block that is cached
-    in part is not cached.
-    """
+    """Return the blocks of a prompt behind its cached tokens, without holes; one cached in part is not cached."""
     wanted = table[num_cached_tokens // block_size : num_blocks_for(num_tokens, block_size)]
     return tuple(block_id for block_id in wanted if block_id != ABSENT)
 

@@ -134,11 +134,7 @@ class SenderProtocol:
         return [refusal if isinstance(action, Answer) else action for action in actions]
 
     def cancelled(self, receiver: str, cancel: Cancel) -> list[SenderAction]:
-        """Take a receiver's cancel: it is told at once if nothing is under way, else when the write has ended.
-
-        Also for a transfer never heard of: its request may still be on the way, and will find that it has ended. Who
-        comes when all ranks of another receiver have asked ends nothing of theirs.
-        """
+        """Take a receiver's cancel, also of what was never heard of; it is told once nothing is under way for it."""
         key = TransferKey(receiver, cancel.transfer_id)
         request_id = self._request_ids.get(key)
         if request_id is not None:

@@ -199,7 +199,7 @@ class Alone:
 
     def __init__(self, model: Path) -> None:
         config = EngineConfig(model_dir=model, block_size=4, num_blocks=700, max_model_len=1024)
-        self._core: EngineCore = load_engine(config)
+        self._core: EngineCore = load_engine(config).core
         self._tokenizer = ChatTokenizer.load(model)
 
     def text(self, prompt: list[int]) -> str:

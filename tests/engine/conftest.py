@@ -230,7 +230,7 @@ def make_core(checkpoint: Callable[[str], Path]) -> Callable[..., EngineCore]:
 
     def make(name: str = "gemma3", sink: EventSink | None = None, **settings: Any) -> EngineCore:
         defaults: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "max_model_len": MAX_LEN}
-        return load_engine(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)), sink)
+        return load_engine(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)), sink).core
 
     return make
 

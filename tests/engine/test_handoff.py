@@ -14,7 +14,7 @@ from memory_invariants import check_engine
 from kvist.engine import handoff
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
-from kvist.engine.loading import LoadedEngine, load_with_memory
+from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, RequestTimes, SequenceInput
 from kvist.errors import InvalidValueError
 from kvist.kvcache import ABSENT
@@ -88,7 +88,7 @@ class Worker:
 def make_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Worker]:
     def make(name: str, is_fallback_allowed: bool = True, **settings: Any) -> Worker:
         defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
-        loaded = load_with_memory(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)))
+        loaded = load_engine(EngineConfig(model_dir=checkpoint(name), **(defaults | settings)))
         worker = Worker(loaded, Notes())
         loaded.core.attach(worker.notes.command, is_fallback_allowed=is_fallback_allowed)
         return worker

@@ -18,7 +18,7 @@ import zmq
 
 from kvist.engine.async_engine import AsyncEngine
 from kvist.engine.config import EngineConfig
-from kvist.engine.loading import LoadedEngine, load_with_memory
+from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.request import RemoteDecode, RemotePrefill, RequestOutput, SequenceInput
 from kvist.transfer.agents import SharedMemoryAgent
 from kvist.transfer.bounce import Bounce, BounceThreshold
@@ -88,7 +88,7 @@ def open_worker(checkpoint: Callable[[str], Path]) -> Callable[..., Any]:
         agent = SharedMemoryAgent(f"agent-{random.getrandbits(64):x}")
         defaults: dict[str, Any] = {"block_size": B, "num_blocks": 128, "max_model_len": 256}
         config = EngineConfig(model_dir=checkpoint(name), **(defaults | settings))
-        loaded = load_with_memory(config, None, lambda size: torch.from_numpy(agent.allocate(size)))
+        loaded = load_engine(config, None, lambda size: torch.from_numpy(agent.allocate(size)))
         pools = []
         for pool in loaded.tensors.pools:
             agent.register(pool.data_ptr(), pool.nbytes)

@@ -15,7 +15,7 @@ from torch import distributed
 from kvist.engine import loading
 from kvist.engine.config import EngineConfig
 from kvist.engine.core import EngineCore
-from kvist.engine.loading import LoadedEngine, load_engine, load_with_memory
+from kvist.engine.loading import LoadedEngine, load_engine
 from kvist.engine.rank_processes import RankLostError
 from kvist.engine.request import RequestOutput, SequenceInput
 from kvist.errors import InvalidValueError
@@ -30,7 +30,7 @@ NUM_TOKENS = 40
 
 @contextmanager
 def two_ranks(sink: EventSink | None = None, **settings: Any) -> Iterator[LoadedEngine]:
-    loaded = load_with_memory(EngineConfig(tensor_parallel_size=2, **SETTINGS, **settings), sink)
+    loaded = load_engine(EngineConfig(tensor_parallel_size=2, **SETTINGS, **settings), sink)
     assert loaded.followers is not None
     try:
         yield loaded
@@ -70,7 +70,7 @@ def test_two_ranks_give_the_tokens_and_events_of_one(
 ) -> None:
     params, model_dir, events, events_alone = greedy(NUM_TOKENS), checkpoint(name), new_follower(), new_follower()
     config = EngineConfig(model_dir=model_dir, **SETTINGS, **settings)
-    alone = load_engine(config, events_alone)
+    alone = load_engine(config, events_alone).core
     expected = run_twice(alone, generate, params)
     with two_ranks(events, model_dir=model_dir, **settings) as loaded:
         assert [group.layer.num_kv_heads for group in loaded.plan.groups] == [1] * len(loaded.plan.groups)
@@ -118,7 +118,7 @@ def test_groups_that_are_one_on_a_rank_are_refused_where_workers_are_to_exchange
     monkeypatch.setattr(loading, "load_model_config", lambda _: replace(whole, layers=(whole.layers[0], one_head)))
     config = EngineConfig(model_dir=checkpoint("llama"), tensor_parallel_size=2, **SETTINGS)
     with pytest.raises(InvalidValueError, match="tensor_parallel_size: got 2, expected fewer, or no --kv-transfer"):
-        load_with_memory(config, open_server=lambda _: pytest.fail("nothing is to be served"))
+        load_engine(config, open_server=lambda _: pytest.fail("nothing is to be served"))
     assert not multiprocessing.active_children()
 
 

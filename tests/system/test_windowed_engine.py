@@ -40,7 +40,7 @@ def one_thread() -> Iterator[None]:
 
 def make_engine(sink: EventSink | None = None, **settings: Any) -> EngineCore:
     settings = {"block_size": BLOCK_SIZE, "max_model_len": 544, "max_num_batched_tokens": CHUNK} | settings
-    return load_engine(EngineConfig(model_dir=bundled_model_path(), **settings), sink)
+    return load_engine(EngineConfig(model_dir=bundled_model_path(), **settings), sink).core
 
 
 def make_prompt(seed: int, count: int = NUM_PROMPT) -> list[int]:

@@ -202,10 +202,7 @@ def _yarn_magnitude(params: Raw) -> float:
 
 
 def shared_sources(layer_types: Sequence[str], num_shared: int) -> list[int | None]:
-    """Return by layer whose cache it reads: None for its own, else the last unshared layer of its type (Gemma 3n, 4).
-
-    The last `num_shared` layers share. Raises InvalidValueError when that leaves a type without a layer to read from.
-    """
+    """Return by layer whose cache it reads, None for its own; raises InvalidValueError if none has its type."""
     num_owners = len(layer_types) - num_shared
     if not 0 < num_owners <= len(layer_types):
         expected = f"0 to {len(layer_types) - 1}, so that a layer of {len(layer_types)} keeps its own cache"

@@ -189,10 +189,7 @@ def escape(name: str | bytes) -> str:
 
 
 def pack(publication_id: int, message: Message) -> bytes:
-    """Return what is sent through a broker: the publication's number, the sequence, the payload.
-
-    A broker does not say who publishes; each start of a publication draws a number, so that a restart is noticed.
-    """
+    """Return a publication's number, drawn at its start so that a restart is noticed, the sequence and the payload."""
     return _HEADER.pack(publication_id, message.sequence) + message.payload
 
 

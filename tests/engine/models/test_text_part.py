@@ -51,7 +51,7 @@ def test_the_text_part_generates_what_the_whole_model_does(
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.08))
     model.save_pretrained(tmp_path)
     prompt = list(range(3, 33))
-    core = load_engine(EngineConfig(model_dir=tmp_path, block_size=4, num_blocks=128, max_model_len=128))
+    core = load_engine(EngineConfig(model_dir=tmp_path, block_size=4, num_blocks=128, max_model_len=128)).core
     output = generate(core, [(prompt, greedy(20, logprobs=True))])["0"]
     sequence = prompt + tokens_of(output)
     with torch.inference_mode():

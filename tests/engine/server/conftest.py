@@ -50,7 +50,7 @@ class Served:
 @pytest.fixture(scope="session")
 def served() -> Iterator[Served]:
     """Serve for the whole session, in a thread with a loop of its own."""
-    core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_num_seqs=8, max_num_batched_tokens=256))
+    core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_num_seqs=8, max_num_batched_tokens=256)).core
     listener = socket.create_server(("127.0.0.1", 0))
     ready, servers = threading.Event(), []
 

@@ -65,7 +65,7 @@ class Served:
 
 @pytest_asyncio.fixture
 async def served() -> AsyncIterator[Served]:
-    core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_model_len=128, max_num_seqs=2))
+    core = load_engine(EngineConfig(model_dir=bundled_model_path(), max_model_len=128, max_num_seqs=2)).core
     transfers = Transfers()
     core.attach(transfers.command)
     said = ServedTransfers(role="both", endpoints=ENDPOINTS, agent="shared_memory", is_alive=lambda: transfers.is_alive)

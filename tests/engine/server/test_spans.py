@@ -89,7 +89,7 @@ async def serve(trace_collector: Any) -> Any:
     async def running() -> AsyncIterator[Served]:
         core = load_engine(
             EngineConfig(model_dir=bundled_model_path(), num_blocks=64, max_model_len=256, max_num_batched_tokens=128)
-        )
+        ).core
         transfers = Transfers()
         core.attach(transfers.command)
         tracing = open_tracing(trace_collector.url, "kvist-worker", "here:1")

@@ -171,10 +171,7 @@ class MqttPublication(BrokerPublication[aiomqtt.Client]):
             self._is_displaced.set()
 
     def _is_displaced_by(self, data: bytes) -> bool:
-        """Return whether the announcement is gone while we are here; warn if another publisher is this worker, too.
-
-        A publisher that was here before may have lost its connection unnoticed: its last will comes late.
-        """
+        """Return whether the announcement is gone, as by a late last will; warn of another publisher here."""
         try:
             theirs = decode_announcement(data, self._place)
         except MalformedMessageError:
