@@ -254,7 +254,8 @@ class RemoteKeeper:
         try:
             reader = await open_reader(self._directory / INDEX_SOCKET)
         except OSError as error:
-            logger.warning("the index cannot be mapped: %s", error)
+            if not link.is_closed:
+                logger.warning("the index cannot be mapped: %s", error)
         else:
             if not link.is_closed:  # or it may be another keeper's
                 index.attach(reader)

@@ -56,7 +56,7 @@ class KeeperProcess:
         self._told: dict[str, bytes] = {}
         self._index_told: bytes = b""
         self._is_due = True
-        self._has_adopted = False
+        self._has_adopted = self._is_handed_out = False
         self._trials: dict[str, Link] = {}
         self._numbers = itertools.count()
         self._pages: dict[int, asyncio.Future[None]] = {}
@@ -130,7 +130,7 @@ class KeeperProcess:
         for worker in self._keeper.fleet.workers:
             self._tell_of(worker)
         if (index := self._keeper.index) is not None:
-            frame = encode(messages.IndexNews(index.block_size, index.has_joined))
+            frame = encode(messages.IndexNews(index.block_size, self._is_handed_out))
             if frame != self._index_told:
                 self._index_told = frame
                 self._tell_all(frame)
@@ -271,12 +271,15 @@ class KeeperProcess:
         index, loop = self._keeper.index, asyncio.get_running_loop()
         if index is None:
             return
+        while not index.has_joined:  # noqa: ASYNC110 - it does not say when
+            await asyncio.sleep(TICK_S)
         with socket.socket(socket.AF_UNIX) as listening:
             path = self._directory / INDEX_SOCKET
             path.unlink(missing_ok=True)  # that of a keeper before this one
             listening.setblocking(False)
             listening.bind(str(path))
             listening.listen()
+            self._is_handed_out = self._is_due = True
             while True:
                 connection, _ = await loop.sock_accept(listening)
                 with connection:
