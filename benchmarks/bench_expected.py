@@ -9,7 +9,7 @@ what can be told. Predicted: one point between them, as both know of each prompt
 is in answers, which take room that nobody expects, and in what is freed late.
 
 The same is simulated at full length, for fleets that real engines on this machine cannot stand for, and for capacities
-that are wrong (`benchmarks/bench_policy.py` describes the workers).
+that are wrong (`kvist/simulate/worker.py` describes the workers).
 
     python benchmarks/bench_expected.py [--quick] [--save] [--trace TRACE.jsonl]
 """
@@ -22,7 +22,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from statistics import mean
@@ -30,17 +29,20 @@ from typing import Any
 
 import httpx
 from _common import report, table
-from _simulated_worker import Job, Worker
-from bench_policy import Workload, simulate, workloads
 
 from kvist.cli import _demo
 from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S, ExpectedBlocks
-from kvist.router.policy.cost import KvPolicy
+from kvist.simulate.fleet import Simulation, at_load
+from kvist.simulate.index import LateIndex
+from kvist.simulate.peers import POLICIES
+from kvist.simulate.trace import Request, Trace, conversations, read_trace, tool_agents
+from kvist.simulate.worker import Machine
 
 MODEL = str(bundled_model_path())
 NUM_CLIENTS = 4
+NUM_WORKERS = 8
 SCALE = 32
 NUM_BLOCKS = 2048
 MODES = {"events": ([], "kv"), "expected": (["--kv-events", "none"], "kv"), "round robin": ([], "round-robin")}
@@ -119,36 +121,55 @@ def send_trace(lines: Sequence[dict[str, Any]]) -> Send:
     return send
 
 
-@dataclass
-class ExpectedWorker(Worker):
-    """A simulated worker without events: the router expects it to hold the prompts that it has answered."""
+class ExpectedIndex(LateIndex):
+    """An index without events: each worker is expected to hold the prompts that it has answered."""
 
-    factor: float = 1.0
-    """How much of its cache the router takes it to have."""
-    expected: ExpectedBlocks = field(init=False)
+    def __init__(self, num_workers: int, capacity: int) -> None:
+        super().__init__(num_workers)
+        self._expected = [ExpectedBlocks(capacity, DEFAULT_TIME_TO_LIVE_S) for _ in range(num_workers)]
 
-    def __post_init__(self) -> None:
-        capacity = int(self.machine.cache_tokens // self.block_size * self.factor)
-        self.expected = ExpectedBlocks(capacity, DEFAULT_TIME_TO_LIVE_S)
+    def stored(self, worker_idx: int, blocks: Sequence[Hashable], now_s: float) -> None:
+        pass
 
-    def overlap(self, blocks: Sequence[Hashable], now_s: float) -> int:
-        self.events.clear()
-        self.index.difference_update(self.expected.forget(now_s))
-        return super().overlap(blocks, now_s)
+    def removed(self, worker_idx: int, blocks: Sequence[Hashable], now_s: float) -> None:
+        pass
 
-    def _first_token(self, job: Job) -> None:
-        super()._first_token(job)
-        self.index.update(job.arrival.blocks)
-        self.index.difference_update(self.expected.use(job.arrival.blocks, self.now_s))
+    def answered(self, worker_idx: int, request: Request, now_s: float) -> None:
+        self.apply(worker_idx, request.blocks, is_stored=True)
+        self.apply(worker_idx, self._expected[worker_idx].use(request.blocks, now_s), is_stored=False)
+
+    def depths(self, blocks: Sequence[Hashable], now_s: float) -> list[int]:
+        for worker_idx, expected in enumerate(self._expected):
+            self.apply(worker_idx, expected.forget(now_s), is_stored=False)
+        return super().depths(blocks, now_s)
 
 
-def simulated(workload: Workload) -> dict[str, float]:
+def simulated(trace: Trace, cache_tokens: int, load: float) -> dict[str, float]:
     """Return the cached share of the prompt tokens with events, and with expectations of various capacities."""
-    found = {"events": simulate(KvPolicy(), workload)["cached"]}
+    machines = [Machine(cache_tokens=cache_tokens)] * NUM_WORKERS
+    paced = at_load(trace, machines, load, seed=1)
+
+    def cached(index: LateIndex | None) -> float:
+        driver = POLICIES["kv-blocks"](num_workers=NUM_WORKERS, block_size=trace.block_size, seed=1)
+        return Simulation(paced, machines, driver, index).run().cached
+
+    found = {"events": cached(None)}
     for factor in (1.0, 0.25, 0.5, 2.0, 8.0):
-        make = lambda *args, factor=factor: ExpectedWorker(*args, factor=factor)  # noqa: E731
-        found[f"expected, {factor:g} of its cache"] = simulate(KvPolicy(), workload, make)["cached"]
+        capacity = int(cache_tokens // trace.block_size * factor)
+        found[f"expected, {factor:g} of its cache"] = cached(ExpectedIndex(NUM_WORKERS, capacity))
     return found
+
+
+def simulations(num_requests: int, path: Path | None) -> dict[str, dict[str, float]]:
+    """Return what is cached of each traffic, on eight workers."""
+    traces = {"conversations": conversations(num_requests), "tool agents": tool_agents(num_requests)}
+    if path is not None:
+        traces["the trace"] = read_trace(path, num_requests)
+    return {
+        f"{name}, caches of {cache_tokens:,} tokens, load {load:g}": simulated(trace, cache_tokens, load)
+        for name, trace in traces.items()
+        for cache_tokens, load in ((400_000, 0.5), (400_000, 0.85), (100_000, 0.5))
+    }
 
 
 def rows_of(title: str, rounds: dict[str, list[dict[str, float]]]) -> list[list[str]]:
@@ -178,11 +199,7 @@ def main() -> None:
         results["trace"] = asyncio.run(measured(send, 1 if args.quick else 2, *serve))
         rows += rows_of(f"the trace's last {len(lines)}, a {SCALE}th as long", results["trace"])
     text = table(["requests", "", "cached", "of single rounds", "predicted"], rows)
-    results["simulated"] = {
-        title: simulated(workload)
-        for title, workload in workloads(300 if args.quick else 2000, args.trace)
-        if "shared" not in title
-    }
+    results["simulated"] = simulations(300 if args.quick else 3000, args.trace)
     columns = list(next(iter(results["simulated"].values())))
     cells = [[title, *(f"{share:.1%}" for share in found.values())] for title, found in results["simulated"].items()]
     text += f"\n\nSimulated: cached share\n\n{table(['traffic', *columns], cells)}"

@@ -20,21 +20,14 @@ Counts = Sequence[int] | NDArray[np.int64]
 
 
 class Driver(Protocol):
-    """What a simulator tells a policy. Times never go back; requests that are not known are ignored."""
+    """What a simulator tells a policy, as `PricedDriver` has it. Times never go back."""
 
     def route(
         self, now_s: float, request_id: Hashable, block_hashes: Hashes, num_tokens: int, depths: Counts, held: Counts, /
-    ) -> int:
-        """Return the index of the worker that takes the request, and count it there from now on."""
-
-    def answered(self, now_s: float, request_id: Hashable, /) -> None:
-        """Take note of a request's first token."""
-
-    def tokens(self, now_s: float, request_id: Hashable, num: int, /) -> None:
-        """Take note that an answer grew by so many tokens."""
-
-    def finished(self, now_s: float, request_id: Hashable, /) -> None:
-        """Take note that a request ended, answered or not."""
+    ) -> int: ...
+    def answered(self, now_s: float, request_id: Hashable, /) -> None: ...
+    def tokens(self, now_s: float, request_id: Hashable, num: int, /) -> None: ...
+    def finished(self, now_s: float, request_id: Hashable, /) -> None: ...
 
 
 class PricedDriver:

@@ -24,7 +24,7 @@ DEFAULT_TIER_CREDITS = (1.0, 0.75, 0.25, 0.0)
 
 DEFAULT_DECODE_SCALE = 0.03
 """A block of prefill is computed through the whole model; a block of context is only read, once a step. Simulated
-(benchmarks/bench_policy.py, 2026-11-20): with 1, one running request outweighs a cached prompt, and 83 tenants of four
+(on four workers, 2026-11-20): with 1, one running request outweighs a cached prompt, and 83 tenants of four
 workers find 73 % of their prompts cached instead of 91 %. From 0 to 0.1 most traffics cannot tell; chats find 83 % at
 0.03, 81 % at 0.1, and with 0 whole answers take up to 7 % longer."""
 

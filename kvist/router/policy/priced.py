@@ -34,8 +34,8 @@ class PriceSettings:
 
     alpha: float = DEFAULT_ALPHA
     tier_credits: tuple[float, ...] = (1.0, 0.75, 0.25, 0.0)
-    price_scale: float = 1.5
-    max_price: float = 20.0
+    price_scale: float = 2.0
+    max_price: float = 40.0
     context_scale: float = 0.05
     recent_scale: float = 0.03
 

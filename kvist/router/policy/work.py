@@ -38,8 +38,7 @@ WINDOW_S: Final = 10.0
 
 WINDOW_WORK: Final = 1e5
 """But at least over the time that a rank takes for so much work. Where a prompt takes 45 s, it would fill 10 s of eight
-ranks by half: the price of recomputation would leap, and hold others behind that very prompt (8 simulated workers with
-prefill ten times slower, tool agents at load 0.5: p99 23 s instead of 28)."""
+ranks by half: the price of recomputation would leap, and hold others behind that very prompt (docs/decisions.md)."""
 
 LEARNT_DECAY: Final = 0.995
 """What earlier observations still count for after each new one."""
@@ -62,7 +61,7 @@ class Work(NamedTuple):
     """What ranks have to do now; arrays with one entry a rank."""
 
     wait_s: Floats
-    """Until the rank could begin with another prompt."""
+    """Until the rank could begin with another prompt; it rises again when the rank should have been heard of."""
     unit_s: Floats
     """Seconds that a unit of work takes there."""
     context_tokens: Floats
@@ -102,7 +101,8 @@ class WorkRows:
         fleet_s, fleet = float(np.add.reduce(learnt_s)), float(np.add.reduce(learnt))
         fleet_unit_s = (fleet_s + self._first_unit_s * PRIOR_WORK) / (fleet + PRIOR_WORK)
         unit_s = (learnt_s + SHRINKAGE * fleet_unit_s) / (learnt + SHRINKAGE)
-        wait_s = np.maximum(queued * unit_s + (answered_at_s - now_s), 0.0)
+        # Behind its time, a rank is expected to be so for as long again: one that hangs would seem idle otherwise.
+        wait_s = np.abs(queued * unit_s + (answered_at_s - now_s))
         wait_s *= queued > 0
         wait_s += np.maximum(busy_until_s - now_s, 0.0)
         self._window_s = window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)

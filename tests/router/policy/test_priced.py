@@ -71,9 +71,9 @@ def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not()
     given = sum(math.exp(-(120.0 - (100.0 + idx)) / 10.0) for idx in range(20)) * round(work_of(10_000)) * UNIT_S
     utilisation = given / (10.0 * (1 - math.exp(-20.0 / 10.0)))
     assert idle.price == 0.0
-    assert busy.price == pytest.approx(1.5 * utilisation**2 / (1 - utilisation), rel=1e-3)
+    assert busy.price == pytest.approx(2.0 * utilisation**2 / (1 - utilisation), rel=1e-3)
     queued = sum(request.work for request in running) * UNIT_S
-    assert busy.wait_s == pytest.approx([queued - 20.0 if queued > 20.0 else 0.0])
+    assert busy.wait_s == pytest.approx([abs(queued - 20.0)])
     assert busy.cost_s == pytest.approx(
         busy.wait_s + (1 + busy.price) * busy.compute_s + busy.context_s + busy.recent_s
     )
@@ -83,18 +83,19 @@ def test_the_price_has_a_bound() -> None:
     policy = policy_of(1)
     for idx in range(200):
         send(policy, 100.0 + idx / 10, 0, 60_000, idx)
-    assert policy.weigh(120.0, 1000, (), [0]).price == 20.0
+    assert policy.weigh(120.0, 1000, (), [0]).price == 40.0
 
 
-def test_a_queue_shortens_while_nothing_is_heard_and_ends_with_the_first_token() -> None:
+def test_a_queue_shortens_until_the_first_token_should_have_come_then_grows_and_ends_with_it() -> None:
     policy = policy_of(1)
     request = send(policy, 10.0, 0, 50_000)
     seconds = request.work * UNIT_S
     assert policy.weigh(10.0, 10, (), [0]).wait_s == pytest.approx([seconds])
     assert policy.weigh(11.0, 10, (), [0]).wait_s == pytest.approx([seconds - 1.0])
     assert policy.weigh(10.0 + seconds, 10, (), [0]).wait_s == pytest.approx([0.0], abs=1e-9)
-    policy.answered(12.0, request)
-    assert policy.weigh(12.0, 10, (), [0]).wait_s == [0.0]
+    assert policy.weigh(15.0 + seconds, 10, (), [0]).wait_s == pytest.approx([5.0])
+    policy.answered(20.0, request)
+    assert policy.weigh(20.0, 10, (), [0]).wait_s == [0.0]
 
 
 def test_answers_that_are_not_streamed_queue_for_as_long_as_they_should_take() -> None:

@@ -1,0 +1,227 @@
+"""Other policies behind the driver's interface, for comparison, written anew from what is published of them.
+
+kv            the priced cost, as `make_driver` makes it
+kv-blocks     the cost in blocks (`kvist.router.policy.cost`), which `kvist route --policy kv` goes by
+dynamo        queued and new prefill blocks less overlap, plus distinct active blocks (ai-dynamo-runtime 1.6)
+sglang        the gateway's cache_aware: a tree of its own of what it routed; shortest queue where that is uneven
+llm-d         workers that hold 80 % of the prompt unless that costs 18 s, else all; fewest tokens in flight
+lmetric       queued and new prefill tokens times batch size (arXiv 2603.15202)
+hashing       consistent hashing of a prompt's beginning, with bounded loads (arXiv 1608.01350)
+least-loaded, round-robin
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from random import Random
+from typing import NamedTuple
+
+from kvist.events import WorkerRank
+from kvist.router.policy.cost import KvPolicy
+from kvist.router.policy.decision import Candidate, Load, Prompt, decide
+from kvist.simulate.driver import Counts, Driver, Hashes, make_driver
+
+
+class _Ask(NamedTuple):
+    now_s: float
+    blocks: tuple[int, ...]
+    num_tokens: int
+    depths: list[int]
+    held: Counts
+
+
+@dataclass(slots=True)
+class _Running:
+    worker_idx: int
+    ask: _Ask
+    num_uncached_tokens: int
+    num_output_tokens: int = 0
+
+
+class _Peer:
+    """Counts requests, uncached tokens without an answer, and tokens in flight, a worker; subclasses choose."""
+
+    def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
+        self.workers, self.block_size, self.random = range(num_workers), block_size, Random(seed)
+        self.running, self.prefill_tokens, self.tokens_in_flight = ([0] * num_workers for _ in range(3))
+        self._requests: dict[Hashable, _Running] = {}
+
+    def choose(self, ask: _Ask) -> int:
+        raise NotImplementedError
+
+    def count(self, request: _Running, sign: int) -> None:
+        """Count what only this policy looks at, as a request begins (1) and ends (-1)."""
+
+    def lowest(self, keys: Sequence[float]) -> int:
+        """Return the worker with the lowest key, by chance among equals."""
+        least = min(keys)
+        return self.random.choice([idx for idx, key in enumerate(keys) if key == least])
+
+    def prefills(self, ask: _Ask) -> list[int]:
+        """Return the prefill tokens that each worker would have, with this request's."""
+        new = (ask.num_tokens - depth * self.block_size for depth in ask.depths)
+        return [queued + tokens for queued, tokens in zip(self.prefill_tokens, new, strict=True)]
+
+    def route(
+        self, now_s: float, request_id: Hashable, block_hashes: Hashes, num_tokens: int, depths: Counts, held: Counts
+    ) -> int:
+        most = max(0, num_tokens - 1) // self.block_size
+        ask = _Ask(now_s, tuple(block_hashes), num_tokens, [min(int(depth), most) for depth in depths], held)
+        idx = self.choose(ask)
+        request = _Running(idx, ask, num_tokens - ask.depths[idx] * self.block_size)
+        self._requests[request_id] = request
+        self.running[idx] += 1
+        self.prefill_tokens[idx] += request.num_uncached_tokens
+        self.tokens_in_flight[idx] += num_tokens
+        self.count(request, 1)
+        return idx
+
+    def answered(self, now_s: float, request_id: Hashable) -> None:  # noqa: ARG002
+        request = self._requests[request_id]
+        self.prefill_tokens[request.worker_idx] -= request.num_uncached_tokens
+        request.num_uncached_tokens = 0
+
+    def tokens(self, now_s: float, request_id: Hashable, num: int) -> None:  # noqa: ARG002
+        request = self._requests[request_id]
+        request.num_output_tokens += num
+        self.tokens_in_flight[request.worker_idx] += num
+
+    def finished(self, now_s: float, request_id: Hashable) -> None:
+        self.answered(now_s, request_id)
+        request = self._requests.pop(request_id)
+        self.running[request.worker_idx] -= 1
+        self.tokens_in_flight[request.worker_idx] -= request.ask.num_tokens + request.num_output_tokens
+        self.count(request, -1)
+
+
+class _BlockCost(_Peer):
+    def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
+        super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
+        self._recent = [(0.0, 0.0)] * num_workers
+
+    def choose(self, ask: _Ask) -> int:
+        candidates = []
+        for idx in self.workers:
+            decode_blocks, recent = self.tokens_in_flight[idx] // self.block_size, self._recent_at(idx, ask.now_s)
+            load = Load(self.running[idx], self.prefill_tokens[idx], decode_blocks, recent)
+            candidates.append(Candidate(WorkerRank(str(idx), 0), load, (ask.depths[idx],), int(ask.held[idx])))
+        return decide(KvPolicy(), Prompt(ask.num_tokens, self.block_size), candidates, 0, self.random).chosen_idx
+
+    def count(self, request: _Running, sign: int) -> None:
+        if sign > 0:
+            idx, now_s = request.worker_idx, request.ask.now_s
+            self._recent[idx] = (self._recent_at(idx, now_s) + request.num_uncached_tokens, now_s)
+
+    def _recent_at(self, idx: int, now_s: float) -> float:
+        tokens, at_s = self._recent[idx]
+        return tokens * float(2.0 ** ((at_s - now_s) / 60.0))
+
+
+class _Dynamo(_Peer):
+    """Ties go to the smallest cache."""
+
+    def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
+        super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
+        self._active: list[Counter[int]] = [Counter() for _ in self.workers]
+
+    def choose(self, ask: _Ask) -> int:
+        costs = []
+        for active, prefill in zip(self._active, self.prefills(ask), strict=True):
+            num_new = sum(1 for block in ask.blocks if block not in active)
+            costs.append(prefill / self.block_size + len(active) + num_new)
+        least = min(costs)
+        return self.lowest([ask.held[idx] if cost == least else inf for idx, cost in enumerate(costs)])
+
+    def count(self, request: _Running, sign: int) -> None:
+        active = self._active[request.worker_idx]
+        for block in request.ask.blocks:
+            active[block] += sign
+            if not active[block]:
+                del active[block]
+
+
+class _CacheAware(_Peer):
+    """With the gateway's defaults, match 0.3, imbalance 64 and 1.5; its tree is too large to forget anything here."""
+
+    def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
+        super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
+        self._tenants: dict[int, list[int]] = {}
+        self._sizes = [0] * num_workers
+
+    def choose(self, ask: _Ask) -> int:
+        fewest, most = min(self.running), max(self.running)
+        depth = next((idx for idx, block in enumerate(ask.blocks) if block not in self._tenants), len(ask.blocks))
+        if most - fewest > 64 and most > 1.5 * fewest:
+            chosen = self.running.index(fewest)
+        elif depth * self.block_size > 0.3 * ask.num_tokens:
+            chosen = self._tenants[ask.blocks[depth - 1]][0]
+        else:
+            chosen = self._sizes.index(min(self._sizes))
+        for block in ask.blocks:
+            tenants = self._tenants.setdefault(block, [])
+            if chosen not in tenants:
+                tenants.append(chosen)
+                self._sizes[chosen] += 1
+        return chosen
+
+
+class _AffinityThenLoad(_Peer):
+    def choose(self, ask: _Ask) -> int:
+        loads = self.tokens_in_flight
+        holding = {idx for idx, depth in enumerate(ask.depths) if depth * self.block_size >= 0.8 * ask.num_tokens}
+        others = min((load for idx, load in enumerate(loads) if idx not in holding), default=inf)
+        if holding and (min(loads[idx] for idx in holding) - others) / 25_000 > 18.0:
+            holding = set()
+        return self.lowest([inf if holding and idx not in holding else load for idx, load in enumerate(loads)])
+
+
+class _LMetric(_Peer):
+    def choose(self, ask: _Ask) -> int:
+        return self.lowest([tokens * (self.running[idx] + 1) for idx, tokens in enumerate(self.prefills(ask))])
+
+
+class _BoundedHashing(_Peer):
+    """The first 1,024 tokens name a prompt; no worker runs more than 1.25 times the average."""
+
+    def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
+        super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
+        places = Random(0)
+        self._ring = sorted((places.random(), idx) for idx in self.workers for _ in range(100))
+
+    def choose(self, ask: _Ask) -> int:
+        most = ceil(1.25 * (sum(self.running) + 1) / len(self.workers))
+        name = ask.blocks[: max(1, 1024 // self.block_size)][-1] if ask.blocks else self.random.random()
+        start = bisect(self._ring, (Random(name).random(), 0))
+        walk = (idx for _, idx in self._ring[start:] + self._ring[:start])
+        return next(idx for idx in walk if self.running[idx] + 1 <= most)
+
+
+class _LeastLoaded(_Peer):
+    def choose(self, ask: _Ask) -> int:  # noqa: ARG002
+        return self.lowest(self.running)
+
+
+class _RoundRobin(_Peer):
+    turn = -1
+
+    def choose(self, ask: _Ask) -> int:  # noqa: ARG002
+        self.turn += 1
+        return self.turn % len(self.workers)
+
+
+POLICIES: dict[str, Callable[..., Driver]] = {
+    "kv": make_driver,
+    "kv-blocks": _BlockCost,
+    "dynamo": _Dynamo,
+    "sglang": _CacheAware,
+    "llm-d": _AffinityThenLoad,
+    "lmetric": _LMetric,
+    "hashing": _BoundedHashing,
+    "least-loaded": _LeastLoaded,
+    "round-robin": _RoundRobin,
+}
+"""Makes a policy's driver from `num_workers`, `block_size` and `seed`."""

@@ -1,0 +1,144 @@
+"""Requests to simulate: read from a trace, or made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from kvist.errors import InvalidValueError
+
+TRACE_BLOCK_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request. Equal leading blocks are a shared prefix."""
+
+    idx: int
+    at_s: float
+    blocks: tuple[int, ...]
+    """Hashes of the prompt's full blocks."""
+    num_tokens: int
+    num_output_tokens: int
+    answer_blocks: tuple[int, ...] = ()
+    """Hashes that the blocks behind the prompt's have once the answer fills them, as far as they come again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests by arrival, and how many tokens their blocks have."""
+
+    requests: Sequence[Request]
+    block_size: int
+
+    def spread(self, seed: int, factor: float = 1.0) -> Trace:
+        """Return the trace `factor` times as slow, gaps drawn anew around the mean gap of their neighbourhood.
+
+        The order stays. What the trace lacks, chance, is what a seed adds.
+        """
+        random, at_s, requests = Random(seed), 0.0, []
+        arrivals = [request.at_s for request in self.requests]
+        last = len(arrivals) - 1
+        for idx, request in enumerate(self.requests):
+            begin, end = max(0, idx - 16), min(last, idx + 16)
+            gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
+            at_s += gap_s * factor * random.expovariate(1.0)
+            requests.append(replace(request, at_s=at_s))
+        return replace(self, requests=requests)
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> Trace:
+    """Return the requests of a Mooncake trace, JSON lines; raises InvalidValueError that names the line.
+
+    A line is {"timestamp": ms, "input_length", "output_length", "hash_ids": [an id for each block of 512 tokens]}.
+    """
+    requests: list[Request] = []
+    with path.open() as lines:
+        for number, line in enumerate(lines, 1):
+            if len(requests) == num_requests:
+                break
+            if line.strip():
+                requests.append(_parse(path, number, line, len(requests)))
+    if not requests:
+        raise InvalidValueError("trace", str(path), "a line for each request")
+    return Trace(sorted(requests, key=lambda request: request.at_s), TRACE_BLOCK_SIZE)
+
+
+def _parse(path: Path, number: int, line: str, idx: int) -> Request:
+    try:
+        given = json.loads(line)
+        num_tokens, num_output_tokens = int(given["input_length"]), int(given["output_length"])
+        blocks = tuple(map(int, given["hash_ids"]))[: num_tokens // TRACE_BLOCK_SIZE]
+        at_s = float(given["timestamp"]) / 1e3
+    except (ValueError, TypeError, KeyError) as error:
+        expected = "timestamp, input_length, output_length and hash_ids"
+        raise InvalidValueError(f"{path}, line {number}", line.strip()[:80], f"{expected} ({error!r})") from None
+    if num_tokens < 1:
+        raise InvalidValueError(f"{path}, line {number}: input_length", num_tokens, "1 or more")
+    return Request(idx, at_s, blocks, num_tokens, max(1, num_output_tokens))
+
+
+MADE_UP_BLOCK_SIZE = 64
+MOST_TOKENS = 60_000
+
+
+def conversations(num_requests: int, seed: int = 0) -> Trace:
+    """Return chats of 1 to 15 turns, a minute or so apart, many with long documents in them; half is new.
+
+    Lengths and reuse are about those published of Mooncake's conversations: 12,000 and 340 tokens, 40 % found at best.
+    """
+    random, sessions = Random(f"conversations {seed}"), []
+    for session in range(num_requests):
+        turns, at_s, system = [], 0.0, random.randrange(8)
+        for _ in range(min(15, 1 + int(random.expovariate(1 / 1.4)))):
+            document = int(random.lognormvariate(8.65, 1.0)) if random.random() < 0.75 else 0
+            turns.append(
+                (at_s, document + 64 + int(random.expovariate(1 / 300)), 16 + int(random.expovariate(1 / 330)))
+            )
+            at_s += 15 + random.expovariate(1 / 60)
+        sessions.append(_session(session, system, 600, turns))
+    return _begun_at_random(sessions, num_requests, random)
+
+
+def tool_agents(num_requests: int, seed: int = 0) -> Trace:
+    """Return agents with 12 sets of tools, prompts of 2,000 to 7,500 tokens, that call tools some seconds apart.
+
+    Lengths and reuse are about those published of Mooncake's tool agents: 8,600 and 180 tokens, 59 % found at best.
+    """
+    random, sessions = Random(f"tool agents {seed}"), []
+    for session in range(num_requests):
+        turns, at_s, tools = [], 0.0, int(12 * random.random() ** 2)
+        for _ in range(min(30, 1 + int(random.expovariate(1 / 1.5)))):
+            turns.append((at_s, 64 + int(random.lognormvariate(7.3, 1.2)), 12 + int(random.expovariate(1 / 170))))
+            at_s += 3 + random.expovariate(1 / 12)
+        sessions.append(_session(session, tools, 2000 + 500 * tools, turns))
+    return _begun_at_random(sessions, num_requests, random)
+
+
+def _session(session: int, shared: int, num_shared: int, turns: Sequence[tuple[float, int, int]]) -> list[Request]:
+    """Return a session's requests: each prompt repeats what was said, and adds to it."""
+    first_own, num_tokens, requests = num_shared // MADE_UP_BLOCK_SIZE, num_shared, []
+    names = [(-1 - shared, idx) for idx in range(first_own)]
+    for at_s, num_new, num_output in turns:
+        num_tokens += num_new
+        if num_tokens > MOST_TOKENS:
+            break
+        full, end = num_tokens // MADE_UP_BLOCK_SIZE, (num_tokens + num_output) // MADE_UP_BLOCK_SIZE
+        names += [(session, idx) for idx in range(len(names), end)]
+        blocks = tuple((owner * 100_003 + idx) & 0xFFFFFFFFFFFFFFFF for owner, idx in names)
+        requests.append(Request(0, at_s, blocks[:full], num_tokens, num_output, blocks[full:end]))
+        num_tokens += num_output
+    return requests
+
+
+def _begun_at_random(sessions: Sequence[Sequence[Request]], num_requests: int, random: Random) -> Trace:
+    """Return the first requests of sessions that begin at random, a second apart on average."""
+    requests, begins_at_s = [], 0.0
+    for session in sessions:
+        begins_at_s += random.expovariate(1.0)
+        requests += [replace(request, at_s=begins_at_s + request.at_s) for request in session]
+    requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
+    return Trace([replace(request, idx=idx) for idx, request in enumerate(requests)], MADE_UP_BLOCK_SIZE)

@@ -1,0 +1,63 @@
+"""`kvist simulate`, called as the command line calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvist.cli import main
+
+SMALL = ["simulate", "tool-agents", "--requests", "40", "--seeds", "2"]
+
+
+def test_a_row_for_each_load_size_and_policy_and_every_run_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.json"
+    flags = ["--policy", "kv,round-robin", "--workers", "2..5", "--load", "0.5,0.9", "--json", str(path)]
+    assert main([*SMALL, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["load", "workers", "policy"]
+    expected = [[load, size, name] for load in ("0.5", "0.9") for size in "245" for name in ("kv", "round-robin")]
+    assert [line.split()[:3] for line in lines[1:]] == expected
+    written = json.loads(path.read_text())
+    assert [len(row["runs"]) for row in written["results"]] == [2] * 12
+    assert written["requests"] == 40
+
+
+def test_the_smallest_fleet_for_a_bound_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    for bound, expected in (("1000", "1"), ("0.000001", "none")):
+        assert main([*SMALL, "--max-ttft-p99", bound, "--policy", "kv", "--workers", "1..4"]) == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[2] == expected
+
+
+def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "conversations", "--policy", "list"]) == 0
+    assert {"kv", "kv-blocks", "dynamo", "sglang", "llm-d", "lmetric"} <= set(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--policy", "kv,best"], "--policy: got 'best'"),
+        (["--workers", "0"], "--workers"),
+        (["--workers", "8..4"], "--workers"),
+        (["--workers", "many"], "--workers"),
+        (["--load", "0"], "--load"),
+        (["--seeds", "0"], "--seeds"),
+        (["--requests", "1"], "--requests"),
+        (["--prefill-rate", "-1"], "--prefill-rate"),
+    ],
+)
+def test_values_that_mean_nothing_are_refused_by_name(
+    flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, *flags]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_trace_that_is_not_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "/nowhere/trace.jsonl"]) == 1
+    assert "/nowhere/trace.jsonl" in capsys.readouterr().err

@@ -1,0 +1,241 @@
+"""Simulated workers and fleets, by hand where they are small, and against plainer models where they are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvist.errors import InvalidValueError
+from kvist.simulate.fleet import Simulation, at_load, measure, work_left
+from kvist.simulate.index import LateIndex
+from kvist.simulate.peers import POLICIES
+from kvist.simulate.trace import Request, Trace, conversations, read_trace, tool_agents
+from kvist.simulate.worker import MAX_STEP_TOKENS, Machine
+
+PLAIN = Machine(step_s=0.01, prefill_s=1e-3, context_s=0.0, alpha=0.0, cache_tokens=100_000)
+
+
+def request(idx: int, at_s: float, num_tokens: int, num_output_tokens: int = 1, name: int | None = None) -> Request:
+    """Return a request whose blocks of 100 tokens are those of all others with its name."""
+    name = idx if name is None else name
+    return Request(
+        idx, at_s, tuple(name * 1000 + block for block in range(num_tokens // 100)), num_tokens, num_output_tokens
+    )
+
+
+def served(requests: Sequence[Request], machine: Machine = PLAIN, num_workers: int = 1) -> Simulation:
+    driver = POLICIES["round-robin"](num_workers=num_workers, block_size=100)
+    simulation = Simulation(Trace(requests, 100), [machine] * num_workers, driver)
+    simulation.run()
+    return simulation
+
+
+def test_a_prompt_is_computed_in_chunks_and_its_answer_a_token_a_step() -> None:
+    (job,) = served([request(0, 5.0, 3000, 4)]).jobs
+    assert job.answered_at_s == pytest.approx(5.0 + 2 * 0.01 + 3000 * 1e-3)
+    assert job.done_at_s == pytest.approx(job.answered_at_s + 3 * 0.01)
+
+
+def test_attention_makes_late_tokens_dearer_and_context_slows_decoding() -> None:
+    machine = replace(PLAIN, alpha=1e-3, context_s=1e-5)
+    (job,) = served([request(0, 0.0, 1000, 3)], machine).jobs
+    assert job.answered_at_s == pytest.approx(0.01 + 1e-3 * 1000 * (1 + 0.5))
+    assert job.done_at_s - job.answered_at_s == pytest.approx(2 * (0.01 + 1000 * 1e-5), rel=1e-2)
+
+
+def test_what_a_worker_computed_is_found_but_for_the_last_block() -> None:
+    jobs = served([request(0, 0.0, 500, name=1), request(1, 10.0, 500, name=1), request(2, 20.0, 950, name=1)]).jobs
+    assert [job.num_cached_tokens for job in jobs] == [0, 400, 500]
+
+
+def test_the_blocks_used_longest_ago_are_forgotten_from_their_end() -> None:
+    small = replace(PLAIN, cache_tokens=900)
+    first, second = request(0, 0.0, 550, name=1), request(1, 10.0, 550, name=2)
+    jobs = served([first, second, replace(first, idx=2, at_s=20.0), replace(second, idx=3, at_s=30.0)], small).jobs
+    assert [job.num_cached_tokens for job in jobs] == [0, 0, 300, 300]
+
+
+def test_a_prompt_waits_until_running_requests_leave_room_for_it() -> None:
+    small = replace(PLAIN, cache_tokens=1000)
+    first, second = served([request(0, 0.0, 590, 10), request(1, 0.0, 590, 10)], small).jobs
+    assert second.answered_at_s == pytest.approx(first.done_at_s + 0.01 + 0.59)
+
+
+def _plainly(requests: Sequence[Request], machine: Machine) -> list[tuple[float, float]]:
+    """Step through each step of a worker that caches nothing; return when answers begin and end."""
+    now_s, waiting, decoding, times = 0.0, list(requests), [], {each.idx: [inf, inf] for each in requests}
+    missing = {each.idx: each.num_tokens for each in requests}
+    while waiting or decoding:
+        if not decoding and waiting[0].at_s > now_s:
+            now_s = waiting[0].at_s
+        budget, answered, cost_s = MAX_STEP_TOKENS, [], machine.step_s
+        while budget and waiting and waiting[0].at_s <= now_s:
+            first = waiting[0]
+            num = min(budget, missing[first.idx])
+            begin = first.num_tokens - missing[first.idx]
+            cost_s += sum(machine.prefill_s * (1 + machine.alpha * (begin + idx + 0.5)) for idx in range(num))
+            missing[first.idx] -= num
+            budget -= num
+            if not missing[first.idx]:
+                answered.append(waiting.pop(0))
+        cost_s += machine.context_s * sum(each.num_tokens + done for each, done in decoding)
+        now_s += cost_s
+        decoding = [(each, done + 1) for each, done in decoding]
+        for each, done in decoding:
+            if done >= max(1, each.num_output_tokens - 1):
+                times[each.idx][1] = now_s
+        decoding = [(each, done) for each, done in decoding if done < max(1, each.num_output_tokens - 1)]
+        for each in answered:
+            times[each.idx][0] = now_s
+            decoding.append((each, 0))
+    return [(begin, end) for begin, end in times.values()]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_worker_keeps_the_times_of_one_that_counts_every_step(seed: int) -> None:
+    random, machine = Random(seed), replace(PLAIN, context_s=1e-9, alpha=1e-4, prefill_s=1e-5, cache_tokens=10**7)
+    at_s = [0.0]
+    while len(at_s) < 25:
+        at_s.append(at_s[-1] + random.expovariate(10.0))
+    requests = [
+        request(idx, each, random.randrange(1, 6000), random.randrange(1, 150)) for idx, each in enumerate(at_s)
+    ]
+    jobs = served(requests, machine).jobs
+    for job, (answered_at_s, done_at_s) in zip(jobs, _plainly(requests, machine), strict=True):
+        # A run of steps keeps the context it began with, at most 64 tokens an answer behind.
+        assert job.answered_at_s == pytest.approx(answered_at_s, abs=5e-3)
+        assert job.done_at_s == pytest.approx(done_at_s, abs=5e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_everybody_is_served_and_the_index_knows_in_the_end_what_caches_hold(seed: int) -> None:
+    trace = at_load(tool_agents(150, seed), [Machine()] * 3, 2.0, seed)
+    driver = POLICIES["kv"](num_workers=3, block_size=trace.block_size, seed=seed)
+    simulation = Simulation(trace, [replace(Machine(), cache_tokens=80_000)] * 3, driver)
+    outcome = simulation.run()
+    assert all(job.at_s < job.answered_at_s <= job.done_at_s < inf for job in simulation.jobs)
+    assert 0 < outcome.cached < 1
+    simulation.index.depths((), inf)
+    for idx, worker in enumerate(simulation._workers):
+        assert not worker._pinned
+        assert worker._num_own_blocks == worker._context_tokens == 0
+        assert len(worker._idle) <= 80_000 // trace.block_size
+        known = {block for block, holders in simulation.index._holders.items() if holders >> idx & 1}
+        assert known == {block for block in worker._idle if isinstance(block, int)}
+        assert simulation.index.held[idx] == len(known)
+
+
+def test_the_index_hears_late_and_counts_leading_blocks() -> None:
+    index, random = LateIndex(3, delay_s=1.0), Random(0)
+    history: list[tuple[float, list[set[int]]]] = [(-inf, [set(), set(), set()])]
+    for step in range(300):
+        now_s, worker_idx, block = step / 8, random.randrange(3), random.randrange(12)
+        after = [set(each) for each in history[-1][1]]
+        if random.random() < 0.6:
+            after[worker_idx].add(block)
+            index.stored(worker_idx, [block], now_s)
+        else:
+            after[worker_idx].discard(block)
+            index.removed(worker_idx, [block], now_s)
+        history.append((now_s, after))
+        known = next(held for at_s, held in reversed(history) if at_s <= now_s - 1.0)
+        chain = random.sample(range(12), 4)
+        expected = [next((depth for depth, each in enumerate(chain) if each not in held), 4) for held in known]
+        assert index.depths(chain, now_s) == expected
+        assert index.held == [len(held) for held in known]
+
+
+def test_twice_the_load_is_the_same_arrivals_in_half_the_time() -> None:
+    trace, machines = conversations(200), [Machine()] * 4
+    slow, fast = (at_load(trace, machines, load, seed=3) for load in (0.4, 0.8))
+    assert [each.at_s for each in fast.requests] == pytest.approx([each.at_s / 2 for each in slow.requests])
+    mean_s = sum(at_load(trace, machines, 0.5, seed).requests[-1].at_s for seed in range(20)) / 20
+    assert work_left(trace.requests, trace.block_size, machines)[1] / 4 / mean_s == pytest.approx(0.5, rel=0.1)
+
+
+def test_recomputation_at_a_price_keeps_a_busy_fleet_from_thrashing() -> None:
+    machines = [Machine()] * 4
+    trace = at_load(tool_agents(600), machines, 0.9, seed=1)
+    priced, blocks = (measure(trace, POLICIES[name], machines, seed=1) for name in ("kv", "kv-blocks"))
+    assert priced.reuse > blocks.reuse + 0.05
+    assert priced.ttft_mean_s < 0.8 * blocks.ttft_mean_s
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_serves_a_trace_and_gives_back_what_it_counts(name: str) -> None:
+    machines = [Machine()] * 3
+    trace = at_load(tool_agents(120), machines, 0.8, seed=0)
+    driver: Any = POLICIES[name](num_workers=3, block_size=trace.block_size, seed=0)
+    Simulation(trace, machines, driver).run()
+    if name != "kv":  # of which its own tests say so
+        assert driver.running == driver.prefill_tokens == driver.tokens_in_flight == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_queued", "expected"),
+    [
+        ("kv-blocks", 8000, {2}),  # 90 blocks against 60, and the worker with the fewest blocks of equals
+        ("kv-blocks", 4000, {0}),
+        ("dynamo", 8000, {2}),
+        ("lmetric", 1500, {0}),  # 2,500 · 2 against 6,000 · 1
+        ("lmetric", 2500, {1, 2}),
+        ("llm-d", 8000, {0}),  # holds 83 %
+        ("llm-d", 500_000, {1, 2}),  # but for 20 s
+        ("sglang", 8000, {0}),  # has routed nothing, so that all trees are equal
+        ("hashing", 8000, {2}),  # the next on the ring that has no request
+        ("least-loaded", 0, {1, 2}),
+        ("round-robin", 8000, {0}),
+    ],
+)
+def test_policies_weigh_a_cached_prompt_against_a_queue_by_their_rules(
+    name: str, num_queued: int, expected: set[int]
+) -> None:
+    chosen = set()
+    for seed in range(10):
+        driver: Any = POLICIES[name](num_workers=3, block_size=100, seed=seed)
+        driver.running, driver.prefill_tokens = [1, 0, 0], [num_queued, 0, 0]
+        driver.tokens_in_flight = [num_queued, 0, 0]
+        chosen.add(driver.route(0.0, "a", list(range(60)), 6000, [50, 0, 0], [50, 1, 0]))
+    assert chosen == expected
+
+
+def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    good = '{"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
+    path.write_text(good + "\n" + good)
+    trace = read_trace(path)
+    assert trace.requests[0] == Request(0, 1.5, (1, 2), 1100, 7)
+    assert len(trace.requests) == 2
+    assert len(read_trace(path, 1).requests) == 1
+    for bad in ('{"timestamp": 1}', "[]", "x", good.replace("1100", "0"), good.replace("[1, 2, 3]", "5")):
+        path.write_text(good + bad + "\n")
+        with pytest.raises(InvalidValueError, match="line 2"):
+            read_trace(path)
+    path.write_text("")
+    with pytest.raises(InvalidValueError, match="trace"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("make", [conversations, tool_agents])
+def test_made_up_sessions_repeat_what_was_said_and_are_the_same_for_a_seed(make) -> None:  # type: ignore[no-untyped-def]
+    trace = make(300, seed=1)
+    assert trace == make(300, seed=1) != make(300, seed=2)
+    assert len(trace.requests) == 300
+    said: dict[int, Request] = {}
+    num_continued = 0
+    for each in trace.requests:
+        assert len(each.blocks) == each.num_tokens // trace.block_size
+        assert (
+            len(each.blocks) + len(each.answer_blocks) == (each.num_tokens + each.num_output_tokens) // trace.block_size
+        )
+        if (before := said.get(each.blocks[-1] // 100_003)) is not None:
+            earlier = before.blocks + before.answer_blocks
+            num_continued += each.blocks[: len(earlier)] == earlier
+        said[each.blocks[-1] // 100_003] = each
+    assert num_continued > 60
