@@ -29,7 +29,10 @@ class AttentionOptions(TypedDict, total=False):
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], like: torch.Tensor
 ) -> None:
-    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and lies beside `like`."""
+    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and lies beside `like`.
+
+    A vector, or each row of a larger tensor, must be contiguous; rows may lie apart.
+    """
     sizes = tuple(tensor.shape)
     if len(sizes) != len(shape) or any(want not in (None, size) for size, want in zip(sizes, shape, strict=True)):
         expected = ", ".join("any" if want is None else str(want) for want in shape)
@@ -38,10 +41,6 @@ def check_tensor(
         raise ValueError(f"{name} has dtype {tensor.dtype}; expected {' or '.join(map(str, dtypes))}")
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}; expected {like.device}")
-
-
-def check_rows(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError unless a vector, or each row of a larger tensor, is contiguous; rows may lie apart."""
     row = tensor[0] if tensor.ndim > 1 and tensor.shape[0] else tensor
     if not row.is_contiguous():
         raise ValueError(f"{name} has strides {list(tensor.stride())}; expected contiguous rows")
@@ -50,7 +49,6 @@ def check_rows(name: str, tensor: torch.Tensor) -> None:
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
     """Raise ValueError unless it is `[num_blocks, 2, num_kv_heads, block_size, head_dim]` in contiguous blocks."""
     check_tensor("kv_cache", kv_cache, (None, 2, None, None, None), CACHE_DTYPES, kv_cache)
-    check_rows("kv_cache", kv_cache)
     block_size, head_dim = kv_cache.shape[3:]
     if block_size & (block_size - 1) or not block_size:
         raise ValueError(f"kv_cache has block_size {block_size}; expected a power of two")
@@ -71,23 +69,18 @@ def check_attention(
     num_kv_heads, head_dim = kv_cache.shape[2], kv_cache.shape[4]
     query_dtypes = DTYPES if kv_cache.dtype in FP8_DTYPES else (kv_cache.dtype,)
     check_tensor("query", query, (None, None, head_dim), query_dtypes, kv_cache)
-    check_rows("query", query)
     if query.shape[1] % num_kv_heads or not query.shape[1]:
         raise ValueError(f"query has {query.shape[1]} heads; expected a multiple of the cache's {num_kv_heads}")
     check_tensor("seq_lens", seq_lens, (None,), (torch.int32,), kv_cache)
-    check_rows("seq_lens", seq_lens)
     check_tensor("block_tables", block_tables, (seq_lens.shape[0], None), (torch.int32,), kv_cache)
-    check_rows("block_tables", block_tables)
     if not options["scale"] > 0:
         raise ValueError(f"scale is {options['scale']}; expected a positive number")
     page_offsets, sinks = options.get("page_offsets"), options.get("sinks")
     window, soft_cap = options.get("window"), options.get("soft_cap")
     if page_offsets is not None:
         check_tensor("page_offsets", page_offsets, tuple(seq_lens.shape), (torch.int32,), kv_cache)
-        check_rows("page_offsets", page_offsets)
     if sinks is not None:
         check_tensor("sinks", sinks, (query.shape[1],), (torch.float32,), kv_cache)
-        check_rows("sinks", sinks)
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; expected at least 1 token, or None for full attention")
     if soft_cap is not None and not soft_cap > 0:

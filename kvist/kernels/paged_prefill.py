@@ -13,7 +13,7 @@ from typing import Unpack
 
 import torch
 
-from kvist.kernels._checks import AttentionOptions, check_attention, check_rows, check_tensor
+from kvist.kernels._checks import AttentionOptions, check_attention, check_tensor
 from kvist.kernels._dense import attend, gather_kv
 from kvist.kernels._fp8 import as_bytes, mantissa_bits
 from kvist.kernels._tile import attend_tile, load_tile, pad_head_dim, prefill_tile, softmax_sum
@@ -142,7 +142,6 @@ def paged_prefill(
     """
     check_attention(query, kv_cache, block_tables, seq_lens, options, out)
     check_tensor("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,), (torch.int32,), kv_cache)
-    check_rows("query_start_loc", query_start_loc)
     if not is_launched(query):
         result = paged_prefill_reference(query, kv_cache, block_tables, query_start_loc, seq_lens, **options)
         return result if out is None else out.copy_(result)

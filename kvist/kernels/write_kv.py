@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from kvist.kernels._checks import DTYPES, check_kv_cache, check_rows, check_tensor
+from kvist.kernels._checks import DTYPES, check_kv_cache, check_tensor
 from kvist.kernels._fp8 import FP8_DTYPES, as_bytes, encode_fp8, mantissa_bits
 from kvist.kernels._triton import IS_INTERPRETED, is_launched, jit, next_power_of_2, tl
 
@@ -50,9 +50,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slo
     num_tokens, (_, _, num_kv_heads, block_size, head_dim) = key.shape[0], kv_cache.shape
     for name, tensor in (("key", key), ("value", value)):
         check_tensor(name, tensor, (num_tokens, num_kv_heads, head_dim), DTYPES, kv_cache)
-        check_rows(name, tensor)
     check_tensor("slot_mapping", slot_mapping, (num_tokens,), (torch.int64,), kv_cache)
-    check_rows("slot_mapping", slot_mapping)
     if not is_launched(kv_cache):
         write_kv_reference(key, value, kv_cache, slot_mapping)
     elif num_tokens:
