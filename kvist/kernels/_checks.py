@@ -86,6 +86,6 @@ def check_attention(
     if soft_cap is not None and not soft_cap > 0:
         raise ValueError(f"soft_cap is {soft_cap}; expected a positive number, or None")
     if out is not None:
-        check_tensor("out", out, tuple(query.shape), (query.dtype,), query)
         if not out.is_contiguous():
             raise ValueError(f"out has strides {list(out.stride())}; expected a contiguous tensor")
+        check_tensor("out", out, tuple(query.shape), (query.dtype,), query)

@@ -55,8 +55,6 @@ class SidecarStatistics:
     num_recovered: int
     num_lost: int
     num_restarts: int
-    num_resumed: int
-    num_saves: int
     published: PublisherStatistics
 
 
@@ -110,7 +108,6 @@ class Sidecar:
         self._settings = f"window={window} lora_names={sorted((lora_names or {}).items())} {counted}"
         self.block_size = block_size
         """The engine's, None while it is neither given, nor saved, nor learnt."""
-        self._num_saves = 0
         self._publisher: KvEventPublisher | None = None
         self._ticker = Ticker()
         self._feeds = [SidecarFeed(each, self._publisher_for, has_full_reports) for each in engine_endpoints]
@@ -153,8 +150,6 @@ class Sidecar:
             num_recovered=sum(feed.session.num_recovered for feed in feeds),
             num_lost=sum(feed.session.num_lost for feed in feeds),
             num_restarts=sum(max(0, feed.session.num_epochs - 1) for feed in feeds),
-            num_resumed=sum(feed.num_resumed for feed in self._feeds),
-            num_saves=self._num_saves,
             published=PublisherStatistics() if self._publisher is None else self._publisher.statistics(),
         )
 
@@ -226,7 +221,6 @@ class Sidecar:
                 _logger.error("state cannot be saved: %s path=%s", error, store.path)
             else:
                 saved = streams
-                self._num_saves += 1
             interval_s = max(SAVE_INTERVAL_S, SAVE_COST_FACTOR * (time.monotonic() - started_s))
 
     async def _copy(self, publisher: KvEventPublisher, streams: Sequence[EngineProgress]) -> SidecarState:
