@@ -6,21 +6,14 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from kvist.kvcache import BlockHashChain, SequenceBlocks
 from kvist.openai.requests import SamplingParams
 from kvist.openai.responses import FinishReason
 
-
-class Detokenizer(Protocol):
-    """One output's tokens to text, as they come."""
-
-    def step(self, token_id: int) -> str:
-        """Return the text this token completes."""
-
-    def flush(self) -> str:
-        """Return what is left at the end."""
+if TYPE_CHECKING:
+    from kvist.openai.tokenization import Detokenizer
 
 
 class TextStream:
@@ -205,7 +198,5 @@ class Request:
 
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
