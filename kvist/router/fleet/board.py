@@ -75,14 +75,12 @@ class LoadBoard:
         self.num_fronts, self._names_columns = num_fronts, names_columns
         self._memory = memory
         self.ints, self.floats = memoryview(memory).cast("q"), memoryview(memory).cast("d")
+        start = _ROWS_AT // _WORD
+        self.wholes = range(start, start + num_fronts * _ROW_WORDS, _ROW_WORDS)
+        """Where each front's own cell begins in `ints` and `floats`, front by front."""
         self._columns: dict[WorkerRank, int] = {}
         self._free: list[int] = []
         self._read_names()
-
-    @property
-    def wholes(self) -> range:
-        """Return where each front's own cell begins in `ints` and `floats`, front by front."""
-        return range(_ROWS_AT // _WORD, _ROWS_AT // _WORD + self.num_fronts * _ROW_WORDS, _ROW_WORDS)
 
     def cells(self, target: WorkerRank) -> range | None:
         """Return where the cells of a rank begin, front by front; None while it is not named."""
