@@ -36,7 +36,7 @@ from kvist.events import FULL, EngineStored
 NUM_WORKERS = 4
 CACHE_BLOCKS = 6_000
 """Of a worker: a pool of prompts fits the fleet, not one worker."""
-COUNT = b"count"
+COUNT, OPENED = b"count", b"opened"
 COUNT_PATH = b"/count"
 HASH_MASK = (1 << 64) - 1
 BACKLOG = 4096
@@ -134,18 +134,23 @@ def _run_engines(pipe: Connection, folder: Path) -> None:
     named.bind("tcp://127.0.0.1:*")
     pipe.send((named.get_string(zmq.LAST_ENDPOINT), [engine.endpoint for engine in engines]))
     num_received: Counter[str] = Counter()
+    num_opened = 0
     while True:
         worker, user = named.recv_multipart()
-        if user != COUNT:
+        if user == OPENED:
+            num_opened += 1
+        elif user != COUNT:
             num_received[user.decode()] += 1
             engines[worker[0]].compute(user.decode())
-            continue
-        counts = {
-            "tokens": sum(engine.num_tokens for engine in engines),
-            "cached": sum(engine.num_cached for engine in engines),
-            "repeated": sum(number > 1 for number in num_received.values()),
-        }
-        pipe.send(counts)
+        else:
+            counts = {
+                "tokens": sum(engine.num_tokens for engine in engines),
+                "cached": sum(engine.num_cached for engine in engines),
+                "chats": num_received.total(),
+                "repeated": sum(number > 1 for number in num_received.values()),
+                "opened": num_opened,
+            }
+            pipe.send(counts)
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -159,6 +164,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport: asyncio.Transport = transport  # type: ignore[assignment]
+        self._engines.send_multipart([self._worker, OPENED])
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -232,7 +238,7 @@ class Fleet:
         return [f"http://127.0.0.1:{port}" for port, _ in self.workers]
 
     def counts(self) -> dict[str, int]:
-        """Return the prompt tokens of all workers, those that were cached, and the chats received more than once.
+        """Return the prompt tokens of all workers, those cached, chats, those received twice, and connections opened.
 
         All prompts that were received before are computed then.
         """

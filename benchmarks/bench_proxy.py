@@ -9,7 +9,7 @@ over HTTP it hears no events), which must route the same chats as well, and with
 Each router has a fleet of its own; they take turns within each work, and medians of the rounds are shown. Latency is
 what is added to the same chats sent directly to a worker. At 64 clients everything is busy, and a router's latency is
 little else than its share of the cores. `cached`, the share of the prompts' tokens that the workers had, tells whether
-it routed by prefix.
+it routed by prefix, and `chats a connection` how often a connection to a worker was used again.
 
     pip install smg py-spy uvloop
     python benchmarks/bench_proxy.py [--quick] [--save] [--profile]
@@ -74,6 +74,8 @@ def measure_work(
         counts = routers[side].fleet.counts()
         cached, sent = (counts[name] - before[side][name] for name in ("cached", "tokens"))
         figures[side]["cached"] = cached / sent
+        num_chats, num_opened = (counts[name] - before[side][name] for name in ("chats", "opened"))
+        figures[side]["chats_a_connection"] = num_chats / max(1, num_opened)
         for num_clients in (FEW, MANY):
             for percent in (50, 99):
                 direct_ms = quantile_ms(samples["direct", num_clients], percent)
@@ -139,6 +141,7 @@ def show(results: dict[str, dict[str, dict[str, float]]], profiles: list[str], s
             f"{figures['requests_per_cpu_s']:.0f} ({figures['least']:.0f}–{figures['greatest']:.0f})",
             f"{figures['requests_per_cpu_s'] / by_side[BASELINE]['requests_per_cpu_s']:.2f}",
             f"{figures['cached']:.0%}",
+            f"{figures['chats_a_connection']:.0f}",
             *(
                 " / ".join(f"{figures[f'p{percent}_added_ms_{clients}_clients']:.2f}" for percent in (50, 99))
                 for clients in (FEW, MANY)
@@ -147,7 +150,7 @@ def show(results: dict[str, dict[str, dict[str, float]]], profiles: list[str], s
         for work, by_side in results.items()
         for side, figures in by_side.items()
     ]
-    headers = ["work", "router", "requests / CPU s (least–greatest)", f"x {BASELINE}", "cached"]
+    headers = ["work", "router", "requests / CPU s (least–greatest)", f"x {BASELINE}", "cached", "chats a connection"]
     headers += [f"p50 / p99 added, ms, {clients} clients" for clients in (FEW, MANY)]
     markdown = "\n\n".join([table(headers, rows), *profiles])
     rounded = {
