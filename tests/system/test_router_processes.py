@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -22,6 +23,7 @@ import pytest_asyncio
 from stand_ins import Answer, Connection, StandIn, port_of, read, stand_ins, until
 
 from kvist.cli.up import Child, ProcessGroup
+from kvist.publisher import KvEventPublisher, PublisherLimits
 
 pytestmark = [pytest.mark.xdist_group("whole system"), pytest.mark.asyncio(loop_scope="module")]
 
@@ -485,3 +487,158 @@ async def test_numbers_of_processes_that_cannot_be_are_refused() -> None:
         assert "processes" in result.stderr
         assert processes in result.stderr
         assert "Traceback" not in result.stderr
+
+
+async def test_limits_and_queues_are_those_of_all_fronts_also_while_the_keeper_is_away(fleet: list[StandIn]) -> None:
+    worker = fleet[0]
+    flags = ("--policy", "round-robin", "--max-worker-requests", 1, "--max-queued", 5, *TIMES)
+    async with routing(*flags) as router:
+        assert (await router.call(0, "/workers", {"url": worker.url}))[0] == 201
+
+        async def is_there() -> bool:
+            workers = await router.workers(1)
+            return worker.url in workers and workers[worker.url]["state"] == "healthy"
+
+        await until(is_there)
+        running = (await router.ask(0, "hold running"))[1]
+        await until_came([worker], "hold running")
+        orders = [(1, "second", 0), (0, "last", 5), (1, "leaves", 0), (0, "third", 0), (1, "first", -1)]
+        queued = []
+        for front, prompt, priority in orders:
+            queued.append((await router.ask(front, f"queued {prompt}", priority=priority))[1])
+
+            async def is_queued() -> bool:
+                return await router.metric("kvist_router_queued_requests{") == len(queued)
+
+            await until(is_queued)
+        for front in FRONTS:
+            refused = await router.complete(front, "one too many", priority=9)
+            assert (refused.status, json.loads(refused.body)["error"]["code"]) == (429, "queue_full")
+        queued.pop(2).cancel()
+        killed = router.parts()[KEEPER]
+        killed.kill()
+        await router.until_restarted(KEEPER, killed.pid)
+        assert [prompt for prompt in await worker.prompts() if "queued" in prompt] == []
+        router.child.process.terminate()
+        await worker.order(release=True)
+        answers = await asyncio.gather(running, *queued)
+        assert {(answer.status, answer.is_whole) for answer in answers} == {(200, True)}
+        assert await router.child.process.wait() == 0
+    came = [prompt for prompt in await worker.prompts() if prompt.startswith(("queued", "one too"))]
+    assert came == ["queued first", "queued second", "queued third", "queued last"]
+
+
+async def test_the_fronts_drain_together_and_end_at_a_second_signal(fleet: list[StandIn]) -> None:
+    flags = ("--policy", "round-robin", "--drain-delay-s", 600, "--worker-urls", fleet[0].url)
+    async with routing(*flags) as router:
+        processes = [psutil.Process(router.child.process.pid), *router.parts().values()]
+        streams = [await router.ask(front, "drip", stream=True) for front in FRONTS]
+        await asyncio.gather(*(answer.has_begun.wait() for answer, _ in streams))
+        router.child.process.terminate()
+        for front in FRONTS:
+
+            async def is_draining(front: int = front) -> bool:
+                status, page = await router.call(front, "/readiness")
+                return (status, page["reason"]) == (503, "draining")
+
+            await until(is_draining)
+            assert (await router.complete(front, "now")).status == 200
+        router.child.process.terminate()
+        for answer in await asyncio.gather(*(reading for _, reading in streams)):
+            assert b'"shutting_down"' in answer.body
+        assert await router.child.process.wait() == 0
+    assert not [process for process in processes if process.is_running()]
+
+
+async def test_a_stopped_process_does_not_keep_the_router_from_ending(fleet: list[StandIn]) -> None:
+    async with routing("--policy", "round-robin", "--worker-urls", fleet[0].url) as router:
+        parts = router.parts()
+        parts[KEEPER].suspend()
+        parts[1].suspend()
+        router.child.process.terminate()
+        await asyncio.to_thread(parts[0].wait)
+        router.child.process.terminate()
+        assert await router.child.process.wait() == 0
+    assert not [process for process in parts.values() if process.is_running()]
+
+
+async def test_settings_are_read_again_by_all_and_all_end_with_who_started_them(
+    fleet: list[StandIn], tmp_path: Path
+) -> None:
+    settings = tmp_path / "router.toml"
+    settings.write_text(f'policy = "round-robin"\nworker_urls = ["{fleet[0].url}"]\n')
+    async with routing("--config", settings) as router:
+        parts = router.parts()
+        assert {(await router.complete(front, "first")).worker for front in FRONTS} == {fleet[0].url}
+        settings.write_text(f'policy = "round-robin"\nworker_urls = ["{fleet[1].url}"]\napi_key = "k"\n')
+        router.child.process.send_signal(signal.SIGHUP)
+
+        async def ask(front: int, headers: dict[str, str]) -> Answer:
+            body = {"model": "m", "prompt": "second"}
+            return await read(0, "/v1/completions", body, headers, Answer(), await router.connect(front))
+
+        for front in FRONTS:
+
+            async def has_reloaded(front: int = front) -> bool:
+                if (await ask(front, {})).status != 401:
+                    return False
+                answer = await ask(front, {"authorization": "Bearer k"})
+                return (answer.status, answer.worker) == (200, fleet[1].url)
+
+            await until(has_reloaded)
+        assert router.parts() == parts
+        connection = await router.connect(0)
+        answer, headers = Answer(), {"authorization": "Bearer k"}
+        body = {"model": "m", "prompt": "drip end", "stream": True}
+        reading = asyncio.create_task(read(0, "/v1/completions", body, headers, answer, connection))
+        await answer.has_begun.wait()
+        router.child.process.kill()
+        await asyncio.to_thread(psutil.wait_procs, [parts[1], parts[KEEPER]], 60)
+        assert parts[0].is_running()
+        await fleet[1].order(release=True)
+        assert (await reading).is_whole
+        assert not (await asyncio.to_thread(psutil.wait_procs, [*parts.values()], 60))[1]
+
+
+async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keeper_was_killed(
+    fleet: list[StandIn],
+) -> None:
+    limits = PublisherLimits(heartbeat_s=0.1)
+    caches = {
+        worker.url: KvEventPublisher(
+            "tcp://127.0.0.1:0", worker=f"at-{port_of(worker.url)}", block_size=16, limits=limits
+        )
+        for worker in fleet[:2]
+    }
+    expected: dict[str, list[int]] = {}
+
+    def store(url: str, first: int) -> None:
+        expected[url] = tokens = list(range(first, first + 160))
+        caches[url].stored([hash(tuple(tokens[: 16 * (idx + 1)])) for idx in range(10)], tokens)
+
+    async with routing("--policy", "kv", "--block-size", 16, *TIMES) as router:
+
+        async def is_known() -> bool:
+            for front in FRONTS:
+                for url, tokens in expected.items():
+                    page = (await router.call(front, "/route", {"token_ids": tokens, "model": "m"}))[1]
+                    candidates = page.get("candidates", ())
+                    if {each["worker"] for each in candidates if each["overlap_blocks"].get("gpu") == 9} != {url}:
+                        return False
+            return True
+
+        for url, cache in caches.items():
+            body = {"url": url, "kv_event_sources": [cache.endpoint]}
+            assert (await router.call(0, "/workers", body))[0] == 201
+            store(url, 1000 * (len(expected) + 1))
+        await until(is_known)
+        router.parts()[KEEPER].kill()
+        for url in caches:
+            store(url, 1000 * (len(expected) + 8) + 500 * (url == fleet[0].url))
+        await until(is_known)
+        killed = router.parts()[0]
+        killed.kill()
+        await router.until_restarted(0, killed.pid)
+        await until(is_known)
+    for cache in caches.values():
+        cache.close()

@@ -7,6 +7,7 @@ threads, and reads nothing of anybody's, so that there is nothing that it could 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 import platform
@@ -31,6 +32,8 @@ _LOOK_S = 0.02
 _LIVED_LONG_S = 5.0
 _MAX_PAUSE_S = 5.0
 """Between two starts of a process that dies at once."""
+_HURRIED_S = 3.0
+"""What a process gets to end in after the second signal, which ends what it serves."""
 _STRONGLY_ORDERED = frozenset({"x86_64", "AMD64"})
 KEEPER = -1
 
@@ -81,7 +84,7 @@ class Supervisor:
         self._children: dict[int, _Child] = {}
         self._due_s: dict[int, float] = {}
         self._pauses_s: dict[int, float] = {}
-        self._num_stops = self._num_stops_passed_on = 0
+        self._num_stops = 0
         self._is_reload_due = False
 
     @property
@@ -105,7 +108,8 @@ class Supervisor:
                 code = self._look_after(may_restart=is_ready)
                 if self._is_reload_due:
                     self._is_reload_due = False
-                    self._signal(signal.SIGHUP)
+                    for child in self._children.values():
+                        child.process.send_signal(signal.SIGHUP)
             self._stop()
             return code
         finally:
@@ -163,25 +167,28 @@ class Supervisor:
         if child.front != KEEPER:
             clear_row(self._memory, child.front)
 
-    def _signal(self, number: signal.Signals, *, is_keeper_too: bool = True) -> None:
-        for child in self._children.values():
-            if is_keeper_too or child.front != KEEPER:
-                child.process.send_signal(number)
-
     def _stop(self) -> None:
-        """Have the fronts end as they do, hurried by each further signal, and then the keeper."""
+        """Have the fronts end as they do, and then the keeper."""
         self._num_stops = max(1, self._num_stops)
-        while any(front != KEEPER for front in self._children):
-            if self._num_stops > self._num_stops_passed_on:
-                self._num_stops_passed_on += 1
-                self._signal(signal.SIGTERM, is_keeper_too=False)
+        self._end([child for child in self._children.values() if child.front != KEEPER])
+        self._end([*self._children.values()])
+
+    def _end(self, children: list[_Child]) -> None:
+        """Pass each stop on; who does not heed a second one is killed."""
+        num_passed_on, kill_at_s = 0, math.inf
+        while children:
+            if self._num_stops > num_passed_on:
+                num_passed_on += 1
+                kill_at_s = math.inf if num_passed_on == 1 else min(kill_at_s, time.monotonic() + _HURRIED_S)
+                for child in children:
+                    child.process.terminate()
+            if time.monotonic() >= kill_at_s:
+                for child in children:
+                    child.process.kill()
             time.sleep(_LOOK_S)
-            for child in [child for child in self._children.values() if child.process.poll() is not None]:
+            for child in [child for child in children if child.process.poll() is not None]:
+                children.remove(child)
                 self._forget(child)
-        self._signal(signal.SIGTERM)
-        for child in [*self._children.values()]:
-            child.process.wait()
-            self._forget(child)
 
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
