@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 NUM_SLOTS: Final = 4096
 MARK_TOKENS: Final = 256
 NUM_MARKS_OF_A_STRIDE: Final = 64
+NUM_RANKS_OF_A_MARK: Final = 8
 LONGEST_PROMPT_TOKENS: Final = 1 << 22
 
 IN_FLIGHT_S: Final = 300.0
@@ -25,20 +26,25 @@ _MASK: Final = (1 << 64) - 1
 
 Marks = NDArray[np.uint64]
 
+SLOT: Final = np.dtype([("hash", "u8"), ("until_s", "f8", NUM_RANKS_OF_A_MARK), ("rank", "i4", NUM_RANKS_OF_A_MARK)])
+
 
 class PromptsInFlight:
     """Marks at some of a prompt's blocks, a table of fixed size for each router; a decision looks at all tables.
 
     Not every block is marked: one in MARK_TOKENS, and from each 64th mark on one in four times as many as before, at
     the same places of each prompt. So a prompt has 15 marks at 4,000 tokens and 132 at 100,000, and of what it shares
-    less than MARK_TOKENS or a fifth is missed. A newer mark takes the slot of an older one. Tables combine by the
-    largest `until_s`.
+    less than MARK_TOKENS or a fifth is missed. A mark names the ranks that have had it last; a newer mark takes the
+    slot of an older one. A rank has what any of the tables says it has.
     """
 
-    def __init__(self, hashes: Marks, until_s: NDArray[np.float64], block_size: int, own_idx: int = 0) -> None:
-        """Keep the tables where they lie: `[num_rows, NUM_SLOTS]` and `[num_rows, NUM_SLOTS, num_ranks]`, zeros."""
-        self._hashes, self._until_s = hashes, until_s
-        self._own_hashes, self._own_until_s = hashes[own_idx], until_s[own_idx]
+    def __init__(self, tables: NDArray[np.void], num_ranks: int, block_size: int, own_idx: int = 0) -> None:
+        """Keep the tables where they lie: `[num_rows, NUM_SLOTS]` of SLOT, zeros at first."""
+        self._hashes, self._until_s, self._ranks = tables["hash"], tables["until_s"], tables["rank"]
+        self._own_hashes, self._own_until_s, self._own_ranks = (
+            each[own_idx] for each in (self._hashes, self._until_s, self._ranks)
+        )
+        self._place_of_rank = np.full(num_ranks, -1)
         places, stride = [0], max(1, MARK_TOKENS // block_size)
         while places[-1] * block_size < LONGEST_PROMPT_TOKENS:
             places += range(places[-1] + stride, places[-1] + stride * NUM_MARKS_OF_A_STRIDE + 1, stride)
@@ -49,7 +55,7 @@ class PromptsInFlight:
     @classmethod
     def for_one(cls, num_ranks: int, block_size: int) -> PromptsInFlight:
         """Return the table of a router that is alone."""
-        return cls(np.zeros((1, NUM_SLOTS), np.uint64), np.zeros((1, NUM_SLOTS, num_ranks)), block_size)
+        return cls(np.zeros((1, NUM_SLOTS), SLOT), num_ranks, block_size)
 
     def marks(self, block_hashes: Sequence[int] | Marks) -> Marks:
         """Return the hashes of a prompt that are marked, of all its full blocks from the first on."""
@@ -65,25 +71,33 @@ class PromptsInFlight:
         """Return how many leading blocks each rank holds or will have computed; `held` are those it holds by events."""
         if not len(marks):
             return held
-        slots = (marks * _ODD) >> _SHIFT
+        slots = _slots(marks)
         is_marked = self._hashes[:, slots] == marks
-        last = len(marks) if is_marked[0, -1] else int(is_marked.any(0).nonzero()[0].max(initial=-1)) + 1
-        if not last:
+        if not is_marked.any():
             return held
-        until_s = self._until_s[:, slots[:last]] if ranks is None else self._until_s[:, slots[:last, None], ranks]
-        is_there = ((until_s > now_s) & is_marked[:, :last, None]).any(0)
-        is_there |= self._depths[:last, None] <= held
-        num_there = np.where(is_there.all(0), last, is_there.argmin(0))
-        depths: NDArray[np.int64] = np.maximum(held, self._depths_or_0[num_there])
+        is_there = self._until_s[:, slots] > now_s
+        is_there &= is_marked[:, :, None]
+        marked, places = is_there.nonzero()[1], self._ranks[:, slots][is_there]
+        if ranks is not None:
+            self._place_of_rank[ranks] = np.arange(len(ranks))
+            places = self._place_of_rank[places]
+            self._place_of_rank[ranks] = -1
+            marked, places = marked[places >= 0], places[places >= 0]
+        has = np.zeros((len(held), len(marks) + 1), bool)  # what is behind the last mark ends every run
+        np.less_equal(self._depths[: len(marks)], held[:, None], out=has[:, :-1])
+        has[places, marked] = True
+        depths: NDArray[np.int64] = np.maximum(held, self._depths_or_0[has.argmin(1)])
         return depths
 
     def add(self, now_s: float, rank: int, marks: Marks) -> float:
         """Mark a prompt as in flight at this rank; return what `settle` wants to know it again by."""
-        slots, until_s = (marks * _ODD) >> _SHIFT, now_s + IN_FLIGHT_S
-        others = slots[self._own_hashes[slots] != marks]
-        self._own_until_s[others] = 0.0
+        slots, until_s = _slots(marks), now_s + IN_FLIGHT_S
+        self._own_until_s[slots[self._own_hashes[slots] != marks]] = 0.0
         self._own_hashes[slots] = marks
-        self._own_until_s[slots, rank] = until_s
+        # The rank's own entry, else that which counts for the shortest time.
+        ways = np.where(self._own_ranks[slots] == rank, -1.0, self._own_until_s[slots]).argmin(1)
+        self._own_ranks[slots, ways] = rank
+        self._own_until_s[slots, ways] = until_s
         return until_s
 
     def settle(self, now_s: float, rank: int, marks: Marks, until_s: float, *, is_computed: bool) -> None:
@@ -91,6 +105,11 @@ class PromptsInFlight:
 
         Marks that a later prompt renewed stay.
         """
-        slots = (marks * _ODD) >> _SHIFT
-        own = slots[(self._own_hashes[slots] == marks) & (self._own_until_s[slots, rank] == until_s)]
-        self._own_until_s[own, rank] = now_s + UNTIL_INDEXED_S if is_computed else 0.0
+        slots = _slots(marks)
+        slots = slots[self._own_hashes[slots] == marks]
+        found, ways = ((self._own_ranks[slots] == rank) & (self._own_until_s[slots] == until_s)).nonzero()
+        self._own_until_s[slots[found], ways] = now_s + UNTIL_INDEXED_S if is_computed else 0.0
+
+
+def _slots(marks: Marks) -> NDArray[np.intp]:
+    return ((marks * _ODD) >> _SHIFT).astype(np.intp)

@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kvist.router.policy.in_flight import Marks, PromptsInFlight
-from kvist.router.policy.work import Floats, WorkRows
+from kvist.router.policy.work import Floats, Work, WorkRows
 
 DEFAULT_ALPHA = 2.9e-5
 """Of an 8B model: a token at position 34,000 costs twice what the first one does."""
@@ -41,18 +41,15 @@ class PriceSettings:
 
 
 class Prices(NamedTuple):
-    """What a request would cost each candidate, in seconds; arrays with one entry a candidate."""
+    """What a request would cost each candidate, and of what; arrays with one entry a candidate."""
 
     cost_s: Floats
-    wait_s: Floats
-    compute_s: Floats
-    """e · r; what it costs is 1 + `price` times as much."""
-    context_s: Floats
-    recent_s: Floats
     price: float
-    work: Floats
-    unit_s: Floats
+    """κ: what is computed costs 1 + `price` times its time."""
+    compute: Floats
+    """e; times `load.unit_s` it is in seconds, as are the terms of `load`."""
     cached_tokens: NDArray[np.int64]
+    load: Work
     num_tokens: int
     marks: Marks
 
@@ -106,25 +103,26 @@ class PricedPolicy:
         """
         settings, work = self._settings, self._work.read(now_s, ranks)
         held = np.asarray(depths, np.int64)
-        held = held[:, None] if held.ndim == 1 else held
-        marks = self._in_flight.marks(block_hashes)
-        running = self._in_flight.depths(now_s, marks, held[:, 0], ranks)
+        marks, gpu = self._in_flight.marks(block_hashes), held if held.ndim == 1 else held[:, 0]
+        running = self._in_flight.depths(now_s, marks, gpu, ranks)
         usable = max(0, num_tokens - 1) // self._block_size
-        tokens = np.minimum(np.maximum(held, running[:, None]), usable) * self._block_size
-        spared = tokens * (1.0 + settings.alpha / 2 * tokens)
-        if spared.shape[1] == 1:
-            saved = spared[:, 0] * settings.tier_credits[0]
+        if held.ndim == 1:
+            tokens = np.minimum(running, usable) * self._block_size
+            saved = self._work_of(tokens) * settings.tier_credits[0]
         else:
-            saved = np.diff(spared, axis=1, prepend=0.0) @ self._credits[: spared.shape[1]]
-        compute = num_tokens * (1.0 + settings.alpha / 2 * num_tokens) - saved
+            by_tier = np.minimum(np.maximum(held, running[:, None]), usable) * self._block_size
+            added = np.diff(self._work_of(by_tier), axis=1, prepend=0.0)
+            tokens, saved = by_tier[:, -1], added @ self._credits[: added.shape[1]]
+        compute = self._work_of(num_tokens) - saved
         utilisation = min(0.99, work.utilisation)
         price = min(settings.max_price, settings.price_scale * utilisation**2 / (1.0 - utilisation))
-        compute_s = compute * work.unit_s
-        context_s = settings.context_scale * work.context_tokens * work.unit_s
-        recent_s = settings.recent_scale * work.recent * work.unit_s
-        cost_s = work.wait_s + (1.0 + price) * compute_s + context_s + recent_s
-        terms = (cost_s, work.wait_s, compute_s, context_s, recent_s, price)
-        return Prices(*terms, compute, work.unit_s, tokens[:, -1], num_tokens, marks)
+        load = settings.context_scale * work.context_tokens + settings.recent_scale * work.recent
+        cost_s = work.wait_s + ((1.0 + price) * compute + load) * work.unit_s
+        return Prices(cost_s, price, compute, tokens, work, num_tokens, marks)
+
+    def _work_of(self, num_tokens: Any) -> Any:
+        """Return the work of a prompt's first tokens, of one number or many."""
+        return num_tokens * (1.0 + self._settings.alpha / 2 * num_tokens)
 
     @staticmethod
     def choose(prices: Prices, held_blocks: ArrayLike, random: Random) -> int:
@@ -142,8 +140,8 @@ class PricedPolicy:
         self, now_s: float, rank: int, prices: Prices, chosen_idx: int, *, is_streamed: bool = True
     ) -> Dispatched:
         """Take note that the request was sent to this rank, which stands at `chosen_idx` in the prices."""
-        work, num_tokens = round(float(prices.work[chosen_idx])), prices.num_tokens
-        self._work.dispatch(now_s, rank, work, float(prices.unit_s[chosen_idx]), num_tokens, is_streamed)
+        work, num_tokens = round(float(prices.compute[chosen_idx])), prices.num_tokens
+        self._work.dispatch(now_s, rank, work, float(prices.load.unit_s[chosen_idx]), num_tokens, is_streamed)
         until_s = self._in_flight.add(now_s, rank, prices.marks)
         return Dispatched(rank, work, num_tokens, now_s, prices.marks, until_s, is_waiting=is_streamed)
 

@@ -91,7 +91,7 @@ class WorkRows:
         """Return what these ranks, or all, have to do now. O(rows · ranks); no row is changed."""
         rows = self._rows if ranks is None else self._rows[:, :, ranks]
         if len(rows) == 1:
-            queued, context_tokens, _, learnt_s, learnt = rows[0, : LEARNT + 1]
+            queued, context_tokens, _, learnt_s, learnt = rows[0, : LEARNT + 1].copy()  # rows go on changing
             answered_at_s, busy_until_s = rows[0, ANSWERED_AT], rows[0, BUSY_UNTIL]
         else:
             queued, context_tokens, num_learnt = rows[:, : NUM_LEARNT + 1].sum(0)

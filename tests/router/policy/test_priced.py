@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from kvist.router.policy.in_flight import NUM_SLOTS, PromptsInFlight
+from kvist.router.policy.in_flight import NUM_RANKS_OF_A_MARK, NUM_SLOTS, SLOT, PromptsInFlight
 from kvist.router.policy.priced import Dispatched, PricedPolicy, Prices, PriceSettings
 from kvist.router.policy.work import NUM_FIELDS, WorkRows
 
@@ -23,9 +23,9 @@ def policy_of(num_ranks: int, **settings: object) -> PricedPolicy:
 
 def fronts_of(num_fronts: int, num_ranks: int) -> list[PricedPolicy]:
     rows = np.zeros((num_fronts, NUM_FIELDS, num_ranks))
-    hashes, until_s = np.zeros((num_fronts, NUM_SLOTS), np.uint64), np.zeros((num_fronts, NUM_SLOTS, num_ranks))
+    tables = np.zeros((num_fronts, NUM_SLOTS), SLOT)
     return [
-        PricedPolicy(PriceSettings(), WorkRows(rows, idx), PromptsInFlight(hashes, until_s, BLOCK, idx), BLOCK)
+        PricedPolicy(PriceSettings(), WorkRows(rows, idx), PromptsInFlight(tables, num_ranks, BLOCK, idx), BLOCK)
         for idx in range(num_fronts)
     ]
 
@@ -47,20 +47,20 @@ def send(policy: PricedPolicy, now_s: float, rank: int, num_tokens: int, name: i
 def test_an_idle_fleet_is_priced_by_what_is_left_to_compute() -> None:
     prices = policy_of(3).weigh(5.0, 1000, hashes_of(1000), [0, 1, 3])
     expected = [work_of(1000), work_of(1000, 256), work_of(1000, 768)]
-    assert prices.work == pytest.approx(expected)
+    assert prices.compute == pytest.approx(expected)
     assert prices.cost_s == pytest.approx([UNIT_S * work for work in expected])
     assert list(prices.cached_tokens) == [0, 256, 768]
 
 
 def test_the_block_with_the_last_token_is_computed_in_any_case() -> None:
     prices = policy_of(2).weigh(5.0, 1024, hashes_of(1024), [4, 9])
-    assert prices.work == pytest.approx([work_of(1024, 768)] * 2)
+    assert prices.compute == pytest.approx([work_of(1024, 768)] * 2)
 
 
 def test_blocks_of_slower_tiers_cost_a_part_of_computing_them() -> None:
     prices = policy_of(1, tier_credits=(1.0, 0.75, 0.25)).weigh(5.0, 2000, hashes_of(2000), [[1, 3, 4]])
     fetched = work_of(768, 256) * 0.25 + work_of(1024, 768) * 0.75
-    assert prices.work == pytest.approx([work_of(2000, 1024) + fetched])
+    assert prices.compute == pytest.approx([work_of(2000, 1024) + fetched])
 
 
 def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not() -> None:
@@ -73,9 +73,11 @@ def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not()
     assert idle.price == 0.0
     assert busy.price == pytest.approx(2.0 * utilisation**2 / (1 - utilisation), rel=1e-3)
     queued = sum(request.work for request in running) * UNIT_S
-    assert busy.wait_s == pytest.approx([abs(queued - 20.0)])
+    assert busy.load.wait_s == pytest.approx([abs(queued - 20.0)])
     assert busy.cost_s == pytest.approx(
-        busy.wait_s + (1 + busy.price) * busy.compute_s + busy.context_s + busy.recent_s
+        busy.load.wait_s
+        + ((1 + busy.price) * busy.compute + 0.05 * busy.load.context_tokens + 0.03 * busy.load.recent)
+        * busy.load.unit_s
     )
 
 
@@ -90,21 +92,21 @@ def test_a_queue_shortens_until_the_first_token_should_have_come_then_grows_and_
     policy = policy_of(1)
     request = send(policy, 10.0, 0, 50_000)
     seconds = request.work * UNIT_S
-    assert policy.weigh(10.0, 10, (), [0]).wait_s == pytest.approx([seconds])
-    assert policy.weigh(11.0, 10, (), [0]).wait_s == pytest.approx([seconds - 1.0])
-    assert policy.weigh(10.0 + seconds, 10, (), [0]).wait_s == pytest.approx([0.0], abs=1e-9)
-    assert policy.weigh(15.0 + seconds, 10, (), [0]).wait_s == pytest.approx([5.0])
+    assert policy.weigh(10.0, 10, (), [0]).load.wait_s == pytest.approx([seconds])
+    assert policy.weigh(11.0, 10, (), [0]).load.wait_s == pytest.approx([seconds - 1.0])
+    assert policy.weigh(10.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([0.0], abs=1e-9)
+    assert policy.weigh(15.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([5.0])
     policy.answered(20.0, request)
-    assert policy.weigh(20.0, 10, (), [0]).wait_s == [0.0]
+    assert policy.weigh(20.0, 10, (), [0]).load.wait_s == [0.0]
 
 
 def test_answers_that_are_not_streamed_queue_for_as_long_as_they_should_take() -> None:
     policy = policy_of(1)
     first, second = (send(policy, 10.0, 0, 50_000, name, is_streamed=False) for name in (1, 2))
     seconds = (first.work + second.work) * UNIT_S
-    assert policy.weigh(11.0, 10, (), [0]).wait_s == pytest.approx([seconds - 1.0])
+    assert policy.weigh(11.0, 10, (), [0]).load.wait_s == pytest.approx([seconds - 1.0])
     policy.finished(11.0, first)
-    assert policy.weigh(10.0 + seconds, 10, (), [0]).wait_s == pytest.approx([0.0], abs=1e-9)
+    assert policy.weigh(10.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([0.0], abs=1e-9)
 
 
 def test_a_rank_that_takes_longer_is_learnt_to_be_slow_and_a_single_surprise_is_not() -> None:
@@ -115,9 +117,12 @@ def test_a_rank_that_takes_longer_is_learnt_to_be_slow_and_a_single_surprise_is_
             policy.answered(now_s + request.work * UNIT_S * slowness, request)
             policy.finished(now_s + 3.0, request)
         if turn == 0:
-            assert policy.weigh(now_s, 10, (), [0, 0]).unit_s[1] < 1.1 * policy.weigh(now_s, 10, (), [0, 0]).unit_s[0]
+            assert (
+                policy.weigh(now_s, 10, (), [0, 0]).load.unit_s[1]
+                < 1.1 * policy.weigh(now_s, 10, (), [0, 0]).load.unit_s[0]
+            )
         now_s += 4.0
-    fast, slow = policy.weigh(now_s, 10, (), [0, 0]).unit_s
+    fast, slow = policy.weigh(now_s, 10, (), [0, 0]).load.unit_s
     assert 2.0 < slow / fast < 3.0
     assert UNIT_S < fast < 1.5 * UNIT_S
 
@@ -179,6 +184,17 @@ def test_prompts_in_flight_are_those_of_a_plain_model(seed: int) -> None:
     assert running
 
 
+def test_a_mark_names_the_ranks_that_had_it_last() -> None:
+    table, marks = PromptsInFlight.for_one(100, BLOCK), np.arange(1, 5, dtype=np.uint64)
+    for rank in range(99, -1, -1):
+        table.add(100.0 - rank, rank, marks)
+    table.add(101.0, 1, marks)  # again: that takes no other's place
+    found = table.depths(102.0, marks, np.zeros(100, np.int64))
+    assert list(found.nonzero()[0]) == list(range(NUM_RANKS_OF_A_MARK))
+    some = np.array([50, 3, 99, 0])
+    assert list(table.depths(102.0, marks, np.array([1, 1, 0, 0]), some)) == [1, 4, 0, 4]
+
+
 def test_marks_lie_at_the_same_places_of_each_prompt_and_are_few() -> None:
     table = PromptsInFlight.for_one(1, 16)
     long = np.arange(1, 100_000 // 16, dtype=np.uint64)
@@ -221,10 +237,12 @@ def _play(fronts: list[PricedPolicy], seed: int) -> list[Prices]:
 def test_four_routers_that_share_rows_decide_as_one_does(seed: int) -> None:
     one, four = _play(fronts_of(1, 3), seed), _play(fronts_of(4, 3), seed)
     for alone, shared in zip(one, four, strict=True):
-        assert shared.wait_s == pytest.approx(alone.wait_s, rel=1e-9, abs=1e-9)
-        assert shared.unit_s == pytest.approx(alone.unit_s, rel=1e-9)
-        assert (shared.price, *shared.context_s) == pytest.approx((alone.price, *alone.context_s), rel=1e-9)
-        assert shared.recent_s == pytest.approx(alone.recent_s, rel=1e-9)
+        assert shared.load.wait_s == pytest.approx(alone.load.wait_s, rel=1e-9, abs=1e-9)
+        assert shared.load.unit_s == pytest.approx(alone.load.unit_s, rel=1e-9)
+        assert shared.load.context_tokens == pytest.approx(alone.load.context_tokens)
+        assert shared.load.recent == pytest.approx(alone.load.recent, rel=1e-9)
+        assert shared.price == pytest.approx(alone.price, rel=1e-9)
+        assert shared.cost_s == pytest.approx(alone.cost_s, rel=1e-9)
 
 
 def test_requests_give_back_all_they_counted_once() -> None:
@@ -240,8 +258,8 @@ def test_requests_give_back_all_they_counted_once() -> None:
         policy.tokens(request, 10)
         policy.answered(14.0, request)
     prices = policy.weigh(100.0, 1000, (), [0, 0])
-    assert list(prices.wait_s) == [0.0, 0.0]
-    assert list(prices.context_s) == [0.0, 0.0]
+    assert list(prices.load.wait_s) == [0.0, 0.0]
+    assert list(prices.load.context_tokens) == [0.0, 0.0]
 
 
 def test_only_the_ranks_that_are_asked_for_are_priced() -> None:
@@ -249,7 +267,7 @@ def test_only_the_ranks_that_are_asked_for_are_priced() -> None:
     send(policy, 10.0, 3, 20_000)
     prices = policy.weigh(10.0, 6000, hashes_of(6000), [2, 0], np.array([1, 3]))
     assert list(prices.cached_tokens) == [2 * BLOCK, 23 * BLOCK]
-    assert prices.wait_s[0] == 0.0 < prices.wait_s[1]
+    assert prices.load.wait_s[0] == 0.0 < prices.load.wait_s[1]
 
 
 def test_of_equal_costs_the_rank_with_the_fewest_blocks_wins_then_chance() -> None:
