@@ -18,9 +18,10 @@ ShowProgress: TypeAlias = Callable[[str, float, float | None], None]
 
 
 def on_signal(do: Callable[[], object]) -> None:
-    """Have the running loop call `do` at SIGINT and SIGTERM, instead of what they do by themselves."""
+    """Have the running loop call `do` at SIGINT, SIGTERM and SIGHUP, instead of what they do by themselves."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # as after nohup
+    for number in (signal.SIGINT, signal.SIGTERM, *(() if is_kept else (signal.SIGHUP,))):
         loop.add_signal_handler(number, do)
 
 

@@ -62,8 +62,10 @@ def test_one_worker_computes_the_demos_prompts_and_another_answers() -> None:
 
 
 @pytest.mark.xdist_group("whole system")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_everything(number: signal.Signals) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_everything(number: signal.Signals, request: pytest.FixtureRequest) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # it may be ignored, as after nohup: then it stays so
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
     with started(*UP, "--no-demo") as process:
         assert process.stdout is not None
         url = next(word for line in process.stdout if "Serving on" in line for word in line.split() if "://" in word)
