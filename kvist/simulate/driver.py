@@ -39,6 +39,7 @@ class PricedDriver:
         self._num_workers = num_workers
         self._random = Random(seed)
         self._running: dict[Hashable, Dispatched] = {}
+        self._streams = True  # until a request ends without a first token, and again from the next first token on
 
     def route(
         self,
@@ -61,12 +62,14 @@ class PricedDriver:
         self.finished(now_s, request_id)
         prices = self._policy.weigh(now_s, int(num_tokens), block_hashes, depths)
         worker_idx = self._policy.choose(prices, held_blocks, self._random)
-        self._running[request_id] = self._policy.dispatched(now_s, worker_idx, prices, worker_idx)
+        request = self._policy.dispatched(now_s, worker_idx, prices, worker_idx, is_streamed=self._streams)
+        self._running[request_id] = request
         return worker_idx
 
     def answered(self, now_s: float, request_id: Hashable) -> None:
         """Take note of a request's first token; later ones, and requests that are not known, change nothing."""
         if (request := self._running.get(request_id)) is not None:
+            self._streams = True
             self._policy.answered(now_s, request)
 
     def tokens(self, now_s: float, request_id: Hashable, num: int) -> None:  # noqa: ARG002
@@ -75,8 +78,9 @@ class PricedDriver:
             self._policy.tokens(request, int(num))
 
     def finished(self, now_s: float, request_id: Hashable) -> None:
-        """Take note that a request ended; one that had no first token was not computed."""
+        """Take note that a request ended; a streamed one that had no first token was not computed."""
         if (request := self._running.pop(request_id, None)) is not None:
+            self._streams = self._streams and not request.is_waiting
             self._policy.finished(now_s, request)
 
 

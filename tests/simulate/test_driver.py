@@ -76,6 +76,22 @@ def test_requests_that_are_not_known_and_calls_that_come_twice_change_nothing() 
     assert [driver.route(*each) for each in following] == [other.route(*each) for each in following]
 
 
+def test_where_first_tokens_are_not_told_prompts_are_taken_to_be_computed_in_their_time() -> None:
+    driver = make_driver(num_workers=1, block_size=16)
+
+    def wait_s(now_s: float) -> float:
+        return float(driver._policy.weigh(now_s, 10, [], [0]).load.wait_s[0])
+
+    driver.route(0.0, "a", [], 10_000, [0], [0])
+    driver.finished(20.0, "a")
+    driver.route(20.0, "b", [], 10_000, [0], [0])
+    assert 0 < wait_s(20.1) < wait_s(20.0)
+    assert wait_s(60.0) == 0.0
+    driver.answered(61.0, "b")
+    driver.route(61.0, "c", [], 10_000, [0], [0])
+    assert wait_s(100.0) > 30.0  # c is streamed, and long due
+
+
 def test_a_request_that_is_routed_again_leaves_where_it_was() -> None:
     driver = make_driver(num_workers=2, block_size=16)
     first = driver.route(1.0, "a", [], 100_000, [0, 0], [0, 0])

@@ -166,7 +166,7 @@ class PricedPolicy:
         if request.has_ended:
             return
         if request.is_waiting:
-            self._work.withdraw(request.rank, request.work)
+            self._work.withdraw(now_s, request.rank, request.work)
         if not request.is_settled:
             self._settle(now_s, request, is_computed=not request.is_waiting)
         self._work.add_context(request.rank, -request.num_tokens)

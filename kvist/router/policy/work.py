@@ -13,7 +13,7 @@ and rank; whoever decides reads all rows at once. Each router writes its own row
     RECENT        sum, decayed to now    work handed out; halves every RECENT_HALF_LIFE_S
     GIVEN_S       sum, decayed to now    seconds of work handed out; falls by a factor e every window
     GIVEN_AT      (of its own row)       when these two were last added to
-    ANSWERED_AT   max                    the last first token, or when work came to a rank that had none
+    ANSWERED_AT   max                    when the rank was last heard of, or work came to one that had none
     BUSY_UNTIL    max                    when requests that are not streamed should have been computed
     STARTED_AT    min of those not 0     when it was first given something
 
@@ -153,9 +153,10 @@ class WorkRows:
             own[LEARNT] = own[LEARNT] * decay + work
             own[LEARNT_AT] = num_learnt
 
-    def withdraw(self, rank: int, work: int) -> None:
-        """Take back the work of a streamed request that ended without a first token."""
+    def withdraw(self, now_s: float, rank: int, work: int) -> None:
+        """Take back the work of a streamed request that ended without a first token; the rank was heard of by that."""
         self._own[QUEUED, rank] -= work
+        self._own[ANSWERED_AT, rank] = now_s
 
     def add_context(self, rank: int, num_tokens: int) -> None:
         """Count tokens that the rank's answers grew by, or, below 0, those of a request that ended."""

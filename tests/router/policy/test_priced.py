@@ -81,6 +81,15 @@ def test_recomputation_costs_more_the_busier_the_fleet_is_and_waiting_does_not()
     )
 
 
+def test_utilisation_of_a_slow_fleet_is_averaged_over_a_longer_time() -> None:
+    for unit_s, expected in ((4e-5, 4.0 / 10.0), (4e-4, 40.0 / 40.0)):
+        rows = WorkRows(np.zeros((1, NUM_FIELDS, 1)), first_unit_s=unit_s)
+        for now_s, work in ((1.0, 1), (1000.0, 100_000)):
+            rows.read(now_s)
+            rows.dispatch(now_s, 0, work, unit_s, 0, is_streamed=False)
+        assert rows.read(1000.0).utilisation == pytest.approx(expected, rel=1e-6)
+
+
 def test_the_price_has_a_bound() -> None:
     policy = policy_of(1)
     for idx in range(200):
@@ -98,6 +107,13 @@ def test_a_queue_shortens_until_the_first_token_should_have_come_then_grows_and_
     assert policy.weigh(15.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([5.0])
     policy.answered(20.0, request)
     assert policy.weigh(20.0, 10, (), [0]).load.wait_s == [0.0]
+
+
+def test_a_rank_is_heard_of_by_what_fails_there_too() -> None:
+    policy = policy_of(1)
+    first, second = (send(policy, 10.0, 0, 50_000, name) for name in (1, 2))
+    policy.finished(60.0, first)
+    assert policy.weigh(60.0, 10, (), [0]).load.wait_s == pytest.approx([second.work * UNIT_S])
 
 
 def test_answers_that_are_not_streamed_queue_for_as_long_as_they_should_take() -> None:
@@ -193,6 +209,16 @@ def test_a_mark_names_the_ranks_that_had_it_last() -> None:
     assert list(found.nonzero()[0]) == list(range(NUM_RANKS_OF_A_MARK))
     some = np.array([50, 3, 99, 0])
     assert list(table.depths(102.0, marks, np.array([1, 1, 0, 0]), some)) == [1, 4, 0, 4]
+
+
+def test_a_mark_that_takes_anothers_slot_takes_none_of_its_ranks() -> None:
+    table, marks = PromptsInFlight.for_one(2, BLOCK), np.array([7], np.uint64)
+    table.add(0.0, 0, marks)
+    for other in range(8, 20 * NUM_SLOTS):
+        table.add(0.0, 1, np.array([other], np.uint64))
+        if not table.depths(1.0, marks, np.zeros(2, np.int64)).any():
+            break
+    assert list(table.depths(1.0, np.array([other], np.uint64), np.zeros(2, np.int64))) == [0, 1]
 
 
 def test_marks_lie_at_the_same_places_of_each_prompt_and_are_few() -> None:
