@@ -184,6 +184,13 @@ async def until_idle(router: Router) -> None:
     await until(is_so)
 
 
+async def until_gone(router: Router, worker: StandIn) -> None:
+    async def is_so() -> bool:
+        return worker.url not in await router.workers()
+
+    await until(is_so)
+
+
 async def prompts_of(fleet: list[StandIn]) -> Counter[str]:
     return Counter([prompt for worker in fleet for prompt in await worker.prompts()])
 
@@ -238,10 +245,38 @@ async def test_workers_come_and_go_at_all_fronts_whichever_is_told(fleet: list[S
         await added.order(release=True)
         assert (await running).status == 200
 
-        async def is_gone() -> bool:
-            return added.url not in await router.workers(1)
+        await until_gone(router, added)
 
-        await until(is_gone)
+
+async def test_a_worker_that_is_removed_and_comes_back_at_once_is_counted_by_all(
+    fleet: list[StandIn], router: Router
+) -> None:
+    async with stand_ins(2) as (other, back):
+
+        async def is_there(worker: StandIn) -> bool:
+            return (await router.workers()).get(worker.url, {}).get("state") == "healthy"
+
+        for worker in (other, back):
+            assert (await router.call(0, "/workers", {"url": worker.url}))[0] == 201
+            await until(partial(is_there, worker))
+        for worker in (other, back):  # so that another one's columns are free when it comes back
+            assert (await router.call(0, f"/workers?url={worker.url}", method="DELETE"))[0] == 202
+
+        async def is_taken() -> bool:
+            return (await router.call(1, "/workers", {"url": back.url}))[0] == 201
+
+        await until(is_taken)
+        await until(partial(is_there, back))
+        held = [(await router.ask(front, f"hold again {front} {idx}"))[1] for front in FRONTS for idx in range(4)]
+        all_workers = [*fleet, back]
+        await until_came(all_workers, *(f"hold again {front} {idx}" for front in FRONTS for idx in range(4)))
+        assert len(await back.prompts()) == 2
+        assert (await router.workers())[back.url]["running_requests"] == 2
+        assert await router.num_running(1) == 8
+        await release(all_workers)
+        assert {answer.status for answer in await asyncio.gather(*held)} == {200}
+        assert (await router.call(0, f"/workers?url={back.url}", method="DELETE"))[0] == 202
+        await until_gone(router, back)
 
 
 async def test_a_front_that_is_killed_ends_its_own_requests_and_comes_back(
