@@ -80,7 +80,6 @@ class WorkRows:
         self.num_ranks = rows.shape[2]
         self._first_unit_s = first_unit_s
         self._window_s = WINDOW_S
-        self._long_since_s: float | None = None
 
     @classmethod
     def for_one(cls, num_ranks: int) -> WorkRows:
@@ -108,20 +107,11 @@ class WorkRows:
         self._window_s = window_s = max(WINDOW_S, WINDOW_WORK * fleet_unit_s)
         given_at_s = rows[:, GIVEN_AT] - now_s
         given_s = float(np.vdot(rows[:, GIVEN_S], np.exp(given_at_s * (1.0 / window_s))))
-        seen_s = max(MIN_STARTED_S, now_s - self._started_at_s(now_s))
+        started_at_s = rows[:, STARTED_AT]
+        seen_s = max(MIN_STARTED_S, now_s - float(started_at_s.min(where=started_at_s > 0, initial=now_s)))
         utilisation = given_s / (window_s * (1.0 - math.exp(-seen_s / window_s)) * rows.shape[2])
         recent = rows[:, RECENT] * np.exp2(given_at_s * (1.0 / RECENT_HALF_LIFE_S))
         return Work(wait_s, unit_s, context_tokens, recent[0] if len(rows) == 1 else recent.sum(0), utilisation)
-
-    def _started_at_s(self, now_s: float) -> float:
-        """Return when the first of all routers had its first request."""
-        if self._long_since_s is not None:
-            return self._long_since_s
-        started_at_s = self._rows[:, STARTED_AT]
-        first_s = float(started_at_s.min(where=started_at_s > 0, initial=now_s))
-        if now_s - first_s > 10 * self._window_s:
-            self._long_since_s = first_s
-        return first_s
 
     def dispatch(self, now_s: float, rank: int, work: int, unit_s: float, num_tokens: int, is_streamed: bool) -> None:
         """Add a request: the work that its prompt is at this rank, and how long it should take there."""

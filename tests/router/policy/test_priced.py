@@ -288,6 +288,19 @@ def test_requests_give_back_all_they_counted_once() -> None:
     assert list(prices.load.context_tokens) == [0.0, 0.0]
 
 
+def test_rows_may_lie_as_cells_of_ranks_side_by_side() -> None:
+    cells = np.zeros((2, 5, 16))  # a row's rank after rank, each with room for more
+    rows = cells[:, :, :NUM_FIELDS].transpose(0, 2, 1)
+    table = PromptsInFlight(np.zeros((2, NUM_SLOTS), SLOT), 5, BLOCK, 1)
+    seen = []
+    for policy in (PricedPolicy(PriceSettings(), WorkRows(rows, 1), table, BLOCK), policy_of(5)):
+        policy.answered(15.0, send(policy, 10.0, 3, 20_000))
+        send(policy, 16.0, 4, 9000)
+        seen.append(policy.weigh(17.0, 6000, hashes_of(6000, 9), [2, 0], np.array([4, 3])))
+    assert seen[0].cost_s == pytest.approx(seen[1].cost_s)
+    assert cells[0].sum() == 0.0 < cells[1, 3].sum()
+
+
 def test_only_the_ranks_that_are_asked_for_are_priced() -> None:
     policy = policy_of(5)
     send(policy, 10.0, 3, 20_000)
