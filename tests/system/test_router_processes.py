@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import signal
 import socket
 import subprocess
@@ -677,3 +678,46 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
         await until(is_known)
     for cache in caches.values():
         cache.close()
+
+
+@pytest.mark.slow
+async def test_a_router_whose_processes_die_all_the_time_refuses_nothing_and_counts_right(
+    fleet: list[StandIn], router: Router
+) -> None:
+    rng, is_over, ends = random.Random(1), False, Counter[object]()
+
+    async def go_on() -> None:
+        while not is_over:
+            body = {"model": "m", "prompt": "on", "stream": rng.random() < 0.5}
+            try:
+                answer = await read(port_of(router.child.url), "/v1/completions", body, {}, Answer())
+            except (OSError, asyncio.IncompleteReadError):
+                ends["lost"] += 1  # with its front
+                await asyncio.sleep(0.01)
+            else:
+                ends[answer.status if answer.is_whole else "cut"] += 1
+
+    clients = [asyncio.create_task(go_on()) for _ in range(16)]
+    for _ in range(40):
+        part = rng.choice([KEEPER, *FRONTS])
+        killed = router.parts().get(part)
+        if killed is not None:
+            killed.kill()
+            if rng.random() < 0.5:
+                await router.until_restarted(part, killed.pid)
+            else:
+                await asyncio.sleep(rng.random())
+    is_over = True
+    await asyncio.gather(*clients)
+    assert ends.keys() <= {200, "lost", "cut"}, ends
+    assert ends[200] > 10 * (ends["lost"] + ends["cut"]), ends
+
+    async def is_at_peace() -> bool:
+        status, page = await router.call(0, "/workers")
+        return status == 200 and all(
+            (worker["state"], worker["circuit"], worker["running_requests"]) == ("healthy", "closed", 0)
+            for worker in page["workers"]
+        )
+
+    await until(is_at_peace)
+    assert len(await router.workers(1)) == len(fleet)

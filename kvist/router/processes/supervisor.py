@@ -207,6 +207,10 @@ def _reserve(host: str, port: int) -> list[socket.socket]:
             held.bind((address[0], port, *address[2:]))  # refused if anybody listens, even one who would share
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             port = held.getsockname()[1]
+            # Who is about to listen refuses nobody yet: of two that start at once, this name has one, while it lives.
+            name = socket.socket(socket.AF_UNIX)
+            sockets.append(name)
+            name.bind(f"\0kvist-route {address[0]} {port}")
     except OSError:
         for each in sockets:
             each.close()
