@@ -79,7 +79,7 @@ class Worker:
         return whole(b"", 200 if path == b"/health" else 404)
 
     async def answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        prompt = body["prompt"]
+        prompt = str(body["prompt"])
         self.prompts.append(prompt)
         released = self.released
         if self.status is not None:

@@ -100,16 +100,18 @@ class Router:
         for each in chain.from_iterable(self._idle.values()):
             each.close()
 
-    async def ask(self, front: int, prompt: str, **fields: Any) -> tuple[Answer, asyncio.Task[Answer]]:
+    async def ask(self, front: int, prompt: str | list[int], **fields: Any) -> tuple[Answer, asyncio.Task[Answer]]:
         """Return the front's answer as it comes, and what ends with it."""
         return self.ask_on(await self.connect(front), prompt, **fields)
 
-    def ask_on(self, connection: Connection, prompt: str, **fields: Any) -> tuple[Answer, asyncio.Task[Answer]]:
+    def ask_on(
+        self, connection: Connection, prompt: str | list[int], **fields: Any
+    ) -> tuple[Answer, asyncio.Task[Answer]]:
         body = {"model": "m", "prompt": prompt, **fields}
         answer = Answer()
         return answer, asyncio.create_task(read(0, "/v1/completions", body, {}, answer, connection))
 
-    async def complete(self, front: int, prompt: str, **fields: Any) -> Answer:
+    async def complete(self, front: int, prompt: str | list[int], **fields: Any) -> Answer:
         return await (await self.ask(front, prompt, **fields))[1]
 
     async def call(self, front: int, path: str, body: object = None, method: str | None = None) -> tuple[int, Any]:
@@ -219,6 +221,8 @@ async def test_whichever_front_is_asked_answers_for_all(fleet: list[StandIn], ro
     for front in FRONTS:
         assert await router.metric("kvist_router_requests_total{", front) == before + 6
         assert await router.num_running(front) == 0
+        memory_bytes = sum(process.memory_info().vms for process in router.parts().values())
+        assert await router.metric("process_virtual_memory_bytes", front) == pytest.approx(memory_bytes, rel=0.05)
 
 
 async def test_workers_come_and_go_at_all_fronts_whichever_is_told(fleet: list[StandIn], router: Router) -> None:
@@ -668,6 +672,19 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
             assert (await router.call(0, "/workers", body))[0] == 201
             store(url, 1000 * (len(expected) + 1))
         await until(is_known)
+        assert (await router.call(0, "/workers", {"url": fleet[2].url}))[0] == 201
+        untold = iter(range(100_000, 200_000, 160))
+
+        async def is_expected() -> bool:
+            """Return whether a prompt that a worker without events computed for one front is the other's guess, too."""
+            tokens = list(range(start := next(untold), start + 160))
+            if (await router.complete(0, tokens)).worker != fleet[2].url:
+                return False
+            page = (await router.call(1, "/route", {"token_ids": tokens, "model": "m"}))[1]
+            (found,) = (each for each in page["candidates"] if each["worker"] == fleet[2].url)
+            return found["approximate"] and found["overlap_blocks"]["gpu"] == 9
+
+        await until(is_expected)
         router.parts()[KEEPER].kill()
         for url in caches:
             store(url, 1000 * (len(expected) + 8) + 500 * (url == fleet[0].url))

@@ -19,6 +19,7 @@ from typing import Self
 
 import msgspec
 import numpy as np
+from prometheus_client import ProcessCollector
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -287,9 +288,13 @@ class KeeperProcess:
 
 
 class FrontMetrics(Collector):
-    """The metrics of all fronts together: sums of what counts, over those that have died, too."""
+    """The metrics of all fronts together: sums of what counts, over those that have died, too.
+
+    What is measured of processes is that of this one, too.
+    """
 
     def __init__(self) -> None:
+        self._own = ProcessCollector(registry=None)
         self._ended: Families = []
         self._told: dict[int, Families] = {}
         self._pids: dict[int, int] = {}
@@ -312,7 +317,7 @@ class FrontMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric once."""
-        yield from _merged([self._ended, *self._told.values()])
+        yield from _merged([self._ended, *self._told.values(), families_of(self._own.collect())])
 
 
 def families_of(metrics: Iterable[Metric | None]) -> Families:
