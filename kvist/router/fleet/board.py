@@ -129,15 +129,18 @@ class LoadBoard:
 
     def _write_name(self, column: int, name: bytes) -> None:
         start = _NAMES_AT + column * MAX_NAME_BYTES
-        self._memory[start : start + MAX_NAME_BYTES] = name.ljust(MAX_NAME_BYTES, b"\0")
+        first, *rest = name.ljust(MAX_NAME_BYTES, b"\0")
+        self._memory[start] = 0  # who reads meanwhile finds no name, not a part of one
+        self._memory[start + 1 : start + MAX_NAME_BYTES] = bytes(rest)
+        self._memory[start] = first
 
     def _read_names(self) -> None:
         self._columns, self._free = {}, []
         for column in range(self.ints[0]):
             start = _NAMES_AT + column * MAX_NAME_BYTES
-            name = self._memory[start : start + MAX_NAME_BYTES].rstrip(b"\0")
-            rank, _, worker = name.decode().partition(" ")
+            name = self._memory[start : start + MAX_NAME_BYTES].partition(b"\0")[0]
             if name:
+                rank, _, worker = name.decode().partition(" ")
                 self._columns[WorkerRank(worker, int(rank))] = column
             else:
                 self._free.append(column)

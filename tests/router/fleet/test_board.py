@@ -170,6 +170,18 @@ def test_columns_are_reused_once_nothing_runs_in_them() -> None:
     assert front.ended_requests("http://last") == 0
 
 
+def test_a_name_that_is_being_written_is_nobodys() -> None:
+    memory, target = mmap.mmap(-1, board_bytes(2)), WorkerRank("http://w", 0)
+    keeper = LoadBoard(memory, num_fronts=2)
+    assert keeper.cells(target) is not None
+    start = memory.find(b"0 http://w")
+    memory[start] = 0
+    front = LoadBoard(memory, num_fronts=2, names_columns=False)
+    assert front.cells(target) is None
+    memory[start] = ord("0")
+    assert front.cells(target) == keeper.cells(target)
+
+
 def test_a_name_too_long_for_the_board_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="url"):
         LoadTracker().name(WorkerRank("http://" + "a" * MAX_NAME_BYTES, 0))
