@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import cycle, islice, product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,12 @@ COLUMNS = {
     "end_to_end_p99_s": "answer p99, s",
     "cached": "cached",
     "reuse": "of one cache's",
+    "left": "left to compute",
 }
+
+NEAR_COLLAPSE = 0.9
+"""Of the fleet's time what a policy leaves to compute. From here on waits double with each few percent (chats, agents
+and the public trace, eight workers, 2026-11-23), and beyond 1 they grow for as long as requests come."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +62,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="find the smallest fleet for this, at the trace's own pace",
     )
-    add("--speed", type=float, default=1.0, metavar="N", help="with --max-ttft-p99, N times that pace (default 1)")
+    add("--speedup", type=float, metavar="N", help="instead of --load: N times the trace's own pace")
+    add("--add-workers", type=int, default=0, metavar="N", help="say what N more workers would change")
+    add(
+        "--silent",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of each fleet N workers send no events; say what events of theirs would change",
+    )
     add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
     add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
     add("--prefill-rate", type=float, default=25_000, metavar="N", help="tokens/s of a worker (default %(default)s)")
+    add("--speeds", default="1", metavar="N[,N...]", help="of workers, as multiples, in turn (default %(default)s)")
     add("--cache-tokens", type=int, default=400_000, metavar="N", help="that a worker caches (default %(default)s)")
     add("--index-delay", type=float, default=0.05, metavar="SECONDS", help="events come late (default %(default)s)")
+    add("--lost-events", type=float, default=0.0, metavar="SHARE", help="of events, for good (default %(default)s)")
+    add("--outage", metavar="FROM..TO", help="when the first worker is gone, in shares of the trace's time: 0.4..0.6")
+    add("--burstiness", type=float, default=1.0, metavar="N", help="of arrivals: below 1 in bursts (default Poisson)")
     add("--json", type=Path, metavar="FILE", help="write every run's figures")
 
 
@@ -75,26 +93,47 @@ def run(args: argparse.Namespace) -> int:
     for name in args.policy.split(","):
         if name not in POLICIES:
             raise InvalidValueError("--policy", name, f"some of {', '.join(POLICIES)}")
-    for flag in ("seeds", "prefill_rate", "speed", "cache_tokens"):
-        if not 0 < getattr(args, flag) < float("inf"):
-            raise InvalidValueError(f"--{flag.replace('_', '-')}", getattr(args, flag), "more than 0")
+    for flags, least, most, expected in (
+        (("seeds", "prefill_rate", "speedup", "cache_tokens", "burstiness"), 1e-9, 1e12, "more than 0"),
+        (("add_workers", "silent", "index_delay"), 0.0, 1e12, "0 or more"),
+        (("lost_events",), 0.0, 1.0, "a share from 0 to 1"),
+    ):
+        for flag in flags:
+            if (value := getattr(args, flag)) is not None and not least <= value <= most:
+                raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
+    args.speeds = _numbers("--speeds", args.speeds)
+    args.outage = _outage(args.outage) if args.outage else None
+    if args.silent > min(_sizes(args.workers)):
+        raise InvalidValueError("--silent", args.silent, "no more than the smallest fleet has")
+    if args.outage and min(_sizes(args.workers)) < 2:
+        raise InvalidValueError("--workers", args.workers, "2 or more, where one is gone for a time")
     trace = _trace(args.trace, args.requests)
     with progress_line() as show:
         rows = list((_smallest if args.max_ttft_p99 else _cells)(args, trace, show))
     _print(rows)
+    for line in (*_changes(rows), *_warnings(rows)):
+        print(line)
     if args.json is not None:
-        given = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float)}
+        given = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | list | tuple)}
         args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
     return 0
 
 
 def _cells(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterator[dict[str, Any]]:
-    """Yield a row for each load, fleet size and policy."""
-    policies, sizes, loads = args.policy.split(","), _sizes(args.workers), _numbers("--load", args.load)
-    cells = [(load, size, policy) for load in loads for size in sizes for policy in policies]
+    """Yield a row for each load, fleet size and policy, and for what else is asked about the fleet."""
+    loads = [None] if args.speedup else _numbers("--load", args.load)
+    cells = list(product(loads, _sizes(args.workers), args.policy.split(",")))
     for number, (load, size, policy) in enumerate(cells):
-        show(f"{policy}, {size} workers, load {load:g}", number, len(cells))
-        yield {"load": load, "workers": size, "policy": policy, "runs": _runs(args, trace, size, policy, load)}
+        fleets = [(str(size), size, args.silent)]
+        if args.add_workers:
+            fleets.append((f"{size} + {args.add_workers}", size + args.add_workers, args.silent))
+        if args.silent:
+            fleets.append((f"{size}, all with events", size, 0))
+        for fleet, num_workers, num_silent in fleets:
+            show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
+            runs = _runs(args, trace, policy, size, load, num_workers, num_silent)
+            pace = load or f"{args.speedup:g}x pace"
+            yield {"load": pace, "workers": size, "fleet": fleet, "policy": policy, "runs": runs}
 
 
 def _smallest(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterator[dict[str, Any]]:
@@ -105,25 +144,63 @@ def _smallest(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Ite
 
         def is_enough(size: int, policy: str = policy, tried: dict[int, list[dict[str, float]]] = tried) -> bool:
             show(f"{policy}, {size} workers", 0, None)
-            tried[size] = _runs(args, trace, size, policy, None)
+            tried[size] = _runs(args, trace, policy, size, None, size, args.silent)
             return bool(median(each["ttft_p99_s"] for each in tried[size]) <= args.max_ttft_p99)
 
         at = bisect_left(sizes, True, key=is_enough)
         size = sizes[at] if at < len(sizes) else None
-        yield {"load": "as recorded", "workers": size, "policy": policy, "runs": tried[size or sizes[-1]]}
+        row = {"load": f"{args.speedup or 1:g}x pace", "workers": size, "fleet": str(size or "none is enough")}
+        yield {**row, "policy": policy, "runs": tried[size or sizes[-1]]}
 
 
-def _runs(args: argparse.Namespace, trace: Trace, size: int, policy: str, load: float | None) -> list[dict[str, float]]:
-    """Return each seed's figures, at a load or at the trace's own pace."""
-    from kvist.simulate.fleet import at_load, measure
+def _runs(
+    args: argparse.Namespace,
+    trace: Trace,
+    policy: str,
+    size: int,
+    load: float | None,
+    num_workers: int,
+    num_silent: int,
+) -> list[dict[str, float]]:
+    """Return each seed's figures for so many workers, at a load of `size` workers or at the trace's own pace."""
+    from kvist.simulate.fleet import Conditions, at_load, measure
     from kvist.simulate.peers import POLICIES
     from kvist.simulate.worker import Machine
 
-    machines, runs = [Machine(prefill_s=1 / args.prefill_rate, cache_tokens=args.cache_tokens)] * size, []
+    machine, speeds = Machine(prefill_s=1 / args.prefill_rate, cache_tokens=args.cache_tokens), cycle(args.speeds)
+    machines = [machine.times_as_fast(speed) for speed in islice(speeds, max(size, num_workers))]
+    conditions, runs = Conditions(args.index_delay, args.lost_events, num_silent, args.outage), []
     for seed in range(args.seeds):
-        paced = at_load(trace, machines, load, seed) if load else trace.spread(seed, 1 / args.speed)
-        runs.append(asdict(measure(paced, POLICIES[policy], machines, seed, args.index_delay)))
+        if load:
+            paced = at_load(trace, machines[:size], load, seed, args.burstiness)
+        else:
+            paced = trace.spread(seed, 1 / (args.speedup or 1.0), args.burstiness)
+        runs.append(asdict(measure(paced, POLICIES[policy], machines[:num_workers], seed, conditions)))
     return runs
+
+
+def _changes(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield what a fleet that was asked about changes; its row follows that of the fleet as it is."""
+    before: dict[str, Any] = {}
+    for row in rows:
+        if row["fleet"] == str(row["workers"]):
+            before = row
+        elif row["workers"] is not None:
+            figures = []
+            for name, told in (("ttft_mean_s", "mean TTFT {} s"), ("ttft_p99_s", "p99 {} s"), ("reuse", "reuse {}")):
+                values = (median(run[name] for run in each["runs"]) for each in (before, row))
+                figures.append(told.format(" -> ".join(map(_format(name), values))))
+            where = f"{row['policy']}, load {row['load']}, {row['fleet']} instead of {before['fleet']} workers"
+            yield f"{where}: {', '.join(figures)}"
+
+
+def _warnings(rows: list[dict[str, Any]]) -> Iterator[str]:
+    for row in rows:
+        left = median(each["left"] for each in row["runs"])
+        if left >= NEAR_COLLAPSE:
+            state = "collapses" if left >= 1 else "is near collapse"
+            where = f"{row['policy']}, load {row['load']}, {row['fleet']} workers"
+            yield f"{where}: {state}, with {left:.0%} of what the fleet can do left to compute"
 
 
 def _trace(name: str, num_requests: int | None) -> Trace:
@@ -145,6 +222,13 @@ def _numbers(flag: str, text: str) -> list[float]:
     return numbers
 
 
+def _outage(text: str) -> tuple[float, float]:
+    begin, end, *more = *_numbers("--outage", text.replace("..", ",")), 0.0
+    if more != [0.0] or not begin < end <= 1:
+        raise InvalidValueError("--outage", text, "two shares of the trace's time, as 0.4..0.6")
+    return begin, end
+
+
 def _sizes(text: str) -> list[int]:
     """Return fleet sizes; a range has its ends, and each double of the lower between them."""
     lower, dots, upper = text.partition("..")
@@ -157,14 +241,18 @@ def _sizes(text: str) -> list[int]:
     return sizes
 
 
+def _format(name: str) -> Callable[[float], str]:
+    return ("{:.1%}" if name in ("cached", "reuse", "left") else "{:.3g}").format
+
+
 def _print(rows: list[dict[str, Any]]) -> None:
     """Print medians over seeds, with the lowest and the highest."""
     lines = [["load", "workers", "policy", *COLUMNS.values()]]
     for row in rows:
-        cells = [str(row["load"]), str(row["workers"] or "none is enough"), row["policy"]]
+        cells = [str(row["load"]), row["fleet"], row["policy"]]
         for name in COLUMNS:
-            values, form = [each[name] for each in row["runs"]], "{:.1%}" if name in ("cached", "reuse") else "{:.3g}"
-            middle, low, high = (form.format(each) for each in (median(values), min(values), max(values)))
+            values = [each[name] for each in row["runs"]]
+            middle, low, high = map(_format(name), (median(values), min(values), max(values)))
             cells.append(middle if len(values) == 1 else f"{middle} ({low} to {high})")
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -23,7 +23,15 @@ class Driver(Protocol):
     """What a simulator tells a policy, as `PricedDriver` has it. Times never go back."""
 
     def route(
-        self, now_s: float, request_id: Hashable, block_hashes: Hashes, num_tokens: int, depths: Counts, held: Counts, /
+        self,
+        now_s: float,
+        request_id: Hashable,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Counts,
+        held: Counts,
+        among: Sequence[int] | None = None,
+        /,
     ) -> int: ...
     def answered(self, now_s: float, request_id: Hashable, /) -> None: ...
     def tokens(self, now_s: float, request_id: Hashable, num: int, /) -> None: ...
@@ -49,20 +57,24 @@ class PricedDriver:
         num_tokens: int,
         depths: Counts,
         held_blocks: Counts,
+        among: Sequence[int] | None = None,
     ) -> int:
         """Return the index of the worker that takes the request, and count it there from now on.
 
         `depths` are the leading blocks of the prompt that the index holds, a worker; `held_blocks` all that it holds.
-        A request that is routed again is withdrawn from where it was. Raises InvalidValueError where counts are not one
-        a worker.
+        `among` are the workers that are there, where that is not all. A request that is routed again is withdrawn from
+        where it was. Raises InvalidValueError where counts are not one a worker.
         """
         for name, counts in (("depths", depths), ("held_blocks", held_blocks)):
             if len(counts) != self._num_workers:
                 raise InvalidValueError(name, list(counts), f"{self._num_workers} numbers, one a worker")
         self.finished(now_s, request_id)
-        prices = self._policy.weigh(now_s, int(num_tokens), block_hashes, depths)
-        worker_idx = self._policy.choose(prices, held_blocks, self._random)
-        request = self._policy.dispatched(now_s, worker_idx, prices, worker_idx, is_streamed=self._streams)
+        ranks = None if among is None else np.array(among)
+        here = slice(None) if ranks is None else ranks
+        prices = self._policy.weigh(now_s, int(num_tokens), block_hashes, np.asarray(depths)[here], ranks)
+        chosen_idx = self._policy.choose(prices, np.asarray(held_blocks)[here], self._random)
+        worker_idx = chosen_idx if among is None else among[chosen_idx]
+        request = self._policy.dispatched(now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams)
         self._running[request_id] = request
         return worker_idx
 

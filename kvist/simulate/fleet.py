@@ -1,10 +1,13 @@
-"""A fleet of simulated workers behind a policy, open loop, and what its clients saw; what a load is."""
+"""A fleet of simulated workers behind a policy, and what its clients saw; what a load is."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 from statistics import fmean
 
@@ -29,6 +32,21 @@ class Outcome:
     """That share by what one cache of the whole fleet's size would have found."""
     busy: float
     """Share of time that a worker computed, on average."""
+    left: float
+    """What was left to compute of what the fleet could while requests came: a load by what this policy found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a fleet is up against."""
+
+    index_delay_s: float = INDEX_DELAY_S
+    lost_events: float = 0.0
+    """Share of events that the index never hears of."""
+    num_silent: int = 0
+    """The fleet's last workers send no events: they are known by what they were given."""
+    outage: tuple[float, float] | None = None
+    """From when to when the first worker is gone, as shares of the trace's time; it comes back empty."""
 
 
 class Simulation:
@@ -43,17 +61,25 @@ class Simulation:
         self._trace = trace
         self._machines = machines
         self._driver = driver
-        self._workers = [
-            Worker(idx, trace.block_size, machine, self.index, driver) for idx, machine in enumerate(machines)
-        ]
+        self._workers = [self._worker(idx) for idx in range(len(machines))]
+        self._gone: int | None = None
+        self._number = count()
+        self._due: list[tuple[float, int, Callable[[float], None]]] = []  # a heap, in the order of time and of calls
+        for request in trace.requests:
+            self.call_at(request.at_s, partial(self._arrive, request))
+
+    def call_at(self, at_s: float, call: Callable[[float], None]) -> None:
+        """Have something done at a time, which it is handed."""
+        heappush(self._due, (at_s, next(self._number), call))
 
     def run(self) -> Outcome:
-        """Serve the whole trace, whose requests are in the order of their arrival."""
-        arrivals, workers = deque(self._trace.requests), self._workers
+        """Serve the whole trace."""
+        due, workers = self._due, self._workers
         while True:
             step_s = min(worker.next_s for worker in workers)
-            if arrivals and arrivals[0].at_s < step_s:
-                self._route(arrivals.popleft())
+            if due and due[0][0] < step_s:
+                at_s, _, call = heappop(due)
+                call(at_s)
             elif step_s < inf:
                 for worker in workers:
                     if worker.next_s == step_s:
@@ -61,13 +87,34 @@ class Simulation:
             else:
                 return self._outcome()
 
-    def _route(self, request: Request) -> None:
-        now_s = request.at_s
-        depths = self.index.depths(request.blocks, now_s)
+    def lose(self, worker_idx: int, now_s: float) -> None:
+        """Take a worker away: its requests begin anew elsewhere, and what it cached is gone."""
+        lost, self._gone = self._workers[worker_idx], worker_idx
+        self._workers[worker_idx] = self._worker(worker_idx)
+        self._workers[worker_idx].busy_s = lost.busy_s
+        self.index.forget(worker_idx)
+        for job in lost.jobs():
+            self._driver.finished(now_s, job.request_id)
+            self._route(job, now_s)
+
+    def regain(self, now_s: float) -> None:  # noqa: ARG002
+        """Bring the worker back, empty."""
+        self._gone = None
+
+    def _worker(self, idx: int) -> Worker:
+        return Worker(idx, self._trace.block_size, self._machines[idx], self.index, self._driver)
+
+    def _arrive(self, request: Request, now_s: float) -> None:
         job = Job(len(self.jobs), request, now_s)
         self.jobs.append(job)
+        self._route(job, now_s)
+
+    def _route(self, job: Job, now_s: float) -> None:
+        request = job.request
+        depths = self.index.depths(request.blocks, now_s)
+        among = None if self._gone is None else [idx for idx in range(len(self._workers)) if idx != self._gone]
         worker_idx = self._driver.route(
-            now_s, job.request_id, request.blocks, request.num_tokens, depths, self.index.held
+            now_s, job.request_id, request.blocks, request.num_tokens, depths, self.index.held, among
         )
         self._workers[worker_idx].take(job, now_s)
 
@@ -77,6 +124,7 @@ class Simulation:
         ends = sorted(job.done_at_s - job.at_s for job in jobs)
         cached = sum(job.num_cached_tokens for job in jobs)
         shared, _ = work_left([job.request for job in jobs], self._trace.block_size, self._machines)
+        left_s = sum(work_s(job.request, job.num_cached_tokens, self._machines[0]) for job in jobs)
         return Outcome(
             fmean(ttfts),
             ttfts[int(0.5 * len(jobs))],
@@ -86,28 +134,41 @@ class Simulation:
             cached / sum(job.request.num_tokens for job in jobs),
             cached / max(1, shared),
             fmean(worker.busy_s for worker in self._workers) / (max(job.done_at_s for job in jobs) - jobs[0].at_s),
+            left_s / speed(self._machines) / max(1e-9, jobs[-1].at_s - jobs[0].at_s),
         )
+
+
+def speed(machines: Sequence[Machine]) -> float:
+    """Return how many of the first machine compute prompts as fast as all."""
+    return sum(machines[0].prefill_s / machine.prefill_s for machine in machines)
+
+
+def work_s(request: Request, num_cached_tokens: int, machine: Machine) -> float:
+    """Return the seconds that are left to compute of a request.
+
+    They are prefill with its part of each step's fixed time, and reading the context for each token of the answer.
+    """
+    num_tokens, num_output_tokens = request.num_tokens, request.num_output_tokens
+    prefill_s = machine.prefill_time_s(num_cached_tokens, num_tokens)
+    steps_s = machine.step_s * (num_tokens - num_cached_tokens) / MAX_STEP_TOKENS
+    return prefill_s + steps_s + machine.context_s * num_output_tokens * (num_tokens + num_output_tokens / 2)
 
 
 def work_left(requests: Sequence[Request], block_size: int, machines: Sequence[Machine]) -> tuple[int, float]:
     """Return what one LRU cache of the fleet's size finds of these prompts, in tokens, and what is left to compute.
 
-    What is left is in seconds of the first machine: prefill with its part of each step's fixed time, and reading the
-    context for each token of the answer.
+    What is left is in seconds of the first machine.
     """
     capacity = sum(machine.cache_tokens for machine in machines) // block_size
     cache: OrderedDict[Hashable, None] = OrderedDict()
-    num_found, left_s, machine = 0, 0.0, machines[0]
+    num_found, left_s = 0, 0.0
     for request in requests:
         usable = min(len(request.blocks), max(0, request.num_tokens - 1) // block_size)
         found = 0
         while found < usable and request.blocks[found] in cache:
             found += 1
         num_found += found * block_size
-        left_s += machine.prefill_time_s(found * block_size, request.num_tokens)
-        left_s += machine.step_s * (request.num_tokens - found * block_size) / MAX_STEP_TOKENS
-        context_tokens = request.num_output_tokens * (request.num_tokens + request.num_output_tokens / 2)
-        left_s += machine.context_s * context_tokens
+        left_s += work_s(request, found * block_size, machines[0])
         for block in reversed(request.blocks + request.answer_blocks):
             cache[block] = None
             cache.move_to_end(block)
@@ -116,21 +177,34 @@ def work_left(requests: Sequence[Request], block_size: int, machines: Sequence[M
     return num_found, left_s
 
 
-def at_load(trace: Trace, machines: Sequence[Machine], load: float, seed: int) -> Trace:
+def at_load(trace: Trace, machines: Sequence[Machine], load: float, seed: int, burstiness: float = 1.0) -> Trace:
     """Return the trace at the pace that leaves the fleet this load, its arrivals drawn by `seed`.
 
     A load of 1 is work for all of the time, after what one shared cache of the fleet's size finds: a policy that finds
     less is overloaded earlier.
     """
     _, left_s = work_left(trace.requests, trace.block_size, machines)
-    speed = sum(machines[0].prefill_s / machine.prefill_s for machine in machines)
     span_s = trace.requests[-1].at_s - trace.requests[0].at_s
-    return trace.spread(seed, left_s / speed / load / max(1e-9, span_s))
+    return trace.spread(seed, left_s / speed(machines) / load / max(1e-9, span_s), burstiness)
 
 
 def measure(
-    trace: Trace, make: Callable[..., Driver], machines: Sequence[Machine], seed: int, delay_s: float = INDEX_DELAY_S
+    trace: Trace,
+    make: Callable[..., Driver],
+    machines: Sequence[Machine],
+    seed: int,
+    conditions: Conditions = Conditions(),
 ) -> Outcome:
     """Return what a policy's fleet does with a trace as it is; `seed` is the policy's."""
-    driver = make(num_workers=len(machines), block_size=trace.block_size, seed=seed)
-    return Simulation(trace, machines, driver, LateIndex(len(machines), delay_s)).run()
+    num_workers, block_size = len(machines), trace.block_size
+    silent = range(num_workers - conditions.num_silent, num_workers)
+    capacities = {idx: machines[idx].cache_tokens // block_size for idx in silent}
+    index = LateIndex(num_workers, conditions.index_delay_s, conditions.lost_events, capacities, seed)
+    driver = make(num_workers=num_workers, block_size=block_size, seed=seed)
+    simulation = Simulation(trace, machines, driver, index)
+    if conditions.outage is not None:
+        first_s, last_s = trace.requests[0].at_s, trace.requests[-1].at_s
+        gone_at_s, back_at_s = (first_s + share * (last_s - first_s) for share in conditions.outage)
+        simulation.call_at(gone_at_s, partial(simulation.lose, 0))
+        simulation.call_at(back_at_s, simulation.regain)
+    return simulation.run()

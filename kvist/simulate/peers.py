@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import ceil, inf
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvist.events import WorkerRank
 from kvist.router.policy.cost import KvPolicy
@@ -46,7 +46,9 @@ class _Peer:
     """Counts requests, uncached tokens without an answer, and tokens in flight, a worker; subclasses choose."""
 
     def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
-        self.workers, self.block_size, self.random = range(num_workers), block_size, Random(seed)
+        self.workers: Sequence[int] = range(num_workers)
+        """Those that are there."""
+        self.block_size, self.random = block_size, Random(seed)
         self.running, self.prefill_tokens, self.tokens_in_flight = ([0] * num_workers for _ in range(3))
         self._requests: dict[Hashable, _Running] = {}
 
@@ -56,10 +58,10 @@ class _Peer:
     def count(self, request: _Running, sign: int) -> None:
         """Count what only this policy looks at, as a request begins (1) and ends (-1)."""
 
-    def lowest(self, keys: Sequence[float]) -> int:
-        """Return the worker with the lowest key, by chance among equals."""
-        least = min(keys)
-        return self.random.choice([idx for idx, key in enumerate(keys) if key == least])
+    def lowest(self, keys: Sequence[Any]) -> int:
+        """Return the worker with the lowest key, by chance among equals; keys are one for each of the fleet."""
+        least = min(keys[idx] for idx in self.workers)
+        return self.random.choice([idx for idx in self.workers if keys[idx] == least])
 
     def prefills(self, ask: _Ask) -> list[int]:
         """Return the prefill tokens that each worker would have, with this request's."""
@@ -67,8 +69,16 @@ class _Peer:
         return [queued + tokens for queued, tokens in zip(self.prefill_tokens, new, strict=True)]
 
     def route(
-        self, now_s: float, request_id: Hashable, block_hashes: Hashes, num_tokens: int, depths: Counts, held: Counts
+        self,
+        now_s: float,
+        request_id: Hashable,
+        block_hashes: Hashes,
+        num_tokens: int,
+        depths: Counts,
+        held: Counts,
+        among: Sequence[int] | None = None,
     ) -> int:
+        self.workers = among or range(len(depths))
         most = max(0, num_tokens - 1) // self.block_size
         ask = _Ask(now_s, tuple(block_hashes), num_tokens, [min(int(depth), most) for depth in depths], held)
         idx = self.choose(ask)
@@ -109,7 +119,8 @@ class _BlockCost(_Peer):
             decode_blocks, recent = self.tokens_in_flight[idx] // self.block_size, self._recent_at(idx, ask.now_s)
             load = Load(self.running[idx], self.prefill_tokens[idx], decode_blocks, recent)
             candidates.append(Candidate(WorkerRank(str(idx), 0), load, (ask.depths[idx],), int(ask.held[idx])))
-        return decide(KvPolicy(), Prompt(ask.num_tokens, self.block_size), candidates, 0, self.random).chosen_idx
+        decision = decide(KvPolicy(), Prompt(ask.num_tokens, self.block_size), candidates, 0, self.random)
+        return self.workers[decision.chosen_idx]
 
     def count(self, request: _Running, sign: int) -> None:
         if sign > 0:
@@ -126,15 +137,14 @@ class _Dynamo(_Peer):
 
     def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
         super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
-        self._active: list[Counter[int]] = [Counter() for _ in self.workers]
+        self._active: list[Counter[int]] = [Counter() for _ in range(num_workers)]
 
     def choose(self, ask: _Ask) -> int:
         costs = []
         for active, prefill in zip(self._active, self.prefills(ask), strict=True):
             num_new = sum(1 for block in ask.blocks if block not in active)
             costs.append(prefill / self.block_size + len(active) + num_new)
-        least = min(costs)
-        return self.lowest([ask.held[idx] if cost == least else inf for idx, cost in enumerate(costs)])
+        return self.lowest(list(zip(costs, ask.held, strict=True)))
 
     def count(self, request: _Running, sign: int) -> None:
         active = self._active[request.worker_idx]
@@ -153,14 +163,15 @@ class _CacheAware(_Peer):
         self._sizes = [0] * num_workers
 
     def choose(self, ask: _Ask) -> int:
-        fewest, most = min(self.running), max(self.running)
+        there, running, tenants = self.workers, self.running, []
+        fewest, most = min(running[idx] for idx in there), max(running[idx] for idx in there)
         depth = next((idx for idx, block in enumerate(ask.blocks) if block not in self._tenants), len(ask.blocks))
+        if depth * self.block_size > 0.3 * ask.num_tokens:
+            tenants = [idx for idx in self._tenants[ask.blocks[depth - 1]] if idx in there]
         if most - fewest > 64 and most > 1.5 * fewest:
-            chosen = self.running.index(fewest)
-        elif depth * self.block_size > 0.3 * ask.num_tokens:
-            chosen = self._tenants[ask.blocks[depth - 1]][0]
+            chosen = min(there, key=running.__getitem__)
         else:
-            chosen = self._sizes.index(min(self._sizes))
+            chosen = tenants[0] if tenants else min(there, key=self._sizes.__getitem__)
         for block in ask.blocks:
             tenants = self._tenants.setdefault(block, [])
             if chosen not in tenants:
@@ -172,8 +183,8 @@ class _CacheAware(_Peer):
 class _AffinityThenLoad(_Peer):
     def choose(self, ask: _Ask) -> int:
         loads = self.tokens_in_flight
-        holding = {idx for idx, depth in enumerate(ask.depths) if depth * self.block_size >= 0.8 * ask.num_tokens}
-        others = min((load for idx, load in enumerate(loads) if idx not in holding), default=inf)
+        holding = {idx for idx in self.workers if ask.depths[idx] * self.block_size >= 0.8 * ask.num_tokens}
+        others = min((loads[idx] for idx in self.workers if idx not in holding), default=inf)
         if holding and (min(loads[idx] for idx in holding) - others) / 25_000 > 18.0:
             holding = set()
         return self.lowest([inf if holding and idx not in holding else load for idx, load in enumerate(loads)])
@@ -190,14 +201,14 @@ class _BoundedHashing(_Peer):
     def __init__(self, *, num_workers: int, block_size: int, seed: int = 0) -> None:
         super().__init__(num_workers=num_workers, block_size=block_size, seed=seed)
         places = Random(0)
-        self._ring = sorted((places.random(), idx) for idx in self.workers for _ in range(100))
+        self._ring = sorted((places.random(), idx) for idx in range(num_workers) for _ in range(100))
 
     def choose(self, ask: _Ask) -> int:
         most = ceil(1.25 * (sum(self.running) + 1) / len(self.workers))
         name = ask.blocks[: max(1, 1024 // self.block_size)][-1] if ask.blocks else self.random.random()
         start = bisect(self._ring, (Random(name).random(), 0))
         walk = (idx for _, idx in self._ring[start:] + self._ring[:start])
-        return next(idx for idx in walk if self.running[idx] + 1 <= most)
+        return next(idx for idx in walk if idx in self.workers and self.running[idx] + 1 <= most)
 
 
 class _LeastLoaded(_Peer):
@@ -210,7 +221,7 @@ class _RoundRobin(_Peer):
 
     def choose(self, ask: _Ask) -> int:  # noqa: ARG002
         self.turn += 1
-        return self.turn % len(self.workers)
+        return self.workers[self.turn % len(self.workers)]
 
 
 POLICIES: dict[str, Callable[..., Driver]] = {

@@ -34,10 +34,11 @@ class Trace:
     requests: Sequence[Request]
     block_size: int
 
-    def spread(self, seed: int, factor: float = 1.0) -> Trace:
+    def spread(self, seed: int, factor: float = 1.0, burstiness: float = 1.0) -> Trace:
         """Return the trace `factor` times as slow, gaps drawn anew around the mean gap of their neighbourhood.
 
-        The order stays. What the trace lacks, chance, is what a seed adds.
+        The order stays. What the trace lacks, chance, is what a seed adds: gaps are gamma distributed with
+        this shape, so that 1 is Poisson and less comes in bursts.
         """
         random, at_s, requests = Random(seed), 0.0, []
         arrivals = [request.at_s for request in self.requests]
@@ -45,7 +46,7 @@ class Trace:
         for idx, request in enumerate(self.requests):
             begin, end = max(0, idx - 16), min(last, idx + 16)
             gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
-            at_s += gap_s * factor * random.expovariate(1.0)
+            at_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
             requests.append(replace(request, at_s=at_s))
         return replace(self, requests=requests)
 

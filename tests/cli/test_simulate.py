@@ -21,7 +21,7 @@ def test_a_row_for_each_load_size_and_policy_and_every_run_in_the_file(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:3] == ["load", "workers", "policy"]
     expected = [[load, size, name] for load in ("0.5", "0.9") for size in "245" for name in ("kv", "round-robin")]
-    assert [line.split()[:3] for line in lines[1:]] == expected
+    assert [line.split()[:3] for line in lines[1:13]] == expected
     written = json.loads(path.read_text())
     assert [len(row["runs"]) for row in written["results"]] == [2] * 12
     assert written["requests"] == 40
@@ -31,6 +31,37 @@ def test_the_smallest_fleet_for_a_bound_is_found(capsys: pytest.CaptureFixture[s
     for bound, expected in (("1000", "1"), ("0.000001", "none")):
         assert main([*SMALL, "--max-ttft-p99", bound, "--policy", "kv", "--workers", "1..4"]) == 0
         assert capsys.readouterr().out.splitlines()[1].split()[2] == expected
+
+
+def test_what_more_workers_and_everybodys_events_would_change_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--policy", "kv", "--workers", "2", "--load", "0.8", "--add-workers", "2", "--silent", "1"]
+    assert main([*SMALL, *flags]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    column = lines[0].index("workers")
+    assert [line[column:].split("  ")[0] for line in lines[1:4]] == ["2", "2 + 2", "2, all with events"]
+    assert lines[4].startswith("kv, load 0.8, 2 + 2 instead of 2 workers: mean TTFT ")
+    assert lines[5].startswith("kv, load 0.8, 2, all with events instead of 2 workers: mean TTFT ")
+    slow, fast = lines[4].split("mean TTFT ")[1].split(" s,")[0].split(" -> ")
+    assert float(fast) < float(slow)
+
+
+def test_a_fleet_that_falls_behind_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--policy", "kv", "--workers", "2"]
+    for load, said in (("0.2", ""), ("0.84", "is near collapse"), ("2", "collapses")):
+        assert main([*SMALL, *flags, "--load", load]) == 0
+        warnings = capsys.readouterr().out.splitlines()[2:]
+        assert [said in line for line in warnings] == [True] * bool(said)
+
+
+def test_a_trace_can_be_sent_at_its_own_pace_or_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    left = []
+    for speedup in ("1", "2"):
+        path = tmp_path / "runs.json"
+        flags = ["--policy", "round-robin", "--speedup", speedup, "--seeds", "1", "--json", str(path)]
+        assert main([*SMALL, *flags]) == 0
+        left.append(json.loads(path.read_text())["results"][0]["runs"][0]["left"])
+    assert left[1] == pytest.approx(2 * left[0])
+    assert "2x pace" in capsys.readouterr().out
 
 
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,6 +80,13 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["--seeds", "0"], "--seeds"),
         (["--requests", "1"], "--requests"),
         (["--prefill-rate", "-1"], "--prefill-rate"),
+        (["--lost-events", "2"], "--lost-events"),
+        (["--silent", "9"], "--silent"),
+        (["--speeds", "1,0"], "--speeds"),
+        (["--outage", "0.5"], "--outage"),
+        (["--outage", "0.6..0.4"], "--outage"),
+        (["--outage", "0.4..0.6", "--workers", "1"], "--workers"),
+        (["--burstiness", "0"], "--burstiness"),
     ],
 )
 def test_values_that_mean_nothing_are_refused_by_name(

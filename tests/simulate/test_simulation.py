@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from random import Random
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -149,6 +151,79 @@ def test_the_index_hears_late_and_counts_leading_blocks() -> None:
         expected = [next((depth for depth, each in enumerate(chain) if each not in held), 4) for held in known]
         assert index.depths(chain, now_s) == expected
         assert index.held == [len(held) for held in known]
+
+
+def test_events_that_are_lost_never_reach_the_index() -> None:
+    index = LateIndex(1, delay_s=0.0, lost=0.3, seed=1)
+    for block in range(1000):
+        index.stored(0, [block], 0.0)
+    index.depths((), 1.0)
+    assert 650 < index.held[0] < 750
+
+
+def test_a_silent_worker_is_expected_to_hold_what_it_answered_last_as_far_as_it_fits() -> None:
+    index = LateIndex(2, silent={1: 8})
+    index.stored(1, [1, 2], 0.0)  # it says nothing
+    index.answered(0, request(0, 0.0, 500), 1.0)  # this one does
+    index.answered(1, request(1, 0.0, 500), 1.0)
+    index.answered(1, request(2, 0.0, 600), 2.0)
+    assert index.held == [0, 8]
+    assert index.depths(request(2, 0.0, 600).blocks, 2.0) == [0, 6]
+    assert index.depths(request(1, 0.0, 500).blocks, 2.0) == [0, 2]
+    index.forget(1)
+    assert index.depths(request(2, 0.0, 600).blocks, 3.0) == [0, 0]
+    index.answered(1, request(3, 0.0, 800), 4.0)
+    assert index.held == [0, 8]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_requests_of_a_worker_that_is_gone_begin_anew_elsewhere(name: str) -> None:
+    driver = POLICIES[name](num_workers=3, block_size=100)
+    requests = [request(idx, float(idx), 3000, 50) for idx in range(60)]
+    simulation = Simulation(Trace(requests, 100), [PLAIN] * 3, driver)
+    at_work: list[int] = []
+
+    def gone(now_s: float) -> None:
+        at_work.extend(job.request_id for job in simulation._workers[1].jobs())
+        simulation.lose(1, now_s)
+
+    def back(now_s: float) -> None:
+        assert not simulation._workers[1].jobs()
+        assert simulation.index.held[1] == 0
+        simulation.regain(now_s)
+
+    simulation.call_at(20.1, gone)
+    simulation.call_at(30.1, back)
+    simulation.run()
+    assert at_work
+    assert all(simulation.jobs[idx].done_at_s > 20.1 for idx in at_work)
+    assert all(job.at_s < job.answered_at_s <= job.done_at_s < inf for job in simulation.jobs)
+
+
+def test_a_worker_twice_as_fast_takes_half_the_time() -> None:
+    fast = replace(PLAIN, alpha=1e-4, context_s=1e-6)
+    slow = fast.times_as_fast(0.5)
+    requests = [request(idx, 0.0, 3000, 20) for idx in range(4)]
+    for quick, late in zip(served(requests, fast).jobs, served(requests, slow).jobs, strict=True):
+        assert late.answered_at_s == pytest.approx(2 * quick.answered_at_s)
+        assert late.done_at_s == pytest.approx(2 * quick.done_at_s)
+
+
+def test_bursts_have_the_same_mean_and_more_spread() -> None:
+    trace = Trace([request(idx, float(idx), 100) for idx in range(4000)], 100)
+    for burstiness in (1.0, 0.2):
+        times = [each.at_s for each in trace.spread(1, 1.0, burstiness).requests]
+        gaps = [after - before for before, after in pairwise(times)]
+        assert fmean(gaps) == pytest.approx(1.0, rel=0.1)
+        assert stdev(gaps) == pytest.approx(burstiness**-0.5, rel=0.1)
+
+
+def test_what_is_left_to_compute_is_the_load_where_a_policy_finds_what_one_cache_would() -> None:
+    trace, machines = at_load(tool_agents(1500), [Machine()], 0.7, seed=1), [Machine()]
+    outcome = measure(trace, POLICIES["kv"], machines, seed=1)
+    _, left_s = work_left(trace.requests, trace.block_size, machines)
+    expected = left_s / (trace.requests[-1].at_s - trace.requests[0].at_s)
+    assert outcome.left == pytest.approx(expected, rel=0.05)
 
 
 def test_twice_the_load_is_the_same_arrivals_in_half_the_time() -> None:
