@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     for line in (*_changes(rows), *_warnings(rows)):
         print(line)
     if args.json is not None:
-        given = {name: value for name, value in vars(args).items() if isinstance(value, str | int | float | list | tuple)}
+        given = {name: value for name, value in vars(args).items() if name not in ("run", "json")}
         args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
     return 0
 
