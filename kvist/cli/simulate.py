@@ -71,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of each fleet N workers send no events; say what events of theirs would change",
     )
+    add("--closed-loop", action="store_true", help="send a session's turn a pause after the answer to the one before")
     add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
     add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
     add("--prefill-rate", type=float, default=25_000, metavar="N", help="tokens/s of a worker (default %(default)s)")
@@ -108,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
     if args.outage and min(_sizes(args.workers)) < 2:
         raise InvalidValueError("--workers", args.workers, "2 or more, where one is gone for a time")
     trace = _trace(args.trace, args.requests)
+    if args.closed_loop:
+        trace = trace.in_sessions()
     with progress_line() as show:
         rows = list((_smallest if args.max_ttft_p99 else _cells)(args, trace, show))
     _print(rows)

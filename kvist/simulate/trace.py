@@ -25,6 +25,10 @@ class Request:
     num_output_tokens: int
     answer_blocks: tuple[int, ...] = ()
     """Hashes that the blocks behind the prompt's have once the answer fills them, as far as they come again."""
+    follows: int | None = None
+    """The `idx` of the request whose answer it waits for, in a closed loop; `at_s` is nominal then."""
+    pause_s: float = 0.0
+    """How long after that answer it is sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +41,45 @@ class Trace:
     def spread(self, seed: int, factor: float = 1.0, burstiness: float = 1.0) -> Trace:
         """Return the trace `factor` times as slow, gaps drawn anew around the mean gap of their neighbourhood.
 
-        The order stays. What the trace lacks, chance, is what a seed adds: gaps are gamma distributed with
-        this shape, so that 1 is Poisson and less comes in bursts.
+        The order stays, and so do the pauses of sessions in a closed loop. What the trace lacks, chance, is what a seed
+        adds: gaps are gamma distributed with this shape, so that 1 is Poisson and less comes in bursts.
         """
-        random, at_s, requests = Random(seed), 0.0, []
-        arrivals = [request.at_s for request in self.requests]
+        random, at_s = Random(seed), 0.0
+        spread: dict[int, float] = {}
+        arrivals = [request.at_s for request in self.requests if request.follows is None]
         last = len(arrivals) - 1
-        for idx, request in enumerate(self.requests):
-            begin, end = max(0, idx - 16), min(last, idx + 16)
-            gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
-            at_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
-            requests.append(replace(request, at_s=at_s))
+        for request in self.requests:
+            if request.follows is None:
+                begin, end = max(0, len(spread) - 16), min(last, len(spread) + 16)
+                gap_s = (arrivals[end] - arrivals[begin]) / max(1, end - begin)
+                at_s += gap_s * factor * random.gammavariate(burstiness, 1.0 / burstiness)
+                spread[request.idx] = at_s
+        requests = [replace(each, at_s=spread.get(each.idx, each.at_s)) for each in self.requests]
+        return replace(self, requests=requests)
+
+    @property
+    def span_s(self) -> float:
+        """Return the time in which requests come that wait for no answer."""
+        arrivals = [request.at_s for request in self.requests if request.follows is None]
+        return max(1e-9, arrivals[-1] - arrivals[0])
+
+    def in_sessions(self) -> Trace:
+        """Return the trace with each turn of a session to be sent some time after the answer to the turn before.
+
+        A turn goes on with the request whose whole prompt it repeats, if that prompt's last block was new then: what
+        many begin with is no session. The pause is what is between both arrivals in the trace.
+        """
+        turns: dict[int, Request] = {}  # the last of a session, by the last block of its prompt
+        seen: set[int] = set()
+        requests = []
+        for request in self.requests:
+            before = next((turns[block] for block in reversed(request.blocks) if block in turns), None)
+            if before is not None:
+                request = replace(request, follows=before.idx, pause_s=request.at_s - before.at_s)
+            if request.blocks and (request.blocks[-1] not in seen or request.blocks[-1] in turns):
+                turns[request.blocks[-1]] = request
+            seen.update(request.blocks)
+            requests.append(request)
         return replace(self, requests=requests)
 
 

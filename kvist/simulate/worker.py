@@ -12,7 +12,7 @@ are cached from their first token on. Answers take room, too, and are found agai
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import inf
@@ -69,12 +69,20 @@ class Job:
 class Worker:
     """Steps through prefill and decode; `next_s` is when `advance` has something to do."""
 
-    def __init__(self, idx: int, block_size: int, machine: Machine, index: LateIndex, driver: Driver) -> None:
+    def __init__(
+        self,
+        idx: int,
+        block_size: int,
+        machine: Machine,
+        index: LateIndex,
+        driver: Driver,
+        on_finished: Callable[[Job, float], None],
+    ) -> None:
         """Begin with nothing to do and an empty cache."""
         self.next_s = inf
         self.busy_s = 0.0
         self._idx, self._block_size, self._machine = idx, block_size, machine
-        self._index, self._driver = index, driver
+        self._index, self._driver, self._on_finished = index, driver, on_finished
         self._capacity = machine.cache_tokens // block_size
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
@@ -227,3 +235,4 @@ class Worker:
         self._evict(now_s)
         job.done_at_s = now_s
         self._driver.finished(now_s, job.request_id)
+        self._on_finished(job, now_s)

@@ -47,7 +47,7 @@ def test_what_more_workers_and_everybodys_events_would_change_is_said(capsys: py
 
 def test_a_fleet_that_falls_behind_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--policy", "kv", "--workers", "2"]
-    for load, said in (("0.2", ""), ("0.84", "is near collapse"), ("2", "collapses")):
+    for load, said in (("0.2", ""), ("0.75", "is near collapse"), ("2", "collapses")):
         assert main([*SMALL, *flags, "--load", load]) == 0
         warnings = capsys.readouterr().out.splitlines()[2:]
         assert [said in line for line in warnings] == [True] * bool(said)

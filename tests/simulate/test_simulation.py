@@ -226,6 +226,44 @@ def test_what_is_left_to_compute_is_the_load_where_a_policy_finds_what_one_cache
     assert outcome.left == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize("make", [conversations, tool_agents])
+def test_sessions_are_known_again_by_their_own_prefix(make) -> None:  # type: ignore[no-untyped-def]
+    trace = make(600, seed=2).in_sessions()
+    last: dict[int, Request] = {}
+    for each in trace.requests:
+        session = each.blocks[-1] // 100_003  # as these traces name their blocks
+        before = last.get(session) if session < 2**40 else None  # negative owners are what sessions share
+        assert each.follows == (None if before is None else before.idx)
+        assert before is None or each.pause_s == each.at_s - before.at_s
+        last[session] = each
+
+
+def test_what_many_begin_with_makes_no_session_and_a_prompt_sent_again_goes_on_with_it() -> None:
+    def prompt(idx: int, *blocks: int) -> Request:
+        return Request(idx, float(idx), blocks, 100 * len(blocks) + 1, 5)
+
+    requests = [
+        prompt(0, 1, 2),
+        prompt(1, 1, 9),
+        prompt(2, 1),
+        prompt(3, 1, 2, 3),
+        prompt(4, 1, 2, 3),
+        prompt(5, 1, 2, 3, 4),
+        prompt(6),
+    ]
+    follows = [each.follows for each in Trace(requests, 100).in_sessions().requests]
+    assert follows == [None, None, None, 0, 3, 4, None]
+
+
+def test_a_turn_is_sent_its_pause_after_the_answer_before_however_long_that_took() -> None:
+    first = request(0, 0.0, 5000, 100)
+    second = Request(1, 2.0, (*first.blocks, 77), 5150, 5)
+    trace = Trace([first, second], 100).in_sessions()
+    for pace in (1.0, 0.1):
+        jobs = served(trace.spread(0, pace).requests).jobs
+        assert jobs[1].at_s == pytest.approx(jobs[0].done_at_s + 2.0)
+
+
 def test_twice_the_load_is_the_same_arrivals_in_half_the_time() -> None:
     trace, machines = conversations(200), [Machine()] * 4
     slow, fast = (at_load(trace, machines, load, seed=3) for load in (0.4, 0.8))
