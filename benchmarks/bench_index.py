@@ -44,9 +44,9 @@ from _index_loads import (
     shared_prefixes,
 )
 from _index_memory import MIXES, PEER, bench_memory
-from _plot import svg_lines
 from dynamo.llm import RadixTree
 
+from kvist.charts import svg_lines
 from kvist.events import Removed, Stored, Tier
 from kvist.radix import RadixIndex
 
@@ -126,7 +126,7 @@ def plot_growth(rows: list[Row], path: Path) -> None:
         for side, column in (("kvist", 2), ("RadixTree", 4)):
             points = series.setdefault(f"{side}: {what}", [])
             points.append((SCALES[number // (len(rows) // len(SCALES))], float(str(row[column]))))
-    svg_lines(path, "Growth", "times the blocks and the workers", "µs of CPU a call", series, log_x=True, log_y=True)
+    path.write_text(svg_lines("Growth", "times the blocks and the workers", "µs of CPU a call", series, log_y=True))
 
 
 def timed_loop(function: Callable[..., object], *columns: Any) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -19,20 +19,6 @@ if TYPE_CHECKING:
     from kvist.simulate.trace import Trace
 
 HELP = "choose a policy and a fleet's size by a trace, before they are bought"
-
-COLUMNS = {
-    "ttft_mean_s": "TTFT mean, s",
-    "ttft_p50_s": "p50",
-    "ttft_p99_s": "p99",
-    "end_to_end_p99_s": "answer p99, s",
-    "cached": "cached",
-    "reuse": "of one cache's",
-    "left": "left to compute",
-}
-
-NEAR_COLLAPSE = 0.9
-"""Of the fleet's time what a policy leaves to compute. From here on waits double with each few percent (chats, agents
-and the public trace, eight workers, 2026-11-23), and beyond 1 they grow for as long as requests come."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,12 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--lost-events", type=float, default=0.0, metavar="SHARE", help="of events, for good (default %(default)s)")
     add("--outage", metavar="FROM..TO", help="when the first worker is gone, in shares of the trace's time: 0.4..0.6")
     add("--burstiness", type=float, default=1.0, metavar="N", help="of arrivals: below 1 in bursts (default Poisson)")
+    add("--report", type=Path, metavar="FILE.html", help="write charts and table as one file")
     add("--json", type=Path, metavar="FILE", help="write every run's figures")
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print a table; return 0."""
     from kvist.simulate.peers import POLICIES
+    from kvist.simulate.report import changes, html_report, table, warnings
 
     if args.policy == "list":
         print("\n".join(POLICIES))
@@ -113,11 +101,15 @@ def run(args: argparse.Namespace) -> int:
         trace = trace.in_sessions()
     with progress_line() as show:
         rows = list((_smallest if args.max_ttft_p99 else _cells)(args, trace, show))
-    _print(rows)
-    for line in (*_changes(rows), *_warnings(rows)):
-        print(line)
+    lines, said = table(rows), [*changes(rows), *warnings(rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    print(*said, sep="\n", end="\n" if said else "")
+    if args.report is not None:
+        args.report.write_text(html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:
-        given = {name: value for name, value in vars(args).items() if name not in ("run", "json")}
+        given = {name: value for name, value in vars(args).items() if name not in ("run", "json", "report")}
         args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
     return 0
 
@@ -182,30 +174,6 @@ def _runs(
     return runs
 
 
-def _changes(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield what a fleet that was asked about changes; its row follows that of the fleet as it is."""
-    before: dict[str, Any] = {}
-    for row in rows:
-        if row["fleet"] == str(row["workers"]):
-            before = row
-        elif row["workers"] is not None:
-            figures = []
-            for name, told in (("ttft_mean_s", "mean TTFT {} s"), ("ttft_p99_s", "p99 {} s"), ("reuse", "reuse {}")):
-                values = (median(run[name] for run in each["runs"]) for each in (before, row))
-                figures.append(told.format(" -> ".join(map(_format(name), values))))
-            where = f"{row['policy']}, load {row['load']}, {row['fleet']} instead of {before['fleet']} workers"
-            yield f"{where}: {', '.join(figures)}"
-
-
-def _warnings(rows: list[dict[str, Any]]) -> Iterator[str]:
-    for row in rows:
-        left = median(each["left"] for each in row["runs"])
-        if left >= NEAR_COLLAPSE:
-            state = "collapses" if left >= 1 else "is near collapse"
-            where = f"{row['policy']}, load {row['load']}, {row['fleet']} workers"
-            yield f"{where}: {state}, with {left:.0%} of what the fleet can do left to compute"
-
-
 def _trace(name: str, num_requests: int | None) -> Trace:
     from kvist.simulate.trace import conversations, read_trace, tool_agents
 
@@ -242,22 +210,3 @@ def _sizes(text: str) -> list[int]:
         doubles = (sizes[0] * 2**power for power in range(sizes[1].bit_length()))
         sizes = [*(each for each in doubles if each < sizes[1]), sizes[1]]
     return sizes
-
-
-def _format(name: str) -> Callable[[float], str]:
-    return ("{:.1%}" if name in ("cached", "reuse", "left") else "{:.3g}").format
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    """Print medians over seeds, with the lowest and the highest."""
-    lines = [["load", "workers", "policy", *COLUMNS.values()]]
-    for row in rows:
-        cells = [str(row["load"]), row["fleet"], row["policy"]]
-        for name in COLUMNS:
-            values = [each[name] for each in row["runs"]]
-            middle, low, high = map(_format(name), (median(values), min(values), max(values)))
-            cells.append(middle if len(values) == 1 else f"{middle} ({low} to {high})")
-        lines.append(cells)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

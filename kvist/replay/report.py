@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from typing import Any
 
 import msgspec
 
+from kvist.charts import short_number, svg_lines, svg_stack
 from kvist.replay.statistics import RecordingStatistics, SourceStatistics, Span
 
 _MAX_RANKS_SHOWN = 32
-_WIDTH, _PANEL_HEIGHT, _LEFT, _RIGHT, _TOP, _GAP = 720, 150, 84, 700, 40, 56
-_TEXT_STYLE = "font-family:sans-serif;font-size:12px;fill:#222"
 
 
 def statistics_text(statistics: RecordingStatistics) -> str:
@@ -35,7 +33,7 @@ def statistics_json(statistics: RecordingStatistics) -> dict[str, Any]:
 
 def _overview(statistics: RecordingStatistics) -> str:
     began = datetime.fromtimestamp(statistics.first_ns * 1e-9, UTC).isoformat(timespec="seconds")
-    rate = _short_number(statistics.num_events / max(statistics.duration_s, 1e-9))
+    rate = short_number(statistics.num_events / max(statistics.duration_s, 1e-9))
     return (
         f"{statistics.num_messages} messages with {statistics.num_events} events, {rate} events a second\n"
         f"{statistics.duration_s:.1f} s from {began}, in {statistics.num_sessions} sessions\n\nsources"
@@ -88,47 +86,10 @@ def _histogram(counts: Mapping[int, int] | Mapping[float, int], unit: str = "") 
 
 def svg_plot(spans: Sequence[Span], title: str) -> str:
     """Return an SVG document with both curves."""
-    height = _TOP + 2 * (_PANEL_HEIGHT + _GAP)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="#fff"/>',
-        _text(_WIDTH / 2, 22, title, "middle", "font-weight:bold"),
-        *_panel(_TOP, "live blocks", [span.num_live for span in spans], spans, "#0b62a4"),
-        *_panel(_TOP + _PANEL_HEIGHT + _GAP, "events a second", [s.events_per_s for s in spans], spans, "#c8540a"),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _short_number(value: float) -> str:
-    """Return a number in few characters: 950, 1.5k, 10M."""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
-
-
-def _duration_s(spans: Sequence[Span]) -> float:
-    span_s = spans[1].start_s - spans[0].start_s if len(spans) > 1 else 0.0
-    return spans[-1].start_s + span_s
-
-
-def _panel(top: float, name: str, values: Sequence[float], spans: Sequence[Span], colour: str) -> Iterator[str]:
-    bottom, highest = top + _PANEL_HEIGHT, max(values, default=0.0) or 1.0
-    duration_s = (_duration_s(spans) if spans else 0.0) or 1.0
-    corners = " ".join(
-        f"{_LEFT + (_RIGHT - _LEFT) * span.start_s / duration_s:.1f},{bottom - _PANEL_HEIGHT * value / highest:.1f}"
-        for span, value in zip(spans, values, strict=True)
+    curves: dict[str, list[tuple[float, float]]] = {
+        "live blocks": [(span.start_s, span.num_live) for span in spans],
+        "events a second": [(span.start_s, span.events_per_s) for span in spans],
+    }
+    return svg_stack(
+        *(svg_lines(title, "seconds", name, {name: curve or [(0, 0)]}, log_x=False) for name, curve in curves.items())
     )
-    yield _text(_LEFT, top - 6, name, "start")
-    for share in (0.0, 0.5, 1.0):
-        y = bottom - _PANEL_HEIGHT * share
-        yield f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_RIGHT}" y2="{y:.1f}" stroke="#ddd"/>'
-        yield _text(_LEFT - 8, y + 4, _short_number(highest * share), "end")
-    yield f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-    yield _text(_LEFT, bottom + 18, "0", "middle")
-    yield _text(_RIGHT, bottom + 18, f"{duration_s:.4g} s", "middle")
-
-
-def _text(x: float, y: float, text: str, anchor: str, style: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" style="{_TEXT_STYLE};{style}">{escape(text)}</text>'

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -62,6 +64,28 @@ def test_a_trace_can_be_sent_at_its_own_pace_or_faster(tmp_path: Path, capsys: p
         left.append(json.loads(path.read_text())["results"][0]["runs"][0]["left"])
     assert left[1] == pytest.approx(2 * left[0])
     assert "2x pace" in capsys.readouterr().out
+
+
+def test_a_report_is_one_file_with_charts_of_each_policy_and_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "report.html"
+    for flags, policy_lines in (
+        (["--load", "0.5,2", "--workers", "2,3"], ["kv, 2 workers", "kv, 3 workers"]),
+        (["--speedup", "1", "--workers", "2,3", "--add-workers", "1"], ["kv", "kv, 2 + 1 workers"]),
+        (["--max-ttft-p99", "0.000001", "--workers", "1,2"], []),
+    ):
+        assert main([*SMALL, "--policy", "kv,dynamo", *flags, "--report", str(path)]) == 0
+        printed, html = capsys.readouterr().out, path.read_text()
+        charts = [ElementTree.fromstring(f"<svg {each}</svg>") for each in re.findall("<svg (.*?)</svg>", html, re.S)]
+        assert len(charts) == (4 if policy_lines else 0)
+        for chart in charts:
+            texts = {text.text for text in chart.iter("{http://www.w3.org/2000/svg}text")}
+            assert {*policy_lines, policy_lines[0].replace("kv", "dynamo")} <= texts
+        assert html.count("<tr>") == 1 + printed.count("kv  ") + printed.count("dynamo  ")
+        assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
+        said = [line for line in printed.splitlines() if " instead of " in line or "collapse" in line]
+        assert all(f"<p>{line}</p>" in html for line in said)
 
 
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Line charts as small SVG files, for results that are curves: no plotting package needed, and diffs are readable."""
+"""Line charts as small SVG documents: no plotting package needed, and diffs are readable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from itertools import chain
-from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 
@@ -14,11 +13,11 @@ _WIDTH, _HEIGHT = 720, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 696, 48, 340  # of the area inside the axes
 _COLOURS = ("#0b62a4", "#c8540a", "#2c7a2c", "#8a3ffc", "#b2003b", "#5c5c5c")
 _LEGEND_COLUMN, _LEGEND_ROW = 310, 18
+_MOST_DOTS = 50
 _STYLE = "font-family:sans-serif;font-size:12px;fill:#222"
 
 
 def svg_lines(
-    path: Path,
     title: str,
     x_label: str,
     y_label: str,
@@ -26,8 +25,8 @@ def svg_lines(
     *,
     log_x: bool = True,
     log_y: bool = False,
-) -> None:
-    """Write a chart of named lines; a linear axis begins at zero, a logarithmic one takes positive values only.
+) -> str:
+    """Return a chart of named lines; a linear axis begins at zero, a logarithmic one takes positive values only.
 
     Raises ValueError where there is nothing to draw, or a logarithm of zero or less.
     """
@@ -47,17 +46,24 @@ def svg_lines(
     ]
     for mark in y_marks:
         parts.append(_rule(_LEFT, place_y(mark), _RIGHT, place_y(mark), "#ddd"))
-        parts.append(_text(_LEFT - 8, place_y(mark) + 4, _number(mark), "end"))
+        parts.append(_text(_LEFT - 8, place_y(mark) + 4, short_number(mark), "end"))
     for mark in x_marks:
         parts.append(_rule(place_x(mark), _BOTTOM, place_x(mark), _BOTTOM + 5, "#222"))
-        parts.append(_text(place_x(mark), _BOTTOM + 19, _number(mark), "middle"))
+        parts.append(_text(place_x(mark), _BOTTOM + 19, short_number(mark), "middle"))
     parts.append(_rule(_LEFT, _BOTTOM, _RIGHT, _BOTTOM, "#222"))
     for index, (name, line) in enumerate(series.items()):
         parts += _line([(place_x(x), place_y(y)) for x, y in line], _COLOURS[index % len(_COLOURS)])
         left, top = _LEFT + index % 2 * _LEGEND_COLUMN, _BOTTOM + 60 + index // 2 * _LEGEND_ROW
         parts.append(_rule(left, top, left + 22, top, _COLOURS[index % len(_COLOURS)], 3))
         parts.append(_text(left + 30, top + 4, name, "start"))
-    path.write_text("\n".join([*parts, "</svg>"]) + "\n")
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def svg_stack(*charts: str) -> str:
+    """Return charts of one or two lines, one below the other."""
+    placed = (chart.replace("<svg ", f'<svg y="{idx * _HEIGHT}" ', 1) for idx, chart in enumerate(charts))
+    begin = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {len(charts) * _HEIGHT}">'
+    return "\n".join([begin, *placed, "</svg>"]) + "\n"
 
 
 def _axis(
@@ -93,7 +99,7 @@ def _log_marks(lowest: float, highest: float) -> list[float]:
     return [base**exponent for exponent in ([*exponents, exponents[-1] + 1] if len(exponents) == 1 else exponents)]
 
 
-def _number(value: float) -> str:
+def short_number(value: float) -> str:
     """Return a short form: 1.5k, 10M."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
@@ -103,7 +109,8 @@ def _number(value: float) -> str:
 
 def _line(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
     corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in places]
+    shown = places if len(places) <= _MOST_DOTS else []
+    dots = [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in shown]
     return [f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="2"/>', *dots]
 
 

@@ -1,0 +1,101 @@
+"""What simulations showed: a table, sentences, and both with charts as one HTML file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from statistics import median
+from typing import Any, TypeAlias
+
+from kvist.charts import svg_lines
+
+Rows: TypeAlias = Sequence[dict[str, Any]]
+"""A row: the `load`, how many `workers`, of what `fleet`, the `policy`, and the `runs`, an outcome for each seed."""
+
+COLUMNS = {
+    "ttft_mean_s": "TTFT mean, s",
+    "ttft_p50_s": "p50",
+    "ttft_p99_s": "p99",
+    "end_to_end_p99_s": "answer p99, s",
+    "cached": "cached",
+    "reuse": "of one cache's",
+    "left": "left to compute",
+}
+
+NEAR_COLLAPSE = 0.9
+"""Of the fleet's time what a policy leaves to compute. From here on waits double with each few percent (chats, agents
+and the public trace, eight workers, 2026-11-23), and beyond 1 they grow for as long as requests come."""
+
+
+def table(rows: Rows) -> list[list[str]]:
+    """Return a header, and for each row medians over seeds, with the lowest and the highest."""
+    lines = [["load", "workers", "policy", *COLUMNS.values()]]
+    for row in rows:
+        cells = [str(row["load"]), row["fleet"], row["policy"]]
+        for name in COLUMNS:
+            values = [each[name] for each in row["runs"]]
+            middle, low, high = map(_form(name), (median(values), min(values), max(values)))
+            cells.append(middle if len(values) == 1 else f"{middle} ({low} to {high})")
+        lines.append(cells)
+    return lines
+
+
+def changes(rows: Rows) -> Iterator[str]:
+    """Yield what a fleet that was asked about changes; its row follows that of the fleet as it is."""
+    before: dict[str, Any] = {}
+    for row in rows:
+        if row["fleet"] == str(row["workers"]):
+            before = row
+        elif row["workers"] is not None:
+            figures = []
+            for name, told in (("ttft_mean_s", "mean TTFT {} s"), ("ttft_p99_s", "p99 {} s"), ("reuse", "reuse {}")):
+                values = (median(run[name] for run in each["runs"]) for each in (before, row))
+                figures.append(told.format(" -> ".join(map(_form(name), values))))
+            where = f"{row['policy']}, load {row['load']}, {row['fleet']} instead of {before['fleet']} workers"
+            yield f"{where}: {', '.join(figures)}"
+
+
+def warnings(rows: Rows) -> Iterator[str]:
+    for row in rows:
+        left = median(each["left"] for each in row["runs"])
+        if left >= NEAR_COLLAPSE:
+            state = "collapses" if left >= 1 else "is near collapse"
+            where = f"{row['policy']}, load {row['load']}, {row['fleet']} workers"
+            yield f"{where}: {state}, with {left:.0%} of what the fleet can do left to compute"
+
+
+CHARTS = {
+    "ttft_mean_s": ("mean time to first token", "s"),
+    "ttft_p99_s": ("p99 of time to first token", "s"),
+    "cached": ("found in caches", "share of prompt tokens"),
+    "left": (f"left to compute (from {NEAR_COLLAPSE:g} on near collapse)", "share of the fleet's time"),
+}
+STYLE = "body{font-family:sans-serif;margin:2em}svg{max-width:45em}td{padding:.1em .7em;white-space:nowrap}"
+
+
+def html_report(title: str, rows: Rows) -> str:
+    """Return one file that needs no other: a chart of each figure over loads, or else over sizes, and the table."""
+    parts = [f'<!doctype html><meta charset="utf-8"><title>{escape(title)}</title><style>{STYLE}</style>']
+    parts.append(f"<h1>kvist simulate: {escape(title)}</h1>")
+    parts += [f"<p>{escape(line)}</p>" for line in (*changes(rows), *warnings(rows))]
+    over = "load" if len({row["load"] for row in rows}) > 1 else "workers"
+    for name, (text, unit) in CHARTS.items():
+        lines: defaultdict[str, dict[float, float]] = defaultdict(dict)
+        for row in rows:
+            if row[over] is None:  # no fleet was large enough
+                continue
+            fleet = "" if over == "workers" and row["fleet"] == str(row["workers"]) else f", {row['fleet']} workers"
+            lines[row["policy"] + fleet][row[over]] = median(run[name] for run in row["runs"])
+            if name == "cached":
+                found = (run["cached"] / run["reuse"] for run in row["runs"] if run["reuse"])
+                lines[f"one cache of the fleet's size{fleet}"][row[over]] = median([*found] or [0.0])
+        if lines:
+            points = {line: list(values.items()) for line, values in lines.items()}
+            parts.append(svg_lines(text, over, unit, points, log_x=over == "workers", log_y=unit == "s"))
+    cells = ("<tr>" + "".join(f"<td>{escape(cell)}" for cell in line) for line in table(rows))
+    return "\n".join([*parts, "<table>", *cells, "</table>"]) + "\n"
+
+
+def _form(name: str) -> Callable[[float], str]:
+    return ("{:.1%}" if name in ("cached", "reuse", "left") else "{:.3g}").format
