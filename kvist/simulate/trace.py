@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 from random import Random
 
@@ -84,34 +87,58 @@ class Trace:
 
 
 def read_trace(path: Path, num_requests: int | None = None) -> Trace:
-    """Return the requests of a Mooncake trace, JSON lines; raises InvalidValueError that names the line.
+    """Return the requests of a Mooncake trace, JSON lines, or of all in a folder; raises InvalidValueError.
 
     A line is {"timestamp": ms, "input_length", "output_length", "hash_ids": [an id for each block of 512 tokens]}.
+    `kvist route --record-requests` adds the `block_size`, and the `status`: only requests that have 200 are returned.
     """
     requests: list[Request] = []
-    with path.open() as lines:
-        for number, line in enumerate(lines, 1):
-            if len(requests) == num_requests:
-                break
-            if line.strip():
-                requests.append(_parse(path, number, line, len(requests)))
+    block_size: int | None = None
+    for part in sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]:
+        for number, line in enumerate(_lines(part), 1):
+            place = f"{part}, line {number}"
+            request, own_block_size = _parse(place, line) if line.strip() else (None, None)
+            if request is not None:
+                requests.append(request)
+                block_size = block_size or own_block_size
+                if own_block_size not in (None, block_size):
+                    raise InvalidValueError(f"{place}: block_size", own_block_size, f"{block_size}, as in lines before")
     if not requests:
         raise InvalidValueError("trace", str(path), "a line for each request")
-    return Trace(sorted(requests, key=lambda request: request.at_s), TRACE_BLOCK_SIZE)
+    requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
+    begins_at_s = requests[0].at_s
+    requests = [replace(each, idx=idx, at_s=each.at_s - begins_at_s) for idx, each in enumerate(requests)]
+    return Trace(requests, block_size or TRACE_BLOCK_SIZE)
 
 
-def _parse(path: Path, number: int, line: str, idx: int) -> Request:
+def _lines(path: Path) -> Iterator[str]:
+    """Yield a file's lines; of one of gzip that is being written, or was cut, those that are whole."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        try:
+            yield from lines
+        except EOFError:
+            return
+        except (zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+            raise InvalidValueError("trace", str(path), f"lines of JSON, in gzip if it ends in .gz ({error})") from None
+
+
+def _parse(place: str, line: str) -> tuple[Request | None, int | None]:
+    """Return a request that was answered, and of how many tokens its blocks are if it has any."""
     try:
         given = json.loads(line)
         num_tokens, num_output_tokens = int(given["input_length"]), int(given["output_length"])
-        blocks = tuple(map(int, given["hash_ids"]))[: num_tokens // TRACE_BLOCK_SIZE]
-        at_s = float(given["timestamp"]) / 1e3
-    except (ValueError, TypeError, KeyError) as error:
+        block_size = int(given.get("block_size", TRACE_BLOCK_SIZE))
+        blocks = tuple(map(int, given["hash_ids"]))[: num_tokens // block_size]
+        at_s = float(given.get("began", 0)) + float(given["timestamp"]) / 1e3
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         expected = "timestamp, input_length, output_length and hash_ids"
-        raise InvalidValueError(f"{path}, line {number}", line.strip()[:80], f"{expected} ({error!r})") from None
+        raise InvalidValueError(place, line.strip()[:80], f"{expected} ({error!r})") from None
+    if given.get("status", HTTPStatus.OK) != HTTPStatus.OK:
+        return None, None
     if num_tokens < 1:
-        raise InvalidValueError(f"{path}, line {number}: input_length", num_tokens, "1 or more")
-    return Request(idx, at_s, blocks, num_tokens, max(1, num_output_tokens))
+        raise InvalidValueError(f"{place}: input_length", num_tokens, "1 or more")
+    request = Request(0, at_s, blocks, num_tokens, max(1, num_output_tokens))
+    return request, block_size if given["hash_ids"] else None
 
 
 MADE_UP_BLOCK_SIZE = 64

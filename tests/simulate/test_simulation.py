@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -323,7 +325,7 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     good = '{"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [1, 2, 3]}\n'
     path.write_text(good + "\n" + good)
     trace = read_trace(path)
-    assert trace.requests[0] == Request(0, 1.5, (1, 2), 1100, 7)
+    assert trace.requests[0] == Request(0, 0.0, (1, 2), 1100, 7)
     assert len(trace.requests) == 2
     assert len(read_trace(path, 1).requests) == 1
     for bad in ('{"timestamp": 1}', "[]", "x", good.replace("1100", "0"), good.replace("[1, 2, 3]", "5")):
@@ -333,6 +335,29 @@ def test_a_trace_is_read_and_a_bad_line_is_named(tmp_path: Path) -> None:
     path.write_text("")
     with pytest.raises(InvalidValueError, match="trace"):
         read_trace(path)
+
+
+def test_a_recording_is_read_part_by_part_as_far_as_it_goes(tmp_path: Path) -> None:
+    def line(began: float, timestamp: int, block_size: int = 16, **more: object) -> bytes:
+        told = {"timestamp": timestamp, "input_length": 40, "output_length": 3, "hash_ids": [1, 2, 3], "began": began}
+        return json.dumps(told | {"block_size": block_size} | more).encode() + b"\n"
+
+    first = gzip.compress(line(1e9, 500) + line(1e9, 100) + line(1e9, 200, status=429))
+    second = gzip.compress(line(1e9 + 7, 0, status=200) + line(1e9 + 7, 10, hash_ids=[]) + b"x" * 1000)
+    for name, data in (("b.jsonl.gz", first), ("a.jsonl.gz", second[:-16]), ("c.jsonl.gz", b"")):
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "notes.txt").write_text("not a part")
+    trace = read_trace(tmp_path)
+    assert [round(each.at_s, 3) for each in trace.requests] == [0.0, 0.4, 6.9, 6.91]
+    assert [(each.idx, each.blocks) for each in trace.requests] == [(0, (1, 2)), (1, (1, 2)), (2, (1, 2)), (3, ())]
+    assert (trace.block_size, len(read_trace(tmp_path, 3).requests)) == (16, 3)
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(line(1e9, 0) + line(1e9, 0, block_size=32)))
+    with pytest.raises(InvalidValueError, match=r"d.jsonl.gz, line 2: block_size: got 32, expected 16"):
+        read_trace(tmp_path)
+    for damaged in (first[:10] + b"\xff" * 20, b"plain text", gzip.compress(b"\xff\xfe\n")):
+        (tmp_path / "d.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(InvalidValueError, match=r"trace: got .*d.jsonl.gz"):
+            read_trace(tmp_path)
 
 
 @pytest.mark.parametrize("make", [conversations, tool_agents])
