@@ -54,7 +54,9 @@ class _Attempt(ResponseReceiver):
     first_byte_s: float | None = None
     usage: ReportedUsage | None = None
 
-    def __init__(self, owner: Forwarding, decision: Decision, step: str, body: bytes, num_spared_tokens: int) -> None:
+    def __init__(
+        self, owner: Forwarding, decision: Decision, step: str, body: bytes, *, is_streamed: bool, computes: bool = True
+    ) -> None:
         router, request, target = owner.router, owner.request, decision.chosen.target
         worker = router.fleet.get(target.worker)
         assert worker is not None
@@ -64,7 +66,11 @@ class _Attempt(ResponseReceiver):
         self._series = router.metrics.series_of(worker.url, router.fleet.label_of(owner.ask.model))
         self._breaker = worker.breaker
         self._is_trial = worker.breaker.begin()
-        self._load = router.load.begin(target, decision.prompt, num_spared_tokens, router.now_s())
+        now_s, prompt = router.now_s(), decision.prompt
+        self._load = router.load.begin(
+            target, prompt, decision.overlap_tokens if computes else prompt.num_tokens, now_s
+        )
+        self._priced = router.routing.dispatched(now_s, decision, is_streamed=is_streamed, computes=computes)
         worker.unanswered.add(self)
         self._call = owner.trace.call(step)
         self._call.set(spans.of_call, decision)
@@ -102,6 +108,11 @@ class _Attempt(ResponseReceiver):
         self.exchange.close()
         self._end(status, error)
 
+    def _answered(self, now_s: float) -> None:
+        """Learn from the first token when it came."""
+        if self._priced is not None:
+            self._priced.answered(now_s)
+
     def _judge(self) -> None:
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self._breaker.fail(self.owner.router.now_s())
@@ -110,6 +121,8 @@ class _Attempt(ResponseReceiver):
 
     def _end(self, status: int, error: Exception | None = None) -> None:
         self._load.finish()
+        if self._priced is not None:
+            self._priced.finish(self.owner.router.now_s())
         self._worker.unanswered.discard(self)
         if self._is_trial:
             self._breaker.abandon()
@@ -123,7 +136,7 @@ class PrefillAttempt(_Attempt):
     def __init__(self, owner: Forwarding, decision: Decision) -> None:
         self._answer = b""
         self._started_s = owner.router.now_s()
-        super().__init__(owner, decision, "prefill", prefill_body(owner.body), decision.overlap_tokens)
+        super().__init__(owner, decision, "prefill", prefill_body(owner.body), is_streamed=True)
         self._series.dispatched(decision)
 
     def on_data(self, piece: bytes) -> None:
@@ -136,6 +149,8 @@ class PrefillAttempt(_Attempt):
     def on_end(self) -> None:
         """Report what was computed."""
         self._judge()
+        if self.status == HTTPStatus.OK:
+            self._answered(self.owner.router.now_s())
         self._end(self.status)
         if self.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             self.owner.on_prefill_failed(self.decision, f"answered {self.status}")
@@ -163,12 +178,12 @@ class AnswerAttempt(_Attempt):
         if handover is None:
             body = router.healer.body_for(decision.chosen.target, owner.request.path, owner.body, owner.ask.fields)
             self._is_healing = body is not owner.body
-            super().__init__(owner, decision, "generate", body, decision.overlap_tokens)
+            super().__init__(owner, decision, "generate", body, is_streamed=owner.ask.fields.get("stream") is True)
             self._series.dispatched(decision)
         else:
             handover.sent_s = router.now_s()
             body = decode_body(owner.body, handover.handoff.params)
-            super().__init__(owner, decision, "decode", body, decision.prompt.num_tokens)
+            super().__init__(owner, decision, "decode", body, is_streamed=False, computes=False)
 
     def on_head(self, status: int, headers: Headers) -> None:
         """Take the answer for the client's, unless another worker may give a better one."""
@@ -199,7 +214,10 @@ class AnswerAttempt(_Attempt):
             self._begin(is_empty=False)
         self._usage.feed(piece)
         if self._is_event_stream:
-            self._load.add_tokens(piece.count(b"\n\n"))
+            num_tokens = piece.count(b"\n\n")
+            self._load.add_tokens(num_tokens)
+            if self._priced is not None:
+                self._priced.add_tokens(num_tokens)
         self.owner.responder.send(piece)
 
     def on_end(self) -> None:
@@ -277,6 +295,7 @@ class AnswerAttempt(_Attempt):
         self.first_byte_s = first_byte_s
         self._series.first_byte_time.observe(first_byte_s)
         if not is_empty and self.status == HTTPStatus.OK:
+            self._answered(now_s)
             router.routing.computed(owner.ask, decision.chosen.target.worker)
         owner.trace.set(spans.of_answer, self.status, first_byte_s)
         if owner.handover is not None:

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from msgspec import Meta
 
 from kvist.errors import InvalidValueError
+from kvist.events import Tier
 from kvist.events.transports import Endpoint, redacted
 from kvist.events.types import MAX_RANKS
 from kvist.http import Headers, UpstreamLimits
@@ -17,8 +18,8 @@ from kvist.indexer.statistics import DEFAULT_NUM_RANKS
 from kvist.networks import check_networks
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
 from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
-from kvist.router.policy.cost import DEFAULT_DECODE_SCALE, DEFAULT_RECENT_SCALE, DEFAULT_TIER_CREDITS, KvPolicy
 from kvist.router.policy.decision import Policy, Role
+from kvist.router.policy.priced import DEFAULT_TIER_CREDITS, PriceSettings
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 
@@ -38,18 +39,13 @@ _UPSTREAM = UpstreamLimits()
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\\?#@\sA-Z]+")
 
-TRANSFER_SCALE = 0.05
-"""What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
-and take 1 to 2 ms to compute. Estimated, not measured."""
-
 RELOADED = frozenset(
     {
         *("worker_urls", "prefill_worker_urls", "decode_worker_urls", "kv_event_sources", "allowed_event_networks"),
         *("expected_cache_tokens", "health_interval_s", "health_timeout_s", "silence_timeout_s", "drain_timeout_s"),
         *("api_key", "admin_key", "worker_api_key", "worker_api_keys"),
         *("cors_origins", "debug_headers"),
-        *("policy", "max_local_prefill_tokens", "max_attempts", "prefill_scale", "overlap_credit", "tier_credits"),
-        *("decode_scale", "recent_scale", "temperature", "min_match_blocks", "imbalance_abs", "imbalance_rel"),
+        *("policy", "max_local_prefill_tokens", "max_attempts", "tier_credits"),
         *("request_timeout_s", "queue_timeout_s", "workers_use_priority", "drain_delay_s"),
     }
 )
@@ -185,25 +181,14 @@ class RouterConfig:
         int, Meta(ge=1, le=100, description="workers tried for one request while none has answered")
     ] = 3
 
-    prefill_scale: Annotated[float, Meta(ge=0, description="kv: weight of prefill blocks")] = 1.0
-    overlap_credit: Annotated[float, Meta(ge=0, description="kv: prefill blocks spared by one cached block")] = 1.0
     tier_credits: Annotated[
         tuple[float, ...],
-        Meta(min_length=1, max_length=4, description="kv: credit of a block on GPU, host, disk, external storage"),
+        Meta(
+            min_length=len(Tier),
+            max_length=len(Tier),
+            description="kv: share of its computation that a block spares on GPU, host, disk, external storage",
+        ),
     ] = DEFAULT_TIER_CREDITS
-    decode_scale: Annotated[
-        float, Meta(ge=0, description="kv: weight of the blocks that running requests read each step")
-    ] = DEFAULT_DECODE_SCALE
-    recent_scale: Annotated[float, Meta(ge=0, description="kv: weight of recently dispatched prefill blocks")] = (
-        DEFAULT_RECENT_SCALE
-    )
-    recent_half_life_s: Annotated[float, Meta(gt=0, description="time in which recent prefill halves")] = 60.0
-    temperature: Annotated[float, Meta(ge=0, description="kv: 0 takes the lowest cost, above it draws")] = 0.0
-    min_match_blocks: Annotated[int, Meta(ge=1, description="kv: shorter overlaps count as none")] = 1
-    imbalance_abs: Annotated[
-        int, Meta(ge=0, description="kv: route by load when running requests differ by more than this …")
-    ] = 64
-    imbalance_rel: Annotated[float, Meta(ge=1, description="… and by more than this factor")] = 1.5
 
     health_interval_s: Annotated[float, Meta(gt=0, description="time between health checks of a worker")] = 10.0
     health_timeout_s: Annotated[float, Meta(gt=0, description="time a health check may take")] = 5.0
@@ -288,8 +273,8 @@ class RouterConfig:
             check_traces_endpoint(self.otlp_traces_endpoint)
         if self.state_dir is not None and self.policy != "kv":
             raise InvalidValueError("state_dir", self.state_dir, f"none, as policy {self.policy} keeps no index")
-        if min(self.tier_credits) < 0:
-            raise InvalidValueError("tier_credits", self.tier_credits, "numbers >= 0")
+        if min(self.tier_credits) < 0 or max(self.tier_credits) > 1:
+            raise InvalidValueError("tier_credits", self.tier_credits, "numbers from 0 to 1")
 
     def changed_to(self, other: RouterConfig) -> tuple[RouterConfig, list[str], list[str]]:
         """Return this configuration with what may change taken from another, which fields did, and which could not."""
@@ -321,28 +306,11 @@ class RouterConfig:
             return Role.PREFILL
         return Role.DECODE if url in self.decode_worker_urls else None
 
-    def make_decode_policy(self) -> Policy:
-        """Return how a decode worker is chosen: by load and, as the rest is fetched, by what it already holds."""
-        policy = self.make_policy()
-        if isinstance(policy, KvPolicy):
-            return replace(policy, prefill_scale=policy.prefill_scale * TRANSFER_SCALE, recent_scale=0.0)
-        return policy
-
-    def make_policy(self) -> Policy:
-        """Return the chosen policy with its knobs."""
+    def make_policy(self) -> Policy | PriceSettings:
+        """Return the chosen policy, or what that of the name `kv` weighs."""
         match self.policy:
             case "kv":
-                return KvPolicy(
-                    prefill_scale=self.prefill_scale,
-                    overlap_credit=self.overlap_credit,
-                    tier_credits=self.tier_credits,
-                    decode_scale=self.decode_scale,
-                    recent_scale=self.recent_scale,
-                    temperature=self.temperature,
-                    min_match_blocks=self.min_match_blocks,
-                    imbalance_abs=self.imbalance_abs,
-                    imbalance_rel=self.imbalance_rel,
-                )
+                return PriceSettings(tier_credits=self.tier_credits)
             case "least-loaded":
                 return LeastLoadedPolicy()
             case "power-of-two":

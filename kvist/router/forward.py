@@ -45,13 +45,12 @@ from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.healing import Healer, without_report_mode
-from kvist.router.index import Overlaps
 from kvist.router.metrics import RouterMetrics
 from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import FALLBACKS, Handoff, Handover, Local, Plan, obstacle
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import Ask, PromptReader
-from kvist.router.routing import Routing
+from kvist.router.routing import Prefix, Routing
 from kvist.tracing import NO_SPAN, Span
 
 if TYPE_CHECKING:
@@ -127,7 +126,7 @@ class Forwarding:
     started_s: float
     ask: Ask = field(init=False)
     body: bytes = field(init=False)
-    overlaps: Overlaps = field(init=False)
+    prefix: Prefix = field(init=False)
     is_client_slow: bool = False
     handover: Handover | None = None
     local: Local | None = None
@@ -271,13 +270,13 @@ class Forwarding:
         """Look who holds the prompt, again and again while the index is being written to by another process."""
         self._next_look = None
         with self.trace.step("match"):
-            overlaps = self.router.routing.overlaps(self.ask)
-        if overlaps is None and num_left:
+            prefix = self.router.routing.prefix(self.ask)
+        if prefix is None and num_left:
             self._next_look = asyncio.get_running_loop().call_later(_LOOK_S, self._look_again, num_left - 1)
             return
-        if overlaps is None:
+        if prefix is None:
             self.router.metrics.unmatched()
-        self.overlaps = overlaps or {}
+        self.prefix = prefix or Prefix()
         self._ask_next()
 
     def _look_again(self, num_left: int) -> None:
@@ -314,7 +313,7 @@ class Forwarding:
         full = self.router.admission.full(self.ask.model, self.tried)
         excluded = self.tried | (full - {self.ask.worker})  # that one has what nobody else has
         with self.trace.step("choose") as choice:
-            plan = self.router.routing.plan(self.ask, self.overlaps, excluded, self.local)
+            plan = self.router.routing.plan(self.ask, self.prefix, excluded, self.local)
             choice.set(spans.of_plan, plan)
         if plan.local is not None and plan.local not in FALLBACKS:
             if not self.tried:
@@ -327,7 +326,7 @@ class Forwarding:
     def _choose_decode(self) -> Decision | None:
         """Return who goes on with the prompt that was computed, if anybody can."""
         with self.trace.step("choose") as choice:
-            decision = self.router.routing.decode_decision(self.ask, self.overlaps, self.tried)
+            decision = self.router.routing.decode_decision(self.ask, self.prefix, self.tried)
             choice.set(spans.of_decision, decision)
         return decision
 

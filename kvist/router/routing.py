@@ -9,20 +9,36 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from http import HTTPStatus
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvist.events import WorkerRank
+from kvist.events import Tier, WorkerRank
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import DEFAULT_BLOCK_SIZE, Caches, Overlaps
-from kvist.router.policy.decision import Candidate, Decision, Policy, Prompt, Role, decide
+from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw
+from kvist.router.policy.priced import Dispatched, PricedPolicy, PriceSettings
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
+
+FETCH_SCALE = 0.05
+"""What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
+and take 1 to 2 ms to compute. Estimated, not measured."""
+
+
+_NOWHERE = (0,) * len(Tier)
+
+
+class Prefix(NamedTuple):
+    """What is known of a prompt: which rank holds how much of it, and what its full blocks are called."""
+
+    overlaps: Overlaps = {}  # noqa: RUF012 - nobody writes to it
+    block_hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
 
 
 class Routing:
@@ -38,28 +54,30 @@ class Routing:
         now_s: Callable[[], float],
     ) -> None:
         """Decide by the configured policy; `index` is None for policies that do not look at caches."""
-        self.reconfigure(config)
         self._fleet = fleet
         self._load = load
         self._index = index
+        self._pricing: PricedPolicy | None = None
+        self.reconfigure(config)
         self._random = random
         self._now_s = now_s
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Decide by this configuration from now on."""
-        self._policy, self._decode_policy = config.make_policy(), config.make_decode_policy()
+        self._policy = config.make_policy()
         self._max_local_prefill_tokens = config.max_local_prefill_tokens
 
-    def overlaps(self, ask: Ask) -> Overlaps | None:
-        """Return what each rank holds of the prompt; empty where it cannot be known, None where it can in a moment."""
+    def prefix(self, ask: Ask) -> Prefix | None:
+        """Return what is known of the prompt; nothing where that is not possible, None where it will be in a moment."""
         if self._index is None or not self._index.has_joined or ask.token_ids is None:
-            return {}
+            return Prefix()
         block_size = self._index.hashed_block_size
         num_usable_tokens = (len(ask.token_ids) - 1) // block_size * block_size
         if num_usable_tokens <= 0:
-            return {}
+            return Prefix()
         token_ids, hashes_of = ask.token_ids, self._hashes_of(ask, block_size)
-        overlaps = self._index.match(hashes_of(token_ids), num_usable_tokens // block_size)
+        block_hashes = hashes_of(token_ids)
+        overlaps = self._index.match(block_hashes, num_usable_tokens // block_size)
         if overlaps is None:
             return None
         # Engines with EAGLE name blocks by one token more: a look at the first block tells whether any holds this one.
@@ -71,7 +89,7 @@ class Routing:
                     if (worker := self._fleet.get(rank.worker)) is not None and worker.is_of("sglang"):
                         found[rank] = tuple(min(depth, len(eagle_hashes) - 1) for depth in depths)
             overlaps = {**overlaps, **found}
-        return self._where_rendered_alike(ask, overlaps, self._index)
+        return Prefix(self._where_rendered_alike(ask, overlaps, self._index), block_hashes)
 
     def _where_rendered_alike(self, ask: Ask, overlaps: Overlaps, index: Caches) -> Overlaps:
         """Return the overlaps without blocks that a worker may know by other tokens than the router's."""
@@ -104,7 +122,7 @@ class Routing:
             if len(hashes):
                 self._index.computed(worker, hashes)
 
-    def plan(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = (), obstacle: Local | None = None) -> Plan:
+    def plan(self, ask: Ask, prefix: Prefix, excluded: Collection[str] = (), obstacle: Local | None = None) -> Plan:
         """Return who answers among the workers that may take the request, and who computes its prompt for it.
 
         An obstacle keeps the request local. Prefill workers do all of a request where nobody else is left.
@@ -116,24 +134,35 @@ class Routing:
         workers = [worker for worker in workers if worker.url == ask.worker] or workers
         prefill_workers = [worker for worker in workers if worker.role is Role.PREFILL]
         others = [worker for worker in workers if worker.role is not Role.PREFILL]
-        answer = self._decide(self._policy, ask, overlaps, others or prefill_workers)
+        answer = self._decide(ask, prefix, others or prefill_workers)
         if not self._fleet.has_prefill_workers:
             return Plan(answer)
         local = obstacle or is_worth_handing_over(answer, self._max_local_prefill_tokens)
         if local is None and not prefill_workers:
             local = Local.NO_PREFILL_WORKER
-        decode = None if local else self.decode_decision(ask, overlaps, excluded)
+        decode = None if local else self.decode_decision(ask, prefix, excluded)
         if decode is None:
             return Plan(answer, None, local or Local.NO_DECODE_WORKER)
-        return Plan(decode, self._decide(self._policy, ask, overlaps, prefill_workers))
+        return Plan(decode, self._decide(ask, prefix, prefill_workers))
 
-    def decode_decision(self, ask: Ask, overlaps: Overlaps, excluded: Collection[str] = ()) -> Decision | None:
+    def decode_decision(self, ask: Ask, prefix: Prefix, excluded: Collection[str] = ()) -> Decision | None:
         """Return who goes on with what a prefill worker computed: decode workers before those that do both."""
         fetching = [worker for worker in self._fleet.routable(ask.model, excluded) if worker.can_fetch]
         workers = [worker for worker in fetching if worker.role is Role.DECODE] or fetching
-        return self._decide(self._decode_policy, ask, overlaps, workers) if workers else None
+        return self._decide(ask, prefix, workers, FETCH_SCALE) if workers else None
 
-    def _decide(self, policy: Policy, ask: Ask, overlaps: Overlaps, workers: Iterable[Worker]) -> Decision:
+    def dispatched(
+        self, now_s: float, decision: Decision, *, is_streamed: bool, computes: bool = True
+    ) -> Dispatched | None:
+        """Take note, where decisions are priced, that a request was sent to whom it was decided for."""
+        if decision.prices is None or self._pricing is None:
+            return None
+        column = self._load.column(decision.chosen.target)
+        return self._pricing.dispatched(
+            now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
+        )
+
+    def _decide(self, ask: Ask, prefix: Prefix, workers: Iterable[Worker], compute_scale: float = 1.0) -> Decision:
         block_size = self._fleet.block_size or DEFAULT_BLOCK_SIZE
         prompt = Prompt(ask.num_tokens, block_size, is_tokenized=ask.token_ids is not None)
         now_s = self._now_s()
@@ -141,14 +170,34 @@ class Routing:
             Candidate(
                 rank.target,
                 self._load.load(rank.target, now_s),
-                overlaps.get(rank.target, ()),
+                prefix.overlaps.get(rank.target, ()),
                 rank.num_blocks,
                 rank.is_approximate,
             )
             for worker in workers
             for rank in self._fleet.ranks(worker)
         ]
-        return decide(policy, prompt, candidates, self._load.num_dispatched, self._random)
+        if isinstance(self._policy, PriceSettings):
+            return self._decide_by_price(self._policy, prompt, prefix, candidates, compute_scale)
+        return decide(self._policy, prompt, candidates, self._load.num_dispatched, self._random)
+
+    def _decide_by_price(
+        self,
+        settings: PriceSettings,
+        prompt: Prompt,
+        prefix: Prefix,
+        candidates: list[Candidate],
+        compute_scale: float,
+    ) -> Decision:
+        pricing = self._pricing
+        if pricing is None or (pricing.settings, pricing.block_size) != (settings, prompt.block_size):
+            pricing = self._pricing = self._load.pricing(settings, prompt.block_size)
+        columns = np.array([self._load.column(each.target) for each in candidates])
+        depths = [each.overlap_blocks or _NOWHERE for each in candidates] if prefix.overlaps else [0] * len(candidates)
+        prices = pricing.weigh(self._now_s(), prompt.num_tokens, prefix.block_hashes, depths, columns, compute_scale)
+        probabilities = pricing.probabilities(prices, [each.num_cached_blocks for each in candidates])
+        weighing = Weighing("price", probabilities)
+        return Decision(settings.name, prompt, candidates, weighing, draw(probabilities, self._random), prices)
 
     def has_alternative(self, ask: Ask, excluded: Collection[str]) -> bool:
         """Return whether some worker that is not excluded may take the request."""

@@ -72,7 +72,7 @@ class PricedDriver:
         ranks = None if among is None else np.array(among)
         here = slice(None) if ranks is None else ranks
         prices = self._policy.weigh(now_s, int(num_tokens), block_hashes, np.asarray(depths)[here], ranks)
-        chosen_idx = self._policy.choose(prices, np.asarray(held_blocks)[here], self._random)
+        chosen_idx = self._policy.choose(prices, np.asarray(held_blocks)[here].tolist(), self._random)
         worker_idx = chosen_idx if among is None else among[chosen_idx]
         request = self._policy.dispatched(now_s, worker_idx, prices, chosen_idx, is_streamed=self._streams)
         self._running[request_id] = request
@@ -82,18 +82,18 @@ class PricedDriver:
         """Take note of a request's first token; later ones, and requests that are not known, change nothing."""
         if (request := self._running.get(request_id)) is not None:
             self._streams = True
-            self._policy.answered(now_s, request)
+            request.answered(now_s)
 
     def tokens(self, now_s: float, request_id: Hashable, num: int) -> None:  # noqa: ARG002
         """Take note that an answer grew by so many tokens."""
         if (request := self._running.get(request_id)) is not None:
-            self._policy.tokens(request, int(num))
+            request.add_tokens(int(num))
 
     def finished(self, now_s: float, request_id: Hashable) -> None:
         """Take note that a request ended; a streamed one that had no first token was not computed."""
         if (request := self._running.pop(request_id, None)) is not None:
             self._streams = self._streams and not request.is_waiting
-            self._policy.finished(now_s, request)
+            request.finish(now_s)
 
 
 def make_driver(*, num_workers: int, block_size: int, seed: int = 0) -> PricedDriver:

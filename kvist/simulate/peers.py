@@ -1,7 +1,8 @@
 """Other policies behind the driver's interface, for comparison, written anew from what is published of them.
 
 kv            the priced cost, as `make_driver` makes it
-kv-blocks     the cost in blocks (`kvist.router.policy.cost`), which `kvist route --policy kv` goes by
+kv-blocks     a greedy cost in blocks: queued and new prefill less overlap, a little of what runs and of what was handed
+              out of late; ties go to the smallest cache
 dynamo        queued and new prefill blocks less overlap, plus distinct active blocks (ai-dynamo-runtime 1.6)
 sglang        the gateway's cache_aware: a tree of its own of what it routed; shortest queue where that is uneven
 llm-d         workers that hold 80 % of the prompt unless that costs 18 s, else all; fewest tokens in flight
@@ -20,9 +21,6 @@ from math import ceil, inf
 from random import Random
 from typing import Any, NamedTuple
 
-from kvist.events import WorkerRank
-from kvist.router.policy.cost import KvPolicy
-from kvist.router.policy.decision import Candidate, Load, Prompt, decide
 from kvist.simulate.driver import Counts, Driver, Hashes, make_driver
 
 
@@ -114,13 +112,16 @@ class _BlockCost(_Peer):
         self._recent = [(0.0, 0.0)] * num_workers
 
     def choose(self, ask: _Ask) -> int:
-        candidates = []
-        for idx in self.workers:
-            decode_blocks, recent = self.tokens_in_flight[idx] // self.block_size, self._recent_at(idx, ask.now_s)
-            load = Load(self.running[idx], self.prefill_tokens[idx], decode_blocks, recent)
-            candidates.append(Candidate(WorkerRank(str(idx), 0), load, (ask.depths[idx],), int(ask.held[idx])))
-        decision = decide(KvPolicy(), Prompt(ask.num_tokens, self.block_size), candidates, 0, self.random)
-        return self.workers[decision.chosen_idx]
+        keys = [
+            (
+                prefill / self.block_size
+                + 0.03 * (self.tokens_in_flight[idx] // self.block_size)
+                + 0.03 * self._recent_at(idx, ask.now_s) / self.block_size,
+                ask.held[idx],
+            )
+            for idx, prefill in enumerate(self.prefills(ask))
+        ]
+        return self.lowest(keys)
 
     def count(self, request: _Running, sign: int) -> None:
         if sign > 0:

@@ -25,8 +25,8 @@ class Answer:
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def worker(self) -> str:
-        return self.headers["x-kvist-worker"]
+    def worker(self) -> str | None:
+        return self.headers.get("x-kvist-worker")
 
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]

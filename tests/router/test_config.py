@@ -9,6 +9,7 @@ import pytest
 
 from kvist.errors import InvalidValueError
 from kvist.router.config import POLICY_NAMES, RouterConfig
+from kvist.router.policy.priced import PriceSettings
 from kvist.settings import option_help, parse_values, read_toml
 
 WORKER = "http://127.0.0.1:8001"
@@ -24,13 +25,13 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
     [
         ({"port": 99999}, "port", "int <= 65535"),
         ({"port": "30000"}, "port", "int, got str"),
-        ({"temprature": 1}, "temprature", "such as temperature"),
+        ({"polciy": 1}, "polciy", "such as policy"),
         ({"zzz": 1}, "zzz", "a known key"),
         ({"policy": "prefix"}, "policy", "one of kv, least-loaded, power-of-two, round-robin, random"),
         ({"block_size": 0}, "block_size", "int >= 1"),
         ({"cors_origins": ["https://a.example/"]}, "cors_origins", "scheme://host[:port]"),
         ({"cors_origins": ["null"]}, "cors_origins", "scheme://host[:port]"),
-        ({"temperature": float("nan")}, "temperature", "float >= 0"),
+        ({"queue_timeout_s": float("nan")}, "queue_timeout_s", "float > 0"),
         ({"worker_urls": WORKER}, "worker_urls", "array, got str"),
         ({"worker_urls": [WORKER + "/"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
         ({"worker_urls": ["tcp://w:1"]}, "worker_urls", "http(s)://host[:port][/prefix]"),
@@ -49,8 +50,8 @@ def test_defaults_bind_loopback_and_route_by_prefix() -> None:
             "got 'nats://***@h/model', expected the URL of an event stream (endpoint: got 'nats://h:4222/model'",
         ),
         ({"allowed_event_networks": ["10.0.0.0/33"]}, "allowed_event_networks", "a network as CIDR"),
-        ({"tier_credits": [1.0, -0.5]}, "tier_credits", "numbers >= 0"),
-        ({"tier_credits": []}, "tier_credits", "array of length >= 1"),
+        ({"tier_credits": [1.0, -0.5, 0, 0]}, "tier_credits", "numbers from 0 to 1"),
+        ({"tier_credits": []}, "tier_credits", "array of length >= 4"),
         ({"admin_key": ""}, "admin_key", "str of length >= 1"),
         ({"tls_certificate": "cert.pem"}, "tls_key", "certificate and key go together"),
         ({"max_attempts": 0}, "max_attempts", "int >= 1"),
@@ -69,12 +70,12 @@ def test_values_given_in_code_are_checked_too() -> None:
 
 
 def test_numbers_given_as_text_are_read_only_where_asked() -> None:
-    given = {"port": "0", "temperature": "0.5", "block_size": "16", "tier_credits": ["1", "0.5"]}
+    given = {"port": "0", "queue_timeout_s": "0.5", "block_size": "16", "tier_credits": ["1", "0.5", "0", "0"]}
     assert parse_values(RouterConfig, given, strict=False) == {
         "port": 0,
-        "temperature": 0.5,
+        "queue_timeout_s": 0.5,
         "block_size": 16,
-        "tier_credits": (1.0, 0.5),
+        "tier_credits": (1.0, 0.5, 0.0, 0.0),
     }
 
 
@@ -92,17 +93,9 @@ def test_a_policys_name_may_be_in_any_case(name: Any) -> None:
     )
 
 
-def test_the_kv_policy_gets_its_knobs() -> None:
-    values = {
-        "prefill_scale": 2.0,
-        "tier_credits": [1.0, 0.5],
-        "temperature": 0.3,
-        "imbalance_abs": 8,
-        "decode_scale": 0.5,
-        "recent_scale": 0,
-    }
-    policy = RouterConfig(**parse_values(RouterConfig, values)).make_policy()
-    assert {name: getattr(policy, name) for name in values} == values | {"tier_credits": (1.0, 0.5)}
+def test_the_kv_policy_gets_what_tiers_are_worth() -> None:
+    values = parse_values(RouterConfig, {"tier_credits": [1.0, 0.5, 0.25, 0]})
+    assert RouterConfig(**values).make_policy() == PriceSettings(tier_credits=(1.0, 0.5, 0.25, 0.0))
 
 
 def test_every_key_is_documented() -> None:

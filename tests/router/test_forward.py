@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from kvist.router.policy.work import CONTEXT, QUEUED, RECENT
+
 
 def events(*texts: str) -> list[bytes]:
     return [f"data: {json.dumps({'choices': [{'text': text}]})}\n\n".encode() for text in texts]
@@ -262,7 +264,7 @@ async def test_whatever_happens_to_workers_and_clients_nothing_stays_counted(wor
     async def ask(front: Any) -> int | None:
         try:
             async with asyncio.timeout(chance.choice([0.005, 0.02, 5])):
-                return (await front.complete(list(range(100)))).status_code
+                return (await front.complete(list(range(100)), stream=chance.random() < 0.5)).status_code
         except (TimeoutError, httpx.RemoteProtocolError):
             return None
 
@@ -274,6 +276,9 @@ async def test_whatever_happens_to_workers_and_clients_nothing_stays_counted(wor
         await until(lambda: total_load(front) == 0)
         loads = (await front.client.get("/get_loads")).json()["loads"]
         assert all(load["prefill_tokens"] == load["decode_blocks"] == 0 for load in loads)
+        work = front.service.known.load.board.work
+        assert work[:, RECENT].any()
+        assert not work[:, [QUEUED, CONTEXT]].any()
         assert {each["circuit"] for each in (await front.workers()).values()} == {"closed"}
 
 

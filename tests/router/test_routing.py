@@ -110,19 +110,23 @@ async def test_a_decision_is_explained_without_being_taken(worker, router) -> No
             front.hold(a.url, TOKENS[:num_tokens], tier)
         answer = await front.client.post("/route", json={"token_ids": TOKENS, "model": "m"})
         decision = answer.json()
-        assert (decision["worker"], decision["policy"], decision["rule"]) == (a.url, "kv", "cost")
+        assert (decision["worker"], decision["policy"], decision["rule"]) == (a.url, "kv", "price")
         assert (decision["overlap_tokens"], decision["prompt_tokens"], decision["block_size"]) == (48, 64, 16)
         first, second = decision["candidates"]
         assert first["overlap_blocks"] == {"gpu": 1, "host": 2, "disk": 3, "external": 3}
-        assert first["cost"] == 4 - (1.0 + 0.75 + 0.25)
-        assert (second["cost"], second["probability"], second["running_requests"]) == (4, 0, 0)
+        assert (second["probability"], second["running_requests"]) == (0, 0)
+        blocks_s = [each["seconds"]["compute"] / (16 * 40e-6) for each in (first, second)]
+        assert blocks_s == pytest.approx([4 - (1.0 + 0.75 + 0.25), 4], rel=1e-2)
+        for each in (first, second):
+            assert each["seconds"].pop("cost") == pytest.approx(sum(each["seconds"].values()))
+        assert (decision["utilisation"], decision["price_of_computing"]) == (0, 0)
         assert not a.completions
 
 
 async def test_a_prompt_that_cannot_be_tokenised_says_why(worker, router) -> None:
     async with worker() as one, router(one.url, block_size=16) as front:
         answer = await front.client.post("/route", json={"prompt": "some text", "model": "m"})
-        assert answer.json()["rule"] == "load"
+        assert answer.json()["rule"] == "price"
         assert "no model path" in answer.json()["untokenized_reason"]
 
 

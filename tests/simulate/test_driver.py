@@ -25,11 +25,11 @@ def test_it_decides_as_the_policy_called_directly_does() -> None:
         assert driver.route(now_s, request_id, hashes, num_tokens, depths, held) == chosen
         running[request_id] = policy.dispatched(now_s, chosen, prices, chosen)
         for ended in random.sample(sorted(running), k=max(0, len(running) - 6)):
-            policy.answered(now_s, running[ended])
+            running[ended].answered(now_s)
             driver.answered(now_s, ended)
-            policy.tokens(running[ended], 5)
+            running[ended].add_tokens(5)
             driver.tokens(now_s, ended, 5)
-            policy.finished(now_s, running.pop(ended))
+            running.pop(ended).finish(now_s)
             driver.finished(now_s, ended)
 
 

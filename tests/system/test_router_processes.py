@@ -94,7 +94,11 @@ class Router:
                             self._idle[process.pid].append(taken)
             return not opened
 
-        await until(are_taken)
+        try:
+            await until(are_taken)
+        finally:
+            for connection in opened.values():
+                connection.close()
 
     def close(self) -> None:
         for each in chain.from_iterable(self._idle.values()):

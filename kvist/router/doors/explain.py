@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -70,9 +69,7 @@ def explain_plan(plan: Plan, ask: Ask) -> dict[str, Any]:
 
 def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
     """Return who takes the request, by which rule, and what every candidate would have cost."""
-    costs: Sequence[float | None] = decision.weighing.costs or [None] * len(decision.candidates)
-    candidates = zip(decision.candidates, decision.weighing.probabilities, costs, strict=True)
-    return {
+    page: dict[str, Any] = {
         "worker": decision.chosen.target.worker,
         "rank": decision.chosen.target.rank,
         "policy": decision.policy,
@@ -81,18 +78,25 @@ def explain_decision(decision: Decision, ask: Ask) -> dict[str, Any]:
         "prompt_tokens": decision.prompt.num_tokens,
         "block_size": decision.prompt.block_size,
         "untokenized_reason": ask.untokenized_reason,
-        "candidates": [_explain_candidate(*candidate) for candidate in candidates],
+        "candidates": list(map(_explain_candidate, decision.candidates, decision.weighing.probabilities)),
     }
+    if decision.prices is not None:
+        page |= {"utilisation": decision.prices.load.utilisation, "price_of_computing": decision.prices.price}
+        for candidate, tokens in zip(page["candidates"], decision.prices.cached_tokens.tolist(), strict=True):
+            candidate |= {"tokens_cached_or_in_flight": tokens, "seconds": {}}
+        for term, seconds in decision.prices.terms_s().items():
+            for candidate, value in zip(page["candidates"], seconds, strict=True):
+                candidate["seconds"][term] = value
+    return page
 
 
-def _explain_candidate(candidate: Candidate, probability: float, cost: float | None) -> dict[str, Any]:
+def _explain_candidate(candidate: Candidate, probability: float) -> dict[str, Any]:
     depths = candidate.overlap_blocks or (0,) * len(Tier)
     return {
         **explain_load(candidate.target, candidate.load),
         "overlap_blocks": {tier.name.lower(): blocks for tier, blocks in zip(Tier, depths, strict=False)},
         "cached_blocks": candidate.num_cached_blocks,
         "approximate": candidate.is_approximate,
-        "cost": cost,
         "probability": probability,
     }
 

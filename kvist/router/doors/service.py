@@ -68,7 +68,7 @@ from kvist.router.prefill.handover import obstacle
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
 from kvist.router.reserved import check_request_id
-from kvist.router.routing import Routing
+from kvist.router.routing import Prefix, Routing
 from kvist.tracing import open_tracing
 
 if TYPE_CHECKING:
@@ -221,7 +221,7 @@ class RouterService:
     def _own_keeper(
         self, pool: UpstreamPool, metrics: RouterMetrics, gauges: Callable[[], Iterator[Metric | None]]
     ) -> Keeper:
-        load = LoadTracker(recent_half_life_s=self._config.recent_half_life_s)
+        load = LoadTracker()
         return Keeper(
             self._config,
             pool,
@@ -312,7 +312,7 @@ class RouterService:
         try:
             ask = await self._forwarder.reader.read(None, body)
             full = admission.full(ask.model, ())
-            plan = routing.plan(ask, routing.overlaps(ask) or {}, full, obstacle(COMPLETION_PATH, ask))
+            plan = routing.plan(ask, routing.prefix(ask) or Prefix(), full, obstacle(COMPLETION_PATH, ask))
         except RequestError as error:
             return refusal(error)
         return json_answer(explain_plan(plan, ask) | {"queued": admission.would_wait(ask.model)})

@@ -1,8 +1,9 @@
 """Numbers that the router's processes share: each front has a row, and in it a cell for each rank of the fleet.
 
     whole board     how many columns are named; names of columns; rows
-    row             one cell of what the front does as a whole, and one for each column
+    row             one cell of what the front does as a whole, and one for each column; what it knows for prices
     cell            eight numbers, of eight bytes each; `Cell` and `Whole` say which
+    for prices      work of each column, and prompts in flight (`kvist.router.policy`)
 
 Only its front writes to a row, and whoever decides reads the same cell of all: what they mean is so chosen that the
 sum, or the greatest, is what one process would have. Who follows the fleet names the columns, and nobody else. All of
@@ -14,8 +15,13 @@ from __future__ import annotations
 import mmap
 from enum import IntEnum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
+from kvist.router.policy.in_flight import NUM_SLOTS, SLOT
+from kvist.router.policy.work import NUM_FIELDS
 
 MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
@@ -23,7 +29,9 @@ MAX_NAME_BYTES = 256
 _WORD, _CELL_WORDS = 8, 8
 _NAMES_AT = 64
 _ROWS_AT = _NAMES_AT + MAX_COLUMNS * MAX_NAME_BYTES
-_ROW_WORDS = (1 + MAX_COLUMNS) * _CELL_WORDS
+_CELLS_WORDS = (1 + MAX_COLUMNS) * _CELL_WORDS
+_WORK_WORDS = NUM_FIELDS * MAX_COLUMNS
+_ROW_WORDS = _CELLS_WORDS + _WORK_WORDS + NUM_SLOTS * SLOT.itemsize // _WORD
 
 
 class Cell(IntEnum):
@@ -78,12 +86,24 @@ class LoadBoard:
         start = _ROWS_AT // _WORD
         self.wholes = range(start, start + num_fronts * _ROW_WORDS, _ROW_WORDS)
         """Where each front's own cell begins in `ints` and `floats`, front by front."""
+        strides, work_at = (_ROW_WORDS * _WORD,), _ROWS_AT + _CELLS_WORDS * _WORD
+        self.work: NDArray[np.float64] = np.ndarray(
+            (num_fronts, NUM_FIELDS, MAX_COLUMNS), float, memory, work_at, (*strides, MAX_COLUMNS * _WORD, _WORD)
+        )
+        self.in_flight: NDArray[np.void] = np.ndarray(
+            (num_fronts, NUM_SLOTS), SLOT, memory, work_at + _WORK_WORDS * _WORD, (*strides, SLOT.itemsize)
+        )
         self._columns: dict[WorkerRank, int] = {}
         self._free: list[int] = []
         self._read_names()
 
     def cells(self, target: WorkerRank) -> range | None:
         """Return where the cells of a rank begin, front by front; None while it is not named."""
+        column = self.column(target)
+        return None if column is None else self._cells_of(column)
+
+    def column(self, target: WorkerRank) -> int | None:
+        """Return the column of a rank; None while it is not named."""
         column = self._columns.get(target)
         if column is None:
             if self._names_columns:
@@ -91,7 +111,7 @@ class LoadBoard:
             else:
                 self._read_names()
                 column = self._columns.get(target)
-        return None if column is None else self._cells_of(column)
+        return column
 
     def forget(self, worker: str) -> None:
         """Let the columns of a worker's ranks be others' once nothing runs there."""
@@ -115,6 +135,8 @@ class LoadBoard:
             self._free.remove(column)
             for cell in self._cells_of(column):
                 self.ints[cell : cell + _CELL_WORDS] = memoryview(bytes(_CELL_WORDS * _WORD)).cast("q")
+            self.work[:, :, column] = 0.0
+            self.in_flight["until_s"][self.in_flight["rank"] == column] = 0.0
         else:
             column = self.ints[0]
             if column == MAX_COLUMNS:

@@ -20,10 +20,14 @@ from collections.abc import Callable
 from typing import Self
 
 from kvist.events import WorkerRank
-from kvist.router.fleet.board import Cell, LoadBoard, Whole
+from kvist.router.fleet.board import MAX_COLUMNS, Cell, LoadBoard, Whole
 from kvist.router.policy.decision import Load, Prompt
+from kvist.router.policy.in_flight import PromptsInFlight
+from kvist.router.policy.priced import PricedPolicy, PriceSettings
+from kvist.router.policy.work import WorkRows
 
 _IDLE_INTERVAL_S = 0.05
+_HALF_LIFE_S = 60.0
 _ALIVE_S = 1.0
 _RUNNING, _PREFILL, _DECODE, _ENDED, _RECENT, _RECENT_AT, _HEARD_AT = map(int, Cell)
 
@@ -85,13 +89,12 @@ class ActiveRequest:
 class LoadTracker:
     """The load of every rank. Not thread-safe: it belongs to the event loop."""
 
-    def __init__(self, board: LoadBoard | None = None, front: int = 0, *, recent_half_life_s: float = 60.0) -> None:
+    def __init__(self, board: LoadBoard | None = None, front: int = 0) -> None:
         """Count in this front's row of a board; by default there is no other."""
         self.board = board or LoadBoard()
         self.ints, self._floats = self.board.ints, self.board.floats
         self._front = front
         self._whole = self.board.wholes[front]
-        self._half_life_s = recent_half_life_s
         self._cells: dict[WorkerRank, range] = {}
         self._workers: dict[str, list[range]] = {}
         self.on_freed: Callable[[], None] = lambda: None
@@ -107,6 +110,17 @@ class LoadTracker:
         floats[cell + _RECENT_AT] = now_s
         self.ints[self._whole + Whole.RUNNING] += 1
         return ActiveRequest(self, target, cell, prompt, uncached_tokens)
+
+    def pricing(self, settings: PriceSettings, block_size: int) -> PricedPolicy:
+        """Return a policy that prices requests by what all processes have under way."""
+        in_flight = PromptsInFlight(self.board.in_flight, MAX_COLUMNS, block_size, self._front)
+        return PricedPolicy(settings, WorkRows(self.board.work, self._front), in_flight, block_size)
+
+    def column(self, target: WorkerRank) -> int:
+        """Return what the rank is called in prices."""
+        column = self.board.column(target)
+        assert column is not None, target  # who is decided for was named before
+        return column
 
     def name(self, target: WorkerRank) -> None:
         """Know a rank from now on, so that its worker's numbers are those of all its ranks, whoever counted them.
@@ -219,7 +233,7 @@ class LoadTracker:
         recent = self._floats[cell + _RECENT]
         if recent == 0.0:
             return 0.0
-        return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / self._half_life_s)
+        return recent * math.exp2(-max(0.0, now_s - self._floats[cell + _RECENT_AT]) / _HALF_LIFE_S)
 
     def _cells_of(self, target: WorkerRank) -> range | None:
         cells = self._cells.get(target)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import StrEnum
 from random import Random
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import msgspec
 
 from kvist.events import WorkerRank
+
+if TYPE_CHECKING:
+    from kvist.router.policy.priced import Prices
 
 
 class Role(StrEnum):
@@ -53,11 +56,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Weighing(msgspec.Struct, frozen=True, gc=False):
-    """One probability a candidate, summing to 1, and the rule that made them; costs where the policy has such."""
+    """One probability a candidate, summing to 1, and the rule that made them."""
 
     rule: str
     probabilities: list[float]
-    costs: list[float] | None = None
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
@@ -68,6 +70,8 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     candidates: Sequence[Candidate]
     weighing: Weighing
     chosen_idx: int
+    prices: Prices | None = None
+    """What the policy `kv` weighed."""
 
     @property
     def chosen(self) -> Candidate:
@@ -93,7 +97,7 @@ class Policy(Protocol):
 def decide(policy: Policy, prompt: Prompt, candidates: Sequence[Candidate], turn: int, random: Random) -> Decision:
     """Return the decision of one draw from the policy's probabilities."""
     weighing = policy.weigh(prompt, candidates, turn)
-    return Decision(policy.name, prompt, candidates, weighing, _draw(weighing.probabilities, random))
+    return Decision(policy.name, prompt, candidates, weighing, draw(weighing.probabilities, random))
 
 
 def usable_blocks(overlap_blocks: int, prompt: Prompt) -> int:
@@ -108,7 +112,7 @@ def uniform_over_minima(keys: Sequence[tuple[float, ...]]) -> list[float]:
     return [share if key == lowest else 0.0 for key in keys]
 
 
-def _draw(probabilities: Sequence[float], random: Random) -> int:
+def draw(probabilities: Sequence[float], random: Random) -> int:
     """Return an index whose probability is not 0."""
     remaining = random.random() * sum(probabilities)
     chosen_idx = 0

@@ -35,7 +35,8 @@ class PromptsInFlight:
     Not every block is marked: one in MARK_TOKENS, and from each 64th mark on one in four times as many as before, at
     the same places of each prompt. So a prompt has 15 marks at 4,000 tokens and 132 at 100,000, and of what it shares
     less than MARK_TOKENS or a fifth is missed. A mark names the ranks that have had it last; a newer mark takes the
-    slot of an older one. A rank has what any of the tables says it has.
+    slot of an older one. A block's hash names all before it, too: the deepest mark that is found tells of the others.
+    A rank has what any of the tables says it has.
     """
 
     def __init__(self, tables: NDArray[np.void], num_ranks: int, block_size: int, own_idx: int = 0) -> None:
@@ -45,12 +46,11 @@ class PromptsInFlight:
             each[own_idx] for each in (self._hashes, self._until_s, self._ranks)
         )
         self._place_of_rank = np.full(num_ranks, -1)
-        places, stride = [0], max(1, MARK_TOKENS // block_size)
-        while places[-1] * block_size < LONGEST_PROMPT_TOKENS:
-            places += range(places[-1] + stride, places[-1] + stride * NUM_MARKS_OF_A_STRIDE + 1, stride)
-            stride *= 4
-        self._depths_or_0 = np.array(places)
-        self._depths, self._all_depths = self._depths_or_0[1:], places[1:]
+        depths, last, stride = list[int](), 0, max(1, MARK_TOKENS // block_size)
+        while last * block_size < LONGEST_PROMPT_TOKENS:
+            depths += range(last + stride, last + stride * NUM_MARKS_OF_A_STRIDE + 1, stride)
+            last, stride = depths[-1], stride * 4
+        self._all_depths, self._depths = depths, np.array(depths)
 
     @classmethod
     def for_one(cls, num_ranks: int, block_size: int) -> PromptsInFlight:
@@ -83,10 +83,8 @@ class PromptsInFlight:
             places = self._place_of_rank[places]
             self._place_of_rank[ranks] = -1
             marked, places = marked[places >= 0], places[places >= 0]
-        has = np.zeros((len(held), len(marks) + 1), bool)  # what is behind the last mark ends every run
-        np.less_equal(self._depths[: len(marks)], held[:, None], out=has[:, :-1])
-        has[places, marked] = True
-        depths: NDArray[np.int64] = np.maximum(held, self._depths_or_0[has.argmin(1)])
+        depths = held.copy()
+        np.maximum.at(depths, places, self._depths[marked])
         return depths
 
     def add(self, now_s: float, rank: int, marks: Marks) -> float:

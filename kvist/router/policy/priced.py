@@ -16,24 +16,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from kvist.router.policy.decision import draw, uniform_over_minima
 from kvist.router.policy.in_flight import Marks, PromptsInFlight
 from kvist.router.policy.work import Floats, Work, WorkRows
 
 DEFAULT_ALPHA = 2.9e-5
 """Of an 8B model: a token at position 34,000 costs twice what the first one does."""
 
+DEFAULT_TIER_CREDITS = (1.0, 0.75, 0.25, 0.0)
+"""What a cached block spares of computing it: GPU, host, disk; external storage serves every worker alike, so 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class PriceSettings:
-    """What the cost weighs; see the module's formula. `tier_credits` are those of the block cost."""
+    """What the cost weighs; see the module's formula. `tier_credits` has one for each `Tier`."""
 
+    name: ClassVar[str] = "kv"
     alpha: float = DEFAULT_ALPHA
-    tier_credits: tuple[float, ...] = (1.0, 0.75, 0.25, 0.0)
+    tier_credits: tuple[float, ...] = DEFAULT_TIER_CREDITS
     price_scale: float = 2.0
     max_price: float = 40.0
     context_scale: float = 0.05
@@ -52,12 +57,28 @@ class Prices(NamedTuple):
     load: Work
     num_tokens: int
     marks: Marks
+    settings: PriceSettings
+
+    def terms_s(self) -> dict[str, list[float]]:
+        """Return what costs add up from, in seconds: by term, one number a candidate."""
+        unit_s, compute_s = self.load.unit_s, self.compute * self.load.unit_s
+        terms = {
+            "wait": self.load.wait_s,
+            "compute": compute_s,
+            "price_of_computing": self.price * compute_s,
+            "running": self.settings.context_scale * self.load.context_tokens * unit_s,
+            "recent": self.settings.recent_scale * self.load.recent * unit_s,
+            "cost": self.cost_s,
+        }
+        return {name: each.tolist() for name, each in terms.items()}
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Dispatched:
-    """A request that was sent to a rank: what is given back when it is answered and when it ends."""
+    """A request that was sent to a rank: what it counts there is given back when it is answered and when it ends."""
 
+    all_work: WorkRows
+    in_flight: PromptsInFlight
     rank: int
     work: int
     num_tokens: int
@@ -69,16 +90,47 @@ class Dispatched:
     is_settled: bool = False
     has_ended: bool = False
 
+    def answered(self, now_s: float) -> None:
+        """Take note of a streamed request's first token; later ones change nothing."""
+        if self.is_waiting and not self.has_ended:
+            self.is_waiting = False
+            self.all_work.answer(now_s, self.rank, self.work, self.dispatched_at_s)
+            self._settle(now_s, is_computed=True)
+
+    def add_tokens(self, num: int) -> None:
+        """Count what the answer grew by."""
+        if not self.has_ended:
+            self.num_tokens += num
+            self.all_work.add_context(self.rank, num)
+
+    def finish(self, now_s: float) -> None:
+        """Take note that the request ended, however it did; further calls change nothing.
+
+        A streamed one without a first token was not computed; of one that is not streamed nobody can tell.
+        """
+        if self.has_ended:
+            return
+        if self.is_waiting:
+            self.all_work.withdraw(now_s, self.rank, self.work)
+        if not self.is_settled:
+            self._settle(now_s, is_computed=not self.is_waiting)
+        self.all_work.add_context(self.rank, -self.num_tokens)
+        self.is_waiting, self.has_ended = False, True
+
+    def _settle(self, now_s: float, *, is_computed: bool) -> None:
+        self.is_settled = True
+        self.in_flight.settle(now_s, self.rank, self.marks, self.marked_until_s, is_computed=is_computed)
+
 
 class PricedPolicy:
     """Decides by the lowest cost, and keeps what it decides from: ranks are small integers. No I/O, no clock."""
 
     def __init__(self, settings: PriceSettings, work: WorkRows, in_flight: PromptsInFlight, block_size: int) -> None:
         """Decide from these rows and tables, which may be shared with other routers."""
-        self._settings = settings
+        self.settings = settings
         self._work = work
         self._in_flight = in_flight
-        self._block_size = block_size
+        self.block_size = block_size
         self._credits = np.array(settings.tier_credits)
         self.num_ranks = work.num_ranks
 
@@ -95,83 +147,62 @@ class PricedPolicy:
         block_hashes: Sequence[int] | Marks,
         depths: ArrayLike,
         ranks: NDArray[np.intp] | None = None,
+        compute_scale: float = 1.0,
     ) -> Prices:
         """Return what a prompt would cost these ranks, or all. Nothing is changed.
 
+        `compute_scale` is what a token costs against computing it, where it is fetched.
         `depths` are its leading blocks that each holds, `[num_ranks]`, or `[num_ranks, num_tiers]` counting those of
         the faster tiers too. The block with the last token is computed in any case.
         """
-        settings, work = self._settings, self._work.read(now_s, ranks)
+        settings, work = self.settings, self._work.read(now_s, ranks)
         held = np.asarray(depths, np.int64)
         marks, gpu = self._in_flight.marks(block_hashes), held if held.ndim == 1 else held[:, 0]
         running = self._in_flight.depths(now_s, marks, gpu, ranks)
-        usable = max(0, num_tokens - 1) // self._block_size
+        usable = max(0, num_tokens - 1) // self.block_size
         if held.ndim == 1:
-            tokens = np.minimum(running, usable) * self._block_size
+            tokens = np.minimum(running, usable) * self.block_size
             saved = self._work_of(tokens) * settings.tier_credits[0]
         else:
-            by_tier = np.minimum(np.maximum(held, running[:, None]), usable) * self._block_size
+            by_tier = np.minimum(np.maximum(held, running[:, None]), usable) * self.block_size
             added = np.diff(self._work_of(by_tier), axis=1, prepend=0.0)
             tokens, saved = by_tier[:, -1], added @ self._credits[: added.shape[1]]
-        compute = self._work_of(num_tokens) - saved
+        compute = (self._work_of(num_tokens) - saved) * compute_scale
         utilisation = min(0.99, work.utilisation)
         price = min(settings.max_price, settings.price_scale * utilisation**2 / (1.0 - utilisation))
         load = settings.context_scale * work.context_tokens + settings.recent_scale * work.recent
         cost_s = work.wait_s + ((1.0 + price) * compute + load) * work.unit_s
-        return Prices(cost_s, price, compute, tokens, work, num_tokens, marks)
+        return Prices(cost_s, price, compute, tokens, work, num_tokens, marks, settings)
 
     def _work_of(self, num_tokens: Any) -> Any:
         """Return the work of a prompt's first tokens, of one number or many."""
-        return num_tokens * (1.0 + self._settings.alpha / 2 * num_tokens)
+        return num_tokens * (1.0 + self.settings.alpha / 2 * num_tokens)
 
     @staticmethod
-    def choose(prices: Prices, held_blocks: ArrayLike, random: Random) -> int:
-        """Return the index of the candidate that costs least; of equals one that holds fewest blocks, then any."""
-        costs: list[float] = prices.cost_s.tolist()
-        lowest = min(costs)
-        if costs.count(lowest) == 1:
-            return costs.index(lowest)
-        best = np.flatnonzero(prices.cost_s == lowest)
-        held = np.asarray(held_blocks)[best]
-        best = best[held == held.min()]
-        return int(best[random.randrange(len(best))])
+    def probabilities(prices: Prices, held_blocks: Sequence[int]) -> list[float]:
+        """Return how likely each candidate is: the cheapest, of equals those that hold fewest blocks, equally."""
+        return uniform_over_minima(list(zip(prices.cost_s.tolist(), held_blocks, strict=True)))
+
+    def choose(self, prices: Prices, held_blocks: Sequence[int], random: Random) -> int:
+        """Return the index of the candidate that takes the request."""
+        return draw(self.probabilities(prices, held_blocks), random)
 
     def dispatched(
-        self, now_s: float, rank: int, prices: Prices, chosen_idx: int, *, is_streamed: bool = True
+        self,
+        now_s: float,
+        rank: int,
+        prices: Prices,
+        chosen_idx: int,
+        *,
+        is_streamed: bool = True,
+        computes: bool = True,
     ) -> Dispatched:
-        """Take note that the request was sent to this rank, which stands at `chosen_idx` in the prices."""
-        work, num_tokens = round(float(prices.compute[chosen_idx])), prices.num_tokens
-        self._work.dispatch(now_s, rank, work, float(prices.load.unit_s[chosen_idx]), num_tokens, is_streamed)
-        until_s = self._in_flight.add(now_s, rank, prices.marks)
-        return Dispatched(rank, work, num_tokens, now_s, prices.marks, until_s, is_waiting=is_streamed)
+        """Take note that the request was sent to this rank, which stands at `chosen_idx` in the prices.
 
-    def answered(self, now_s: float, request: Dispatched) -> None:
-        """Take note of a streamed request's first token; later ones change nothing."""
-        if request.is_waiting and not request.has_ended:
-            request.is_waiting = False
-            self._work.answer(now_s, request.rank, request.work, request.dispatched_at_s)
-            self._settle(now_s, request, is_computed=True)
-
-    def tokens(self, request: Dispatched, num: int) -> None:
-        """Count what the answer grew by."""
-        if not request.has_ended:
-            request.num_tokens += num
-            self._work.add_context(request.rank, num)
-
-    def finished(self, now_s: float, request: Dispatched) -> None:
-        """Take note that the request ended, however it did; further calls change nothing.
-
-        A streamed one without a first token was not computed; of one that is not streamed nobody can tell.
+        One that does not compute the prompt fetches it: nobody waits for that, and nothing is learnt from it.
         """
-        if request.has_ended:
-            return
-        if request.is_waiting:
-            self._work.withdraw(now_s, request.rank, request.work)
-        if not request.is_settled:
-            self._settle(now_s, request, is_computed=not request.is_waiting)
-        self._work.add_context(request.rank, -request.num_tokens)
-        request.is_waiting, request.has_ended = False, True
-
-    def _settle(self, now_s: float, request: Dispatched, *, is_computed: bool) -> None:
-        request.is_settled = True
-        self._in_flight.settle(now_s, request.rank, request.marks, request.marked_until_s, is_computed=is_computed)
+        work = round(float(prices.compute[chosen_idx])) if computes else 0
+        num_tokens, is_waiting = prices.num_tokens, is_streamed and computes
+        self._work.dispatch(now_s, rank, work, float(prices.load.unit_s[chosen_idx]), num_tokens, is_waiting)
+        until_s = self._in_flight.add(now_s, rank, prices.marks)
+        return Dispatched(self._work, self._in_flight, rank, work, num_tokens, now_s, prices.marks, until_s, is_waiting)

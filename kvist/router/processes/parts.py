@@ -29,7 +29,7 @@ def make_part(config: RouterConfig, part: Part, started_s: float) -> RouterServi
     """Return what this process has to run."""
     is_keeper, directory = part.front == KEEPER, Path(part.directory)
     board = LoadBoard(mmap.mmap(part.board, 0), num_fronts=part.num_fronts, names_columns=is_keeper)
-    load = LoadTracker(board, max(0, part.front), recent_half_life_s=config.recent_half_life_s)
+    load = LoadTracker(board, max(0, part.front))
     if is_keeper:
         return KeeperProcess(config, directory, load, started_s)
 

@@ -66,11 +66,11 @@ def test_ranks_are_counted_apart_and_their_worker_together() -> None:
 
 
 def test_recent_prefill_outlives_the_request_and_halves_each_half_life() -> None:
-    tracker = LoadTracker(recent_half_life_s=10.0)
+    tracker = LoadTracker()
     tracker.begin(RANK, PROMPT, 0, now_s=0.0).finish()
-    assert tracker.load(RANK, 10.0).recent_prefill_tokens == pytest.approx(50)
-    tracker.begin(RANK, PROMPT, 0, now_s=10.0).finish()
-    assert tracker.load(RANK, 20.0).recent_prefill_tokens == pytest.approx(75)
+    assert tracker.load(RANK, 60.0).recent_prefill_tokens == pytest.approx(50)
+    tracker.begin(RANK, PROMPT, 0, now_s=60.0).finish()
+    assert tracker.load(RANK, 120.0).recent_prefill_tokens == pytest.approx(75)
 
 
 def test_a_rank_never_seen_has_no_load() -> None:

@@ -105,14 +105,14 @@ def test_a_queue_shortens_until_the_first_token_should_have_come_then_grows_and_
     assert policy.weigh(11.0, 10, (), [0]).load.wait_s == pytest.approx([seconds - 1.0])
     assert policy.weigh(10.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([0.0], abs=1e-9)
     assert policy.weigh(15.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([5.0])
-    policy.answered(20.0, request)
+    request.answered(20.0)
     assert policy.weigh(20.0, 10, (), [0]).load.wait_s == [0.0]
 
 
 def test_a_rank_is_heard_of_by_what_fails_there_too() -> None:
     policy = policy_of(1)
     first, second = (send(policy, 10.0, 0, 50_000, name) for name in (1, 2))
-    policy.finished(60.0, first)
+    first.finish(60.0)
     assert policy.weigh(60.0, 10, (), [0]).load.wait_s == pytest.approx([second.work * UNIT_S])
 
 
@@ -121,7 +121,7 @@ def test_answers_that_are_not_streamed_queue_for_as_long_as_they_should_take() -
     first, second = (send(policy, 10.0, 0, 50_000, name, is_streamed=False) for name in (1, 2))
     seconds = (first.work + second.work) * UNIT_S
     assert policy.weigh(11.0, 10, (), [0]).load.wait_s == pytest.approx([seconds - 1.0])
-    policy.finished(11.0, first)
+    first.finish(11.0)
     assert policy.weigh(10.0 + seconds, 10, (), [0]).load.wait_s == pytest.approx([0.0], abs=1e-9)
 
 
@@ -130,8 +130,8 @@ def test_a_rank_that_takes_longer_is_learnt_to_be_slow_and_a_single_surprise_is_
     for turn in range(100):
         for rank, slowness in ((0, 1), (1, 3)):
             request = send(policy, now_s, rank, 8000, turn)
-            policy.answered(now_s + request.work * UNIT_S * slowness, request)
-            policy.finished(now_s + 3.0, request)
+            request.answered(now_s + request.work * UNIT_S * slowness)
+            request.finish(now_s + 3.0)
         if turn == 0:
             assert (
                 policy.weigh(now_s, 10, (), [0, 0]).load.unit_s[1]
@@ -148,25 +148,25 @@ def test_a_prompt_in_flight_counts_as_cached_where_it_runs_and_only_there() -> N
     running = send(policy, 10.0, 1, 4000)
     assert list(policy.weigh(10.1, 5000, hashes_of(5000), [0, 0, 2]).cached_tokens) == [0, 15 * BLOCK, 2 * BLOCK]
     assert list(policy.weigh(10.1, 5000, hashes_of(5000, name=7), [0, 0, 0]).cached_tokens) == [0, 0, 0]
-    policy.finished(10.2, running)  # without a first token: it was not computed
+    running.finish(10.2)  # without a first token: it was not computed
     assert list(policy.weigh(10.3, 5000, hashes_of(5000), [0, 0, 2]).cached_tokens) == [0, 0, 2 * BLOCK]
 
 
 def test_a_prompt_that_was_computed_counts_until_the_index_should_know_of_it() -> None:
     policy = policy_of(1)
     request = send(policy, 10.0, 0, 4000)
-    policy.answered(11.0, request)
-    policy.finished(11.5, request)
+    request.answered(11.0)
+    request.finish(11.5)
     assert list(policy.weigh(12.0, 5000, hashes_of(5000), [0]).cached_tokens) == [15 * BLOCK]
     assert list(policy.weigh(30.0, 5000, hashes_of(5000), [0]).cached_tokens) == [0]
 
 
 def test_what_is_in_flight_goes_on_where_the_index_ends() -> None:
     policy = policy_of(1)
-    policy.answered(10.0, send(policy, 9.0, 0, 1024))
+    send(policy, 9.0, 0, 1024).answered(10.0)
     later = send(policy, 14.0, 0, 8000)
     policy.dispatched(14.0, 0, policy.weigh(14.0, 1024, hashes_of(1024), [4]), 0)  # renews the first blocks
-    policy.finished(14.5, later)
+    later.finish(14.5)
     tail = send(policy, 15.0, 0, 8000)
     assert tail.marks[0] == 1
     assert list(policy.weigh(400.0, 9000, hashes_of(9000), [4]).cached_tokens) == [1024]
@@ -179,7 +179,8 @@ def test_prompts_in_flight_are_those_of_a_plain_model(seed: int) -> None:
     running: list[tuple[int, list[int], np.ndarray, float]] = []
     has_failed = False
     for step in range(60):
-        chain = [random.randrange(1, 3) * 500 + idx for idx in range(random.randrange(1, 12))]
+        family = random.randrange(1, 3) * 500
+        chain = [family + idx for idx in range(random.randrange(1, 12))]  # a block's name says what is before it
         if random.random() < 0.3:
             chain[-1] += 100 * random.randrange(1, 4)
         if running and step > 30 and random.random() < 0.4:
@@ -248,9 +249,9 @@ def _play(fronts: list[PricedPolicy], seed: int) -> list[Prices]:
         if queues[rank] and random.random() < 0.5:
             front, request, fails = queues[rank].pop(0)
             if not fails:
-                front.answered(now_s, request)
-                front.tokens(request, 20)
-            front.finished(now_s, request)
+                request.answered(now_s)
+                request.add_tokens(20)
+            request.finish(now_s)
             continue
         front = fronts[Random(step).randrange(len(fronts))]
         prices = front.weigh(now_s, num_tokens, () if fails else hashes_of(num_tokens, name), depths)
@@ -276,13 +277,13 @@ def test_requests_give_back_all_they_counted_once() -> None:
     requests = [send(policy, 10.0, idx % 2, 3000, idx, is_streamed=idx % 3 > 0) for idx in range(12)]
     for idx, request in enumerate(requests):
         if idx % 2:
-            policy.answered(11.0, request)
-            policy.answered(11.5, request)
-        policy.tokens(request, 10)
-        policy.finished(12.0, request)
-        policy.finished(13.0, request)
-        policy.tokens(request, 10)
-        policy.answered(14.0, request)
+            request.answered(11.0)
+            request.answered(11.5)
+        request.add_tokens(10)
+        request.finish(12.0)
+        request.finish(13.0)
+        request.add_tokens(10)
+        request.answered(14.0)
     prices = policy.weigh(100.0, 1000, (), [0, 0])
     assert list(prices.load.wait_s) == [0.0, 0.0]
     assert list(prices.load.context_tokens) == [0.0, 0.0]
@@ -294,7 +295,7 @@ def test_rows_may_lie_as_cells_of_ranks_side_by_side() -> None:
     table = PromptsInFlight(np.zeros((2, NUM_SLOTS), SLOT), 5, BLOCK, 1)
     seen = []
     for policy in (PricedPolicy(PriceSettings(), WorkRows(rows, 1), table, BLOCK), policy_of(5)):
-        policy.answered(15.0, send(policy, 10.0, 3, 20_000))
+        send(policy, 10.0, 3, 20_000).answered(15.0)
         send(policy, 16.0, 4, 9000)
         seen.append(policy.weigh(17.0, 6000, hashes_of(6000, 9), [2, 0], np.array([4, 3])))
     assert seen[0].cost_s == pytest.approx(seen[1].cost_s)

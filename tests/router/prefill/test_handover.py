@@ -15,6 +15,7 @@ from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.http import UpstreamPool
 from kvist.router.config import RouterConfig
+from kvist.router.policy.baselines import RandomPolicy
 from kvist.router.policy.decision import Candidate, Load, Prompt, decide
 from kvist.router.prefill.handover import (
     Local,
@@ -464,30 +465,13 @@ def test_an_answer_without_a_handle_gives_none(answer: bytes) -> None:
 def test_what_is_left_to_compute_decides() -> None:
     def decided(num_tokens: int, num_blocks: int) -> Local | None:
         candidate = Candidate(WorkerRank("w", 0), Load(), (num_blocks,))
-        policy = RouterConfig().make_policy()
-        return is_worth_handing_over(decide(policy, Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
+        return is_worth_handing_over(decide(RandomPolicy(), Prompt(num_tokens, 16), [candidate], 0, Random(0)), 256)
 
     assert decided(256, 0) is Local.SHORT
     assert decided(257, 0) is None
     assert decided(272, 1) is Local.CACHED
     assert decided(400, 9) is Local.CACHED
     assert decided(400, 8) is None
-
-
-def test_a_decode_worker_is_chosen_by_load_and_by_what_it_holds() -> None:
-    policy = RouterConfig().make_decode_policy()
-    prompt = Prompt(1600, 16)
-
-    def chosen(*candidates: tuple[int, int]) -> int:
-        made = [
-            Candidate(WorkerRank(str(idx), 0), Load(1, 0, blocks), (held,))
-            for idx, (blocks, held) in enumerate(candidates)
-        ]
-        return decide(policy, prompt, made, 0, Random(0)).chosen_idx
-
-    assert chosen((10, 0), (10, 50)) == 1
-    assert chosen((500, 50), (10, 0)) == 1
-    assert chosen((20, 50), (10, 0)) == 0
 
 
 def test_requests_that_cannot_be_handed_over_are_recognised() -> None:
