@@ -193,7 +193,9 @@ class Routing:
         if pricing is None or (pricing.settings, pricing.block_size) != (settings, prompt.block_size):
             pricing = self._pricing = self._load.pricing(settings, prompt.block_size)
         columns = np.array([self._load.column(each.target) for each in candidates])
-        depths = [each.overlap_blocks or _NOWHERE for each in candidates] if prefix.overlaps else [0] * len(candidates)
+        by_tier = [each.overlap_blocks or _NOWHERE for each in candidates]
+        is_all_on_gpus = all(each[0] == each[-1] for each in by_tier)
+        depths = np.array([each[0] for each in by_tier] if is_all_on_gpus else by_tier)
         prices = pricing.weigh(self._now_s(), prompt.num_tokens, prefix.block_hashes, depths, columns, compute_scale)
         probabilities = pricing.probabilities(prices, [each.num_cached_blocks for each in candidates])
         weighing = Weighing("price", probabilities)
