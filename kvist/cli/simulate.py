@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import cycle, islice, product
+from math import lcm
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -17,13 +19,19 @@ from kvist.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from kvist.simulate.trace import Trace
+    from kvist.simulate.worker import Machine
 
 HELP = "choose a policy and a fleet's size by a trace, before they are bought"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", metavar="TRACE", help="a Mooncake trace (JSON lines), or made up: `conversations` or `tool-agents`")
+    add(
+        "trace",
+        metavar="TRACE",
+        help="a trace (JSON lines) or a folder of them; made up: `conversations`, `tool-agents`; or `fit`",
+    )
+    add("recording", nargs="?", metavar="RECORDING", help="with `fit`: print workers' rates by these recorded requests")
     add(
         "--policy",
         default="kv,kv-blocks,dynamo",
@@ -60,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--closed-loop", action="store_true", help="send a session's turn a pause after the answer to the one before")
     add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
     add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
-    add("--prefill-rate", type=float, default=25_000, metavar="N", help="tokens/s of a worker (default %(default)s)")
+    add("--rates", type=Path, metavar="FILE", help="of workers, in turn, as `fit` prints them (default: 8B on an H100)")
+    add("--prefill-rate", type=float, metavar="N", help="tokens/s of a worker (default 25000, or as in --rates)")
     add("--speeds", default="1", metavar="N[,N...]", help="of workers, as multiples, in turn (default %(default)s)")
-    add("--cache-tokens", type=int, default=400_000, metavar="N", help="that a worker caches (default %(default)s)")
+    add("--cache-tokens", type=int, metavar="N", help="that a worker caches (default 400000, or as in --rates)")
     add("--index-delay", type=float, default=0.05, metavar="SECONDS", help="events come late (default %(default)s)")
     add("--lost-events", type=float, default=0.0, metavar="SHARE", help="of events, for good (default %(default)s)")
     add("--outage", metavar="FROM..TO", help="when the first worker is gone, in shares of the trace's time: 0.4..0.6")
@@ -90,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
         for flag in flags:
             if (value := getattr(args, flag)) is not None and not least <= value <= most:
                 raise InvalidValueError(f"--{flag.replace('_', '-')}", value, expected)
-    args.speeds = _numbers("--speeds", args.speeds)
+    args.machines = _machines(args)
+    if args.trace == "fit":
+        return _fit(args)
     args.outage = _outage(args.outage) if args.outage else None
     if args.silent > min(_sizes(args.workers)):
         raise InvalidValueError("--silent", args.silent, "no more than the smallest fleet has")
@@ -109,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     if args.report is not None:
         args.report.write_text(html_report(f"{args.trace}, {len(trace.requests)} requests", rows))
     if args.json is not None:
-        given = {name: value for name, value in vars(args).items() if name not in ("run", "json", "report")}
+        given = {name: value for name, value in vars(args).items() if name not in ("run", "json", "report", "rates")}
+        given["machines"] = [asdict(machine) for machine in args.machines]
         args.json.write_text(json.dumps({"given": given, "requests": len(trace.requests), "results": rows}) + "\n")
     return 0
 
@@ -160,10 +172,8 @@ def _runs(
     """Return each seed's figures for so many workers, at a load of `size` workers or at the trace's own pace."""
     from kvist.simulate.fleet import Conditions, at_load, measure
     from kvist.simulate.peers import POLICIES
-    from kvist.simulate.worker import Machine
 
-    machine, speeds = Machine(prefill_s=1 / args.prefill_rate, cache_tokens=args.cache_tokens), cycle(args.speeds)
-    machines = [machine.times_as_fast(speed) for speed in islice(speeds, max(size, num_workers))]
+    machines = list(islice(cycle(args.machines), max(size, num_workers)))
     conditions, runs = Conditions(args.index_delay, args.lost_events, num_silent, args.outage), []
     for seed in range(args.seeds):
         if load:
@@ -172,6 +182,38 @@ def _runs(
             paced = trace.spread(seed, 1 / (args.speedup or 1.0), args.burstiness)
         runs.append(asdict(measure(paced, POLICIES[policy], machines[:num_workers], seed, conditions)))
     return runs
+
+
+def _machines(args: argparse.Namespace) -> list[Machine]:
+    """Return the kinds of workers, which a fleet has in turn."""
+    from kvist.simulate.rates import read_rates
+    from kvist.simulate.worker import Machine
+
+    changed: dict[str, Any] = {}
+    if args.prefill_rate:
+        changed["prefill_s"] = 1 / args.prefill_rate
+    if args.cache_tokens:
+        changed["cache_tokens"] = args.cache_tokens
+    kinds = [replace(each, **changed) for each in (read_rates(args.rates) if args.rates else [Machine()])]
+    speeds = _numbers("--speeds", args.speeds)
+    pairs = islice(zip(cycle(kinds), cycle(speeds)), lcm(len(kinds), len(speeds)))
+    return [kind.times_as_fast(speed) for kind, speed in pairs]
+
+
+def _fit(args: argparse.Namespace) -> int:
+    """Print the rates of a recording's workers, as `--rates` reads them."""
+    from kvist.simulate.rates import fit
+    from kvist.simulate.trace import read_lines
+
+    if args.recording is None:
+        raise InvalidValueError("RECORDING", None, "a file or folder of `kvist route --record-requests`")
+    fits = fit(line for _, line in read_lines(Path(args.recording)))
+    cache_tokens = args.machines[0].cache_tokens
+    machines = {name: asdict(replace(each.machine, cache_tokens=cache_tokens)) for name, each in fits.items()}
+    print(json.dumps(machines, indent=1))
+    for name, each in fits.items():
+        print(f"{name}: {each.num_answers} answers, spans off by {each.error:.1%} at the median", file=sys.stderr)
+    return 0
 
 
 def _trace(name: str, num_requests: int | None) -> Trace:

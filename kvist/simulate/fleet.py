@@ -116,7 +116,7 @@ class Simulation:
 
     def _finish(self, job: Job, now_s: float) -> None:
         for turn in self._turns.pop(job.request.idx, ()):
-            self.call_at(now_s + turn.pause_s, partial(self._arrive, turn))
+            self.call_at(now_s + (turn.pause_s or 0.0), partial(self._arrive, turn))
 
     def _route(self, job: Job, now_s: float) -> None:
         request = job.request

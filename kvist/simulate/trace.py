@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 from random import Random
+from typing import Annotated, Any
+
+import msgspec
+from xxhash import xxh3_64_intdigest
 
 from kvist.errors import InvalidValueError
 
 TRACE_BLOCK_SIZE = 512
+TEXT_BLOCK_SIZE = 64
+CHARACTERS_A_TOKEN = 4
+"""About what English text has; prompts are not tokenized here."""
+DEFAULT_OUTPUT_TOKENS = 256
+"""Of a prompt that does not say, as in `vllm bench serve`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +38,9 @@ class Request:
     """Hashes that the blocks behind the prompt's have once the answer fills them, as far as they come again."""
     follows: int | None = None
     """The `idx` of the request whose answer it waits for, in a closed loop; `at_s` is nominal then."""
-    pause_s: float = 0.0
-    """How long after that answer it is sent."""
+    pause_s: float | None = None
+    """How long after the answer before it is sent, if that is known."""
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +78,21 @@ class Trace:
     def in_sessions(self) -> Trace:
         """Return the trace with each turn of a session to be sent some time after the answer to the turn before.
 
-        A turn goes on with the request whose whole prompt it repeats, if that prompt's last block was new then: what
-        many begin with is no session. The pause is what is between both arrivals in the trace.
+        A turn goes on with the one before of the session that the trace names. Else it does with the request whose
+        whole prompt it repeats, if that prompt's last block was new then: what many begin with is no session. The pause
+        is that of the trace, or what is between both arrivals.
         """
-        turns: dict[int, Request] = {}  # the last of a session, by the last block of its prompt
+        turns: dict[int | str, Request] = {}  # the last of a session, by its name and the last block of its prompt
         seen: set[int] = set()
         requests = []
         for request in self.requests:
-            before = next((turns[block] for block in reversed(request.blocks) if block in turns), None)
+            names = reversed(request.blocks) if request.session is None else (request.session,)
+            before = next((turns[name] for name in names if name in turns), None)
             if before is not None:
-                request = replace(request, follows=before.idx, pause_s=request.at_s - before.at_s)
+                pause_s = request.at_s - before.at_s if request.pause_s is None else request.pause_s
+                request = replace(request, follows=before.idx, pause_s=pause_s)
+            if request.session is not None:
+                turns[request.session] = request
             if request.blocks and (request.blocks[-1] not in seen or request.blocks[-1] in turns):
                 turns[request.blocks[-1]] = request
             seen.update(request.blocks)
@@ -86,23 +100,107 @@ class Trace:
         return replace(self, requests=requests)
 
 
-def read_trace(path: Path, num_requests: int | None = None) -> Trace:
-    """Return the requests of a Mooncake trace, JSON lines, or of all in a folder; raises InvalidValueError.
+Whole = Annotated[int, msgspec.Meta(ge=1)]
 
-    A line is {"timestamp": ms, "input_length", "output_length", "hash_ids": [an id for each block of 512 tokens]}.
-    `kvist route --record-requests` adds the `block_size`, and the `status`: only requests that have 200 are returned.
+
+class Turn(msgspec.Struct, frozen=True):
+    """A turn in aiperf's input files, of which all are in the prompts of those behind; times in milliseconds."""
+
+    text: str
+    timestamp: float | None = None
+    delay: float = 0.0
+    output_length: int | None = None
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of a chat."""
+
+    role: str = ""
+    content: Any = None
+
+
+class Payload(msgspec.Struct, frozen=True):
+    """A request's body."""
+
+    messages: list[Message] = []
+    prompt: str = ""
+    tools: Any = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Return all of the prompt, in the order in which templates put it."""
+        said = (f"{each.role} {each.content}" for each in self.messages)
+        return "\n".join([*([repr(self.tools)] if self.tools else []), *said, self.prompt])
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    """When aiperf sent a request."""
+
+    request_start_ns: int
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A line of a trace. Times are in seconds, but for `timestamp`, which is in milliseconds."""
+
+    timestamp: float | None = None
+    input_length: Whole | None = None
+    output_length: int | None = None
+    hash_ids: list[int] | None = None
+    # What `kvist route --record-requests` adds.
+    block_size: Whole = TRACE_BLOCK_SIZE
+    began: float = 0.0
+    status: int = 200
+    worker: str | None = None
+    streamed: bool = True
+    queue_s: float = 0.0
+    first_byte_s: float | None = None
+    total_s: float | None = None
+    overlap_predicted: int | None = None
+    overlap_reported: int | None = None
+    session: str | None = None
+    pause_s: float | None = None
+    # What carries text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.
+    prompt: str | None = None
+    output_tokens: int | None = None
+    text: str | None = None
+    text_input: str | None = None
+    turns: list[Turn] = []
+    payload: Payload | None = None
+    metadata: Metadata | None = None
+
+
+def read_lines(path: Path) -> Iterator[tuple[str, TraceLine]]:
+    """Yield the lines of a file, or of a folder's, and where each stands; raises InvalidValueError."""
+    decode = msgspec.json.Decoder(TraceLine, strict=False).decode
+    for part in sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]:
+        for number, line in enumerate(_lines(part), 1):
+            if line.strip():
+                place = f"{part}, line {number}"
+                try:
+                    yield place, decode(line)
+                except (msgspec.DecodeError, UnicodeEncodeError) as error:
+                    raise InvalidValueError(place, line.strip()[:80], f"a request ({error})") from None
+
+
+def read_trace(path: Path, num_requests: int | None = None) -> Trace:
+    """Return the requests of a trace, JSON lines, or of all in a folder; raises InvalidValueError.
+
+    A line is Mooncake's {"timestamp": ms, "input_length", "output_length", "hash_ids": [an id for each block of 512
+    tokens]}, or has a prompt, of whose text 256 characters are a block of 64 tokens. Without time stamps requests come
+    one a second. Only those are returned that have no other status than 200.
     """
     requests: list[Request] = []
     block_size: int | None = None
-    for part in sorted(path.glob("*.jsonl*")) if path.is_dir() else [path]:
-        for number, line in enumerate(_lines(part), 1):
-            place = f"{part}, line {number}"
-            request, own_block_size = _parse(place, line) if line.strip() else (None, None)
-            if request is not None:
-                requests.append(request)
-                block_size = block_size or own_block_size
-                if own_block_size not in (None, block_size):
-                    raise InvalidValueError(f"{place}: block_size", own_block_size, f"{block_size}, as in lines before")
+    for place, line in read_lines(path):
+        if line.status != HTTPStatus.OK:
+            continue
+        own_block_size = TEXT_BLOCK_SIZE if line.hash_ids is None else line.block_size if line.hash_ids else None
+        block_size = block_size or own_block_size
+        if own_block_size not in (None, block_size):
+            raise InvalidValueError(f"{place}: block_size", own_block_size, f"{block_size}, as in lines before")
+        requests += _requests(place, line, float(len(requests)))
     if not requests:
         raise InvalidValueError("trace", str(path), "a line for each request")
     requests = sorted(requests, key=lambda request: request.at_s)[:num_requests]
@@ -122,23 +220,37 @@ def _lines(path: Path) -> Iterator[str]:
             raise InvalidValueError("trace", str(path), f"lines of JSON, in gzip if it ends in .gz ({error})") from None
 
 
-def _parse(place: str, line: str) -> tuple[Request | None, int | None]:
-    """Return a request that was answered, and of how many tokens its blocks are if it has any."""
-    try:
-        given = json.loads(line)
-        num_tokens, num_output_tokens = int(given["input_length"]), int(given["output_length"])
-        block_size = int(given.get("block_size", TRACE_BLOCK_SIZE))
-        blocks = tuple(map(int, given["hash_ids"]))[: num_tokens // block_size]
-        at_s = float(given.get("began", 0)) + float(given["timestamp"]) / 1e3
-    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        expected = "timestamp, input_length, output_length and hash_ids"
-        raise InvalidValueError(place, line.strip()[:80], f"{expected} ({error!r})") from None
-    if given.get("status", HTTPStatus.OK) != HTTPStatus.OK:
-        return None, None
-    if num_tokens < 1:
-        raise InvalidValueError(f"{place}: input_length", num_tokens, "1 or more")
-    request = Request(0, at_s, blocks, num_tokens, max(1, num_output_tokens))
-    return request, block_size if given["hash_ids"] else None
+def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
+    """Yield a line's request, or one for each turn."""
+    at_s = default_at_s if line.timestamp is None else line.began + line.timestamp / 1e3
+    if line.hash_ids is not None and line.timestamp is not None and line.input_length is not None:
+        blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
+        yield Request(0, at_s, blocks, line.input_length, num_output, pause_s=line.pause_s, session=line.session)
+        return
+    turns, text = line.turns, line.prompt or line.text or line.text_input
+    if line.payload is not None:
+        text, payload = line.payload.text, line.payload
+        at_s = at_s if line.metadata is None else line.metadata.request_start_ns / 1e9
+        turns = [Turn(text, output_length=payload.max_completion_tokens or payload.max_tokens)]
+    elif text:
+        turns = [Turn(text, output_length=line.output_length or line.output_tokens)]
+    if not turns:
+        expected = "timestamp, input_length, output_length and hash_ids, or a prompt, text, turns or payload"
+        raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
+    said = ""
+    for turn in turns:
+        said += turn.text
+        at_s = at_s + turn.delay / 1e3 if turn.timestamp is None else turn.timestamp / 1e3
+        num_tokens = max(1, len(said) // CHARACTERS_A_TOKEN)
+        yield Request(0, at_s, _named(said), num_tokens, turn.output_length or DEFAULT_OUTPUT_TOKENS)
+
+
+def _named(text: str) -> tuple[int, ...]:
+    """Return a hash for each full block of a text and all before it."""
+    size, blocks = TEXT_BLOCK_SIZE * CHARACTERS_A_TOKEN, [0]
+    for end in range(size, len(text) + 1, size):
+        blocks.append(xxh3_64_intdigest(text[end - size : end].encode(errors="replace"), blocks[-1]))
+    return tuple(blocks[1:])
 
 
 MADE_UP_BLOCK_SIZE = 64

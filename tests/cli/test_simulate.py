@@ -89,6 +89,42 @@ def test_a_report_is_one_file_with_charts_of_each_policy_and_the_table(
         assert all(f"<p>{escape(line)}</p>" in html for line in said)
 
 
+def test_rates_are_learnt_from_a_recording_and_simulated_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording, rates = tmp_path / "requests.jsonl", tmp_path / "rates.json"
+    with recording.open("w") as lines:
+        for idx in range(30):
+            num_tokens, num_output = 100 * (1 + idx % 10), 2 + idx % 7
+            line = {"timestamp": 10_000 * idx, "input_length": num_tokens, "output_length": num_output, "worker": "w"}
+            first_s = 0.01 + num_tokens * 1e-3
+            line |= {"hash_ids": [], "first_byte_s": first_s, "total_s": first_s + 0.01 * (num_output - 1)}
+            lines.write(json.dumps(line) + "\n")
+    assert main(["simulate", "fit", str(recording), "--cache-tokens", "5000"]) == 0
+    printed = capsys.readouterr()
+    assert "w: 30 answers" in printed.err
+    rates.write_text(printed.out)
+    learnt = json.loads(printed.out)["w"]
+    assert (learnt["step_s"], learnt["cache_tokens"]) == (pytest.approx(0.01, rel=0.01), 5000)
+    flags = [
+        "--speedup",
+        "1",
+        "--policy",
+        "kv",
+        "--workers",
+        "1",
+        "--seeds",
+        "1",
+        "--json",
+        str(tmp_path / "runs.json"),
+    ]
+    assert main(["simulate", str(recording), "--rates", str(rates), *flags]) == 0
+    (run,) = json.loads((tmp_path / "runs.json").read_text())["results"][0]["runs"]
+    assert run["ttft_p99_s"] == pytest.approx(1.01, rel=0.02)
+    assert main(["simulate", "fit"]) == 2
+    assert "RECORDING" in capsys.readouterr().err
+
+
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "conversations", "--policy", "list"]) == 0
     assert {"kv", "kv-blocks", "dynamo", "sglang", "llm-d", "lmetric"} <= set(capsys.readouterr().out.split())

@@ -360,6 +360,68 @@ def test_a_recording_is_read_part_by_part_as_far_as_it_goes(tmp_path: Path) -> N
             read_trace(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (  # vllm bench serve --dataset-name custom
+            [{"prompt": 300 * "a"}, {"prompt": 300 * "a" + 300 * "b", "output_tokens": 7}],
+            [(0.0, 75, 256), (1.0, 150, 7)],
+        ),
+        (  # aiperf --custom-dataset-type single_turn, and a trace with texts
+            [{"text": 600 * "a", "timestamp": 500}, {"text_input": 600 * "a", "timestamp": 2500, "output_length": 3}],
+            [(0.0, 150, 256), (2.0, 150, 3)],
+        ),
+        (  # aiperf --custom-dataset-type multi_turn
+            [
+                {
+                    "session_id": "s",
+                    "turns": [{"text": 300 * "a"}, {"text": 600 * "b", "delay": 1500, "output_length": 9}],
+                }
+            ],
+            [(0.0, 75, 256), (1.5, 225, 9)],
+        ),
+        (  # aiperf --export-level raw
+            [
+                {
+                    "metadata": {"request_start_ns": at_ns, "x_request_id": "r"},
+                    "payload": {"model": "m", "messages": [{"role": "user", "content": text}], "max_tokens": 5},
+                    "responses": [],
+                }
+                for at_ns, text in ((10**18, 395 * "a"), (10**18 + 4 * 10**9, 795 * "a"))
+            ],
+            [(0.0, 100, 5), (4.0, 200, 5)],
+        ),
+    ],
+)
+def test_prompts_of_benchmarks_are_read_as_blocks_of_characters(
+    tmp_path: Path, lines: list[dict[str, Any]], expected: list[tuple[float, int, int]]
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace = read_trace(path)
+    assert trace.block_size == 64
+    assert [(each.at_s, each.num_tokens, each.num_output_tokens) for each in trace.requests] == expected
+    first, second = (each.blocks for each in trace.requests)
+    assert [len(first), len(second)] == [num_tokens // 64 for _, num_tokens, _ in expected]
+    assert second[: len(first)] == first
+    assert len(set(second)) == len(second)
+
+
+def test_sessions_that_a_recording_names_are_taken_as_they_are_with_their_pauses(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    told = {"input_length": 100, "output_length": 1, "hash_ids": [1], "block_size": 64}
+    lines = [
+        {**told, "timestamp": 0, "session": "a"},
+        {**told, "timestamp": 1000, "session": "b"},
+        {**told, "timestamp": 5000, "session": "a", "pause_s": 0.5},
+        {**told, "timestamp": 7000, "session": "b"},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    turns = read_trace(path).in_sessions().requests
+    assert [each.follows for each in turns] == [None, None, 0, 1]
+    assert [each.pause_s for each in turns[2:]] == [0.5, 6.0]
+
+
 @pytest.mark.parametrize("make", [conversations, tool_agents])
 def test_made_up_sessions_repeat_what_was_said_and_are_the_same_for_a_seed(make) -> None:  # type: ignore[no-untyped-def]
     trace = make(300, seed=1)
