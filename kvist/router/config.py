@@ -19,7 +19,7 @@ from kvist.networks import check_networks
 from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S
 from kvist.router.policy.baselines import LeastLoadedPolicy, PowerOfTwoPolicy, RandomPolicy, RoundRobinPolicy
 from kvist.router.policy.decision import Policy, Role
-from kvist.router.policy.priced import DEFAULT_TIER_CREDITS, PriceSettings
+from kvist.router.policy.priced import DEFAULT_ALPHA, DEFAULT_TIER_CREDITS, PriceSettings
 from kvist.settings import Secret, check_fields
 from kvist.tracing import check_traces_endpoint
 
@@ -306,11 +306,11 @@ class RouterConfig:
             return Role.PREFILL
         return Role.DECODE if url in self.decode_worker_urls else None
 
-    def make_policy(self) -> Policy | PriceSettings:
-        """Return the chosen policy, or what that of the name `kv` weighs."""
+    def make_policy(self, alpha: float = DEFAULT_ALPHA) -> Policy | PriceSettings:
+        """Return the chosen policy, or what that of the name `kv` weighs: `alpha` is the model's."""
         match self.policy:
             case "kv":
-                return PriceSettings(tier_credits=self.tier_credits)
+                return PriceSettings(alpha, self.tier_credits)
             case "least-loaded":
                 return LeastLoadedPolicy()
             case "power-of-two":

@@ -22,7 +22,7 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import DEFAULT_BLOCK_SIZE, Caches, Overlaps
 from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw
-from kvist.router.policy.priced import Dispatched, PricedPolicy, PriceSettings
+from kvist.router.policy.priced import DEFAULT_ALPHA, Dispatched, PricedPolicy, PriceSettings
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
 
@@ -52,8 +52,13 @@ class Routing:
         index: Caches | None,
         random: Random,
         now_s: Callable[[], float],
+        alpha: float = DEFAULT_ALPHA,
     ) -> None:
-        """Decide by the configured policy; `index` is None for policies that do not look at caches."""
+        """Decide by the configured policy; `index` is None for policies that do not look at caches.
+
+        `alpha` is the model's, for prices.
+        """
+        self._alpha = alpha
         self._fleet = fleet
         self._load = load
         self._index = index
@@ -64,7 +69,7 @@ class Routing:
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Decide by this configuration from now on."""
-        self._policy = config.make_policy()
+        self._policy = config.make_policy(self._alpha)
         self._max_local_prefill_tokens = config.max_local_prefill_tokens
 
     def prefix(self, ask: Ask) -> Prefix | None:

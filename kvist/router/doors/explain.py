@@ -123,6 +123,7 @@ def explain_worker(worker: Worker, load: LoadTracker, index: FleetIndex | None) 
         "circuit": worker.breaker.state.value,
         "running_requests": load.running_requests(worker.url),
         "max_requests": worker.capacity.max_requests,
+        "prompt_tokens_per_s": load.prompt_tokens_per_s(worker.url),
         "error": worker.error,
         "last_failure": worker.last_failure,
         "engine": identity.engine,

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Protocol, Self
 
+import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -27,8 +28,11 @@ from kvist.router.doors.api import AdminApi, Answer, Question
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership
+from kvist.router.fleet.speeds import Speeds
 from kvist.router.index import Caches, FleetIndex
 from kvist.router.metrics import FleetGauges
+from kvist.router.policy.attention import alpha_of
+from kvist.router.policy.priced import DEFAULT_ALPHA
 
 
 class FleetKnowledge(Protocol):
@@ -92,6 +96,9 @@ class Keeper:
         self.membership = Membership(config, pool, self.fleet, load, self.index, now_s, on_removed)
         own = FleetGauges(self.fleet, load, self.index, now_s)
         page = MetricsPage(lambda: chain(own.collect(), gauges()), registry)
+        self._speeds = None
+        if config.state_dir is not None:
+            self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
         self._api = AdminApi(self.fleet, self.membership, load, self.index, page, started_s, now_s)
         self._exits = AsyncExitStack()
 
@@ -99,6 +106,8 @@ class Keeper:
         async with AsyncExitStack() as exits:
             if self.index is not None:
                 await exits.enter_async_context(self.index)
+            if self._speeds is not None:
+                await exits.enter_async_context(self._speeds)
             await exits.enter_async_context(self.membership)
             self._exits = exits.pop_all()
         return self
@@ -121,6 +130,15 @@ class Keeper:
     def reconfigure(self, config: RouterConfig) -> None:
         """Go by another configuration from now on."""
         self.membership.reconfigure(config)
+
+
+def load_alpha(model_path: str | None) -> float:
+    """Return what attention costs the model of a directory, or an 8B model where its `config.json` does not say."""
+    try:
+        config = msgspec.json.decode((Path(model_path or "") / "config.json").read_bytes(), type=dict)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return DEFAULT_ALPHA
+    return alpha_of(config) or DEFAULT_ALPHA
 
 
 async def load_tokenizer(model_path: str | None) -> ChatTokenizer | None:

@@ -58,7 +58,7 @@ from kvist.router.doors.auth import (
     require_client,
 )
 from kvist.router.doors.explain import explain_plan
-from kvist.router.doors.keeper import FleetKnowledge, Keeper, load_tokenizer
+from kvist.router.doors.keeper import FleetKnowledge, Keeper, load_alpha, load_tokenizer
 from kvist.router.doors.tls import Certificates
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.forward import Forwarder, forwarded_headers
@@ -155,7 +155,8 @@ class RouterService:
         known = self.known = await exits.enter_async_context(self._knowledge(pool, self._metrics, self._gauges))
         fleet, load, index = known.fleet, known.load, known.index
         self.fleet = fleet
-        routing = Routing(config, fleet, load, index, Random(), now_s)
+        alpha = await asyncio.to_thread(load_alpha, config.model_path)
+        routing = Routing(config, fleet, load, index, Random(), now_s, alpha)
         admission = Admission(
             fleet,
             load,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import mmap
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,10 @@ from numpy.typing import NDArray
 from kvist.errors import InvalidValueError
 from kvist.events import WorkerRank
 from kvist.router.policy.in_flight import NUM_SLOTS, SLOT
-from kvist.router.policy.work import NUM_FIELDS
+from kvist.router.policy.work import LEARNT, LEARNT_S, NUM_FIELDS, learnt_of
+
+if TYPE_CHECKING:
+    from kvist.router.fleet.speeds import LearntSpeed
 
 MAX_FRONTS = 64
 MAX_COLUMNS = 1 << 14
@@ -93,6 +97,8 @@ class LoadBoard:
         self.in_flight: NDArray[np.void] = np.ndarray(
             (num_fronts, NUM_SLOTS), SLOT, memory, work_at + _WORK_WORDS * _WORD, (*strides, SLOT.itemsize)
         )
+        self.learnt_before: dict[WorkerRank, LearntSpeed] = {}
+        """What a rank begins with that is named from now on."""
         self._columns: dict[WorkerRank, int] = {}
         self._free: list[int] = []
         self._read_names()
@@ -112,6 +118,13 @@ class LoadBoard:
                 self._read_names()
                 column = self._columns.get(target)
         return column
+
+    def learnt(self) -> dict[WorkerRank, tuple[float, float]]:
+        """Return the seconds that each rank took for what it computed, and how much that was, in units of work."""
+        seconds, work = learnt_of(self.work[:, :, [*self._columns.values()]])
+        return {
+            target: (float(seconds[idx]), float(work[idx])) for idx, target in enumerate(self._columns) if work[idx]
+        }
 
     def forget(self, worker: str) -> None:
         """Let the columns of a worker's ranks be others' once nothing runs there."""
@@ -142,6 +155,8 @@ class LoadBoard:
             if column == MAX_COLUMNS:
                 raise InvalidValueError("ranks", column + 1, f"at most {MAX_COLUMNS} in the whole fleet")
             self.ints[0] += 1
+        if (learnt := self.learnt_before.get(target)) is not None:  # no front knows of the column yet
+            self.work[0, [LEARNT_S, LEARNT], column] = learnt.seconds, learnt.work
         self._write_name(column, name)
         self._columns[target] = column
         return column

@@ -147,6 +147,11 @@ class LoadTracker:
         """Return the uncached tokens of the worker's requests that are not answered yet, over all its ranks."""
         return self._sum(worker, _PREFILL)
 
+    def prompt_tokens_per_s(self, worker: str) -> float | None:
+        """Return how fast the worker's ranks compute prompts, as first tokens have told; None before any."""
+        learnt = [speed for target, speed in self.board.learnt().items() if target.worker == worker]
+        return round(sum(work for _, work in learnt) / sum(seconds for seconds, _ in learnt), 1) if learnt else None
+
     def ended_requests(self, worker: str) -> int:
         """Return how many requests of the worker have ended so far."""
         return self._sum(worker, _ENDED)

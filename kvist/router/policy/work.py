@@ -70,6 +70,13 @@ class Work(NamedTuple):
     """Share of time that these ranks compute prompts of late, on average."""
 
 
+def learnt_of(rows: Floats) -> Floats:
+    """Return what all rows, `[num_rows, NUM_FIELDS, num_ranks]`, have learnt: seconds and work, `[2, num_ranks]`."""
+    decay = LEARNT_DECAY ** np.maximum(rows[:, NUM_LEARNT].sum(0) - rows[:, LEARNT_AT], 0.0)
+    learnt: Floats = (rows[:, LEARNT_S : LEARNT + 1] * decay[:, None]).sum(0)
+    return learnt
+
+
 class WorkRows:
     """The rows of all routers, `[num_rows, NUM_FIELDS, num_ranks]`, and what one of them, the own, is changed by."""
 
@@ -93,9 +100,8 @@ class WorkRows:
             queued, context_tokens, _, learnt_s, learnt = rows[0, : LEARNT + 1].copy()  # rows go on changing
             answered_at_s, busy_until_s = rows[0, ANSWERED_AT], rows[0, BUSY_UNTIL]
         else:
-            queued, context_tokens, num_learnt = rows[:, : NUM_LEARNT + 1].sum(0)
-            decay = LEARNT_DECAY ** np.maximum(num_learnt - rows[:, LEARNT_AT], 0.0)
-            learnt_s, learnt = (rows[:, LEARNT_S] * decay).sum(0), (rows[:, LEARNT] * decay).sum(0)
+            queued, context_tokens = rows[:, : CONTEXT + 1].sum(0)
+            learnt_s, learnt = learnt_of(rows)
             answered_at_s, busy_until_s = rows[:, ANSWERED_AT : BUSY_UNTIL + 1].max(0)
         fleet_s, fleet = float(np.add.reduce(learnt_s)), float(np.add.reduce(learnt))
         fleet_unit_s = (fleet_s + self._first_unit_s * PRIOR_WORK) / (fleet + PRIOR_WORK)
