@@ -83,7 +83,7 @@ def _fit(answers: Sequence[TraceLine]) -> Fit:
 
     for since_s, to_s, work in zip(begin_s, until_s, prompts, strict=True):
         is_amid_step = ((first_s < since_s) & (end_s > since_s)).any()
-        add(since_s, to_s, work + [is_amid_step / 2, 0, 0])
+        add(since_s, to_s, work + np.array([is_amid_step / 2, 0, 0]))
     for since_s, to_s, num in zip(first_s, end_s, num_output, strict=True):
         if num > 1:
             between = (_overlaps(begin_s, until_s, since_s, to_s) / (until_s - begin_s)) @ prompts
