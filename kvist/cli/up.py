@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", default="127.0.0.1", help="address the router listens on (default: 127.0.0.1)")
     add("--port", type=int, default=30000, help="the router's port, 0 for a free one (default: 30000)")
     add("--otlp-traces-endpoint", metavar="URL", help="where all of them send traces, as kvist serve does")
+    add("--record-requests", metavar="DIR", help="the router's flag of this name")
     add("--no-demo", action="store_true", help="serve at once, without the demo's requests")
     add("--exit", action="store_true", help="end after the demo instead of serving on")
     add("--json", action="store_true", help="print the demo's facts as one line of JSON, last")
@@ -99,7 +100,8 @@ async def _start(args: argparse.Namespace, group: ProcessGroup, console: Console
     for worker in workers:
         console.print(f"  {worker.name}: {worker.url}")
     worker_urls = [worker.url for worker in workers]
-    router = await group.start("router", *_route(args, worker_urls, "kv", args.host, str(args.port)))
+    recording = [] if args.record_requests is None else ["--record-requests", args.record_requests]
+    router = await group.start("router", *_route(args, worker_urls, "kv", args.host, str(args.port)), *recording)
     console.print(f"  {router.name}: {router.url}")
     return worker_urls, router.url
 

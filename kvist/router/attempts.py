@@ -53,6 +53,7 @@ class _Attempt(ResponseReceiver):
 
     first_byte_s: float | None = None
     usage: ReportedUsage | None = None
+    is_event_stream = False
 
     def __init__(
         self, owner: Forwarding, decision: Decision, step: str, body: bytes, *, is_streamed: bool, computes: bool = True
@@ -81,6 +82,12 @@ class _Attempt(ResponseReceiver):
         self.exchange = router.pool.send(
             self, target.worker, request.method, request.target, headers, body, forwarded_for=client
         )
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return how many tokens the answer has: as the worker says or, of a stream where it does not, its events."""
+        num_tokens = None if self.usage is None else self.usage.completion_tokens
+        return self._load.num_tokens if num_tokens is None else num_tokens
 
     def on_head(self, status: int, headers: Headers) -> None:
         """Judge the worker by its status."""
@@ -213,7 +220,7 @@ class AnswerAttempt(_Attempt):
                 return
             self._begin(is_empty=False)
         self._usage.feed(piece)
-        if self._is_event_stream:
+        if self.is_event_stream:
             num_tokens = piece.count(b"\n\n")
             self._load.add_tokens(num_tokens)
             if self._priced is not None:
@@ -226,18 +233,15 @@ class AnswerAttempt(_Attempt):
             self._begin(is_empty=True)
         owner, router, decision = self.owner, self.owner.router, self.decision
         if self._is_kept and self.status == HTTPStatus.OK:
-            worker, is_event = decision.chosen.target.worker, self._is_event_stream
+            worker, is_event = decision.chosen.target.worker, self.is_event_stream
             router.reader.conversations.remember(worker, owner.ask.chat, self._usage.answer(), is_event=is_event)
         self._end(self.status)
         usage = self.usage = self._usage.usage()
         if usage is not None:
             owner.trace.set(spans.of_usage, usage)
         if self.status == HTTPStatus.OK:
-            num_tokens = None if usage is None else usage.completion_tokens
-            if num_tokens is None:
-                num_tokens = self._load.num_tokens
-            total_s = router.now_s() - owner.started_s
-            self._series.answered(total_s, self.first_byte_s or 0.0, num_tokens, is_stream=self._is_event_stream)
+            total_s, num_tokens = router.now_s() - owner.started_s, self.num_output_tokens
+            self._series.answered(total_s, self.first_byte_s or 0.0, num_tokens, is_stream=self.is_event_stream)
         if owner.handover is not None:
             owner.handover.log(decision, router.now_s(), owner.request_id)
         elif usage is not None:
@@ -284,10 +288,10 @@ class AnswerAttempt(_Attempt):
         self._has_begun = True
         owner, router, decision = self.owner, self.owner.router, self.decision
         content_types = [value for name, value in self.headers if name == b"content-type"]
-        self._is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)
+        self.is_event_stream = any(value.startswith(b"text/event-stream") for value in content_types)
         self._is_kept = owner.request.path == RESPONSES_PATH and owner.ask.fields.get("store") is not False
         has_all = self._is_kept or owner.request.path == GENERATE_PATH
-        self._usage = UsageReader(is_event_stream=self._is_event_stream, is_last_event_long=has_all)
+        self._usage = UsageReader(is_event_stream=self.is_event_stream, is_last_event_long=has_all)
         self._load.end_prefill()
         self._worker.unanswered.discard(self)
         now_s = router.now_s()

@@ -173,6 +173,13 @@ class RouterConfig:
     access_log_sample: Annotated[
         float, Meta(gt=0, le=1, description="share of the requests it has; those that failed are all there")
     ] = 1.0
+    record_requests: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="folder to record requests in: their times, sizes and shared prefixes, and nothing of texts"),
+    ] = None
+    record_max_bytes: Annotated[
+        int, Meta(ge=2**26, description="what all recordings in that folder may take; the oldest parts are deleted")
+    ] = 2**30
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(description="where to send traces, http://host:port[/v1/traces] (OTLP over HTTP; the extra tracing)"),

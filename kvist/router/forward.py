@@ -50,6 +50,7 @@ from kvist.router.policy.decision import Decision
 from kvist.router.prefill.handover import FALLBACKS, Handoff, Handover, Local, Plan, obstacle
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import Ask, PromptReader
+from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
 from kvist.router.routing import Prefix, Routing
 from kvist.tracing import NO_SPAN, Span
 
@@ -85,6 +86,7 @@ class Forwarder:
     refuse: Refuse
     tracing: Tracing | None = None
     access_log: AccessLog | None = None
+    recorder: RequestRecorder | None = None
 
     def forward(
         self, request: Request, responder: Responder, request_id: bytes, *, is_administrator: bool = False
@@ -126,7 +128,7 @@ class Forwarding:
     started_s: float
     ask: Ask = field(init=False)
     body: bytes = field(init=False)
-    prefix: Prefix = field(init=False)
+    prefix: Prefix = field(default_factory=Prefix)
     is_client_slow: bool = False
     handover: Handover | None = None
     local: Local | None = None
@@ -438,37 +440,50 @@ class Forwarding:
 
     def end(self, error: Exception | None = None) -> None:
         """Let go of what the request still holds; its answer has ended or nobody will read it."""
-        if self.router.access_log is not None:
-            self._log(self.router.access_log, error)
+        if self.router.access_log is not None or self.router.recorder is not None:
+            self._log(error)
         self.attempt = None
         if self._deadline is not None:
             self._deadline.close()
         self._release()
         self.trace.end(error)
 
-    def _log(self, log: AccessLog, error: Exception | None) -> None:
-        """Tell the access log of the request."""
+    def _log(self, error: Exception | None) -> None:
+        """Tell the access log and the recording of the request."""
+        router, ended_s = self.router, self.router.now_s()
         attempt, status = self.attempt, self.responder.status or CLIENT_LEFT_STATUS
         ask: Ask | None = getattr(self, "ask", None)  # there is none of a prompt that could not be read
         num_tokens = None if ask is None or ask.token_ids is None else ask.num_tokens
         decision, usage = (None, None) if attempt is None else (attempt.decision, attempt.usage)
-        cause = "the worker answered so" if status >= HTTPStatus.BAD_REQUEST else None
-        log.write(
-            self.request,
-            self.request_id,
-            status,
-            cause if error is None else str(error),
-            model=None if ask is None or ask.model is None else ask.model[:MAX_CHARS],
-            worker=None if decision is None else decision.chosen.target.worker,
-            num_attempts=len(self.tried),
-            queue_s=0.0 if self.place is None else round(self.place.waited_s, 6),
-            first_byte_s=None if attempt is None else attempt.first_byte_s,
-            total_s=round(self.router.now_s() - self.started_s, 6),
-            input_tokens=num_tokens if usage is None else usage.prompt_tokens,
-            output_tokens=None if usage is None else usage.completion_tokens,
-            overlap_predicted=None if decision is None or num_tokens is None else decision.overlap_tokens,
-            overlap_reported=None if usage is None else usage.cached_tokens,
-        )
+        told: dict[str, object] = {
+            "worker": None if decision is None else decision.chosen.target.worker,
+            "num_attempts": len(self.tried),
+            "queue_s": 0.0 if self.place is None else round(self.place.waited_s, 6),
+            "first_byte_s": None if attempt is None else attempt.first_byte_s,
+            "total_s": round(ended_s - self.started_s, 6),
+            "overlap_predicted": None if decision is None or num_tokens is None else decision.overlap_tokens,
+            "overlap_reported": None if usage is None else usage.cached_tokens,
+        }
+        if router.access_log is not None:
+            cause = "the worker answered so" if status >= HTTPStatus.BAD_REQUEST else None
+            router.access_log.write(
+                self.request,
+                self.request_id,
+                status,
+                cause if error is None else str(error),
+                model=None if ask is None or ask.model is None else ask.model[:MAX_CHARS],
+                input_tokens=num_tokens if usage is None else usage.prompt_tokens,
+                output_tokens=None if usage is None else usage.completion_tokens,
+                **told,
+            )
+        if router.recorder is not None and (ask is None or ask.num_tokens):  # some requests are about answers of old
+            hashes, num_blocks, told["block_size"] = router.routing.naming(ask, self.prefix)
+            told["status"], told["streamed"] = status, attempt is not None and attempt.is_event_stream
+            told["model"] = None if ask is None else router.fleet.label_of(ask.model)
+            told["input_length"] = (usage and usage.prompt_tokens) or (ask and ask.num_tokens)
+            told["output_length"] = 0 if attempt is None else attempt.num_output_tokens
+            session = self.request.header(SESSION_HEADER)
+            router.recorder.write(Recorded(self.started_s, ended_s, session, hashes, told), num_blocks)
 
     def _release(self) -> None:
         """Tell the prefill worker that nobody will fetch the prompt, unless whoever should has begun to answer."""

@@ -27,6 +27,7 @@ from kvist.router.fleet.worker import WorkerState
 from kvist.router.index import APPROXIMATE, FleetIndex
 from kvist.router.policy.decision import Decision
 from kvist.router.prompts import APIS, Ask
+from kvist.router.recording import RequestRecorder
 from kvist.router.usage import ReportedUsage
 
 _PREFIX = "kvist_router"
@@ -223,14 +224,16 @@ class DoorGauges:
     admission: Admission
     server: Callable[[], ServerStatistics]
     access_log: AccessLog | None
+    recorder: RequestRecorder | None
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric."""
         yield from self._queue()
         yield from server_metrics(_PREFIX, self.server())
-        if self.access_log is not None:
-            text = "Lines of the access log that were dropped, as they could not be written in time or at all"
-            yield CounterMetricFamily(f"{_PREFIX}_access_log_dropped", text, self.access_log.num_dropped)
+        for name, writer in (("access_log", self.access_log), ("recording", self.recorder)):
+            if writer is not None:
+                text = "Lines that were dropped, as they could not be written in time or at all"
+                yield CounterMetricFamily(f"{_PREFIX}_{name}_dropped", text, writer.num_dropped)
 
     def _queue(self) -> Iterator[Metric]:
         queued = _gauge("queued_requests", "Requests that wait for a worker with room", "model")

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import Tier, WorkerRank
+from kvist.events.hashing import block_hashes
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
@@ -25,6 +26,7 @@ from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weig
 from kvist.router.policy.priced import DEFAULT_ALPHA, Dispatched, PricedPolicy, PriceSettings
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
+from kvist.router.recording import Hashes
 
 FETCH_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
@@ -119,6 +121,17 @@ class Routing:
             return []
         hashes: list[int] = self._hashes_of(ask, block_size)(ask.token_ids[:num_tokens]).tolist()
         return hashes
+
+    def naming(self, ask: Ask | None, prefix: Prefix) -> tuple[Hashes, int, int | None]:
+        """Return what names a prompt's blocks, on any thread, how many there are, and of how many tokens they are."""
+        if ask is None or (token_ids := ask.token_ids) is None:
+            return lambda: prefix.block_hashes, 0, None
+        block_size, lora_name = self._fleet.block_size or DEFAULT_BLOCK_SIZE, self._adapter_of(ask)
+        num_blocks = len(token_ids) // block_size
+        if num_blocks == len(prefix.block_hashes):
+            return lambda: prefix.block_hashes, num_blocks, block_size
+        hashes = partial(block_hashes, token_ids, block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
+        return hashes, num_blocks, block_size
 
     def computed(self, ask: Ask, worker: str) -> None:
         """Take note that a worker has computed the prompt: of one that streams no events nothing else is known."""
@@ -217,10 +230,13 @@ class Routing:
 
     def _hashes_of(self, ask: Ask, block_size: int) -> Callable[..., NDArray[np.uint64]]:
         """Return what names the blocks of a prompt as the workers' streams do."""
-        from kvist.indexer.compiled.hashing import block_hashes  # compiled when the index was
+        from kvist.indexer.compiled import hashing  # compiled when the index was
 
-        lora_name = ask.model if self._fleet.is_adapter(ask.model) else None
-        return partial(block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=ask.cache_salt)
+        lora_name, cache_salt = self._adapter_of(ask), ask.cache_salt
+        return partial(hashing.block_hashes, block_size=block_size, lora_name=lora_name, cache_salt=cache_salt)
+
+    def _adapter_of(self, ask: Ask) -> str | None:
+        return ask.model if self._fleet.is_adapter(ask.model) else None
 
     def _refusal(self, model: str | None) -> RequestError:
         workers = self._fleet.workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -10,9 +11,12 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
+
+from kvist.cli import main
 
 UP = [sys.executable, "-m", "kvist", "--log-level", "warning", "up", "--port", "0"]
 
@@ -36,8 +40,9 @@ def _no_process_is_left_behind() -> Iterator[None]:
 
 
 @pytest.mark.xdist_group("whole system")
-def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
-    done = subprocess.run([*UP, "--exit", "--json"], capture_output=True, text=True, check=False)
+def test_the_demo_routes_by_prefix_and_beats_round_robin(tmp_path: Path) -> None:
+    command = [*UP, "--record-requests", str(tmp_path), "--exit", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["requests"] == facts["completed"] == facts["baseline_completed"] == 60
@@ -45,6 +50,12 @@ def test_the_demo_routes_by_prefix_and_beats_round_robin() -> None:
     assert facts["cached_tokens"] > facts["baseline_cached_tokens"]
     assert facts["events_filtered"] > 0
     assert facts["ttft_ms_p50"] > 0
+    (part,) = tmp_path.iterdir()
+    recorded = [json.loads(line) for line in gzip.decompress(part.read_bytes()).splitlines()]
+    assert [line["status"] for line in recorded] == [200] * facts["requests"]
+    assert sum(line["input_length"] for line in recorded) == facts["prompt_tokens"]
+    assert sum(line["overlap_reported"] for line in recorded) == facts["cached_tokens"]
+    assert main(["simulate", str(tmp_path), "--policy", "kv,round-robin", "--workers", "2", "--seeds", "1"]) == 0
 
 
 @pytest.mark.xdist_group("whole system")

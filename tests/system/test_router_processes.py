@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -313,6 +314,37 @@ async def test_a_front_that_is_killed_ends_its_own_requests_and_comes_back(
     await release(fleet)
     assert [(await reading).is_whole for _, reading in (streams[1], held[1])] == [True, True]
     await until_idle(router)
+
+
+async def test_all_fronts_record_as_one_also_those_that_are_started_anew(fleet: list[StandIn], tmp_path: Path) -> None:
+    flags = ("--record-requests", tmp_path, "--block-size", 16, "--worker-urls", *urls_of(fleet), *TIMES)
+    async with routing(*flags) as router:
+        for front in FRONTS:
+            assert (await router.complete(front, TOKENS)).status == 200
+        await until_recorded(tmp_path, 2)
+        killed = router.parts()[0]
+        killed.kill()
+        await router.until_restarted(0, killed.pid)
+        assert (await router.complete(0, TOKENS)).status == 200
+        await until_recorded(tmp_path, 3)
+    recorded = recorded_in(tmp_path)
+    assert len(recorded) == 3
+    assert len({tuple(line["hash_ids"]) for line in recorded}) == 1
+    assert len({line["began"] for line in recorded}) == 1
+    assert all(0 <= line["timestamp"] < 120_000 for line in recorded)
+
+
+def recorded_in(folder: Path) -> list[dict[str, Any]]:
+    """What can be read of all parts, those of fronts that were killed included."""
+    texts = [zlib.decompressobj(wbits=31).decompress(part.read_bytes()) for part in folder.glob("*.gz")]
+    return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+async def until_recorded(folder: Path, number: int) -> None:
+    async def is_so() -> bool:
+        return len(recorded_in(folder)) == number
+
+    await until(is_so)
 
 
 async def test_a_keeper_that_is_killed_stops_no_requests_and_knows_again_what_administrators_said(

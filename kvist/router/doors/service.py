@@ -67,6 +67,7 @@ from kvist.router.metrics import DoorGauges, RouterMetrics
 from kvist.router.prefill.handover import obstacle
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import COMPLETION_PATH, PromptReader
+from kvist.router.recording import Beginning, RequestRecorder
 from kvist.router.reserved import check_request_id
 from kvist.router.routing import Prefix, Routing
 from kvist.tracing import open_tracing
@@ -94,14 +95,18 @@ class RouterService:
     """Serves from `async with` on until the block ends, and then as said above; at once if an error ends it."""
 
     def __init__(
-        self, config: RouterConfig, started_s: float | None = None, knowledge: OpenKnowledge | None = None
+        self,
+        config: RouterConfig,
+        started_s: float | None = None,
+        knowledge: OpenKnowledge | None = None,
+        recording: Beginning | None = None,
     ) -> None:
         """`started_s`, of the monotonic clock, is when the process began to load this, if the caller knows.
 
         What is known of the fleet comes from `knowledge`, by default from a keeper of its own. If it comes from
-        elsewhere, this is one of several processes, which share the port.
+        elsewhere, this is one of several processes, which share the port, and the `recording`.
         """
-        self._config = config
+        self._config, self._recording = config, recording or Beginning()
         self._started_s = time.monotonic() if started_s is None else started_s
         self._exits = AsyncExitStack()
         self._server: HttpServer | None = None
@@ -170,11 +175,15 @@ class RouterService:
         if config.access_log is not None:
             access_log = self._access_log = AccessLog(config.access_log, config.access_log_sample)
             exits.push_async_callback(asyncio.to_thread, access_log.close)
-        self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), access_log)
+        recorder = None
+        if config.record_requests is not None:
+            recorder = RequestRecorder(config.record_requests, config.record_max_bytes, self._recording)
+            exits.push_async_callback(asyncio.to_thread, recorder.close)
+        self._door_gauges = DoorGauges(fleet, admission, lambda: server.statistics(), access_log, recorder)
         reader = PromptReader(
             await tokenizer,
             has_index=lambda: index is not None and index.has_joined,
-            needs_tokens=lambda: index is not None or fleet.has_prefill_workers,
+            needs_tokens=lambda: index is not None or fleet.has_prefill_workers or recorder is not None,
         )
         known.connect(reader.conversations, admission)
         if index is not None and (model := tokenizer.result()) is not None:
@@ -196,6 +205,7 @@ class RouterService:
             self._refuse,
             tracing,
             access_log,
+            recorder,
         )
         limits = HttpLimits(
             max_connections=config.max_connections or default_max_connections(),

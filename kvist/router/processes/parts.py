@@ -23,9 +23,12 @@ from kvist.router.metrics import RouterMetrics
 from kvist.router.processes.front import RemoteKeeper
 from kvist.router.processes.keeper import KeeperProcess
 from kvist.router.processes.supervisor import KEEPER, Part
+from kvist.router.recording import Beginning
 
 
-def make_part(config: RouterConfig, part: Part, started_s: float) -> RouterService | KeeperProcess:
+def make_part(
+    config: RouterConfig, part: Part, started_s: float, recording: Beginning | None = None
+) -> RouterService | KeeperProcess:
     """Return what this process has to run."""
     is_keeper, directory = part.front == KEEPER, Path(part.directory)
     board = LoadBoard(mmap.mmap(part.board, 0), num_fronts=part.num_fronts, names_columns=is_keeper)
@@ -38,7 +41,7 @@ def make_part(config: RouterConfig, part: Part, started_s: float) -> RouterServi
     ) -> RemoteKeeper:
         return RemoteKeeper(config, directory, load, part.front, pool, metrics, gauges)
 
-    return RouterService(replace(config, port=part.port), started_s, knowledge)
+    return RouterService(replace(config, port=part.port), started_s, knowledge, recording)
 
 
 @asynccontextmanager

@@ -19,12 +19,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from kvist.errors import InvalidValueError
 from kvist.router.fleet.board import MAX_FRONTS, LoadBoard, Whole, board_bytes, clear_row
+from kvist.router.recording import Beginning
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class Supervisor:
         os.ftruncate(self._descriptor, board_bytes(number))
         self._memory = mmap.mmap(self._descriptor, 0)
         self._board = LoadBoard(self._memory, num_fronts=number)
+        self._recording = Beginning()
         self._children: dict[int, _Child] = {}
         self._due_s: dict[int, float] = {}
         self._pauses_s: dict[int, float] = {}
@@ -134,10 +137,14 @@ class Supervisor:
             part = Part(front, self._num_fronts, self._directory, self._descriptor, self.port)
             process = subprocess.Popen(
                 [*self._command, "--part", msgspec.json.encode(part).decode()],
-                stdin=subprocess.PIPE,  # its end tells a child that this process is gone
+                stdin=subprocess.PIPE,  # has one line; its end tells a child that this process is gone
                 pass_fds=(self._descriptor,),
                 start_new_session=True,  # a terminal's Ctrl-C is for this process, which then ends the others
             )
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # it has just died
+                process.stdin.write(msgspec.json.encode(self._recording) + b"\n")
+                process.stdin.flush()
             self._children[front] = _Child(front, process)
 
     def _do_all_listen(self) -> bool:

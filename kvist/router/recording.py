@@ -1,0 +1,194 @@
+"""Requests as lines of a Mooncake trace, with more fields: what they say, and do not say, is in `docs/recording.md`.
+
+part       a file of gzip, begun anew once it is large or old; what was flushed can be read whatever happened then
+recording  the parts of one start of a router, of all its processes: one clock, and one secret, written nowhere
+folder     all parts in it together are bounded: the oldest go
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvist.errors import InvalidValueError
+from kvist.router.lines import LineWriter, write_all
+
+SESSION_HEADER = b"x-session-id"
+"""By which clients say which conversation a request goes on with."""
+
+PART_SHARE = 64
+"""A part is closed once it has such a part of what the folder may have, and so many may be open."""
+MAX_PART_AGE_S = 3600.0
+MAX_SESSIONS = 100_000
+_BLOCKS_AT_WEIGHT = 16  # take as long to write as the rest of a line
+_PARTS = "requests-*.jsonl.gz"
+
+Hashes: TypeAlias = Callable[[], NDArray[np.uint64]]
+"""Returns the canonical hashes of a prompt's full blocks, on the thread that writes."""
+
+_encode_lines = msgspec.json.Encoder().encode_lines
+
+
+class Beginning(msgspec.Struct, frozen=True):
+    """What all processes of a recording share: when it began, by either clock, and its secret."""
+
+    at: float = msgspec.field(default_factory=time.time)
+    at_s: float = msgspec.field(default_factory=time.monotonic)
+    secret: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(32))
+
+
+class Recorded(NamedTuple):
+    """A request that has ended, by the monotonic clock; what is `told` beside that is written unless it is None."""
+
+    arrived_s: float
+    ended_s: float
+    session: bytes | None
+    hashes: Hashes
+    told: dict[str, object]
+
+
+class RequestRecorder(LineWriter[Recorded]):
+    """Writes parts into a folder, whose parts together never have more than `max_bytes`."""
+
+    def __init__(self, folder: str, max_bytes: int, beginning: Beginning) -> None:
+        """Record from now on; raises InvalidValueError where the folder cannot be written."""
+        self._folder, self._max_bytes, self._part_bytes = Path(folder), max_bytes, max_bytes // PART_SHARE
+        self._beginning = beginning
+        self._descriptor: int | None = None
+        self._part_size = 0
+        began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(beginning.at))
+        self._own_name, self._numbers = f"{began}-{secrets.token_hex(4)}", itertools.count()
+        self._ended_s: dict[str, float] = {}
+        try:
+            self._folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self._begin_part()
+        except OSError as error:
+            expected = f"a folder that can be written ({error.strerror})"
+            raise InvalidValueError("record_requests", folder, expected) from None
+        super().__init__("recording of requests")
+
+    def write(self, request: Recorded, num_blocks: int) -> None:
+        """Have a line written soon, or drop it where too much waits. For one thread alone."""
+        self._put(request, 1 + num_blocks // _BLOCKS_AT_WEIGHT)
+
+    def _write(self, lines: list[Recorded]) -> None:
+        data = _encode_lines([*self._told(lines)])
+        age_s = time.monotonic() - self._part_began_s
+        is_full = self._part_size and self._part_size + len(data) > self._part_bytes
+        if self._descriptor is None or is_full or age_s > MAX_PART_AGE_S:
+            self._end()
+            self._begin_part()
+        assert self._descriptor is not None
+        packed = self._gzip.compress(data) + self._gzip.flush(zlib.Z_SYNC_FLUSH)
+        self._part_size += len(packed)
+        try:
+            write_all(self._descriptor, packed)
+        except OSError:
+            self._close()  # it may be torn: nothing behind that could be read
+            raise
+
+    def _told(self, lines: list[Recorded]) -> Iterator[dict[str, object]]:
+        secret, began_s = self._beginning.secret, self._beginning.at_s
+        hashes = [line.hashes() for line in lines]
+        # Numbers of 53 bits any reader of JSON takes exactly.
+        keyed = iter((siphash(secret[:16], np.concatenate(hashes)) >> np.uint64(11)).tolist())
+        for line, own in zip(lines, hashes, strict=True):
+            told = {"timestamp": round(1e3 * (line.arrived_s - began_s)), **line.told, "began": self._beginning.at}
+            told["hash_ids"] = [*itertools.islice(keyed, len(own))]
+            if line.session is not None:
+                told["session"] = session = blake2b(line.session, key=secret[16:], digest_size=8).hexdigest()
+                told["pause_s"] = self._pause_s(session, line)
+            yield {name: value for name, value in told.items() if value is not None}
+
+    def _pause_s(self, session: str, line: Recorded) -> float | None:
+        """Return the time since the turn before ended, None where that is not known, or it had not."""
+        last_s = self._ended_s.pop(session, None)
+        self._ended_s[session] = line.ended_s
+        if len(self._ended_s) > MAX_SESSIONS:
+            del self._ended_s[next(iter(self._ended_s))]
+        return None if last_s is None or last_s > line.arrived_s else round(line.arrived_s - last_s, 6)
+
+    def _begin_part(self) -> None:
+        path = self._folder / f"requests-{self._own_name}-{next(self._numbers):06}.jsonl.gz"
+        hidden = path.with_name(f".{path.name}")
+        self._descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)  # by which others see that it is being written to
+        hidden.rename(path)
+        self._gzip, self._part_size, self._part_began_s = zlib.compressobj(1, wbits=31), 0, time.monotonic()
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Delete the oldest parts, until those that are written to have room to grow."""
+        left, closed = self._max_bytes, []
+        for path in self._folder.glob(_PARTS):
+            try:
+                with path.open("rb") as part:
+                    fcntl.flock(part, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                    status = os.fstat(part.fileno())
+                    closed.append((status.st_mtime_ns, status.st_size, path))
+            except BlockingIOError:
+                left -= self._part_bytes
+            except FileNotFoundError:
+                pass  # another process deleted it
+        for _, size_bytes, path in sorted(closed, reverse=True):
+            left -= size_bytes
+            if left < 0:
+                path.unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        if self._descriptor is not None:
+            try:
+                write_all(self._descriptor, self._gzip.flush())
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        assert self._descriptor is not None
+        descriptor, self._descriptor = self._descriptor, None
+        os.close(descriptor)
+
+
+def siphash(key: bytes, words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return SipHash-2-4 of each word's eight bytes (Aumasson and Bernstein, 2012), of all of them at once.
+
+    Whoever has not the key learns nothing of the words but which are equal.
+    """
+    keys = 2 * struct.unpack("<QQ", key)
+    constants = (b"somepseu", b"dorandom", b"lygenera", b"tedbytes")
+    states = (np.full_like(words, each ^ int.from_bytes(text)) for each, text in zip(keys, constants, strict=True))
+    v0, v1, v2, v3 = states
+    for message, num_rounds in ((words, 2), (np.uint64(8 << 56), 2), (None, 4)):
+        if message is None:
+            v2 ^= np.uint64(0xFF)
+        else:
+            v3 ^= message
+        for _ in range(num_rounds):
+            v0 += v1
+            v1 = _rotated(v1, 13) ^ v0
+            v2 += v3
+            v3 = _rotated(v3, 16) ^ v2
+            v0 = _rotated(v0, 32) + v3
+            v3 = _rotated(v3, 21) ^ v0
+            v2 += v1
+            v1 = _rotated(v1, 17) ^ v2
+            v2 = _rotated(v2, 32)
+        if message is not None:
+            v0 ^= message
+    return v0 ^ v1 ^ v2 ^ v3
+
+
+def _rotated(words: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
+    return words << np.uint64(num_bits) | words >> np.uint64(64 - num_bits)
