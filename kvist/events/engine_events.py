@@ -8,15 +8,18 @@ look back on, itself included.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from enum import Enum
-from typing import Final, Literal, Protocol, TypeAlias, TypedDict, Unpack
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, TypedDict, Unpack, overload
 
 import msgspec
 
 from kvist.events.types import Tier
 
 EngineHash: TypeAlias = int | bytes
+
+_U64_MASK = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class UnsizedWindow(Enum):
@@ -95,6 +98,40 @@ class EngineCleared(msgspec.Struct, frozen=True, gc=False):
 
 
 EngineEvent: TypeAlias = EngineCreated | EngineStored | EngineRemoved | EngineCleared
+
+
+class DecodedEngineBatch(NamedTuple):
+    """An engine's batch. `rank` and `timestamp_s` are None where the engine does not say; events then have rank 0.
+
+    Ignored events are of a type, medium or kind of cache that is never indexed. A block of something whose canonical
+    hash cannot be derived, such as prompt embeddings, has the hash None: its chain ends before it.
+    """
+
+    timestamp_s: float | None
+    rank: int | None
+    events: tuple[EngineEvent, ...]
+    num_ignored_events: int = 0
+    num_malformed_events: int = 0
+
+
+def fold_hash(engine_hash: EngineHash) -> int:
+    """Return the hash as u64, whatever its form; of a digest the last eight bytes count, big-endian, as in vLLM."""
+    if isinstance(engine_hash, bytes):
+        engine_hash = int.from_bytes(engine_hash[-8:], "big")
+    return engine_hash & _U64_MASK
+
+
+@overload
+def fold_hashes(engine_hashes: list[EngineHash]) -> list[EngineHash]: ...
+@overload
+def fold_hashes(engine_hashes: list[EngineHash | None]) -> list[EngineHash | None]: ...
+def fold_hashes(engine_hashes: list[Any]) -> list[Any]:
+    """Return the folded hashes, None for None; of unsigned integers, which engines send, the list itself."""
+    try:
+        array("Q", engine_hashes)  # the fastest look at them all
+    except (TypeError, OverflowError):
+        return [None if engine_hash is None else fold_hash(engine_hash) for engine_hash in engine_hashes]
+    return engine_hashes
 
 
 class Place(TypedDict, total=False):

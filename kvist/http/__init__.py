@@ -5,7 +5,6 @@ Neither knows of policy. Each message is read by one strict parser and written w
 ambiguous gets from one side to the other; each wait, buffer and count is a field of `HttpLimits` or `UpstreamLimits`.
 """
 
-from kvist.http.connection import Handler, Producer
 from kvist.http.deadline import Deadline
 from kvist.http.errors import (
     ClientDisconnectedError,
@@ -20,7 +19,7 @@ from kvist.http.limits import HttpLimits, UpstreamLimits, default_max_connection
 from kvist.http.pool import UpstreamPool, UpstreamResponse
 from kvist.http.request import Request
 from kvist.http.responder import Responder
-from kvist.http.server import HttpServer, ServerStatistics
+from kvist.http.server import Handler, HttpServer, Producer, ServerStatistics
 from kvist.http.upstream import Exchange, ResponseReceiver
 
 __all__ = [

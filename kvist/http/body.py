@@ -1,11 +1,12 @@
 """A message body ends exactly where its framing says: payload out, every byte behind it kept as `excess`.
 
-Three framings with one shape: `feed(data)` returns the payload in `data`; after `is_complete`, `excess` holds what
+Three framings with one shape: `feed(data)` returns the payload in `data` until `is_complete`; `excess` then holds what
 followed. Chunk boundaries are not payload and are not kept; extensions and trailers are checked, bounded and dropped.
 """
 
 import re
-from typing import Protocol
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvist.http.errors import MalformedHttpError
 from kvist.http.fields import BARE_LINE_END, TOKEN, parse_fields
@@ -19,16 +20,6 @@ MAX_EXTENSION_BYTES = 4096
 MAX_TRAILER_BYTES = 8192
 _FRAMING = frozenset((b"content-length", b"host", b"transfer-encoding"))
 """Fields that say where a message ends or goes; RFC 9110 (6.5.1) forbids them in trailers."""
-
-
-class Body(Protocol):
-    """The rest of a message whose head has been read."""
-
-    is_complete: bool
-    excess: bytes
-
-    def feed(self, data: bytes) -> bytes:
-        """The payload in `data`; raises MalformedHttpError. Not called again once complete."""
 
 
 class LengthBody:
@@ -54,40 +45,28 @@ class LengthBody:
         return num_taken
 
 
+@dataclass(slots=True, eq=False)
 class UntilCloseBody:
     """A response body that ends with the connection: whoever sees the end of the stream sets `is_complete`."""
 
-    __slots__ = ("excess", "is_complete")
-
-    def __init__(self) -> None:
-        self.is_complete = False
-        self.excess = b""
+    is_complete: bool = False
+    excess: bytes = b""
 
     def feed(self, data: bytes) -> bytes:
         return data
 
 
+@dataclass(slots=True, eq=False)
 class ChunkedBody:
     """A chunked body: sizes in plain hex, CRLF exact, extensions and trailers bounded."""
 
-    __slots__ = (
-        "_is_chunk_open",
-        "_is_in_trailer",
-        "_num_extension_bytes",
-        "_num_missing",
-        "_tail",
-        "excess",
-        "is_complete",
-    )
-
-    def __init__(self) -> None:
-        self._tail = b""  # an unfinished framing line: bounded, never payload
-        self._num_missing = 0
-        self._is_chunk_open = False  # within a chunk: its payload or the CRLF behind it is still to come
-        self._is_in_trailer = False
-        self._num_extension_bytes = 0
-        self.is_complete = False
-        self.excess = b""
+    is_complete: bool = False
+    excess: bytes = b""
+    _tail: bytes = b""  # an unfinished framing line: bounded, never payload
+    _num_missing: int = 0
+    _is_chunk_open: bool = False  # within a chunk: its payload or the CRLF behind it is still to come
+    _is_in_trailer: bool = False
+    _num_extension_bytes: int = 0
 
     def feed(self, data: bytes) -> bytes:
         if self._tail:
@@ -158,3 +137,7 @@ class ChunkedBody:
                 raise MalformedHttpError("a trailer says content-length, host or transfer-encoding")
         self.excess = data[end + 2 :]
         self.is_complete = True
+
+
+Body: TypeAlias = LengthBody | UntilCloseBody | ChunkedBody
+"""The rest of a message whose head has been read; `feed` raises MalformedHttpError."""

@@ -7,6 +7,7 @@ No I/O here: `RequestParser` is fed bytes and yields whole requests one after th
 import hmac
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -134,31 +135,19 @@ class _KnownHead:
         return self._head._replace(headers=headers), int(digits)
 
 
+@dataclass(slots=True, eq=False)
 class RequestParser:
     """Yields only requests that have one reading; holds the current request and the bytes read ahead of it."""
 
-    __slots__ = (
-        "_awaits_continue",
-        "_body",
-        "_buffer",
-        "_client",
-        "_head",
-        "_known",
-        "_limits",
-        "_payload",
-        "_scanned",
-    )
-
-    def __init__(self, limits: HttpLimits, client: tuple[str, int] | None) -> None:
-        self._limits = limits
-        self._client = client
-        self._buffer = b""
-        self._scanned = 0
-        self._head: Head | None = None
-        self._known: _KnownHead | None = None  # the last head: a client's are often the same
-        self._body: Body | None = None
-        self._payload = bytearray()
-        self._awaits_continue = False
+    _limits: HttpLimits
+    _client: tuple[str, int] | None
+    _buffer: bytes = b""
+    _scanned: int = 0
+    _head: Head | None = None
+    _known: _KnownHead | None = None  # the last head: a client's are often the same
+    _body: Body | None = None
+    _payload: bytearray = field(default_factory=bytearray)
+    _awaits_continue: bool = False
 
     @property
     def phase(self) -> Phase:

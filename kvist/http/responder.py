@@ -5,6 +5,7 @@ for HTTP/1.1 and until-close for HTTP/1.0. Responses to HEAD, and 204 and 304, h
 """
 
 import asyncio
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, Protocol
 
@@ -50,37 +51,21 @@ class ClientConnection(Protocol):
     async def drained(self) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class Responder:
     """Sends exactly one response; until `has_started` is True the client has seen nothing, and another may be begun."""
 
-    __slots__ = (
-        "_connection",
-        "_framing",
-        "_head",
-        "_loop",
-        "_num_missing",
-        "_request",
-        "has_started",
-        "is_finished",
-        "keep_alive",
-        "own_headers",
-        "status",
-    )
-
-    def __init__(
-        self, connection: ClientConnection, request: Request, loop: asyncio.AbstractEventLoop, *, keep_alive: bool
-    ) -> None:
-        self._connection = connection
-        self._request = request
-        self._loop = loop
-        self._framing: Framing = "none"
-        self._head: bytes | None = None  # rendered, to go out with the first piece of the body
-        self._num_missing = 0
-        self.keep_alive = keep_alive
-        self.own_headers: Headers = []  # added to those of the response, whatever it is
-        self.has_started = False
-        self.is_finished = False
-        self.status: int | None = None
+    _connection: ClientConnection
+    _request: Request
+    _loop: asyncio.AbstractEventLoop
+    keep_alive: bool
+    own_headers: Headers = field(default_factory=list)  # added to those of the response, whatever it is
+    has_started: bool = False
+    is_finished: bool = False
+    status: int | None = None
+    _framing: Framing = "none"
+    _head: bytes | None = None  # rendered, to go out with the first piece of the body
+    _num_missing: int = 0
 
     def start(self, status: int, headers: Headers) -> None:
         """Begins the response; names must be lower-case. The head leaves with the first piece or in the next loop turn.

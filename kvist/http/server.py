@@ -1,39 +1,487 @@
-"""The listening side: `async with HttpServer(handler, ...)` serves until the block ends, then lets requests finish."""
+"""The listening side: `async with HttpServer(handler, ...)` serves until the block ends, then lets requests finish.
+
+Of each client requests are handled one after the other, and one that is slow or gone costs little. A connection is a
+small state machine on callbacks: bytes go to the parser; a whole request goes to the handler; the response's end starts
+the next request. Only a handler that is a coroutine has a task, and only that ever waits.
+"""
 
 import asyncio
+import logging
 import ssl
-from dataclasses import dataclass
-from typing import Self
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self, cast
 
-from kvist.http.connection import Handler, ServerConnection, ServerState
-from kvist.http.deadline import LoopClock
+from kvist.http.deadline import Deadline, LoopClock
+from kvist.http.errors import ClientDisconnectedError, RequestRefusedError, UpstreamError
 from kvist.http.limits import HttpLimits
+from kvist.http.request import Request, RequestParser
+from kvist.http.responder import Answer, Responder
+
+logger = logging.getLogger(__name__)
+
+
+class Producer(Protocol):
+    """Who sends a response by callbacks, and is told of what its client does until the response has ended."""
+
+    def pause(self) -> None:
+        """The client does not read what was sent: no more should be sent for now."""
+
+    def resume(self) -> None:
+        """The client has read nearly all."""
+
+    def stop(self) -> None:
+        """The client has left, and whatever is sent now reaches nobody."""
+
+    def shut_down(self) -> None:
+        """The server ends: the response is to end now, whole or cut."""
+
+
+Handler = Callable[[Request, Responder], Coroutine[Any, Any, None] | Producer | None]
+"""Answers a request: at once (None), by callbacks, or as a coroutine, in a task that ends if the client leaves."""
+
+MAX_ANSWERS_IN_A_ROW = 16
+"""Of one client, before others get a turn."""
+HEALTH_PATH = "/health"
+"""Answered even where no place is left: a service that only has much to do must not be taken for dead."""
+MAX_LOOKED_AT = 8
+"""Idle connections looked at to find one whose client has read its last answer."""
+READ_BYTES = 256 * 1024
+"""The most that is read at once. The buffer is one for all connections: nothing stays in it."""
 
 _BACKLOG = 1 << 16
 """Connections that the system holds until they are accepted, as many as it may (`net.core.somaxconn`)."""
 _ACCEPTED_AT_ONCE = 32
 """In one turn of the loop; and asyncio logs as many lines a second while there are no descriptors left."""
 
+_NO_PLACE = RequestRefusedError(503, "overloaded", "too many connections; try again")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class ServerStatistics:
     """Counts since the server started, but for the two that say what is now."""
 
-    num_connections: int
+    num_connections: int = 0
     """Open now."""
-    num_body_bytes_held: int
+    num_body_bytes_held: int = 0
     """Request bodies in memory now."""
-    num_requests: int
-    num_refused: int
+    num_requests: int = 0
+    num_refused: int = 0
     """Answered by the server itself: malformed, over a limit, too slow, overloaded."""
-    num_timeouts: int
-    num_disconnects: int
+    num_timeouts: int = 0
+    num_disconnects: int = 0
     """Clients that left before their response ended."""
-    num_handler_failures: int
-    num_evicted: int
+    num_handler_failures: int = 0
+    num_evicted: int = 0
     """Idle connections closed because others needed their place."""
-    late_s: float
+    late_s: float = 0.0
     """All that the event loop was late by."""
+
+
+@dataclass(slots=True)
+class ServerState:
+    """What the connections of one server share: who is open, what is counted, whether the end has begun."""
+
+    handler: Handler
+    limits: HttpLimits
+    clock: LoopClock
+    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(READ_BYTES)))
+    connections: "dict[ServerConnection, str | None]" = field(default_factory=dict)
+    """All that are open, each with its peer's address."""
+    idle: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
+    """Those with a place and without a request, the one that has waited longest for its client first."""
+    guests: "OrderedDict[ServerConnection, None]" = field(default_factory=OrderedDict)
+    """Those without a place, the oldest first."""
+    peers: Counter[str | None] = field(default_factory=Counter)
+    is_closing: bool = False
+    counts: ServerStatistics = field(default_factory=ServerStatistics)
+
+    def admit(self, connection: "ServerConnection", peer: str | None) -> bool:
+        """Takes a connection in and returns whether it has a place, maybe that of the idlest; else it is a guest."""
+        limits, share = self.limits, self.limits.max_connections_per_peer
+        self.connections[connection] = peer
+        self.peers[peer] += 1
+        num_places = len(self.connections) - 1 - len(self.guests)
+        if (share is None or self.peers[peer] <= share) and (
+            num_places < limits.max_connections or self._close_idlest()
+        ):
+            self.idle[connection] = None
+            return True
+        if len(self.guests) >= limits.max_guests:
+            self._evict(next(iter(self.guests)))
+        self.guests[connection] = None
+        return False
+
+    def forget(self, connection: "ServerConnection") -> None:
+        """Gives the connection's place away; no-op for one that has none any more."""
+        if connection in self.connections:
+            peer = self.connections.pop(connection)
+            self.peers[peer] -= 1
+            if not self.peers[peer]:
+                del self.peers[peer]
+        self.idle.pop(connection, None)
+        self.guests.pop(connection, None)
+
+    def _close_idlest(self) -> bool:
+        for _ in range(min(len(self.idle), MAX_LOOKED_AT)):
+            connection = next(iter(self.idle))
+            if not connection.has_unsent:
+                self._evict(connection)
+                return True
+            self.idle.move_to_end(connection)
+        return False
+
+    def _evict(self, connection: "ServerConnection") -> None:
+        self.counts.num_evicted += 1
+        self.forget(connection)
+        connection.abort()
+
+
+class ServerConnection(asyncio.BufferedProtocol):
+    """Serves one client until it leaves, misbehaves, is too slow, or the server closes."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+        self._limits = state.limits
+        self._loop = state.clock.loop
+        self._deadline = Deadline(state.clock, self._expired)
+        self._responder: Responder | None = None  # of the request that is being answered
+        self._task: asyncio.Task[None] | None = None  # of the handler, or of what comes behind an answer
+        self._producer: Producer | None = None
+        self._drain_waiters: list[asyncio.Future[None]] = []
+        self._num_body_bytes_held = 0
+        self._is_write_paused = False
+        self._is_advancing = False
+        self._is_discarding = False
+        self._is_guest = False
+        self.lost = self._loop.create_future()
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self._limits.write_buffer_bytes)
+        peer = transport.get_extra_info("peername")
+        self._parser = RequestParser(self._limits, peer[:2] if isinstance(peer, tuple) else None)
+        self._is_guest = not self._state.admit(self, peer[0] if isinstance(peer, tuple) else None)
+        if self._state.is_closing:
+            self._transport.abort()
+        else:
+            self._deadline.set("idle", self._limits.guest_timeout_s if self._is_guest else self._limits.idle_timeout_s)
+
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._state.read_buffer
+
+    def buffer_updated(self, num_bytes: int) -> None:
+        if self._is_discarding:
+            return
+        self._parser.feed(self._state.read_buffer[:num_bytes])
+        if not self._is_busy:
+            self._advance()
+        elif self._parser.num_buffered_bytes > self._limits.max_pipelined_bytes:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        """A client that closes its sending side is taken for gone, as nginx does; the transport closes itself."""
+        self._cancel_handler()
+
+    def connection_lost(self, _exc: Exception | None) -> None:
+        self._deadline.close()
+        self._state.forget(self)
+        self._release_body()
+        self._cancel_handler()
+        self.resume_writing()
+        self.lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._is_write_paused = True
+        self._deadline.set("write", self._limits.write_timeout_s)
+        if self._producer is not None:
+            self._producer.pause()
+
+    def resume_writing(self) -> None:
+        self._is_write_paused = False
+        if self._deadline.phase == "write":
+            self._deadline.clear()
+        waiters, self._drain_waiters = self._drain_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        if self._producer is not None:
+            self._producer.resume()
+        elif not self._is_busy:
+            self._advance()
+
+    # What the responder calls.
+
+    def send(self, data: bytes) -> None:
+        """Drops what comes too late; `drained` says so."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    async def drained(self) -> None:
+        """Returns at once while the write buffer is under its high-water mark; raises once the client is gone."""
+        while self._is_write_paused:
+            waiter = self._loop.create_future()
+            self._drain_waiters.append(waiter)
+            await waiter
+        if self._transport.is_closing():
+            raise ClientDisconnectedError("the client closed the connection")
+
+    def on_response_end(self) -> None:
+        """Goes on to the next request, if the response was a producer's: other handlers are waited for."""
+        if self._producer is not None:
+            self._producer = None
+            self._on_answered()
+
+    def cut(self) -> None:
+        """Closes at once, so that the client notices that its response is not whole."""
+        self._transport.abort()
+
+    # What the server calls.
+
+    @property
+    def has_unsent(self) -> bool:
+        return self._transport.get_write_buffer_size() > 0
+
+    def close_when_idle(self) -> None:
+        """Closes now, or when the running request has been answered, whose client is told so if it still can be."""
+        if self._responder is not None:
+            self._responder.keep_alive = False
+        elif not self._is_busy and not self._is_discarding:
+            self._close()
+
+    def shut_down(self) -> None:
+        """Ends the running request; a producer's last words may still leave."""
+        if self._producer is not None:
+            self._producer.shut_down()
+        elif self._task is not None:
+            self.abort()
+
+    def abort(self) -> "asyncio.Task[None] | None":
+        """Closes at once and cancels a running handler, whose task is returned."""
+        self._transport.abort()
+        if self._task is not None:
+            self._task.cancel()
+        return self._task
+
+    # From request to request.
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._responder is not None or self._task is not None
+
+    def _advance(self) -> None:
+        """Starts the next request if it is whole and the client reads; else waits for what is missing."""
+        if self._is_advancing:  # an answer given at once ends in here: the loop below goes on, however many there are
+            return
+        self._is_advancing = True
+        try:
+            self._start_requests()
+        finally:
+            self._is_advancing = False
+
+    def _start_requests(self) -> None:
+        num_answered = 0
+        while not (self._is_busy or self._is_write_paused or self._is_discarding or self._transport.is_closing()):
+            try:
+                request = self._parser.next_request()
+                self._hold_body(self._parser.num_body_bytes if request is None else len(request.body))
+            except RequestRefusedError as refusal:
+                self._refuse(refusal)
+                return
+            if request is None:
+                self._await_bytes()
+                return
+            self._deadline.clear()
+            self._state.idle.pop(self, None)
+            if self._is_guest and request.path != HEALTH_PATH:
+                self._refuse(_NO_PLACE)
+                return
+            self._state.counts.num_requests += 1
+            keep_alive = request.is_keep_alive and not self._state.is_closing and not self._is_guest
+            self._handle(request, Responder(self, request, self._loop, keep_alive=keep_alive))
+            num_answered += 1
+            if num_answered == MAX_ANSWERS_IN_A_ROW and not self._is_busy:
+                self._run(self._pass_on())
+
+    def _handle(self, request: Request, responder: Responder) -> None:
+        """Has the handler answer; its fault costs its own request, whatever it is."""
+        self._responder = responder
+        try:
+            work = self._state.handler(request, responder)
+        except Exception as error:  # noqa: BLE001
+            self._on_handled(error)
+            return
+        if isinstance(work, Coroutine):
+            self._run(work)
+        elif responder.is_finished:
+            self._may_go_on()  # which is up to who called this
+        elif work is None:
+            self._on_handled(None)
+        else:
+            self._producer = work
+            if self._is_write_paused:
+                work.pause()
+
+    async def _pass_on(self) -> None:
+        """Waits until the client reads, and lets others run."""
+        await asyncio.sleep(0)
+        await self.drained()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """Goes on when the work is done."""
+        self._task = self._loop.create_task(work, name="kvist-http-request")
+        self._task.add_done_callback(self._handler_done)
+
+    def _await_bytes(self) -> None:
+        phase = self._parser.phase
+        if self._is_guest:  # whose deadline stands from its beginning on
+            if phase == "body":
+                self._refuse(_NO_PLACE)
+            return
+        if phase == "body":
+            self._state.idle.pop(self, None)
+        else:
+            self._state.idle.setdefault(self)  # whose place in the row stays: a head that trickles in is no request
+        if self._parser.pop_continue():
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if phase != self._deadline.phase:
+            limits = self._limits
+            timeouts_s = {
+                "idle": limits.idle_timeout_s,
+                "header": limits.header_timeout_s,
+                "body": limits.body_timeout_s,
+            }
+            self._deadline.set(phase, timeouts_s[phase])
+
+    def _handler_done(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+        if not task.cancelled():
+            self._on_handled(task.exception())
+        elif self._transport.is_closing():
+            self._on_answered()
+        else:
+            self._transport.abort()
+
+    def _on_handled(self, error: BaseException | None) -> None:
+        """The handler is done, and so is the response unless it failed."""
+        responder = self._responder
+        if self._transport.is_closing():
+            if error is not None:
+                self._log_failure(error)
+        elif responder is not None and (error is not None or not responder.is_finished):
+            self._log_failure(error)
+            self._responder = None
+            self._release_body()
+            self._fail(responder)
+            return
+        self._on_answered()
+
+    def _on_answered(self) -> None:
+        """Goes on to what the client asked next, or ends."""
+        if self._may_go_on():
+            self._advance()
+
+    def _may_go_on(self) -> bool:
+        """Lets go of what was answered, and returns whether another request may follow; else ends."""
+        responder, self._responder = self._responder, None
+        self._release_body()
+        if self._transport.is_closing():
+            return False
+        if (responder is None or responder.keep_alive) and not self._state.is_closing:
+            self._transport.resume_reading()
+            return True
+        self._end()
+        return False
+
+    def _end(self) -> None:
+        if self._parser.num_buffered_bytes:
+            self._linger()
+        else:
+            self._close()
+
+    def _log_failure(self, error: BaseException | None) -> None:
+        if isinstance(error, ClientDisconnectedError | UpstreamError):  # a peer's failure, and known to the handler
+            return
+        self._state.counts.num_handler_failures += 1
+        logger.error("request handler failed reason=%s", error or "response not finished", exc_info=error)
+
+    def _fail(self, responder: Responder) -> None:
+        """A response cut short ends the connection without its last chunk, so that the client notices."""
+        if responder.has_started:
+            self._transport.abort()
+        else:
+            self._answer_and_close(RequestRefusedError(500, "internal_error", "the router failed on this request"))
+
+    def _cancel_handler(self) -> None:
+        """The client has left; a handler whose response is finished owes it nothing and may end in peace."""
+        if self._responder is None or self._responder.is_finished:
+            return
+        if self._producer is not None:
+            self._state.counts.num_disconnects += 1
+            producer, self._producer = self._producer, None
+            producer.stop()
+        elif self._task is not None and not self._task.cancelling():
+            self._state.counts.num_disconnects += 1
+            self._task.cancel()
+
+    # The end of a connection.
+
+    def _refuse(self, refusal: RequestRefusedError) -> None:
+        self._state.counts.num_refused += 1
+        self._release_body()
+        self._answer_and_close(refusal)
+
+    def _answer_and_close(self, refusal: RequestRefusedError) -> None:
+        answer = Answer(refusal.status, b"application/json", refusal.body())
+        self._transport.write(answer.render(b"connection: close\r\n"))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Ends our side, and discards input for a moment: closing on unread input would reset the answer away."""
+        self._is_discarding = True
+        if not self._is_guest:
+            self._state.idle.setdefault(self)
+        if not self._transport.can_write_eof():
+            self._close()
+            return
+        self._transport.write_eof()
+        self._transport.resume_reading()
+        self._bound_close()
+
+    def _close(self) -> None:
+        """Closes once what is written has left; a client that does not read it is cut off."""
+        if not self._transport.is_closing():
+            self._bound_close()
+            self._transport.close()
+
+    def _bound_close(self) -> None:
+        self._deadline.set("close", self._limits.write_timeout_s if self.has_unsent else self._limits.linger_timeout_s)
+
+    def _expired(self, phase: str) -> None:
+        self._state.counts.num_timeouts += phase != "close"
+        if phase == "idle" and self._is_guest:
+            self._refuse(_NO_PLACE)
+        elif phase == "idle":
+            self._close()
+        elif phase in ("header", "body"):
+            self._refuse(RequestRefusedError(408, f"{phase}_timeout", f"the request's {phase} came too slowly"))
+        else:
+            self._transport.abort()
+
+    # Memory held by request bodies, over all connections.
+
+    def _hold_body(self, num_bytes: int) -> None:
+        self._state.counts.num_body_bytes_held += num_bytes - self._num_body_bytes_held
+        self._num_body_bytes_held = num_bytes
+        if num_bytes and self._state.counts.num_body_bytes_held > self._limits.max_buffered_body_bytes:
+            raise RequestRefusedError(503, "overloaded", "too many request bodies are held; try again")
+
+    def _release_body(self) -> None:
+        self._state.counts.num_body_bytes_held -= self._num_body_bytes_held
+        self._num_body_bytes_held = 0
 
 
 class HttpServer:
@@ -69,17 +517,7 @@ class HttpServer:
 
     def statistics(self) -> ServerStatistics:
         state = self._state
-        return ServerStatistics(
-            num_connections=len(state.connections),
-            num_body_bytes_held=state.num_body_bytes_held,
-            num_requests=state.num_requests,
-            num_refused=state.num_refused,
-            num_timeouts=state.num_timeouts,
-            num_disconnects=state.num_disconnects,
-            num_handler_failures=state.num_handler_failures,
-            num_evicted=state.num_evicted,
-            late_s=state.clock.late_s,
-        )
+        return replace(state.counts, num_connections=len(state.connections), late_s=state.clock.late_s)
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()

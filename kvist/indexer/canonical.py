@@ -5,19 +5,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvist.errors import MalformedMessageError
 from kvist.events import Batch, Cleared, Heartbeat, WorkerRank
-from kvist.events.codec import decode_batch
+from kvist.events.codec import decode_batch, decode_snapshot_part, is_snapshot_part
 from kvist.events.follow import Question
-from kvist.events.patience import NO_REPLAY, SessionLimits
-from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SourceState, Step
+from kvist.events.session import (
+    NO_REPLAY,
+    Apply,
+    Clear,
+    ClearReason,
+    Restore,
+    Session,
+    SessionLimits,
+    SourceState,
+    Step,
+)
+from kvist.events.snapshot import Snapshot, SnapshotAssembly
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.block import MessageBlock
 from kvist.events.types import MAX_RANKS, GroupRule, Holding, SnapshotPart
 from kvist.indexer.progress import CanonicalProgress, RankProgress
-from kvist.indexer.restoring import Answer, is_heartbeat, read_answer, restore
 from kvist.indexer.statistics import RankBound, SourceCounters
 
 if TYPE_CHECKING:
@@ -29,6 +39,23 @@ _logger = logging.getLogger(__name__)
 _MIN_JOINED, _MAX_JOINED = 4, 256
 """How many messages are joined to a block for the fast lane: for fewer it costs more than it saves, and the answer to a
 question may be long."""
+NUM_BLOCKS_A_SLICE = 512
+"""Blocks of a snapshot put into the index at a time: some 0.15 ms."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What a publisher answered about one rank: a snapshot or none, and the batches behind it."""
+
+    snapshot: Snapshot | None = None
+    batches: list[Batch] = field(default_factory=list)
+
+    @property
+    def epoch(self) -> int | None:
+        """Return the epoch that it tells of, None if it is empty."""
+        if self.snapshot is not None:
+            return self.snapshot.epoch
+        return self.batches[0].epoch if self.batches else None
 
 
 class CanonicalFollower:
@@ -64,11 +91,9 @@ class CanonicalFollower:
 
     @property
     def sessions(self) -> Mapping[int, Session[Batch]]:
-        """Return the session of each rank."""
         return self._sessions
 
     def states(self) -> dict[int, SourceState]:
-        """Return how far each rank's blocks in the index can be trusted."""
         return {
             rank: SourceState.RESYNCING if WorkerRank(self._worker, rank) in self._resyncing else self._state(rank)
             for rank in self._sessions
@@ -89,14 +114,12 @@ class CanonicalFollower:
         return CanonicalProgress(ranks) if ranks else None
 
     def resume(self, progress: CanonicalProgress) -> None:
-        """Go on from where another follower was, whose blocks the index has; to be called before anything else."""
         for each in progress.ranks:
             session = self._new_session(each.rank)
             session.resume(each.epoch, each.next_sequence, is_complete=each.is_complete)
             self._note_state(each.rank)
 
     def receive(self, message: Message, now_s: float) -> None:
-        """Take one live message."""
         batch = self._decode(message)
         if batch is None:
             return
@@ -109,14 +132,13 @@ class CanonicalFollower:
             self._topics[batch.rank] = message.topic
         else:
             self._topics.setdefault(batch.rank, f"kv/{batch.worker}/{batch.rank}".encode())
-        if is_heartbeat(batch):
+        if _is_heartbeat(batch):
             steps = self._heartbeat(session, batch, now_s)
         else:
             steps = session.receive(batch.epoch, batch.sequence, batch, now_s)
         self._take_all(batch.rank, steps, now_s)
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
         if len(messages) < _MIN_JOINED and not isinstance(messages, MessageBlock):
             for message in messages:
                 self.receive(message, now_s)
@@ -144,7 +166,6 @@ class CanonicalFollower:
             self._note_state(rank)
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return the questions of all ranks that are due."""
         due = []
         for rank, session in self._sessions.items():
             session.tick(now_s)
@@ -171,7 +192,6 @@ class CanonicalFollower:
                 self._take_all(rank, self._sessions[rank].on_forgotten(now_s), now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer; yields between batches, and slices of a snapshot."""
         rank = question.rank
         session = self._sessions.get(rank)
         if session is None:  # an answer to another question had blocks of another size
@@ -189,34 +209,64 @@ class CanonicalFollower:
         for step in steps:
             if not isinstance(step, Restore):
                 self._take(rank, step, now_s)
-            elif not (yield from self._restore(rank, answer)):
+                yield
+                continue
+            assert answer is not None
+            assert answer.snapshot is not None
+            if not (yield from self._restore(rank, answer.snapshot)):
                 for undoing in session.on_divergence(now_s):
                     self._take(rank, undoing, now_s)
                 break
             yield
         self._note_state(rank)
 
-    def _read(self, messages: Sequence[Message], rank: int) -> Generator[None, None, Answer | None]:
-        """Return what an answer says about a rank, None for one that cannot be believed; yields between messages."""
+    def _read(self, messages: Sequence[Message], rank: int) -> Generator[None, None, _Answer | None]:
+        """Return what an answer says about a rank, None for one that cannot be believed; yields between messages.
+
+        Heartbeats are signs of life of a publisher that prepares a snapshot, and no more.
+        """
+        answer, assembly = _Answer(), None
         try:
-            return (yield from read_answer(messages, rank, self._worker, self._decode, self._has_our_block_size))
+            for message in messages:
+                if is_snapshot_part(message.payload):
+                    part = decode_snapshot_part(message.payload, self._worker)
+                    if part.rank == rank:
+                        if not self._has_our_block_size(part):
+                            reason = f"a snapshot with blocks of {part.block_size} tokens"
+                            raise MalformedMessageError(self._worker, reason)
+                        assembly = assembly or SnapshotAssembly(self._worker)
+                        assembly.add(part)
+                elif (batch := self._decode(message)) is not None and batch.rank == rank and not _is_heartbeat(batch):
+                    answer.batches.append(batch)
+                yield
+            answer.snapshot = None if assembly is None else assembly.snapshot()
         except MalformedMessageError as error:
             self._count_malformed(error)
             return None
+        return answer
 
-    def _restore(self, rank: int, answer: Answer | None) -> Generator[None, None, bool]:
-        """Put the snapshot of an answer into the index; return whether the index is what it says."""
-        assert answer is not None
-        assert answer.snapshot is not None
-        is_exact = yield from restore(self._index, WorkerRank(self._worker, rank), answer.snapshot)
+    def _restore(self, rank: int, snapshot: Snapshot) -> Generator[None, None, bool]:
+        """Have the index hold of a rank what the snapshot says, and nothing else; yields between slices.
+
+        Return whether it does: it does not after a fault of ours, or if a block is twice in the snapshot.
+        """
+        from kvist.radix import Residencies  # compiled: not for who has no index
+
+        source = WorkerRank(self._worker, rank)
+        self._index.clear(*source)
+        for held in snapshot.slices:
+            for start in range(0, len(held.hashes), NUM_BLOCKS_A_SLICE):
+                part = slice(start, start + NUM_BLOCKS_A_SLICE)
+                self._index.restore(Residencies((source,), held.hashes[part], held.depths[part], held.tiers[part]))
+                yield
+        is_exact = self._index.digest(source) == snapshot.holding or self._index.evicted_from(source)
         self._set_groups(rank)
         if is_exact:
             text = "rank restored worker=%s rank=%d num_blocks=%d sequence=%d"
-            _logger.info(text, self._worker, rank, answer.snapshot.holding.num_blocks, answer.snapshot.sequence)
+            _logger.info(text, self._worker, rank, snapshot.holding.num_blocks, snapshot.sequence)
         return is_exact
 
     def clear(self) -> None:
-        """Forget what every rank of this stream holds."""
         for rank in self._sessions:
             self._index.clear(self._worker, rank)
 
@@ -231,7 +281,7 @@ class CanonicalFollower:
         source = WorkerRank(self._worker, batch.rank)
         published, held = Holding(heartbeat.num_blocks, heartbeat.digest), self._index.digest(source)
         is_short = self._index.evicted_from(source)  # and so has another digest, though nothing was lost on the way
-        copied = published if is_short else Holding(held.num_blocks, held.digest)
+        copied = published if is_short else held
         (self._incomplete.discard if heartbeat.is_complete else self._incomplete.add)(batch.rank)
         if batch.rank >= MAX_RANKS and heartbeat.rules != self._rules.get(batch.rank - MAX_RANKS, ()):
             self._rules[batch.rank - MAX_RANKS] = heartbeat.rules
@@ -318,6 +368,11 @@ class CanonicalFollower:
             self._index.clear(self._worker, batch.rank)
             self._resyncing.discard(WorkerRank(self._worker, batch.rank))
         return False
+
+
+def _is_heartbeat(batch: Batch) -> bool:
+    """Tell a heartbeat, which takes no number, from a numbered batch."""
+    return len(batch.events) == 1 and isinstance(batch.events[0], Heartbeat)
 
 
 def _blocks(messages: Sequence[Message]) -> Iterator[MessageBlock]:

@@ -38,7 +38,6 @@ class CanonicalLane:
     """Takes what is ordinary: next in sequence, well-formed, of blocks stored and removed, as if one by one."""
 
     def __init__(self, worker: str, block_size: int, index: RadixIndex) -> None:
-        """Apply to `index`, as `worker`'s, what has blocks of this size."""
         self._worker = worker
         self._block_size = block_size
         self._index = index

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from kvist.events import EngineCleared, EngineEvent, EngineStored, WorkerRank
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.patience import SessionLimits
-from kvist.events.session import Apply, Clear, Session, SourceState, Step
+from kvist.events.session import Apply, Clear, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message
 from kvist.events.transports.block import MessageBlock
 from kvist.indexer.progress import EngineProgress, EngineRankProgress
@@ -72,11 +71,9 @@ class EngineFollower:
 
     @property
     def session(self) -> Session[bytes]:
-        """Return the session of the stream, which all its ranks share."""
         return self._feed.session
 
     def states(self) -> dict[int, SourceState]:
-        """Return how far each rank's blocks in the index can be trusted."""
         is_resyncing = not self._resyncing.isdisjoint(self._sources())
         followed = SourceState.RESYNCING if is_resyncing else self._feed.session.state
         return {source.rank: self._state(source, followed) for source in self._sources()}
@@ -121,7 +118,6 @@ class EngineFollower:
         )
 
     def resume(self, progress: EngineProgress, now_s: float) -> None:
-        """Go on from where another follower was, whose blocks the index gets; to be called before anything else."""
         self._feed.resume(progress.next_sequence, progress.fingerprints, now_s, is_complete=progress.is_complete)
         if progress.is_in_doubt:
             self._feed.on_reconnect(now_s)
@@ -144,13 +140,11 @@ class EngineFollower:
         self._ranks[rank].residency.resume(names)
 
     def receive(self, message: Message, now_s: float) -> None:
-        """Take one live message."""
         self._now_s = now_s
         self._feed.receive(message, now_s)
         self._note_state()
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages: ordinary ones in bulk, others by themselves; yields between."""
         block = MessageBlock.of(messages)
         self._lane.begin(block, self._feed.restarts)
         message_idx, num_messages = 0, len(block)
@@ -173,7 +167,6 @@ class EngineFollower:
         self._note_state()
 
     def on_departure(self) -> None:
-        """Count no rank's blocks until the engine is heard again."""
         self._feed.on_departure()
         self._note_state()
 
@@ -183,7 +176,6 @@ class EngineFollower:
         return self._feed.questions(now_s)
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
-        """Take the answer; yields between batches."""
         self._now_s = now_s
         for is_clear, run in groupby(self._feed.judge(question, messages, now_s), lambda step: isinstance(step, Clear)):
             steps = list(run)
@@ -197,7 +189,6 @@ class EngineFollower:
         self._note_state()
 
     def apply(self, batch: DecodedEngineBatch) -> None:
-        """Filter, hash and apply an engine's batch (called by the feed)."""
         number = self._bound.own_rank if batch.rank is None else batch.rank
         if number not in self._ranks and not self._bound.admits(number, self._worker, self._counters):
             return
@@ -217,7 +208,6 @@ class EngineFollower:
             self._note_counting()
 
     def clear(self) -> None:
-        """Forget what every rank of this stream holds (called by the feed)."""
         self._whole.clear()
         for rank in self._ranks.values():
             rank.clear()

@@ -54,7 +54,6 @@ class EngineRank:
     """Filters and normalises a rank's events, and lets compiled code know how it would go about others like them."""
 
     def __init__(self, source: WorkerRank, block_size: int, index: RadixIndex, num_ahead: int = 0) -> None:
-        """Hold blocks of `source` in `index`; hits need `num_ahead` more."""
         self._num_ahead = num_ahead
         self._source = source
         self._block_size = block_size
@@ -95,7 +94,6 @@ class EngineRank:
         return self.is_keeping or not self.others.is_expressible or len(self.residency.counts) >= MAX_ROWS
 
     def resume(self, state: FilterState, others: Mapping[int, GroupRule], copies: bytes) -> None:
-        """Go on with groups as they were."""
         self.residency.resume_copies(copies)
         self._splitter.resume(state, others)
         self._forget_verdicts()
@@ -158,7 +156,6 @@ class EngineLane:
 
     @property
     def ranks(self) -> dict[int, EngineRank]:
-        """Return each rank so far."""
         return self._ranks
 
     def add_rank(self, source: WorkerRank, num_ahead: int = 0) -> EngineRank:

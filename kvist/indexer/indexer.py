@@ -143,17 +143,14 @@ class Indexer:
 
     @property
     def sources(self) -> list[Source]:
-        """Return all that is followed."""
         return [source for sources in self._sources.values() for source, _ in sources]
 
     @property
     def parked(self) -> list[Source]:
-        """Return all that waits to be followed."""
         return [source for sources in self._parked.values() for source in sources]
 
     @property
     def are_all_connected(self) -> bool:
-        """Return whether every stream has a peer."""
         subscriptions = [source.subscription for source in self.sources]
         return all(each is not None and each.num_connects > 0 for each in subscriptions)
 
@@ -193,11 +190,9 @@ class Indexer:
         return self._resyncing
 
     def statistics(self) -> list[SourceStatistics]:
-        """Return the counters of every source as they are now."""
         return [*self.each_statistics()]
 
     def each_statistics(self) -> Iterator[SourceStatistics]:
-        """Yield the counters of each source, as they are when it is its turn."""
         for source in self.sources:
             yield source.statistics(self._clock())
 

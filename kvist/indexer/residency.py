@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events import Removed, Tier, WorkerRank
-from kvist.events.dialects.batch import fold_hash
-from kvist.events.engine_events import EngineHash
+from kvist.events.engine_events import EngineHash, fold_hash
 from kvist.events.types import GroupRule
 from kvist.indexer.compiled import engine_blocks as compiled
 from kvist.indexer.compiled import engine_layout as layout
@@ -58,11 +57,9 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        """Return the memory it takes."""
         return self._table.size_bytes
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self.head["num_rows"][0])
 
     def get(self, key: int) -> int:
@@ -91,11 +88,9 @@ class Table:
             self._most = len(self)
 
     def full(self) -> list[int]:
-        """Return the segments that must grow before they take another row."""
         return self._table.full()
 
     def rows(self, number: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
-        """Return a copy of a segment's keys and values."""
         rows = self.segments[number]["rows"][: self.segments[number]["room"]]
         rows = rows[rows["value"] > 0]
         return np.ascontiguousarray(rows["hash"]), np.ascontiguousarray(rows["value"])
@@ -109,7 +104,6 @@ class EngineResidency:
     """
 
     def __init__(self, index: RadixIndex, source: WorkerRank) -> None:
-        """Hold the blocks of `source` in `index`."""
         self._index = index
         self._source = source
         self.record: Records = np.zeros(1, layout.RANK)
@@ -168,7 +162,6 @@ class EngineResidency:
         self.counts.tidy()
 
     def clear(self) -> None:
-        """Hold nothing."""
         self._index.clear(*self._source)
         self._index.clear(*self._source.companion)
         self.names.clear()
@@ -179,15 +172,12 @@ class EngineResidency:
     # --- Blocks -------------------------------------------------------------------------------------------------------
 
     def find(self, engine_hash: EngineHash) -> int | None:
-        """Return the canonical block that the engine calls this, in the fastest tier that holds it."""
         return compiled.block_named(self.settle(), fold_hash(engine_hash)) or None
 
     def holds(self, block_hash: int) -> bool:
-        """Return whether any tier holds the block."""
         return self.tiers(block_hash) != 0
 
     def tiers(self, block_hash: int) -> int:
-        """Return in which tiers the block is held, by bit."""
         return compiled.tiers_held(self._index.core, self._index.segments, self.slot, block_hash)
 
     def parent(self, block_hash: int) -> int | None:  # noqa: ARG002 - the index knows a block's place itself
@@ -195,7 +185,6 @@ class EngineResidency:
         return None
 
     def scope(self, block_hash: int) -> Scope:
-        """Return the scope that a held block was stored with."""
         return self._scopes.get(block_hash, NO_SCOPE)
 
     def hold(
@@ -215,14 +204,12 @@ class EngineResidency:
         return Held([], [])
 
     def release(self, engine_hashes: Sequence[EngineHash], tier: Tier) -> Released:
-        """Take the engine's hashes, or one copy of each that has more, out of a tier, in any order."""
         self._change(compiled.RELEASE, tier, _folded(engine_hashes))
         return Released([], [])
 
     # --- Other groups -------------------------------------------------------------------------------------------------
 
     def set_groups(self, published: GroupRule, others: Sequence[GroupRule]) -> None:
-        """Have hits need what the published group and each of the others hold; what is counted of these stays so."""
         kinds, record = [*dict.fromkeys(others)], self.record[0]
         record["num_groups"], record["num_kinds"] = len(others), len(kinds)
         record["kinds"][: len(others)] = [kinds.index(rule) for rule in others]
@@ -243,21 +230,17 @@ class EngineResidency:
         self._change(compiled.STORE_IN_GROUP, group, _folded(believed))
 
     def remove_from_group(self, group: int, engine_hashes: Sequence[EngineHash]) -> None:
-        """Note that a group holds blocks no more, or a copy less of each."""
         self._change(compiled.REMOVE_FROM_GROUP, group, _folded(engine_hashes))
 
     def counted(self) -> list[tuple[int, int, int]]:
-        """Return what is counted of the other groups: engine hashes, groups, numbers of copies."""
         told = self._told_counts().tolist()
         return [(name, place - GROUPS, number) for name, place, number in told if GROUPS <= place < ALIASES]
 
     def count_again(self, counted: Iterable[tuple[int, int, int]]) -> None:
-        """Count what `counted` returned, of blocks that are not published now."""
         for name, group, number in counted:
             self._count(name, GROUPS + group, number)
 
     def engine_hashes(self) -> list[int]:
-        """Return the engine hashes of what is published on the GPU."""
         return [name for names in self._held_names(Tier.GPU) for name in names.engine_hashes.tolist()]
 
     # --- For others to go on from here --------------------------------------------------------------------------------

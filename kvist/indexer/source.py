@@ -15,8 +15,7 @@ from kvist.events import WorkerRank
 from kvist.events.codec import decode_batch
 from kvist.events.dialects import decode_block_events
 from kvist.events.follow import Question
-from kvist.events.patience import NO_REPLAY
-from kvist.events.session import Session, SourceState
+from kvist.events.session import NO_REPLAY, Session, SourceState
 from kvist.events.transports import Endpoint, Message, ReplayRequest, Subscription, base, public_url
 from kvist.events.transports.block import PAYLOAD_START, MessageBlock
 from kvist.indexer.canonical import CanonicalFollower
@@ -109,7 +108,6 @@ class Source:
         self._limits = NO_REPLAY if self.endpoint.replay_address is None else None
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
-        """Take live messages."""
         self._is_receiving = True
         yield from self._receive_all(messages, now_s)
         self._is_receiving = False
@@ -128,7 +126,6 @@ class Source:
             self._begin(messages[0], now_s)
 
     def on_reconnect(self, now_s: float) -> None:
-        """Take note that a peer connected."""
         self._num_heard_connects = 0 if self.subscription is None else self.subscription.num_connects
         self._connected_at_s = now_s
         self._is_new_peer, self._is_probed = True, False
@@ -139,12 +136,10 @@ class Source:
             self._follower.on_reconnect(now_s)
 
     def on_departure(self) -> None:
-        """Take note that the peer is known to be gone: its blocks count for nothing until it is heard again."""
         if self._follower is not None:
             self._follower.on_departure()
 
     def questions(self, now_s: float) -> list[Question]:
-        """Return what to ask now."""
         due = [] if self._follower is None else self._follower.questions(now_s)
         probe = self._wanted_probe(now_s)
         if probe is None:
@@ -182,7 +177,6 @@ class Source:
             self._follower.take_names(messages or (), self._heard_since_s(now_s), now_s)
 
     def progress(self) -> Progress | None:
-        """Return how far the stream was followed, None if nothing of it can be trusted."""
         if self._follower is None or self.is_taking_answer:
             return None
         if isinstance(self._follower, EngineFollower):
@@ -244,15 +238,12 @@ class Source:
         return self._follower if isinstance(self._follower, EngineFollower) else None
 
     def fail(self, reason: str) -> None:
-        """Take note that the source cannot be followed at all."""
         self._counters.failure = reason
 
     def states(self) -> dict[int, SourceState]:
-        """Return how far each rank's blocks in the index can be trusted."""
         return {} if self._follower is None else self._follower.states()
 
     def statistics(self, now_s: float) -> SourceStatistics:
-        """Return the counters as they are now."""
         if self.subscription is None:
             return self._statistics(0, now_s)
         statistics = self._statistics(self.subscription.num_malformed, now_s)

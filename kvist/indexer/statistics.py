@@ -114,7 +114,6 @@ class SourceCounters:
         num_malformed_frames: int,
         now_s: float,
     ) -> SourceStatistics:
-        """Return the statistics as they are now."""
         sessions = tuple(sessions)
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
         last_event_at_s = values.pop("last_event_at_s")

@@ -9,9 +9,8 @@ from typing import Protocol
 from kvist.errors import MalformedMessageError
 from kvist.events.dialects import DecodedEngineBatch, decode_block_events
 from kvist.events.follow import Question
-from kvist.events.patience import SessionLimits
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import Apply, Clear, ClearReason, Session, SourceState, Step
+from kvist.events.session import Apply, Clear, ClearReason, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 
 _logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ from itertools import groupby
 from kvist.events import EngineCleared, EngineEvent, EngineRemoved, EngineStored, Tier, Window
 from kvist.events.dialects import DecodedEngineBatch
 from kvist.events.follow import Question
-from kvist.events.patience import NO_REPLAY
-from kvist.events.session import SourceState
+from kvist.events.session import NO_REPLAY, SourceState
 from kvist.events.transports import Endpoint, Message
 from kvist.publisher.engine_feed import EngineFeed
 from kvist.publisher.publisher import KvEventPublisher

@@ -27,7 +27,6 @@ class SlotTable:
         self.ranks: list[WorkerRank] = []
 
     def get(self, source: WorkerRank) -> int | None:
-        """Return the slot of a rank, if it has one."""
         return self._slots.get(source)
 
     def giving_of(self, source: WorkerRank) -> int | None:
@@ -36,11 +35,9 @@ class SlotTable:
         return None if slot is None else int(self.table[slot]["giving"])
 
     def items(self) -> list[tuple[WorkerRank, int]]:
-        """Return the ranks that have a slot, with it."""
         return list(self._slots.items())
 
     def ranks_of(self, worker: str) -> list[WorkerRank]:
-        """Return the ranks of a worker that have a slot."""
         return list(self._ranks_of.get(worker, ()))
 
     def add(self, source: WorkerRank) -> int:

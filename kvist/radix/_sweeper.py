@@ -26,7 +26,6 @@ class Sweeper:
 
     @property
     def size_bytes(self) -> int:
-        """Return the memory that the index takes."""
         core = self._core
         set_bytes = int(core["sets"].itemsize) + int(core["buckets"].itemsize)
         sets = int(core["end_of_sets"]) * set_bytes + int(core["end_of_words"]) * 8

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Event, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.events.types import GroupRule
+from kvist.events.types import GroupRule, Holding
 from kvist.radix._cap import Cap, is_half_full
 from kvist.radix._slots import SlotTable
 from kvist.radix._sweeper import Sweeper
@@ -52,7 +52,6 @@ from kvist.radix.values import (
     NUM_TIERS,
     ApplyResult,
     Match,
-    RankDigest,
     Residencies,
     Statistics,
 )
@@ -234,16 +233,15 @@ class RadixIndex:
                 self._cap.keep()
 
     def ranks(self) -> list[WorkerRank]:
-        """Return the ranks the index knows."""
         return [source for source, _ in self._slots.items()]
 
-    def digest(self, source: WorkerRank) -> RankDigest:
+    def digest(self, source: WorkerRank) -> Holding:
         """Return what a publisher that holds the same would put in its heartbeat; O(1)."""
         slot = self._slots.get(source)
         if slot is None:
-            return RankDigest(0, 0)
+            return Holding(0, 0)
         entry = self._slots.table[slot]
-        return RankDigest(int(entry["num_held"]), int(entry["digest"]))
+        return Holding(int(entry["num_held"]), int(entry["digest"]))
 
     def evicted_from(self, source: WorkerRank) -> bool:
         """Tell whether blocks of a rank were evicted since it was last cleared, so that its digest tells nothing."""
@@ -251,7 +249,6 @@ class RadixIndex:
         return slot is not None and bool(self._slots.table[slot]["has_lost"])
 
     def statistics(self) -> Statistics:
-        """Return the sizes and counters of this moment."""
         core = self._core
         return Statistics(
             num_blocks=int(core["table"]["num_rows"]),
@@ -265,7 +262,6 @@ class RadixIndex:
 
     @property
     def num_evicted(self) -> int:
-        """Return how many distinct blocks went because of the cap."""
         return int(self._core["num_evicted"])
 
     # --- Housekeeping -----------------------------------------------------------------------------------------------
@@ -369,7 +365,6 @@ class RadixIndex:
                 slot = self._slots.add(source)
 
     def _note(self, number: int, event: Event, parts: list[bytes]) -> None:
-        """Note an event as an operation, and its hashes."""
         kind, parent, tier, hashes = CLEAR, 0, 0, b""
         if isinstance(event, Stored):
             kind = STORE_ROOT if event.parent is None else STORE_CHILD

@@ -66,12 +66,10 @@ class TableMemory:
     """Gives back what the segments of a table do not need."""
 
     def __init__(self, head: Records, segments: Records, region: Region, segments_at: int = 0) -> None:
-        """Look after segments that begin at a place in a region."""
         self._head, self._segments, self._region, self._segments_at = head, segments, region, segments_at
 
     @property
     def size_bytes(self) -> int:
-        """Return the memory that the segments take."""
         rooms = self._segments["room"]
         num_rows = int(rooms.sum()) + int(self._segments["num_copied"].sum())
         return num_rows * ROW.itemsize + int((rooms > 0).sum()) * _ROWS_AT

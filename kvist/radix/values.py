@@ -57,7 +57,6 @@ class Match(msgspec.Struct, Mapping[WorkerRank, Depths], metaclass=_StructOrMapp
 
     @property
     def ranks(self) -> list[WorkerRank]:
-        """The rank of each row."""
         return [self._ranks[holder] for holder in self.holder_ids.tolist()]
 
     def __getitem__(self, source: WorkerRank) -> Depths:
@@ -81,14 +80,6 @@ class Match(msgspec.Struct, Mapping[WorkerRank, Depths], metaclass=_StructOrMapp
         """Return all of it as a dict: convenient, and with many holders slower than the match itself."""
         columns = self.depths.T.tolist()
         return dict(zip(self.ranks, map(_depths, zip(*columns, strict=True)), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class RankDigest:
-    """What a rank holds, in the terms of a publisher's heartbeat: (block, tier) pairs and their digest."""
-
-    num_blocks: int
-    digest: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from typing import NamedTuple
 from kvist.errors import MalformedMessageError
 from kvist.events import Heartbeat, WorkerRank
 from kvist.events.codec import decode_batch, encode_snapshot_part, is_snapshot_part
-from kvist.events.patience import SessionLimits
 from kvist.events.restarts import RestartDetector
-from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SourceState, Step
+from kvist.events.session import Apply, Clear, ClearReason, Restore, Session, SessionLimits, SourceState, Step
 from kvist.events.transports import Message, ReplayRequest
 from kvist.events.transports.base import MESSAGE_BYTES
 from kvist.events.types import MAX_RANKS, Holding, SnapshotPart

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvist.events.patience import SessionLimits
-from kvist.events.session import MAX_SEQUENCE, Apply, Clear, Restore, Session, SourceState
+from kvist.events.session import MAX_SEQUENCE, Apply, Clear, Restore, Session, SessionLimits, SourceState
 from kvist.events.types import Holding
 
 PROMPT = SessionLimits(jitter_s=0.0, retry_s=1.0, max_asks=3, max_held_messages=4, epoch_grace_s=3.0, silence_s=10.0)

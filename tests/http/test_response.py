@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvist.http.errors import MalformedHttpError
 from kvist.http.limits import UpstreamLimits
-from kvist.http.response import ResponseParser
+from kvist.http.upstream import ResponseParser
 
 LIMITS = UpstreamLimits(max_header_bytes=1000, max_headers=10, max_informational_responses=2)
 OK = b"HTTP/1.1 200 OK\r\n"

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from index_invariants import check_invariants
 
 from kvist.events import Stored, Tier, WorkerRank
+from kvist.events.types import Holding
 from kvist.indexer.compiled.engine_blocks import PLACE_BITS
 from kvist.indexer.residency import EngineResidency, Table
 from kvist.publisher.residency import NO_SCOPE, Residency, Scope
-from kvist.radix import RadixIndex, RankDigest
+from kvist.radix import RadixIndex
 
 SOURCE, OTHER = WorkerRank("w", 0), WorkerRank("v", 1)
 
@@ -60,7 +61,7 @@ def check(residency: EngineResidency, model: Residency | None = None) -> None:
     """Assert that both hold the same."""
     if model is None:
         return
-    assert residency._index.digest(SOURCE) == RankDigest(model.num_blocks, model.digest)
+    assert residency._index.digest(SOURCE) == Holding(model.num_blocks, model.digest)
     for name in NAMES:
         assert residency.find(name) == model.find(name)
     for block in BLOCKS:

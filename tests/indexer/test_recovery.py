@@ -11,8 +11,7 @@ import pytest
 
 from kvist.events import WorkerRank
 from kvist.events.codec import decode_snapshot_part, encode_snapshot_part, is_snapshot_part
-from kvist.events.patience import SessionLimits
-from kvist.events.session import SourceState
+from kvist.events.session import SessionLimits, SourceState
 from kvist.events.snapshot import SnapshotAssembly
 from kvist.events.transports import Endpoint, Message
 from kvist.events.transports.memory import MemoryPublication
@@ -38,7 +37,7 @@ def memory_url():
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
     monkeypatch.setattr("kvist.events.snapshot.MAX_PART_BLOCKS", 8)
-    monkeypatch.setattr("kvist.indexer.restoring.NUM_BLOCKS_A_SLICE", 3)
+    monkeypatch.setattr("kvist.indexer.canonical.NUM_BLOCKS_A_SLICE", 3)
 
 
 def publisher_at(transport, limits=SHORT_MEMORY, **options):

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvist.events.patience import NO_REPLAY, SessionLimits
-from kvist.events.session import SourceState
+from kvist.events.session import NO_REPLAY, SessionLimits, SourceState
 from kvist.events.transports import Message
 from kvist.publisher.engine_feed import IDLE_S, EngineFeed
 

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.snapshot import block_digest
-from kvist.radix import ApplyResult, RadixIndex, RankDigest
+from kvist.events.types import Holding
+from kvist.radix import ApplyResult, RadixIndex
 
 
 class Oracle:
@@ -54,9 +55,9 @@ class Oracle:
                 scores[source] = tuple(depths)
         return scores
 
-    def digest(self, source: WorkerRank) -> RankDigest:
+    def digest(self, source: WorkerRank) -> Holding:
         held = self.held.get(source, set())
-        return RankDigest(len(held), sum(block_digest(block, tier) for block, tier in held) % 2**64)
+        return Holding(len(held), sum(block_digest(block, tier) for block, tier in held) % 2**64)
 
     @property
     def num_blocks(self) -> int:

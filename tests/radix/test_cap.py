@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Stored, Tier, WorkerRank
-from kvist.radix import ApplyResult, RadixIndex, RankDigest, _cap
+from kvist.events.types import Holding
+from kvist.radix import ApplyResult, RadixIndex, _cap
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
 U64 = Callable[..., NDArray[np.uint64]]
@@ -97,7 +98,7 @@ def test_holders_count_what_they_lost_and_are_known_until_they_are_cleared() -> 
     check_invariants(index)
     index.clear("w0")
     assert not index.evicted_from(W0)
-    assert index.digest(W0) == RankDigest(0, 0)
+    assert index.digest(W0) == Holding(0, 0)
     check_invariants(index)
 
 

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from kvist.errors import InvalidValueError
 from kvist.events import Cleared, Heartbeat, Removed, Stored, Tier, WorkerRank
-from kvist.radix import ApplyResult, Depths, RadixIndex, RankDigest, snapshot
+from kvist.events.types import Holding
+from kvist.radix import ApplyResult, Depths, RadixIndex, snapshot
 from kvist.radix.compiled.layout import MAX_DEPTH
 
 W0, W1 = WorkerRank("w0", 0), WorkerRank("w1", 0)
@@ -148,7 +149,7 @@ def test_a_cleared_rank_scores_nothing_at_once_and_others_keep_their_scores(inde
         index.store(source, Tier.GPU, None, u64(1, 2))
     index.clear("w0", 0)
     assert gpu_depths(index, u64(1, 2)) == {other_rank: 2, W1: 2}
-    assert index.digest(W0) == RankDigest(0, 0)
+    assert index.digest(W0) == Holding(0, 0)
     index.clear("w0")
     assert gpu_depths(index, u64(1, 2)) == {W1: 2}
     assert set(index.ranks()) == {W0, other_rank, W1}

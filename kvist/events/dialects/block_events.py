@@ -26,8 +26,7 @@ import msgspec
 from kvist.errors import MalformedMessageError
 from kvist.events import FULL, UNKNOWN, EngineCleared, EngineEvent, EngineHash, EngineRemoved, EngineStored, Window
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash, fold_hashes, mm_hash_of
-from kvist.events.engine_events import STATE
+from kvist.events.engine_events import STATE, DecodedEngineBatch, fold_hash, fold_hashes
 from kvist.events.types import NonNegative, Rank, Tier
 
 _REMOVED = "block_hashes medium"
@@ -54,6 +53,8 @@ _TIER_OF_MEDIUM: dict[str | None, Tier] = {
 _FULL_KINDS = {"full_attention", "mla_attention", "sink_full_attention"}
 # Encoder output rather than keys and values of a prefix.
 _NEVER_INDEXED_KINDS = {"encoder_only_attention", "cross_attention"}
+_HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+_MM_IDENTIFIER_LENGTH, _MM_HASH_LENGTH = 64, 16
 
 
 class _BlockStored(msgspec.Struct, tag="BlockStored", frozen=True, gc=False):
@@ -285,8 +286,19 @@ def _meaning_of_key(key: Any, *, is_prompt_start: bool) -> int | str | None:
     it looks like one, because older engines sent items without their offset.
     """
     if isinstance(key, str):
-        mm_hash = None if is_prompt_start else mm_hash_of(key)
+        mm_hash = None if is_prompt_start else _mm_hash_of(key)
         return key if mm_hash is None else mm_hash
     if isinstance(key, list) and len(key) == 2 and isinstance(key[0], str):
-        return mm_hash_of(key[0])
+        return _mm_hash_of(key[0])
     return None
+
+
+def _mm_hash_of(identifier: str) -> int | None:
+    """Return the u64 that stands for a multimodal item, or None when its identifier is not a hash.
+
+    An engine names an item by a digest of 64 hex digits; its first 16 are the number, as Dynamo has it. A name that
+    the client chose has no number that a router could compute.
+    """
+    if len(identifier) != _MM_IDENTIFIER_LENGTH or not _HEX_DIGITS.issuperset(identifier):
+        return None
+    return int(identifier[:_MM_HASH_LENGTH], 16)

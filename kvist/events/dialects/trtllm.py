@@ -16,7 +16,7 @@ import msgspec
 
 from kvist.events import UNKNOWN, EngineCleared, EngineCreated, EngineEvent, EngineRemoved, EngineStored, Window
 from kvist.events.codec import DECODE_ERRORS
-from kvist.events.dialects.batch import DecodedEngineBatch, fold_hash
+from kvist.events.engine_events import DecodedEngineBatch, fold_hash
 from kvist.events.types import MAX_RANKS, NonNegative, Rank, Tier
 
 _logger = logging.getLogger(__name__)

@@ -49,7 +49,6 @@ class Dumper:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether a dump is under way."""
         return self._turn.locked()
 
     async def dump(self, indexes: Iterable[Namespaced], write: Callable[[bytes], Awaitable[object]]) -> None:

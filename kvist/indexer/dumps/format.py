@@ -104,7 +104,6 @@ class DumpWriter:
         self._num_blocks = 0
 
     def frame(self, frame: Frame) -> bytes:
-        """Return a frame as bytes."""
         body = _encoder.encode(frame)
         encoded = len(body).to_bytes(_LENGTH_BYTES, "big") + body
         self._digest.update(encoded)
@@ -112,19 +111,16 @@ class DumpWriter:
         return encoded
 
     def names(self, rank: WorkerRank, names: Names) -> bytes:
-        """Return the frame of some names."""
         engine_hashes, blocks = (each.astype(_U64, copy=False).tobytes() for each in names[1:])
         return self.frame(NamesFrame(*rank, names.tier, engine_hashes, blocks))
 
     def blocks(self, chunk: SnapshotChunk) -> bytes:
-        """Return the frame of some blocks."""
         self._num_blocks += len(chunk.hashes)
         numbers = (chunk.depths, chunk.set_idx, chunk.offsets, chunk.members)
         parts = [each.astype(_U32, copy=False).tobytes() for each in numbers]
         return self.frame(Blocks([*chunk.ranks], chunk.hashes.astype(_U64, copy=False).tobytes(), *parts))
 
     def end(self) -> bytes:
-        """Return the last frame."""
         return self.frame(DumpEnd(self._num_frames, self._num_blocks, self._digest.intdigest()))
 
 

@@ -57,7 +57,6 @@ class StateStatistics:
         return self.is_loaded and num_settled == self.fates["loaded"]
 
     def described(self) -> dict[str, object]:
-        """Return what `/health` says of it."""
         return {
             "is_proven": self.is_proven,
             "streams": self.fates,
@@ -69,7 +68,6 @@ class StateStatistics:
         }
 
     def metrics(self) -> Iterator[Metric]:
-        """Yield the same for Prometheus."""
         text = "Streams loaded from disk by what became of them"
         streams = GaugeMetricFamily("kvist_state_streams", text, labels=["fate"])
         for fate, number in self.fates.items():
@@ -187,7 +185,6 @@ class StateKeeper:
                 self._saved = positions
 
     def statistics(self) -> StateStatistics:
-        """Return the counts as they are now."""
         parked = [source for each in self._indexes() for source in each.indexer.parked]
         return StateStatistics(
             is_loaded=bool(self._tasks),

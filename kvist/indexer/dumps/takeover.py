@@ -96,7 +96,6 @@ class Takeover:
             raise
 
     def undo(self) -> None:
-        """Forget all that was taken."""
         for into, source in self.sources:
             into.indexer.forget(source.worker)
 

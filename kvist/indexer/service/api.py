@@ -20,7 +20,7 @@ This module needs compiled code, so that `service` imports it late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from http import HTTPStatus
@@ -33,20 +33,21 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvist import __version__
+from kvist.events import WorkerRank
 from kvist.events.hashing import sequence_hashes
+from kvist.events.transports import public_url
 from kvist.http import Request, Responder, ServerStatistics
+from kvist.indexer import SourceStatistics
 from kvist.indexer.compiled.hashing import block_hashes
 from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.memory import default_max_blocks
 from kvist.indexer.service.bodies import DEFAULT_GROUP, read_hash_query, read_query, read_register, read_unregister
 from kvist.indexer.service.config import IndexConfig
-from kvist.indexer.service.endpoints import EndpointRules
-from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.metrics import Gauges, RequestCounters
-from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
+from kvist.indexer.service.metrics import SOURCE_COUNTERS, Gauges, RequestCounters
+from kvist.indexer.service.registry import ApiError, EndpointRules, Member, Namespace, Registry, Stream
 from kvist.indexer.service.restore import Registrations, Restorer
-from kvist.indexer.service.workers import describe_workers
+from kvist.indexer.service.scores import stream_name
 from kvist.metrics_page import MetricsPage
 
 Endpoint: TypeAlias = Callable[[Request, Responder], Coroutine[Any, Any, None]]
@@ -174,8 +175,9 @@ class Api:
         await _send_json(responder, {"status": "ok"})
 
     async def _workers(self, request: Request, responder: Responder) -> None:
-        models = parse_qs(request.query).get("model_name", [None])
-        await _send_json(responder, describe_workers(self._registry, models[0]))
+        (model, *_) = parse_qs(request.query).get("model_name", [None])
+        members = [each for each in self._registry if model in (None, each.namespace.model_name)]
+        await _send_json(responder, [instance for member in members for instance in _instances(member)])
 
     async def _dump(self, request: Request, responder: Responder) -> None:
         self._require_administrator(request)
@@ -221,6 +223,46 @@ def _require_json(request: Request) -> None:
     content_type = (request.header(b"content-type") or b"").partition(b";")[0].strip()
     if content_type.lower() != b"application/json":
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "content-type: expected application/json")
+
+
+def _instances(member: Member) -> Iterator[dict[str, Any]]:
+    """Yield every instance as the peer's API has it, and beside it how well its blocks are known."""
+    sources = {source.worker: source for source in member.indexer.statistics()}
+    for instance_id, streams in member.instances.items():
+        listeners = {
+            str(rank): _listener(member, stream, sources[stream_name(instance_id, rank)])
+            for rank, stream in streams.items()
+        }
+        has_failed = any(listener["status"] == "failed" for listener in listeners.values())
+        yield {
+            "instance_id": instance_id,
+            "source": "zmq",
+            "status": "failed" if has_failed else "active",
+            "model_name": member.namespace.model_name,
+            "routing_group": member.namespace.group,
+            "block_size": member.block_size,
+            "endpoints": {str(rank): public_url(stream.endpoint) for rank, stream in streams.items()},
+            "listeners": listeners,
+        }
+
+
+def _listener(member: Member, stream: Stream, source: SourceStatistics) -> dict[str, Any]:
+    """Return one stream; `ranks` are those its events came from, which usually is the one registered."""
+    listener: dict[str, Any] = {
+        "endpoint": public_url(stream.endpoint),
+        "url": public_url(stream.url),
+        "status": "active" if source.failure is None else "failed",
+    }
+    if source.failure is not None:
+        listener["last_error"] = source.failure
+    listener["ranks"] = {
+        str(rank): {"state": state, "num_blocks": member.index.digest(WorkerRank(source.worker, rank)).num_blocks}
+        for rank, state in sorted(source.states.items())
+    }
+    listener["lag_s"] = source.lag_s
+    listener["last_event_age_s"] = source.last_event_age_s
+    listener["counters"] = {f"num_{name}": getattr(source, f"num_{name}") for name in SOURCE_COUNTERS}
+    return listener
 
 
 @asynccontextmanager

@@ -19,8 +19,7 @@ from kvist.events.types import MAX_RANKS
 from kvist.indexer.compiled.hashing import token_array
 from kvist.indexer.compiled.json_tokens import Integer, split_integer_array
 from kvist.indexer.service.config import MAX_INSTANCE_ID
-from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.registry import Namespace
+from kvist.indexer.service.registry import ApiError, Namespace
 
 DEFAULT_GROUP = "default"
 MAX_NAME_LENGTH = 1024
@@ -90,12 +89,10 @@ _Instanced = TypeVar("_Instanced", RegisterBody, UnregisterBody)
 
 
 def read_register(body: bytes) -> RegisterBody:
-    """Return the body of `POST /register`; raises ApiError."""
     return _with_instance(_read(_register_decoder, body))
 
 
 def read_unregister(body: bytes) -> UnregisterBody:
-    """Return the body of `POST /unregister`; raises ApiError."""
     return _with_instance(_read(_unregister_decoder, body))
 
 
@@ -184,7 +181,6 @@ def _expected(field: str) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return the value as JSON, cut short."""
     if isinstance(value, list | dict):
         return f"an {'array' if isinstance(value, list) else 'object'} of {len(value)}"
     text = json.dumps(value)

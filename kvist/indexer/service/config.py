@@ -95,7 +95,6 @@ class IndexConfig:
             raise InvalidValueError("block_size", None, "the workers' tokens per block")
 
     def parsed_workers(self) -> list[Worker]:
-        """Return the streams that `workers` names."""
         return [_parse_worker(text) for text in self.workers]
 
 

@@ -47,7 +47,6 @@ class RequestCounters:
     _seconds: dict[str, float] = field(default_factory=dict)
 
     def count(self, endpoint: str, status: int, seconds: float) -> None:
-        """Count one answer."""
         self.statuses[endpoint, status] += 1
         buckets = self._latencies.get(endpoint)
         if buckets is None:
@@ -57,7 +56,6 @@ class RequestCounters:
         self._seconds[endpoint] += seconds
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what was counted."""
         requests = CounterMetricFamily("kvist_index_requests", "Requests answered", labels=["endpoint", "status"])
         for (endpoint, status), number in self.statuses.items():
             requests.add_metric([endpoint, str(status)], number)
@@ -82,7 +80,6 @@ class Gauges:
     keeper: StateKeeper | None
 
     def collect(self) -> Iterator[Metric | None]:
-        """Yield every metric, and None where there may be a pause."""
         yield from self.requests.collect()
         yield from server_metrics("kvist_index", self.server())
         yield from self._indexes()

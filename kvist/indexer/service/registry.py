@@ -1,4 +1,4 @@
-"""Which instances feed which index: one index and one indexer a namespace, gone with its last instance."""
+"""Which instances feed which index, and which endpoints may: one index a namespace, gone with its last instance."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple, Self
+from urllib.parse import urlsplit
 
-from kvist.errors import leave_group
+import msgspec
+
+from kvist.errors import InvalidValueError, KvistError, leave_group
 from kvist.events.transports import Endpoint, public_url
 from kvist.indexer import Indexer
-from kvist.indexer.service.errors import ApiError
 from kvist.indexer.service.scores import MatchWriter, parse_stream_name, stream_name
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import DEFAULT_NUM_RANKS
+from kvist.networks import is_in_networks
 from kvist.radix import RadixIndex
 
 _logger = logging.getLogger(__name__)
@@ -24,6 +27,72 @@ MAX_NAMESPACES = 256
 """Each costs 0.2 MB before its first block."""
 MAX_STREAMS = 8192
 """Over all namespaces; each costs a socket and a task."""
+
+
+class ApiError(KvistError):
+    """A request that is not answered with 200 or 201; the message is for the client, who must act on it."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+    def body(self) -> bytes:
+        return msgspec.json.encode({"error": self.message})
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointRules:
+    """The operator's say about endpoints that come with a registration."""
+
+    allowed_networks: tuple[str, ...] = ()
+    """Where endpoints must be, as addresses; with none, anywhere."""
+    has_replay: bool = True
+    """Whether a stream that names no replay port is asked at the next one."""
+
+    def url(self, endpoint: str, replay_endpoint: str | None = None) -> str:
+        """Return the URL to follow for what was registered; raises ApiError (400, 403)."""
+        try:
+            parsed = Endpoint.parse(endpoint)
+            url = self.with_replay(endpoint, replay_endpoint)
+        except InvalidValueError as error:
+            raise ApiError(HTTPStatus.BAD_REQUEST, str(error)) from None
+        if parsed.scheme not in ("tcp", "ipc") and parsed.broker is None:
+            expected = "tcp://host:port, ipc:///path or a broker's URL"
+            raise ApiError(HTTPStatus.BAD_REQUEST, f"endpoint: got {endpoint!r}, expected {expected}")
+        if parsed.broker is not None and parsed.broker.names_files:
+            got, expected = public_url(endpoint), "a URL without files of this host; --workers may name them"
+            raise ApiError(HTTPStatus.FORBIDDEN, f"endpoint: got {got!r}, expected {expected}")
+        if self.allowed_networks and not self._is_allowed(parsed):
+            networks = ", ".join(self.allowed_networks)
+            got = public_url(endpoint)
+            raise ApiError(HTTPStatus.FORBIDDEN, f"endpoint: got {got!r}, expected an address in {networks}")
+        return url
+
+    def with_replay(self, endpoint: str, replay_endpoint: str | None = None) -> str:
+        """Return the URL with its replay port; raises InvalidValueError for one on another host than the stream."""
+        options = endpoint.partition("?")[2]
+        if replay_endpoint is not None:
+            option = f"replay_port={_replay_port(endpoint, replay_endpoint)}"
+        elif self.has_replay or "replay_port=" in options or not endpoint.startswith("tcp://"):
+            return endpoint
+        else:
+            option = "replay_port=none"
+        return f"{endpoint}{'&' if options else '?'}{option}"
+
+    def _is_allowed(self, endpoint: Endpoint) -> bool:
+        if endpoint.broker is not None:
+            return all(is_in_networks(host.name, self.allowed_networks) for host in endpoint.broker.hosts)
+        host = urlsplit(endpoint.address).hostname or ""
+        return endpoint.scheme == "tcp" and not endpoint.is_bound and is_in_networks(host, self.allowed_networks)
+
+
+def _replay_port(endpoint: str, replay_endpoint: str) -> str:
+    host, _, _ = endpoint.partition("?")[0].rpartition(":")
+    replay_host, _, port = Endpoint.parse(replay_endpoint).address.rpartition(":")
+    if replay_host not in (host, "tcp://*"):
+        raise InvalidValueError("replay_endpoint", replay_endpoint, f"a port on the stream's own host, {host}:port")
+    return port
 
 
 class Namespace(NamedTuple):
@@ -74,7 +143,6 @@ class Member:
         return None if parsed is None else self.instances.get(parsed[0], {}).get(parsed[1])
 
     def endpoint_of(self, source: Source) -> str:
-        """Return the endpoint that a stream was registered with."""
         stream = self.stream(source.worker)
         return source.url if stream is None else stream.endpoint
 
@@ -111,7 +179,6 @@ class Registry:
         return self
 
     async def __aexit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Stop following everything."""
         for member in self._members.values():
             member.closed.set()
         await leave_group(self._tasks, error)
@@ -121,7 +188,6 @@ class Registry:
 
     @property
     def are_all_connected(self) -> bool:
-        """Return whether every stream has a peer."""
         return all(member.indexer.are_all_connected for member in self)
 
     def release(self) -> None:
@@ -131,7 +197,6 @@ class Registry:
             member.indexer.release()
 
     def find(self, namespace: Namespace) -> Member | None:
-        """Return the namespace's member, if any instance has registered for it."""
         return self._members.get(namespace)
 
     def get(self, namespace: Namespace) -> Member:

@@ -22,9 +22,7 @@ from kvist.http import UpstreamError, UpstreamLimits, UpstreamPool
 from kvist.indexer.dumps.dumper import Namespaced
 from kvist.indexer.dumps.format import NamespaceHead, StreamState
 from kvist.indexer.dumps.takeover import Takeover
-from kvist.indexer.service.endpoints import EndpointRules
-from kvist.indexer.service.errors import ApiError
-from kvist.indexer.service.registry import Namespace, Registry, Stream
+from kvist.indexer.service.registry import ApiError, EndpointRules, Namespace, Registry, Stream
 from kvist.indexer.service.scores import parse_stream_name
 from kvist.indexer.source import Source
 

@@ -98,7 +98,6 @@ class IndexService:
 
     @property
     def url(self) -> str:
-        """Return where the service listens."""
         host = f"[{self._config.host}]" if ":" in self._config.host else self._config.host
         return f"http://{host}:{self._server.port}"
 

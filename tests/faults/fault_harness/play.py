@@ -62,7 +62,7 @@ def _patches(plan: Plan, world: World) -> dict[str, Any]:
         "kvist.events.session.random": world.random,
         "kvist.events.follow.time": world.drifting_time,
         "kvist.events.snapshot.MAX_PART_BLOCKS": settings["max_part_blocks"],
-        "kvist.indexer.restoring.NUM_BLOCKS_A_SLICE": settings["slice_blocks"],
+        "kvist.indexer.canonical.NUM_BLOCKS_A_SLICE": settings["slice_blocks"],
         "kvist.indexer.service.registry.RadixIndex": index,
         "kvist.publisher.publisher.random": world.random,
         "kvist.publisher.publisher.time": world.time,

@@ -14,8 +14,7 @@ from kvist.indexer.dumps.dumper import Dumper
 from kvist.indexer.dumps.format import DumpReader
 from kvist.indexer.dumps.keeper import StateKeeper
 from kvist.indexer.dumps.takeover import Takeover
-from kvist.indexer.service.endpoints import EndpointRules
-from kvist.indexer.service.registry import Member, Namespace, Registry, Stream
+from kvist.indexer.service.registry import EndpointRules, Member, Namespace, Registry, Stream
 from kvist.indexer.service.restore import Registrations
 from kvist.indexer.source import Source
 from kvist.indexer.statistics import SourceStatistics

@@ -9,8 +9,7 @@ import time
 import pytest
 
 from kvist.http import HttpServer
-from kvist.indexer.service.endpoints import EndpointRules
-from kvist.indexer.service.registry import Registry
+from kvist.indexer.service.registry import EndpointRules, Registry
 from kvist.indexer.service.restore import Restorer
 from kvist.publisher import KvEventPublisher, PublisherLimits
 
