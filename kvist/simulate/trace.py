@@ -41,6 +41,8 @@ class Request:
     pause_s: float | None = None
     """How long after the answer before it is sent, if that is known."""
     session: str | None = None
+    took_s: float = 0.0
+    """How long its answer took when it was recorded, if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class Trace:
 
         A turn goes on with the one before of the session that the trace names. Else it does with the request whose
         whole prompt it repeats, if that prompt's last block was new then: what many begin with is no session. The pause
-        is that of the trace, or what is between both arrivals.
+        is that of the trace, or what is between the other's end, if that is known, or arrival, and this one's arrival.
         """
         turns: dict[int | str, Request] = {}  # the last of a session, by its name and the last block of its prompt
         seen: set[int] = set()
@@ -89,7 +91,8 @@ class Trace:
             names = reversed(request.blocks) if request.session is None else (request.session,)
             before = next((turns[name] for name in names if name in turns), None)
             if before is not None:
-                pause_s = request.at_s - before.at_s if request.pause_s is None else request.pause_s
+                between_s = max(0.0, request.at_s - before.at_s - before.took_s)
+                pause_s = between_s if request.pause_s is None else request.pause_s
                 request = replace(request, follows=before.idx, pause_s=pause_s)
             if request.session is not None:
                 turns[request.session] = request
@@ -225,7 +228,8 @@ def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Requ
     at_s = default_at_s if line.timestamp is None else line.began + line.timestamp / 1e3
     if line.hash_ids is not None and line.timestamp is not None and line.input_length is not None:
         blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
-        yield Request(0, at_s, blocks, line.input_length, num_output, pause_s=line.pause_s, session=line.session)
+        request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)
+        yield replace(request, pause_s=line.pause_s, session=line.session)
         return
     turns, text = line.turns, line.prompt or line.text or line.text_input
     if line.payload is not None:

@@ -412,14 +412,15 @@ def test_sessions_that_a_recording_names_are_taken_as_they_are_with_their_pauses
     told = {"input_length": 100, "output_length": 1, "hash_ids": [1], "block_size": 64}
     lines = [
         {**told, "timestamp": 0, "session": "a"},
-        {**told, "timestamp": 1000, "session": "b"},
+        {**told, "timestamp": 1000, "session": "b", "total_s": 2.5},
         {**told, "timestamp": 5000, "session": "a", "pause_s": 0.5},
-        {**told, "timestamp": 7000, "session": "b"},
+        {**told, "timestamp": 7000, "session": "b", "total_s": 9.0},
+        {**told, "timestamp": 8000, "session": "b"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     turns = read_trace(path).in_sessions().requests
-    assert [each.follows for each in turns] == [None, None, 0, 1]
-    assert [each.pause_s for each in turns[2:]] == [0.5, 6.0]
+    assert [each.follows for each in turns] == [None, None, 0, 1, 3]
+    assert [each.pause_s for each in turns[2:]] == [0.5, 3.5, 0.0]
 
 
 @pytest.mark.parametrize("make", [conversations, tool_agents])
