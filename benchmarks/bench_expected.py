@@ -20,7 +20,7 @@ import argparse
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -33,11 +33,10 @@ from _common import report, table
 from kvist.cli import _demo
 from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
-from kvist.router.expected import DEFAULT_TIME_TO_LIVE_S, ExpectedBlocks
 from kvist.simulate.fleet import Simulation, at_load
 from kvist.simulate.index import LateIndex
 from kvist.simulate.peers import POLICIES
-from kvist.simulate.trace import Request, Trace, conversations, read_trace, tool_agents
+from kvist.simulate.trace import Trace, conversations, read_trace, tool_agents
 from kvist.simulate.worker import Machine
 
 MODEL = str(bundled_model_path())
@@ -121,29 +120,6 @@ def send_trace(lines: Sequence[dict[str, Any]]) -> Send:
     return send
 
 
-class ExpectedIndex(LateIndex):
-    """An index without events: each worker is expected to hold the prompts that it has answered."""
-
-    def __init__(self, num_workers: int, capacity: int) -> None:
-        super().__init__(num_workers)
-        self._expected = [ExpectedBlocks(capacity, DEFAULT_TIME_TO_LIVE_S) for _ in range(num_workers)]
-
-    def stored(self, worker_idx: int, blocks: Sequence[Hashable], now_s: float) -> None:
-        pass
-
-    def removed(self, worker_idx: int, blocks: Sequence[Hashable], now_s: float) -> None:
-        pass
-
-    def answered(self, worker_idx: int, request: Request, now_s: float) -> None:
-        self.apply(worker_idx, request.blocks, is_stored=True)
-        self.apply(worker_idx, self._expected[worker_idx].use(request.blocks, now_s), is_stored=False)
-
-    def depths(self, blocks: Sequence[Hashable], now_s: float) -> list[int]:
-        for worker_idx, expected in enumerate(self._expected):
-            self.apply(worker_idx, expected.forget(now_s), is_stored=False)
-        return super().depths(blocks, now_s)
-
-
 def simulated(trace: Trace, cache_tokens: int, load: float) -> dict[str, float]:
     """Return the cached share of the prompt tokens with events, and with expectations of various capacities."""
     machines = [Machine(cache_tokens=cache_tokens)] * NUM_WORKERS
@@ -156,7 +132,9 @@ def simulated(trace: Trace, cache_tokens: int, load: float) -> dict[str, float]:
     found = {"events": cached(None)}
     for factor in (1.0, 0.25, 0.5, 2.0, 8.0):
         capacity = int(cache_tokens // trace.block_size * factor)
-        found[f"expected, {factor:g} of its cache"] = cached(ExpectedIndex(NUM_WORKERS, capacity))
+        found[f"expected, {factor:g} of its cache"] = cached(
+            LateIndex(NUM_WORKERS, silent=dict.fromkeys(range(NUM_WORKERS), capacity))
+        )
     return found
 
 
