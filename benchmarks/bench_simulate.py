@@ -3,8 +3,9 @@
 Two bundled engines behind `kvist route --record-requests`, on flushed caches and behind a new router each time: first
 requests one behind the other, from whose recording `kvist simulate fit` takes their rates; then tool agents that arrive
 at random, a quarter as long as the simulator's own, at some load. What was recorded then is simulated, with the same
-arrivals and the fitted rates, by the same policy: what a client waits for its first token, and what is found in caches,
-as measured and as simulated. Engines, router and client share this machine's cores, which the rates include.
+arrivals by the same policy: what a client waits for its first token, and what is found in caches, as measured, as
+simulated with the rates of before, and with rates fitted to that very run. Engines, router and client share this
+machine's cores with whatever else runs, and the rates include that: what differs between the two is the machine.
 
 Dynamo's own replay (`run_mocker_trace_replay` of ai-dynamo-runtime, with its own timing model and its real router) gets
 a trace, too; what it did with one worker is fitted, and our simulation by our copy of its rule is put beside it.
@@ -21,6 +22,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -35,8 +37,9 @@ from kvist.cli.up import ProcessGroup
 from kvist.engine import bundled_model_path
 from kvist.simulate.fleet import at_load, measure
 from kvist.simulate.peers import POLICIES
-from kvist.simulate.rates import fit
+from kvist.simulate.rates import Fit, fit
 from kvist.simulate.trace import Request, Trace, TraceLine, read_lines, read_trace, tool_agents
+from kvist.simulate.worker import Machine
 
 MODEL = str(bundled_model_path())
 NUM_WORKERS, NUM_BLOCKS, BLOCK_SIZE, SCALE = 2, 1536, 16, 4
@@ -116,6 +119,14 @@ def figures(lines: Sequence[TraceLine]) -> dict[str, float]:
     }
 
 
+def fits(folder: Path) -> dict[str, Fit]:
+    return fit(line for _, line in read_lines(folder))
+
+
+def machines(folder: Path) -> list[Machine]:
+    return [replace(each.machine, cache_tokens=NUM_BLOCKS * BLOCK_SIZE) for each in fits(folder).values()]
+
+
 async def against_engines(num_requests: int, loads: Sequence[float], root: str) -> dict[str, Any]:
     """Return the fitted rates and, a load and policy, what was measured and what was simulated."""
     serve = ("--model", MODEL, "--served-model-name", "m", "--port", "0", "--num-blocks", str(NUM_BLOCKS))
@@ -123,19 +134,19 @@ async def against_engines(num_requests: int, loads: Sequence[float], root: str) 
     async with ProcessGroup() as group:
         starts = (group.start(f"worker {idx}", "serve", *serve, "--threads", "1") for idx in range(NUM_WORKERS))
         workers = [(await start).url for start in starts]
-        folder = await recorded(workers, "round-robin", scaled(1, num_requests // 2), NUM_WORKERS, root)
-        fits = fit(line for _, line in read_lines(folder))
-        machines = [replace(each.machine, cache_tokens=NUM_BLOCKS * BLOCK_SIZE) for each in fits.values()]
-        results["rates"] = {name: {**asdict(each.machine), "error": each.error} for name, each in fits.items()}
+        before = await recorded(workers, "round-robin", scaled(1, num_requests // 2), NUM_WORKERS, root)
+        results["rates"] = {name: {**asdict(each.machine), "error": each.error} for name, each in fits(before).items()}
         print(results["rates"], flush=True)
-        for load in loads:
-            trace = at_load(scaled(2, num_requests), machines, load, seed=0)
-            for policy in POLICY_NAMES:
-                folder = await recorded(workers, policy, trace, None, root)
-                found = figures([line for _, line in read_lines(folder)])
-                told = asdict(measure(read_trace(folder), POLICIES[policy], machines, seed=0))
-                results[f"{load:g} {policy}"] = {"measured": found, "simulated": {name: told[name] for name in found}}
-                print(load, policy, results[f"{load:g} {policy}"], flush=True)
+        for load, policy in product(loads, POLICY_NAMES):
+            trace = at_load(scaled(2, num_requests), machines(before), load, seed=0)
+            folder = await recorded(workers, policy, trace, None, root)
+            found = figures([line for _, line in read_lines(folder)])
+            sides = {"measured": found}
+            for title, learnt_from in (("simulated, rates of before", before), ("simulated, rates of the run", folder)):
+                told = asdict(measure(read_trace(folder), POLICIES[policy], machines(learnt_from), seed=0))
+                sides[title] = {name: told[name] for name in found}
+            results[f"{load:g}, {policy}"] = sides
+            print(load, policy, sides, flush=True)
     return results
 
 
@@ -203,7 +214,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, nargs="*", default=[0.4, 0.7])
     args = parser.parse_args()
     with TemporaryDirectory() as root:
-        results = asyncio.run(against_engines(60 if args.quick else 300, args.load, root))
+        results = asyncio.run(against_engines(120 if args.quick else 300, args.load, root))
     if args.trace is not None:
         results |= against_replay(args.trace, (1.0,) if args.quick else (1.0, 2.0, 4.0))
     rates = {name: results.pop(name) for name in list(results) if name.startswith("rates")}

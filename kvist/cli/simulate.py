@@ -26,45 +26,16 @@ HELP = "choose a policy and a fleet's size by a trace, before they are bought"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "trace",
-        metavar="TRACE",
-        help="a trace (JSON lines) or a folder of them; made up: `conversations`, `tool-agents`; or `fit`",
-    )
+    add("trace", metavar="TRACE", help="JSON lines, or a folder; made up: `conversations`, `tool-agents`; or `fit`")
     add("recording", nargs="?", metavar="RECORDING", help="with `fit`: print workers' rates by these recorded requests")
-    add(
-        "--policy",
-        default="kv,kv-blocks,dynamo",
-        metavar="NAMES",
-        help="policies (default %(default)s); `list` says all",
-    )
-    add(
-        "--workers",
-        default="8",
-        metavar="N[,N...]",
-        help="fleet sizes; `4..16` doubles from 4 on (default %(default)s)",
-    )
-    add(
-        "--load",
-        default="0.7,0.9",
-        metavar="SHARES",
-        help="work that one shared cache of the fleet's size leaves, of what the fleet can do (default %(default)s)",
-    )
-    add(
-        "--max-ttft-p99",
-        type=float,
-        metavar="SECONDS",
-        help="find the smallest fleet for this, at the trace's own pace",
-    )
+    add("--policy", default="kv,kv-blocks,dynamo", metavar="NAMES", help="(default %(default)s); `list` says all")
+    add("--workers", default="8", metavar="N[,N...]", help="fleet sizes; 4..16 doubles from 4 on (default %(default)s)")
+    about_load = "what one shared cache of its size leaves to compute, of what a fleet can (default %(default)s)"
+    add("--load", default="0.7,0.9", metavar="SHARES", help=about_load)
+    add("--max-ttft-p99", type=float, metavar="SECONDS", help="find the smallest fleet for this, at the trace's pace")
     add("--speedup", type=float, metavar="N", help="instead of --load: N times the trace's own pace")
     add("--add-workers", type=int, default=0, metavar="N", help="say what N more workers would change")
-    add(
-        "--silent",
-        type=int,
-        default=0,
-        metavar="N",
-        help="of each fleet N workers send no events; say what events of theirs would change",
-    )
+    add("--silent", type=int, default=0, metavar="N", help="N workers send no events: say what theirs would change")
     add("--closed-loop", action="store_true", help="send a session's turn a pause after the answer to the one before")
     add("--seeds", type=int, default=5, metavar="N", help="runs with arrivals drawn anew (default %(default)s)")
     add("--requests", type=int, metavar="N", help="the trace's first N, or how many to make up (default: all; 4000)")
@@ -138,7 +109,7 @@ def _cells(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterat
             fleets.append((f"{size}, all with events", size, 0))
         for fleet, num_workers, num_silent in fleets:
             show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
-            runs = _runs(args, trace, policy, size, load, num_workers, num_silent)
+            runs = _runs(args, trace, policy, load, size, num_workers, num_silent)
             pace = load or f"{args.speedup:g}x pace"
             yield {"load": pace, "workers": size, "fleet": fleet, "policy": policy, "runs": runs}
 
@@ -151,7 +122,7 @@ def _smallest(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Ite
 
         def is_enough(size: int, policy: str = policy, tried: dict[int, list[dict[str, float]]] = tried) -> bool:
             show(f"{policy}, {size} workers", 0, None)
-            tried[size] = _runs(args, trace, policy, size, None, size, args.silent)
+            tried[size] = _runs(args, trace, policy, None, size, size, args.silent)
             return bool(median(each["ttft_p99_s"] for each in tried[size]) <= args.max_ttft_p99)
 
         at = bisect_left(sizes, True, key=is_enough)
@@ -164,8 +135,8 @@ def _runs(
     args: argparse.Namespace,
     trace: Trace,
     policy: str,
-    size: int,
     load: float | None,
+    size: int,
     num_workers: int,
     num_silent: int,
 ) -> list[dict[str, float]]:
@@ -189,12 +160,11 @@ def _machines(args: argparse.Namespace) -> list[Machine]:
     from kvist.simulate.rates import read_rates
     from kvist.simulate.worker import Machine
 
-    changed: dict[str, Any] = {}
+    kinds = read_rates(args.rates) if args.rates else [Machine()]
     if args.prefill_rate:
-        changed["prefill_s"] = 1 / args.prefill_rate
+        kinds = [replace(each, prefill_s=1 / args.prefill_rate) for each in kinds]
     if args.cache_tokens:
-        changed["cache_tokens"] = args.cache_tokens
-    kinds = [replace(each, **changed) for each in (read_rates(args.rates) if args.rates else [Machine()])]
+        kinds = [replace(each, cache_tokens=args.cache_tokens) for each in kinds]
     speeds = _numbers("--speeds", args.speeds)
     pairs = islice(zip(cycle(kinds), cycle(speeds)), lcm(len(kinds), len(speeds)))
     return [kind.times_as_fast(speed) for kind, speed in pairs]

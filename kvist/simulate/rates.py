@@ -49,7 +49,7 @@ def fit(lines: Iterable[TraceLine]) -> dict[str, Fit]:
     """Return the rates of each worker with enough streamed answers; raises InvalidValueError where there is none."""
     by_worker: defaultdict[str, list[TraceLine]] = defaultdict(list)
     for each in lines:
-        is_whole = each.first_byte_s is not None and each.total_s is not None and each.input_length is not None
+        is_whole = each.first_byte_s is not None and each.total_s is not None and each.input_length
         if is_whole and each.worker is not None and each.streamed and each.status == HTTPStatus.OK:
             by_worker[each.worker].append(each)
     fits = {worker: _fit(each) for worker, each in sorted(by_worker.items()) if len(each) >= MIN_ANSWERS}

@@ -103,9 +103,6 @@ class Trace:
         return replace(self, requests=requests)
 
 
-Whole = Annotated[int, msgspec.Meta(ge=1)]
-
-
 class Turn(msgspec.Struct, frozen=True):
     """A turn in aiperf's input files, of which all are in the prompts of those behind; times in milliseconds."""
 
@@ -148,11 +145,11 @@ class TraceLine(msgspec.Struct, frozen=True):
     """A line of a trace. Times are in seconds, but for `timestamp`, which is in milliseconds."""
 
     timestamp: float | None = None
-    input_length: Whole | None = None
+    input_length: int | None = None
     output_length: int | None = None
     hash_ids: list[int] | None = None
     # What `kvist route --record-requests` adds.
-    block_size: Whole = TRACE_BLOCK_SIZE
+    block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
     began: float = 0.0
     status: int = 200
     worker: str | None = None
@@ -226,7 +223,7 @@ def _lines(path: Path) -> Iterator[str]:
 def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Request]:
     """Yield a line's request, or one for each turn."""
     at_s = default_at_s if line.timestamp is None else line.began + line.timestamp / 1e3
-    if line.hash_ids is not None and line.timestamp is not None and line.input_length is not None:
+    if line.hash_ids is not None and line.timestamp is not None and line.input_length:
         blocks, num_output = tuple(line.hash_ids[: line.input_length // line.block_size]), line.output_length or 1
         request = Request(0, at_s, blocks, line.input_length, num_output, took_s=line.total_s or 0.0)
         yield replace(request, pause_s=line.pause_s, session=line.session)
@@ -239,7 +236,7 @@ def _requests(place: str, line: TraceLine, default_at_s: float) -> Iterator[Requ
     elif text:
         turns = [Turn(text, output_length=line.output_length or line.output_tokens)]
     if not turns:
-        expected = "timestamp, input_length, output_length and hash_ids, or a prompt, text, turns or payload"
+        expected = "timestamp, an input_length of 1 or more, and hash_ids; or a prompt, text, turns or payload"
         raise InvalidValueError(place, str(msgspec.to_builtins(line))[:80], expected)
     said = ""
     for turn in turns:

@@ -418,6 +418,8 @@ def test_sessions_that_a_recording_names_are_taken_as_they_are_with_their_pauses
         {**told, "timestamp": 8000, "session": "b"},
     ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with path.open("a") as more:  # what was refused has no place in a trace
+        more.write('{"timestamp": 9000, "input_length": 0, "output_length": 0, "hash_ids": [], "status": 400}\n')
     turns = read_trace(path).in_sessions().requests
     assert [each.follows for each in turns] == [None, None, 0, 1, 3]
     assert [each.pause_s for each in turns[2:]] == [0.5, 3.5, 0.0]
