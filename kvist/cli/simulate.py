@@ -106,7 +106,7 @@ def _cells(args: argparse.Namespace, trace: Trace, show: ShowProgress) -> Iterat
         if args.add_workers:
             fleets.append((f"{size} + {args.add_workers}", size + args.add_workers, args.silent))
         if args.silent:
-            fleets.append((f"{size}, all with events", size, 0))
+            fleets.append((f"{size} (all with events)", size, 0))
         for fleet, num_workers, num_silent in fleets:
             show(f"{policy}, {fleet} workers, load {load}", number, len(cells))
             runs = _runs(args, trace, policy, load, size, num_workers, num_silent)

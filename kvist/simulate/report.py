@@ -62,7 +62,7 @@ def warnings(rows: Rows) -> Iterator[str]:
         if left >= NEAR_COLLAPSE:
             state = "collapses" if left >= 1 else "is near collapse"
             where = f"{row['policy']}, load {row['load']}, {row['fleet']} workers"
-            yield f"{where}: {state}, with {left:.0%} of what the fleet can do left to compute"
+            yield f"{where}: {state}, with {left:.1%} of what the fleet can do left to compute"
 
 
 CHARTS = {

@@ -41,9 +41,9 @@ def test_what_more_workers_and_everybodys_events_would_change_is_said(capsys: py
     assert main([*SMALL, *flags]) == 0
     lines = capsys.readouterr().out.splitlines()
     column = lines[0].index("workers")
-    assert [line[column:].split("  ")[0] for line in lines[1:4]] == ["2", "2 + 2", "2, all with events"]
+    assert [line[column:].split("  ")[0] for line in lines[1:4]] == ["2", "2 + 2", "2 (all with events)"]
     assert lines[4].startswith("kv, load 0.8, 2 + 2 instead of 2 workers: mean TTFT ")
-    assert lines[5].startswith("kv, load 0.8, 2, all with events instead of 2 workers: mean TTFT ")
+    assert lines[5].startswith("kv, load 0.8, 2 (all with events) instead of 2 workers: mean TTFT ")
     slow, fast = lines[4].split("mean TTFT ")[1].split(" s,")[0].split(" -> ")
     assert float(fast) < float(slow)
 
