@@ -139,7 +139,7 @@ def timed_loop(function: Callable[..., object], *columns: Any) -> tuple[float, f
 
 
 def bench_apply(quick: bool) -> list[Row]:
-    """Store events of 1, 8 and 64 new blocks, in an index that grows from nothing and in one with room reserved."""
+    """Store events of 1, 8 and 64 new blocks, in an index that grows from nothing."""
     rows: list[Row] = []
     num_blocks = 40_000 if quick else 1_000_000
     for length in (1, 8, 64):
@@ -149,12 +149,7 @@ def bench_apply(quick: bool) -> list[Row]:
             chains = hashes_of(np.random.default_rng(repetition), num_events, length)
             events = [Stored(chain.tobytes()) for chain in chains]
             batches = [events[first : first + 32] for first in range(0, num_events, 32)]
-            growing, reserved, single, tree = (
-                RadixIndex(),
-                RadixIndex(initial_blocks=num_events * length),
-                RadixIndex(),
-                RadixTree(),
-            )
+            growing, single, tree = RadixIndex(), RadixIndex(), RadixTree()
             peer_events = [peer_event(None, chain.tolist()) for chain in chains]
             peer = timed_loop(tree.apply_event, repeat(0, num_events), peer_events)
             del peer_events
@@ -162,7 +157,6 @@ def bench_apply(quick: bool) -> list[Row]:
             root = [repeat(each, num_events) for each in (RANKS[0], Tier.GPU, None)]
             for name, seconds in (
                 ("apply, 32 events a call", timed_loop(growing.apply, of_rank, batches)),
-                ("the same, room reserved", timed_loop(reserved.apply, repeat(RANKS[0], len(batches)), batches)),
                 ("store, one event a call", timed_loop(single.store, *root, list(chains))),
             ):
                 scale = 1e9 / (num_events * length)

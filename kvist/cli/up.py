@@ -28,6 +28,8 @@ HELP = "start a router and bundled workers, send real conversations through them
 
 _URL = re.compile(rb"http://[^\s,]+")
 _LOOK_S = 0.1
+_START_TIMEOUT_S, _STOP_TIMEOUT_S = 300.0, 4.0
+"""How long a child may take to be ready, compiling included, and to end when asked."""
 _SHUTDOWN_TIMEOUT_S = "2"
 """Less than what a child gets to end in."""
 _DEMO_LOCAL_TOKENS = "64"
@@ -221,10 +223,7 @@ class Child:
 class ProcessGroup:
     """Owns child processes: leaving the context ends every one of them, by SIGTERM and then by SIGKILL."""
 
-    def __init__(self, *, start_timeout_s: float = 300.0, stop_timeout_s: float = 4.0) -> None:
-        """Set how long a child may take to be ready (compiling included) and to end when asked."""
-        self._start_timeout_s = start_timeout_s
-        self._stop_timeout_s = stop_timeout_s
+    def __init__(self) -> None:
         self._processes: list[asyncio.subprocess.Process] = []
         self._drains: list[asyncio.Task[bytes]] = []
 
@@ -236,7 +235,7 @@ class ProcessGroup:
             with suppress(ProcessLookupError):
                 process.terminate()
         try:
-            async with asyncio.timeout(self._stop_timeout_s):
+            async with asyncio.timeout(_STOP_TIMEOUT_S):
                 await asyncio.gather(*(process.wait() for process in self._processes))
         except TimeoutError:
             for process in self._processes:
@@ -256,11 +255,11 @@ class ProcessGroup:
         self._processes.append(process)
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(_START_TIMEOUT_S):
                 while line := await process.stdout.readline():
                     if match := _URL.search(line):
                         self._drains.append(asyncio.create_task(process.stdout.read(), name=f"drain {name}"))
                         return Child(name, match[0].decode(), process)
         except TimeoutError:
-            raise ProcessStartError(name, f"not ready after {self._start_timeout_s:g} s") from None
+            raise ProcessStartError(name, f"not ready after {_START_TIMEOUT_S:g} s") from None
         raise ProcessStartError(name, f"ended with exit code {await process.wait()} before it was ready")

@@ -234,7 +234,7 @@ class Session(Generic[T]):
         """Whether the copy has all that the peer held before that message, as far as is known."""
         self.is_unproven = False
         """Whether the stream may still be that of an earlier process than the one that answered."""
-        self.held: deque[tuple[int, T]] = deque()
+        self.held: deque[tuple[int, T]] = deque(maxlen=self._limits.max_held_messages)
         self._announced = 0  # by a heartbeat, as the next sequence: what lies before it exists, even if nothing follows
         self._is_doubted = False
         self._num_heals_left = 0
@@ -276,7 +276,7 @@ class Session(Generic[T]):
             if sequence > self.expected_sequence or (self.is_unproven and sequence == self.expected_sequence > 0):
                 self._patience.ask(now_s)
         if self._patience.is_asking:
-            self._hold(sequence, body)
+            self.held.append((sequence, body))
         elif not self._is_due(sequence):
             self.num_duplicates += 1
             if sequence == self.expected_sequence - 1 and not self.is_complete and self._has_snapshots:
@@ -453,11 +453,6 @@ class Session(Generic[T]):
             return False
         self.expected_sequence += 1
         return True
-
-    def _hold(self, sequence: int, body: T) -> None:
-        if len(self.held) == self._limits.max_held_messages:
-            self.held.popleft()
-        self.held.append((sequence, body))
 
     def _unanswered(self, now_s: float) -> list[Step[T]]:
         if self._patience.ask_again(now_s):

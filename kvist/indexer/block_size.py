@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvist.errors import MalformedMessageError
 from kvist.events import EngineStored
-from kvist.events.codec import decode_batch, is_canonical
+from kvist.events.codec import decode_batch, decode_snapshot_part, is_canonical, is_snapshot_part
 from kvist.events.dialects import decode_block_events
 from kvist.events.follow import REPLAY_TIMEOUT_S
 from kvist.events.transports import Endpoint, Message, Subscription, base
@@ -24,18 +24,19 @@ async def learn_block_size(endpoint: Endpoint, subscription: Subscription) -> in
         messages = messages or ()
         while True:
             for message in messages:
-                block_size = _block_size(message.payload, endpoint)
-                if block_size is not None:
+                if (block_size := block_size_in(message.payload, endpoint.address, endpoint.engine)) is not None:
                     return block_size
             messages = await subscription.receive()
 
 
-def _block_size(payload: bytes, endpoint: Endpoint) -> int | None:
+def block_size_in(payload: bytes, source: str, engine: str) -> int | None:
     """Return what one message tells; what is malformed tells nothing, and is counted where the stream is followed."""
     try:
+        if is_snapshot_part(payload):
+            return decode_snapshot_part(payload, source).block_size
         if is_canonical(payload):
-            return decode_batch(payload, endpoint.address).batch.block_size
-        events = decode_block_events(payload, endpoint.address, endpoint.engine).events
+            return decode_batch(payload, source).batch.block_size
+        events = decode_block_events(payload, source, engine).events
     except MalformedMessageError:
         return None
-    return next((event.block_size for event in events if isinstance(event, EngineStored)), None)
+    return next((event.block_size for event in events if isinstance(event, EngineStored) and event.block_size), None)

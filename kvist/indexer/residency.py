@@ -276,12 +276,11 @@ class EngineResidency:
 
     def resume(self, names: Names) -> None:
         """Account for blocks that the index has already, put there by another way than `hold`."""
-        tier, engine_hashes, blocks = names.tier, names.engine_hashes.copy(), names.blocks.copy()
-        num_held = compiled.keep_held(self._index.core, self._index.segments, self.slot, tier, engine_hashes, blocks)
-        engine_hashes, blocks, start = engine_hashes[:num_held], blocks[:num_held], 0
-        while start < num_held:
+        tier, is_held = names.tier, self._are_held(names.tier, names.blocks)
+        engine_hashes, blocks, start = names.engine_hashes[is_held], names.blocks[is_held], 0
+        while start < len(blocks):
             start = compiled.put_names(self.names.head, self.names.segments, tier, engine_hashes, blocks, start)
-            if start < num_held:
+            if start < len(blocks):
                 self.help_out(layout.NAMES_NEED_HELP)
         if tier is Tier.GPU:
             self._change(compiled.PLACE, 0, engine_hashes)
@@ -336,22 +335,26 @@ class EngineResidency:
         for number in range(tier << _SEGMENT_BITS, tier + 1 << _SEGMENT_BITS):
             engine_hashes, blocks = self.names.rows(number)
             for start in range(0, len(blocks), _NAMES_AT_ONCE):
-                some = engine_hashes[start : start + _NAMES_AT_ONCE], blocks[start : start + _NAMES_AT_ONCE]
-                num_held = compiled.keep_held(self._index.core, self._index.segments, self.slot, tier, *some)
-                yield Names(tier, some[0][:num_held], some[1][:num_held])
+                some = slice(start, start + _NAMES_AT_ONCE)
+                is_held = self._are_held(tier, blocks[some])
+                yield Names(tier, engine_hashes[some][is_held], blocks[some][is_held])
 
     def _drop_stale(self) -> bool:
         """Forget names of blocks that were evicted, of segments that are full; return whether that made room."""
-        num_evicted, arrays = self._index.num_evicted, (self._index.core, self._index.segments)
+        num_evicted = self._index.num_evicted
         for number in self.names.full():
             if (num_evicted - self._num_evicted[number]) * 8 < len(self.names):
                 continue
             self._num_evicted[number] = num_evicted
-            rows, tier = self.names.rows(number), number >> _SEGMENT_BITS
-            names = self.names.head, self.names.segments
-            if compiled.drop_stale(*arrays, *names, self.slot, tier, *rows) * 16 >= len(rows[0]) > 0:
+            (engine_hashes, blocks), tier = self.names.rows(number), number >> _SEGMENT_BITS
+            stale = engine_hashes[~self._are_held(tier, blocks)]
+            compiled.put_names(self.names.head, self.names.segments, tier, stale, np.zeros_like(stale), 0)
+            if len(stale) * 16 >= len(blocks) > 0:
                 return True
         return False
+
+    def _are_held(self, tier: Tier | int, blocks: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        return compiled.are_held(self._index.core, self._index.segments, self.slot, tier, blocks)
 
 
 def _folded(engine_hashes: Iterable[EngineHash]) -> NDArray[np.uint64]:

@@ -109,10 +109,6 @@ class Source:
 
     def receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         self._is_receiving = True
-        yield from self._receive_all(messages, now_s)
-        self._is_receiving = False
-
-    def _receive_all(self, messages: Sequence[Message], now_s: float) -> Iterator[None]:
         while True:
             turn_idx, num_messages = self._turn_idx(messages, now_s), len(messages)
             if self._follower is None:
@@ -121,9 +117,10 @@ class Source:
                 ours = messages if turn_idx == num_messages else messages[:turn_idx]
                 yield from self._follower.receive_all(ours, now_s)
             if turn_idx == num_messages:
-                return
+                break
             messages = messages[turn_idx:]
             self._begin(messages[0], now_s)
+        self._is_receiving = False
 
     def on_reconnect(self, now_s: float) -> None:
         self._num_heard_connects = 0 if self.subscription is None else self.subscription.num_connects
@@ -144,8 +141,10 @@ class Source:
         probe = self._wanted_probe(now_s)
         if probe is None:
             self._num_silences, self._probe_at_s = 0, -math.inf
-        elif now_s >= self._probe_at_s and (probe is not _WHO_IS_THERE or self._has_peer):
-            due.append(probe)
+        elif now_s >= self._probe_at_s:
+            is_peer_heard = self.subscription is not None and self.subscription.is_caught_up
+            if probe is not _WHO_IS_THERE or is_peer_heard:
+                due.append(probe)
         return due
 
     def on_answer(self, question: Question, messages: Sequence[Message] | None, now_s: float) -> Iterator[None]:
@@ -173,8 +172,11 @@ class Source:
                     return
         if self._follower is not None and not (is_probe and self.engine is None):
             yield from self._follower.on_answer(question, messages, now_s)
-        elif isinstance(self._follower, CanonicalFollower) and self._is_about_ranks(request, messages):
-            self._follower.take_names(messages or (), self._heard_since_s(now_s), now_s)
+        elif isinstance(self._follower, CanonicalFollower) and messages is not None:
+            # Whether this names all ranks its peer has: one that has nothing was asked for everything, too.
+            is_about_ranks = request == base.WHO_IS_THERE or bool(messages) == (request == base.WHAT_FOLLOWS)
+            if is_about_ranks:
+                self._follower.take_names(messages, self._heard_since_s(now_s), now_s)
 
     def progress(self) -> Progress | None:
         if self._follower is None or self.is_taking_answer:
@@ -295,11 +297,6 @@ class Source:
         """Return since when whoever is there was heard: what was unread may be taken behind a connection, and count."""
         return max(self._connected_at_s, now_s - SILENCE_S)
 
-    @property
-    def _has_peer(self) -> bool:
-        """Return whether somebody is connected, all of whose messages were taken."""
-        return self.subscription is not None and self.subscription.is_caught_up
-
     def _note_probe(self, request: ReplayRequest, messages: Sequence[Message] | None, now_s: float) -> None:
         """Ask like this again more and more rarely while nobody answers, and no more once somebody did."""
         if request == base.WHAT_FOLLOWS and messages is not None and not messages:
@@ -308,13 +305,6 @@ class Source:
         self._num_silences += 1
         self._probe_at_s = now_s + PROBE_S * 2 ** min(self._num_silences, MAX_PROBE_DOUBLINGS)
         self._is_probed |= messages is not None or self._limits is NO_REPLAY
-
-    @staticmethod
-    def _is_about_ranks(request: ReplayRequest, messages: Sequence[Message] | None) -> bool:
-        """Return whether this is an answer that names all ranks its peer has."""
-        if messages is None or request == base.WHO_IS_THERE:
-            return messages is not None
-        return bool(messages) == (request == base.WHAT_FOLLOWS)  # a peer that has nothing was asked for everything, too
 
     def _skip(self, num_messages: int) -> None:
         """Count messages that came before the first batch."""

@@ -81,11 +81,9 @@ def _check_ports_apart(config: _KvEventsConfig, ranks: Iterable[int]) -> None:
 
 
 def _endpoint(config: _KvEventsConfig, engine: EngineName, rank: int) -> Endpoint:
-    is_bound_by_engine = _is_bound(config, engine)
-    address = _address(config.endpoint, "endpoint", rank)
-    replay = config.replay_endpoint
+    address, replay = _address(config.endpoint, "endpoint", rank), config.replay_endpoint
     replay_address = None if not replay else _address(replay, "replay_endpoint", rank)
-    return Endpoint(address, replay_address, engine, is_bound=not is_bound_by_engine)
+    return Endpoint(address, replay_address, engine, is_bound=not _is_bound(config, engine))
 
 
 def _is_bound(config: _KvEventsConfig, engine: EngineName) -> bool:

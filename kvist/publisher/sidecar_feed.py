@@ -78,12 +78,6 @@ class SidecarFeed:
         return self._restored is None and not is_asking and not self._is_taking_answer
 
     @property
-    def _is_asking(self) -> bool:
-        """Return whether what is known of the engine depends on an answer; it does not if it was asked in vain."""
-        session = self.feed.session
-        return session.state is SourceState.RESYNCING and not session.is_in_step
-
-    @property
     def is_complete(self) -> bool:
         """Return whether nothing was lost on the way into the publisher's streams, so that they lack no block."""
         return self.feed.session.state is SourceState.LIVE and self._num_lost == self._num_lost_before
@@ -210,8 +204,9 @@ class SidecarFeed:
         _logger.info("went on from saved state source=%s num_blocks=%d", self.name, num_blocks)
 
     def _publish_completeness(self) -> None:
-        """Have the publisher say whether it lacks blocks."""
-        if not self._is_asking:
+        """Have the publisher say whether it lacks blocks, unless that depends on an answer."""
+        session = self.feed.session
+        if session.is_in_step or session.state is not SourceState.RESYNCING:
             self._tell_ranks(self._complete_ranks)
 
     def _tell_ranks(self, complete_ranks: frozenset[int]) -> None:

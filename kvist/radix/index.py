@@ -18,25 +18,8 @@ from kvist.events.types import GroupRule, Holding
 from kvist.radix._cap import Cap, is_half_full
 from kvist.radix._slots import SlotTable
 from kvist.radix._sweeper import Sweeper
-from kvist.radix.compiled import blocks, matching, table
-from kvist.radix.compiled.layout import (
-    CLEAR,
-    CLEARED,
-    COMPANION,
-    CORE,
-    DONE,
-    FULL,
-    GROUPED,
-    NUM_KINDS,
-    OPERATION,
-    PROGRESS,
-    QUERY,
-    REMOVE,
-    SEGMENT,
-    STORE_CHILD,
-    STORE_ROOT,
-    Records,
-)
+from kvist.radix.compiled import blocks, layout, matching
+from kvist.radix.compiled.layout import Records
 from kvist.radix.memory import (
     CORE_BYTES,
     Region,
@@ -44,7 +27,6 @@ from kvist.radix.memory import (
     index_bytes,
     reserved,
     reserved_array,
-    room_for,
     segment_bits_for,
 )
 from kvist.radix.snapshot import Snapshot
@@ -87,15 +69,14 @@ class RadixIndex:
         self,
         *,
         max_blocks: int | None = None,
-        initial_blocks: int = 0,
         segment_bits: int | None = None,
         seed: int | None = None,
         memory: mmap.mmap | None = None,
     ) -> None:
-        """Make room for `initial_blocks`; the table is cut into `2**segment_bits` segments.
+        """Cut the table into `2**segment_bits` segments, each of which takes some 370,000 blocks.
 
-        A segment takes some 370,000 blocks. By default there are 256, and more if `max_blocks` or `initial_blocks` need
-        them; where there is no room for another block, what stores raises MemoryError.
+        By default there are 256, and more if `max_blocks` needs them; where there is no room for another block, what
+        stores raises MemoryError.
 
         Beyond `max_blocks` distinct blocks, the least recently matched or stored are evicted, whoever holds them: a
         sixteenth of the cap or so at a time, in slices of the calls that store. One large call may go beyond the cap;
@@ -109,27 +90,24 @@ class RadixIndex:
         """
         if max_blocks is not None and max_blocks < 1:
             raise InvalidValueError("max_blocks", max_blocks, "1 or more, or None")
-        if initial_blocks < 0:
-            raise InvalidValueError("initial_blocks", initial_blocks, "0 or more")
         if segment_bits is None:
-            segment_bits = segment_bits_for(max(max_blocks or 0, initial_blocks))
+            segment_bits = segment_bits_for(max_blocks or 0)
         if not 0 <= segment_bits <= _MAX_SEGMENT_BITS:
             raise InvalidValueError("segment_bits", segment_bits, f"0 to {_MAX_SEGMENT_BITS}")
         region = Region(reserved(index_bytes(segment_bits))) if memory is None else Region(memory, mmap.MADV_REMOVE)
-        self.core: Records = np.frombuffer(region.memory, CORE, 1)
-        self.segments: Records = np.frombuffer(region.memory, SEGMENT, 1 << segment_bits, CORE_BYTES)
+        self.core: Records = np.frombuffer(region.memory, layout.CORE, 1)
+        self.segments: Records = np.frombuffer(region.memory, layout.SEGMENT, 1 << segment_bits, CORE_BYTES)
         self._core = self.core[0]
         multiplier = (secrets.randbits(64) if seed is None else seed * 2 + 0x9E37_79B9_7F4A_7C15) % _U64_END | 1
         self._core["table"]["multiplier"], self._core["table"]["bits"] = multiplier, segment_bits
         for field in ("last_stamp", "end_of_sets", "num_buckets"):
             self._core[field] = 1
         self.writing = _Writing(self.core)
-        self._reserve(initial_blocks)
         self._slots = SlotTable(self._core)
-        self._query = reserved_array(QUERY, 1)
+        self._query = reserved_array(layout.QUERY, 1)
         self._holder_ids, self._holder_depths = self._query["holder_ids"][0], self._query["holder_depths"][0]
         self._make_operations(_NUM_OPERATIONS)
-        self._progress = np.zeros(1, PROGRESS)
+        self._progress = np.zeros(1, layout.PROGRESS)
         self._counters = self._progress.view(np.int64)
         self._cap = None if max_blocks is None else Cap(self.core, self.segments, max_blocks)
         table_memory = TableMemory(self.core["table"], self.segments, region, CORE_BYTES)
@@ -180,17 +158,17 @@ class RadixIndex:
         What each kind of the others holds is held by `source.companion`, in as many tiers, from the first on. True
         until the rank is cleared. A companion is in no answer. Raises InvalidValueError for more than 5 rules.
         """
-        if not 1 <= len(rules) <= 1 + NUM_KINDS:
-            raise InvalidValueError("rules", rules, f"1 to {1 + NUM_KINDS} of them")
-        rest = (0,) * (1 + NUM_KINDS - len(rules))
+        if not 1 <= len(rules) <= 1 + layout.NUM_KINDS:
+            raise InvalidValueError("rules", rules, f"1 to {1 + layout.NUM_KINDS} of them")
+        rest = (0,) * (1 + layout.NUM_KINDS - len(rules))
         slot, companion = (self._slots.get(each) for each in (source, source.companion))
         slot = self._slots.add(source) if slot is None else slot
         companion = self._slots.add(source.companion) if companion is None else companion
         step, needed = math.lcm(*[each.stride for each in rules]), [each.num_needed for each in rules]
         strides, ahead = [each.stride for each in rules], [each.num_ahead * each.stride for each in rules]
-        rule = (GROUPED, companion, step, (*needed, *rest), (*strides, *rest), (*ahead, *rest))
+        rule = (layout.GROUPED, companion, step, (*needed, *rest), (*strides, *rest), (*ahead, *rest))
         with self.writing:
-            self._slots.set_rule(companion, (COMPANION, 0, 1, *[(0,) * (1 + NUM_KINDS)] * 3))
+            self._slots.set_rule(companion, (layout.COMPANION, 0, 1, *[(0,) * (1 + layout.NUM_KINDS)] * 3))
             self._slots.set_rule(slot, rule)
 
     def clear(self, worker: str, rank: int | None = None) -> None:
@@ -355,22 +333,22 @@ class RadixIndex:
                 result = blocks.apply(
                     self.core, self.segments, slot, self._operations, num_operations, hashes, self._progress
                 )
-            if result == DONE:
+            if result == layout.DONE:
                 counts: list[int] = self._counters[2:].tolist()
                 return counts
-            if result == FULL:
+            if result == layout.FULL:
                 self.make_room()
-            elif result == CLEARED:
+            elif result == layout.CLEARED:
                 self._retire(source)
                 slot = self._slots.add(source)
 
     def _note(self, number: int, event: Event, parts: list[bytes]) -> None:
-        kind, parent, tier, hashes = CLEAR, 0, 0, b""
+        kind, parent, tier, hashes = layout.CLEAR, 0, 0, b""
         if isinstance(event, Stored):
-            kind = STORE_ROOT if event.parent is None else STORE_CHILD
+            kind = layout.STORE_ROOT if event.parent is None else layout.STORE_CHILD
             parent, tier, hashes = event.parent or 0, event.tier, event.hashes
         elif isinstance(event, Removed):
-            kind, tier, hashes = REMOVE, event.tier, event.hashes
+            kind, tier, hashes = layout.REMOVE, event.tier, event.hashes
         elif not isinstance(event, Cleared):
             raise InvalidValueError("events", event, "an event")
         if len(hashes) % 8:
@@ -385,13 +363,7 @@ class RadixIndex:
 
     def _make_operations(self, num_operations: int) -> None:
         self._operation_bytes = bytearray(num_operations * _OPERATION.size)
-        self._operations = np.frombuffer(self._operation_bytes, OPERATION)
-
-    def _reserve(self, num_blocks: int) -> None:
-        share = num_blocks / len(self.segments)
-        room = room_for(int(share + 4 * share**0.5))  # keys are spread at random: hardly any gets more
-        for number in range(len(self.segments) if num_blocks else 0):
-            table.resize(self.core["table"], self.segments, number, room)
+        self._operations = np.frombuffer(self._operation_bytes, layout.OPERATION)
 
     def _sources(self, worker: str, rank: int | None) -> list[WorkerRank]:
         if rank is not None:

@@ -7,15 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvist.errors import InvalidValueError, MalformedMessageError
-from kvist.events import EngineStored, WorkerRank
-from kvist.events.dialects import decode_block_events
+from kvist.errors import InvalidValueError
+from kvist.events import WorkerRank
 from kvist.events.session import SourceState
 from kvist.events.transports import Message
+from kvist.indexer.block_size import block_size_in
 from kvist.indexer.source import Source
 from kvist.radix import RadixIndex
 from kvist.replay.blocks import SentBuffer
-from kvist.replay.envelope import CanonicalEnvelope, SnapshotEnvelope, read_envelope
 from kvist.replay.player import REPLAY_BYTES
 from kvist.replay.reader import RecordingReader
 from kvist.replay.recording import Record, RecordedSource
@@ -164,18 +163,7 @@ class IndexPlayer:
 def find_block_size(reader: RecordingReader) -> int:
     """Return the tokens per block that the first message with blocks names; raises InvalidValueError if none does."""
     for record in reader:
-        if (block_size := _block_size(record)) is not None:
+        source = record.source
+        if (block_size := block_size_in(record.message.payload, source.name, source.engine)) is not None:
             return block_size
     raise InvalidValueError("block_size", None, "the tokens in a block: nothing in the recording tells")
-
-
-def _block_size(record: Record) -> int | None:
-    payload, source = record.message.payload, record.source
-    envelope = read_envelope(payload)
-    if isinstance(envelope, CanonicalEnvelope | SnapshotEnvelope):
-        return envelope.block_size
-    try:
-        events = decode_block_events(payload, source.name, source.engine).events
-    except (MalformedMessageError, KeyError):
-        return None
-    return next((event.block_size for event in events if isinstance(event, EngineStored) and event.block_size), None)

@@ -11,7 +11,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -223,7 +223,7 @@ def _chunk_data(chunk: Chunk) -> bytes:
     return stream.read(size_bytes)
 
 
-class RecordingReader(recording.Closable):
+class RecordingReader(AbstractContextManager["RecordingReader"]):
     """Reads a recording's messages in order; memory for one chunk, however large the files are.
 
     Everything up to the last whole chunk of each part is read. What is left behind it is `torn`; if more is written to
@@ -239,6 +239,9 @@ class RecordingReader(recording.Closable):
         self._about: recording.About | None = None
         self._was_closed = False
         self._torn: list[Torn] = []
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._part.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Annotated, Final, NamedTuple, Self, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -69,19 +69,6 @@ class RecordingError(KvistError):
         self.offset = offset
         self.found = found
         self.expected = expected
-
-
-class Closable:
-    """What is closed at the end of its `with` block."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        raise NotImplementedError
 
 
 def part_path(path: Path, part: int) -> Path:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import secrets
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ _MAX_SHOWN_BYTES = 200  # of a topic, to whoever looks at a file with other tool
 _U32_MASK, _MAX_NS = (1 << 32) - 1, (1 << 63) - 1
 
 
-class RecordingWriter(recording.Closable):
+class RecordingWriter(AbstractContextManager["RecordingWriter"]):
     """Writes messages to a new part of a recording; what `flush` wrote survives this process, however it ends.
 
     It survives a power failure once the part is closed. A file that is there is never changed. Messages are to be added
@@ -102,6 +102,9 @@ class RecordingWriter(recording.Closable):
 
     def flush(self) -> None:
         self._part.write_chunk()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Write everything, unless that failed before, and say that the recording ended here."""

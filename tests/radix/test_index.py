@@ -197,8 +197,6 @@ def test_what_is_no_hash_is_refused_by_name(index: RadixIndex, u64: U64) -> None
         index.apply(W0, [Stored(b"123")])
     with pytest.raises(InvalidValueError, match="segment_bits"):
         RadixIndex(segment_bits=-1)
-    with pytest.raises(InvalidValueError, match="initial_blocks"):
-        RadixIndex(initial_blocks=-1)
 
 
 def test_a_batch_with_one_unreadable_event_changes_nothing(index: RadixIndex, u64: U64) -> None:
@@ -277,13 +275,6 @@ def test_housekeeping_comes_to_an_end_whatever_the_index_holds(num_blocks: int) 
     while index.sweep():
         pass
     assert index._sweeper._table.shrinkable() == []
-
-
-def test_reserved_room_is_not_outgrown() -> None:
-    index = RadixIndex(initial_blocks=50_000)
-    reserved_bytes = index.statistics().size_bytes
-    index.store(W0, Tier.GPU, None, random_hashes(45_000))
-    assert index.statistics().size_bytes < reserved_bytes + 1_000_000
 
 
 def test_a_fleet_of_4096_workers_shares_prefixes_churns_and_leaves_nothing_behind() -> None:

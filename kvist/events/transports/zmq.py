@@ -143,7 +143,8 @@ class ReplayServer:
 def bind(zmq_socket: Socket, address: str) -> str:
     """Bind the socket and return its address with a real port; raises InvalidValueError when it cannot be."""
     refuse_to_steal(address)
-    _allow_ipv6(zmq_socket, address)
+    if address.startswith("tcp://["):  # a name stays IPv4, for engines listen on that by default
+        zmq_socket.setsockopt(zmq.IPV6, 1)
     bindable = f"{address.removesuffix(':0')}:*" if address.endswith(":0") else address
     try:
         zmq_socket.bind(bindable)
@@ -159,9 +160,3 @@ def refuse_to_steal(address: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe, suppress(FileNotFoundError, ConnectionRefusedError):
         probe.connect(address.removeprefix("ipc://"))
         raise InvalidValueError("endpoint", address, "a path where nobody listens")
-
-
-def _allow_ipv6(zmq_socket: Socket, address: str) -> None:
-    """Allow IPv6 where it is written out; a name stays IPv4, for engines listen on that by default."""
-    if address.startswith("tcp://["):
-        zmq_socket.setsockopt(zmq.IPV6, 1)

@@ -17,39 +17,23 @@ from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, TOPIC_BY
 from kvist.indexer.compiled.jit import BYTES, TABLE, U64S, helper, jit
 from kvist.indexer.compiled.msgpack import NIL, big_endian, read_array, read_time, read_uint, skip
 from kvist.indexer.compiled.words import Bytes, big_word_at, byte_at, word_at
+from kvist.radix.compiled import layout
 from kvist.radix.compiled.blocks import apply
-from kvist.radix.compiled.layout import (
-    CORE_TYPE,
-    FULL,
-    OPERATIONS_TYPE,
-    PROGRESS_TYPE,
-    REMOVE,
-    SEGMENTS_TYPE,
-    STORE_CHILD,
-    STORE_ROOT,
-    Record,
-    Records,
-    Words,
-)
+from kvist.radix.compiled.layout import Record, Records, Words
 
 LANE = np.dtype(
     [
-        ("block_size", "i8"),
-        ("message_idx", "i8"),  # the next message
-        ("num_batches", "i8"),
-        ("num_events", "i8"),
-        ("num_refused", "i8"),
+        *layout.integers("block_size message_idx"),  # the next message
+        *layout.integers("num_batches num_events num_refused"),
         ("timestamp_s", "f8"),  # of the last message
         # Operations gathered and not all carried out yet: how many, of how many hashes, and whose.
-        ("num_operations", "i8"),
-        ("num_hashes", "i8"),
-        ("rank", "i8"),
+        *layout.integers("num_operations num_hashes rank"),
     ],
     align=True,
 )
 """What one stream's messages are taken by."""
 
-RANK = np.dtype([("slot", "i8"), ("epoch", "i8"), ("sequence", "i8"), ("topic_idx", "i8")], align=True)
+RANK = np.dtype(layout.integers("slot epoch sequence topic_idx"), align=True)
 """By a rank's number: its slot in the index plus one (0: take nothing of it), the epoch and sequence of its next
 message, and, plus one, the last message with a topic."""
 
@@ -97,7 +81,7 @@ def _read_parent(data: Bytes, at: int, end: int, operation: Record) -> int:
             return 0
         num_bytes = 1 << (head - _UINT_8)
         parent = big_word_at(data, at + 1) >> np.uint64(64 - 8 * num_bytes)
-    operation.kind, operation.parent = STORE_CHILD, parent
+    operation.kind, operation.parent = layout.STORE_CHILD, parent
     return at + 1 + num_bytes if at + 1 + num_bytes <= end else 0
 
 
@@ -123,7 +107,7 @@ def _read_event(data: Bytes, at: int, end: int, operation: Record, hashes: Words
     for place in range(operation.num_hashes):
         hashes[np.uint64(num_hashes + place)] = word_at(data, at + place * 8)
     at, num_read = at + num_bytes, 2
-    operation.kind = STORE_ROOT if is_stored else REMOVE
+    operation.kind = layout.STORE_ROOT if is_stored else layout.REMOVE
     if is_stored and num_fields > 2:
         at, num_read = _read_parent(data, at, end, operation), 3
         if at == 0:
@@ -210,7 +194,7 @@ _typeof: Any = numba.typeof
 _LANE_TYPE, _RANKS_TYPE = _typeof(np.empty(0, LANE)), _typeof(np.empty(0, RANK))
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, _LANE_TYPE, _RANKS_TYPE, BYTES, TABLE, OPERATIONS_TYPE, U64S, PROGRESS_TYPE))
+@jit((*layout.INDEX_TYPES, _LANE_TYPE, _RANKS_TYPE, BYTES, TABLE, layout.OPERATIONS_TYPE, U64S, layout.PROGRESS_TYPE))
 def take(
     core: Records,
     segments: Records,
@@ -232,7 +216,7 @@ def take(
         cost += lane.num_hashes + lane.num_operations * _OPERATION_COST
         if lane.num_operations > 0:
             slot = ranks[lane.rank].slot - 1
-            if apply(core, segments, slot, operations, lane.num_operations, hashes, progresses) == FULL:
+            if apply(core, segments, slot, operations, lane.num_operations, hashes, progresses) == layout.FULL:
                 return HELP
             lane.num_refused += progress.num_orphans + progress.num_invalid
             lane.num_operations = lane.num_hashes = 0

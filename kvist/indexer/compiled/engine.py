@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvist.events.hashing import HASH_SEED
 from kvist.events.transports.block import PAYLOAD_BYTES, PAYLOAD_START, SEQUENCE
+from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.engine_blocks import (
     ARRAYS_TYPE,
     Arrays,
@@ -25,22 +26,6 @@ from kvist.indexer.compiled.engine_blocks import (
     store_in_group,
 )
 from kvist.indexer.compiled.engine_events import Tokens, check_message
-from kvist.indexer.compiled.engine_layout import (
-    DONE,
-    EVENTS_TYPE,
-    IGNORED,
-    NOT_NEXT,
-    OTHER_GROUPS,
-    OTHER_RANK,
-    PAUSED,
-    SLICE_BLOCKS,
-    SOME_EVENTS,
-    STORED,
-    STREAM_TYPE,
-    TOO_LARGE,
-    UNUSUAL,
-    WHOLE_MESSAGE,
-)
 from kvist.indexer.compiled.hashing import chained, xxh3_64
 from kvist.indexer.compiled.jit import BYTES, TABLE, U32S, U64S, helper, jit
 from kvist.indexer.compiled.msgpack import read_time
@@ -67,22 +52,22 @@ def _hash_slice(stream: Record, tokens: Bytes, start: int, num_blocks: int, num_
 def _store_event(held: Held, stream: Record, event: Record, hashes: Words, tokens: Bytes) -> int:
     """Hold an event's blocks, if it is about whole ones, a slice at a time; return DONE or why it stopped."""
     if event.block_size != stream.block_size or event.num_tokens != event.num_hashes * stream.block_size:
-        return DONE
+        return layout.DONE
     if stream.block_idx == 0:
         stream.last_depth = -1
         if event.has_parent:
             row = row_named(held, event.parent)
             if row < 0:
-                return DONE
+                return layout.DONE
             if is_marked(held.segments, row):
-                return SOME_EVENTS
+                return layout.SOME_EVENTS
             for number in range(event.num_hashes):
                 if hashes[event.first_hash + number] == event.parent:
-                    return SOME_EVENTS
+                    return layout.SOME_EVENTS
             stream.last_block, stream.last_depth = row_at(held.segments, row).hash, depth_at(held.segments, row)
     block_bytes = stream.block_size * 4
     while stream.block_idx < event.num_hashes:
-        num_blocks = min(SLICE_BLOCKS, event.num_hashes - stream.block_idx)
+        num_blocks = min(layout.SLICE_BLOCKS, event.num_hashes - stream.block_idx)
         start = event.first_token * 4 + stream.block_idx * block_bytes
         _hash_slice(stream, tokens, start, num_blocks, event.has_lookahead * 4)
         first, depth = event.first_hash + stream.block_idx, stream.last_depth + 1
@@ -91,12 +76,12 @@ def _store_event(held: Held, stream: Record, event: Record, hashes: Words, token
         stream.last_depth += num_done
         if num_done:
             stream.last_block = stream.chain[num_done - 1]
-        if result != DONE:
+        if result != layout.DONE:
             return result
         stream.budget -= num_blocks * block_bytes
         if stream.budget <= 0 and stream.block_idx < event.num_hashes:
-            return PAUSED
-    return DONE
+            return layout.PAUSED
+    return layout.DONE
 
 
 @helper
@@ -104,35 +89,35 @@ def _remove_event(held: Held, stream: Record, event: Record, hashes: Words) -> i
     """Release an event's blocks; those that name none are passed over. Return DONE or why it stopped."""
     while stream.block_idx < event.num_hashes:
         if stream.budget <= 0 and stream.block_idx > 0:
-            return PAUSED
+            return layout.PAUSED
         result = release_one(held, event.tier, hashes[event.first_hash + stream.block_idx])
-        if result != DONE:
+        if result != layout.DONE:
             return result
         stream.block_idx += 1
         stream.budget -= _REMOVAL_BYTES
-    return DONE
+    return layout.DONE
 
 
 @helper
 def _count_event(held: Held, stream: Record, group: int, event: Record, hashes: Words) -> int:
     """Count an event's blocks as held or released by one of the other groups; return DONE or why it stopped."""
     if event.tier != 0:
-        return DONE
-    if event.kind == STORED and held.rank.counts_copies == 0:
+        return layout.DONE
+    if event.kind == layout.STORED and held.rank.counts_copies == 0:
         stream.block_idx = max(stream.block_idx, event.num_hashes - held.rank.believed[group])
     while stream.block_idx < event.num_hashes:
         if stream.budget <= 0 and stream.block_idx > 0:
-            return PAUSED
+            return layout.PAUSED
         engine_hash = hashes[event.first_hash + stream.block_idx]
-        if event.kind == STORED:
+        if event.kind == layout.STORED:
             result = store_in_group(held, group, engine_hash)
         else:
             result = remove_from_group(held, group, engine_hash)
-        if result != DONE:
+        if result != layout.DONE:
             return result
         stream.block_idx += 1
         stream.budget -= _REMOVAL_BYTES
-    return DONE
+    return layout.DONE
 
 
 @helper
@@ -149,36 +134,37 @@ def _hand_over(stream: Record, events: Records) -> int:
     """Stop before an event, and all those behind it that are unusual, too."""
     stream.stop_start = events[stream.event_idx].start
     end = stream.event_idx + 1
-    while end < stream.num_checked and events[end].kind == UNUSUAL:
+    while end < stream.num_checked and events[end].kind == layout.UNUSUAL:
         end += 1
     stream.stop_event_end = end
     stream.stop_end = events[end].start if end < stream.num_checked else stream.checked_end
-    return SOME_EVENTS
+    return layout.SOME_EVENTS
 
 
 @helper
 def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tokens: Bytes) -> int:
     """Do what is left of a checked message; return DONE, or why it stopped."""
     while stream.event_idx < stream.num_checked:
-        event, passes, result = events[stream.event_idx], 0, DONE
-        is_stored = event.kind == STORED
+        event, passes, result = events[stream.event_idx], 0, layout.DONE
+        is_stored = event.kind == layout.STORED
         is_sized = is_stored and event.block_size == stream.block_size
+        has_other_size = is_stored and not is_sized and not stream.has_block_size
         held.rank.is_offloading |= is_stored and event.tier != 0
-        if event.kind == IGNORED:
+        if event.kind == layout.IGNORED:
             stream.num_ignored += 1
-        elif event.kind == UNUSUAL or held.rank.slot < 0 or (is_stored and not is_sized and not stream.has_block_size):
+        elif event.kind == layout.UNUSUAL or held.rank.slot < 0 or has_other_size:
             return _hand_over(stream, events)
         else:
             passes = _verdict(held.rank, event.key)
-            if passes >= OTHER_GROUPS:
-                result = _count_event(held, stream, passes - OTHER_GROUPS, event, hashes)
+            if passes >= layout.OTHER_GROUPS:
+                result = _count_event(held, stream, passes - layout.OTHER_GROUPS, event, hashes)
             elif passes > 0 and is_stored:
                 result = _store_event(held, stream, event, hashes, tokens)
             elif passes > 0:
                 result = _remove_event(held, stream, event, hashes)
-            if passes < 0 or result == SOME_EVENTS:
+            if passes < 0 or result == layout.SOME_EVENTS:
                 return _hand_over(stream, events)
-            if result != DONE:
+            if result != layout.DONE:
                 return result
             stream.num_events += 1
             if is_sized:
@@ -187,15 +173,15 @@ def _take_events(held: Held, stream: Record, events: Records, hashes: Words, tok
         stream.event_idx += 1
         stream.block_idx = 0
         if stream.budget <= 0 and stream.event_idx < stream.num_checked:
-            return PAUSED
-    return DONE
+            return layout.PAUSED
+    return layout.DONE
 
 
 @jit(
     (
-        *(ARRAYS_TYPE, STREAM_TYPE),
+        *(ARRAYS_TYPE, layout.STREAM_TYPE),
         *(BYTES, TABLE, int64, int64),  # messages
-        *(EVENTS_TYPE, U64S, U32S, BYTES),  # scratch
+        *(layout.EVENTS_TYPE, U64S, U32S, BYTES),  # scratch
         *(U64S, U64S),  # fingerprints
     )
 )
@@ -227,20 +213,20 @@ def take_messages(
         message = messages[stream.message_idx]
         payload, num_bytes = message[PAYLOAD_START], message[PAYLOAD_BYTES]
         if message[SEQUENCE] != expected:
-            return NOT_NEXT
+            return layout.NOT_NEXT
         if not stream.is_checked:
             if stream.budget <= 0:
-                return PAUSED
+                return layout.PAUSED
             if num_bytes > len(hashes):
-                return TOO_LARGE
+                return layout.TOO_LARGE
             if not check_message(stream, data, payload, num_bytes, events, hashes, tokens):
-                return WHOLE_MESSAGE
+                return layout.WHOLE_MESSAGE
             stream.is_checked, stream.event_idx, stream.block_idx = 1, 0, 0
             stream.budget -= num_bytes
         if stream.checked_rank != held.rank.number:
-            return OTHER_RANK
+            return layout.OTHER_RANK
         result = _take_events(held, stream, events, hashes, token_bytes)
-        if result != DONE:
+        if result != layout.DONE:
             return result
         place = expected & (len(sequences) - 1)
         sequences[place], fingerprints[place] = np.uint64(expected), xxh3_64(data, payload, num_bytes, _U0)
@@ -249,4 +235,4 @@ def take_messages(
         stream.message_idx += 1
         stream.is_checked = 0
         expected += 1
-    return DONE
+    return layout.DONE

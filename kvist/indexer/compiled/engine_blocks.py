@@ -13,15 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numba import int64, types, uint64
+from numpy.typing import NDArray
 
-from kvist.indexer.compiled.engine_layout import (
-    COUNTS_NEED_HELP,
-    DONE,
-    INDEX_NEEDS_HELP,
-    NAMES_NEED_HELP,
-    RANK_TYPE,
-    SOME_EVENTS,
-)
+from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled.jit import jit
 from kvist.radix.compiled import table
 from kvist.radix.compiled.blocks import (
@@ -37,17 +31,7 @@ from kvist.radix.compiled.blocks import (
     tiers_at,
 )
 from kvist.radix.compiled.jit import helper, signed
-from kvist.radix.compiled.layout import (
-    CORE_TYPE,
-    FULL,
-    HASHES_TYPE,
-    HEAD_TYPE,
-    MAX_DEPTH,
-    SEGMENTS_TYPE,
-    Record,
-    Records,
-    Words,
-)
+from kvist.radix.compiled.layout import FULL, HASHES_TYPE, INDEX_TYPES, MAX_DEPTH, TABLE_TYPES, Record, Records, Words
 
 STEP = 0x9E37_79B9_7F4A_7C15
 GROUPS, ALIASES, PLACE_BITS = 4, 36, 6
@@ -60,7 +44,6 @@ _U0, _STEP, _PLACE_BITS = np.uint64(0), np.uint64(STEP), np.uint64(PLACE_BITS)
 _0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
 _1: Any = np.int64(1)
 _MINUS_1: Any = np.int64(-1)
-_WORDS: Any = types.Array(uint64, 1, "C")
 
 
 class Held(NamedTuple):
@@ -94,10 +77,10 @@ def _put(head: Record, rows: Records, part: int, key: np.uint64, value: np.uint6
     place = table.locate(head, rows, number, key)
     if place >= 0:
         segment.rows[place].value = value
-        return DONE
+        return layout.DONE
     if table.is_full(segment) and segment.room:
         return FULL
-    return min(table.insert(head, rows, number, -1 - place, key, value), DONE)
+    return min(table.insert(head, rows, number, -1 - place, key, value), layout.DONE)
 
 
 @helper
@@ -130,7 +113,7 @@ def _set_count(held: Held, name: np.uint64, place: int, count: int) -> int:
         return _put(held.counts_head, held.counts, _0, _key(name, place), np.uint64(count << PLACE_BITS | place))
     if held.counts_head.num_rows:
         _drop(held.counts_head, held.counts, _0, _key(name, place))
-    return DONE
+    return layout.DONE
 
 
 @helper
@@ -173,7 +156,7 @@ def _place_one(held: Held, block_hash: np.uint64, depth: int, kind: int) -> int:
     result = store_one(held.index, held.segments, block_hash, depth, held.rank.companion, kind)
     if result > 0:
         credit(held.index, held.rank.companion, _1, block_digest(block_hash, kind))
-    return min(result, DONE)
+    return min(result, layout.DONE)
 
 
 @helper
@@ -183,7 +166,7 @@ def _place(held: Held, engine_hash: np.uint64, block_hash: np.uint64, depth: int
         is_held = _is_in_all(held, engine_hash, kind, _MINUS_1)
         if is_held and _place_one(held, block_hash, depth, kind) < 0:
             return FULL
-    return DONE
+    return layout.DONE
 
 
 @helper
@@ -195,7 +178,7 @@ def _displace(held: Held, block_hash: np.uint64, first: int, end: int) -> int:
             return FULL
         if result:
             credit(held.index, held.rank.companion, _MINUS_1, _U0 - block_digest(block_hash, kind))
-    return DONE
+    return layout.DONE
 
 
 # --- One block --------------------------------------------------------------------------------------------------------
@@ -224,7 +207,7 @@ def _let_go(held: Held, tier: int, block_hash: np.uint64) -> int:
     if remove_one(held.index, held.segments, block_hash, held.rank.slot, tier) < 0:
         return FULL
     credit(held.index, held.rank.slot, _MINUS_1, _U0 - block_digest(block_hash, tier))
-    return DONE
+    return layout.DONE
 
 
 @helper
@@ -245,33 +228,33 @@ def hold(
             if index.max_blocks:
                 stamp(index, row_at(segments, row))
             if rank.counts_copies and _add(held, engine_hash, tier) == FULL:
-                return COUNTS_NEED_HELP, number
+                return layout.COUNTS_NEED_HELP, number
             continue
         if name != _U0 and name != block_hash and _is_in(index, segments, rank.slot, tier, name):
             if not displaces:
-                return SOME_EVENTS, number
+                return layout.SOME_EVENTS, number
             if _let_go(held, tier, name) == FULL:
-                return INDEX_NEEDS_HELP, number
+                return layout.INDEX_NEEDS_HELP, number
             _drop(head, names, tier, engine_hash)
         if block_hash == _U0:
             continue
         if held.counts_head.num_rows:
             _set_count(held, engine_hash, tier, _0)
         if tier == 0 and rank.num_groups and _place(held, engine_hash, block_hash, depth + number) == FULL:
-            return INDEX_NEEDS_HELP, number
+            return layout.INDEX_NEEDS_HELP, number
         if name != block_hash and _put(head, names, tier, engine_hash, block_hash) == FULL:
-            return NAMES_NEED_HELP, number
+            return layout.NAMES_NEED_HELP, number
         if tiers >> tier & 1:
             if _add(held, block_hash, ALIASES + tier) == FULL:
                 _drop(head, names, tier, engine_hash)
-                return COUNTS_NEED_HELP, number
+                return layout.COUNTS_NEED_HELP, number
             continue
         if store_one(index, segments, block_hash, min(depth + number, MAX_DEPTH), rank.slot, tier) < 0:
-            return INDEX_NEEDS_HELP, number
+            return layout.INDEX_NEEDS_HELP, number
         credit(index, rank.slot, _1, block_digest(block_hash, tier))
         if held.counts_head.num_rows:
             _set_count(held, block_hash, ALIASES + tier, _0)  # of before it was evicted
-    return DONE, num_blocks
+    return layout.DONE, num_blocks
 
 
 @helper
@@ -280,7 +263,7 @@ def release_one(held: Held, tier: int, engine_hash: np.uint64) -> int:
     head, names = held.names_head, held.names
     name = _look(head, names, tier, engine_hash)
     if name == _U0:
-        return DONE
+        return layout.DONE
     if _is_in(held.index, held.segments, held.rank.slot, tier, name):
         num_copies = _count_of(held, engine_hash, tier)
         if num_copies and held.rank.counts_copies:
@@ -288,9 +271,9 @@ def release_one(held: Held, tier: int, engine_hash: np.uint64) -> int:
         if num_copies:
             _set_count(held, engine_hash, tier, _0)
         if _let_go(held, tier, name) == FULL:
-            return INDEX_NEEDS_HELP
+            return layout.INDEX_NEEDS_HELP
     _drop(head, names, tier, engine_hash)
-    return DONE
+    return layout.DONE
 
 
 @helper
@@ -298,13 +281,13 @@ def store_in_group(held: Held, group: int, engine_hash: np.uint64) -> int:
     """Count a block as held by one of the other groups, or one copy more; return DONE or what needs help."""
     kind, count = held.rank.kinds[group], _count_of(held, engine_hash, GROUPS + group)
     if held.counts_head.num_rows >= MAX_ROWS if count == 0 else not held.rank.counts_copies:
-        return DONE
+        return layout.DONE
     block_hash = _published(held, engine_hash) if count == 0 else _U0
     if block_hash != _U0 and _is_in_all(held, engine_hash, kind, group):
         depth = depth_at(held.segments, find(held.index, held.segments, block_hash))
         if _place_one(held, block_hash, depth, kind) < 0:
-            return INDEX_NEEDS_HELP
-    return COUNTS_NEED_HELP if _set_count(held, engine_hash, GROUPS + group, count + 1) == FULL else DONE
+            return layout.INDEX_NEEDS_HELP
+    return layout.COUNTS_NEED_HELP if _set_count(held, engine_hash, GROUPS + group, count + 1) == FULL else layout.DONE
 
 
 @helper
@@ -315,7 +298,7 @@ def remove_from_group(held: Held, group: int, engine_hash: np.uint64) -> int:
         return _set_count(held, engine_hash, GROUPS + group, count - 1)
     block_hash = _published(held, engine_hash)
     if block_hash != _U0 and _displace(held, block_hash, kind, kind + 1) < 0:
-        return INDEX_NEEDS_HELP
+        return layout.INDEX_NEEDS_HELP
     return _set_count(held, engine_hash, GROUPS + group, _0)
 
 
@@ -324,7 +307,7 @@ def remove_from_group(held: Held, group: int, engine_hash: np.uint64) -> int:
 Arrays: TypeAlias = tuple[Records, Records, Records, Records, Records, Records, Records]
 """What is in a `Held`, as arrays, for compiled code to take from Python."""
 ARRAYS_TYPE: Any = types.Tuple(  # type: ignore[no-untyped-call]
-    (CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, RANK_TYPE)
+    (*INDEX_TYPES, *TABLE_TYPES, *TABLE_TYPES, layout.RANK_TYPE)
 )
 
 
@@ -345,7 +328,7 @@ def change(
     """
     core, segments, names_heads, names, counts_heads, counts, ranks = arrays
     held = Held(core[0], segments, names_heads[0], names, counts_heads[0], counts, ranks[0])
-    depth, result = _0, DONE
+    depth, result = _0, layout.DONE
     if what == HOLD and parent:
         row = find(held.index, held.segments, np.uint64(parent))
         depth = depth_at(held.segments, row) + 1 if row >= 0 else _0
@@ -366,10 +349,10 @@ def change(
             if block_hash != _U0:
                 depth = depth_at(held.segments, find(held.index, held.segments, block_hash))
                 result = _place(held, engine_hash, block_hash, depth)
-                result = INDEX_NEEDS_HELP if result == FULL else DONE
-        if result != DONE:
+                result = layout.INDEX_NEEDS_HELP if result == FULL else layout.DONE
+        if result != layout.DONE:
             return result, number
-    return DONE, len(engine_hashes)
+    return layout.DONE, len(engine_hashes)
 
 
 @jit((ARRAYS_TYPE, uint64))
@@ -384,14 +367,14 @@ def block_named(
     return row_at(held.segments, row).hash if row >= 0 else _U0  # type: ignore[return-value]
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, int64, uint64))
+@jit((*INDEX_TYPES, int64, uint64))
 def tiers_held(core: Records, segments: Records, slot: int, block_hash: int) -> int:
     """Return in which tiers a slot holds a block, by bit."""
     row = find(core[0], segments, np.uint64(block_hash))
     return tiers_at(core[0], segments, row, slot) if row >= 0 else 0
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, uint64))
+@jit((*INDEX_TYPES, uint64))
 def mark_block(core: Records, segments: Records, block_hash: int) -> None:
     """Have chains behind a block left to Python, for as long as anybody holds it."""
     row = find(core[0], segments, np.uint64(block_hash))
@@ -399,56 +382,36 @@ def mark_block(core: Records, segments: Records, block_hash: int) -> None:
         mark(segments, row)
 
 
-@jit((HEAD_TYPE, SEGMENTS_TYPE, uint64))
+@jit((*TABLE_TYPES, uint64))
 def look(heads: Records, rows: Records, key: int) -> int:
     """Return what stands under a key in the first part of a table, 0 for nothing."""
     return _look(heads[0], rows, _0, np.uint64(key))  # type: ignore[return-value]
 
 
-@jit((HEAD_TYPE, SEGMENTS_TYPE, int64, uint64, uint64))
+@jit((*TABLE_TYPES, int64, uint64, uint64))
 def put(heads: Records, rows: Records, part: int, key: int, value: int) -> int:
     """Let something stand under a key of a part, for 0 nothing; return DONE, or FULL if the table must grow first."""
     if value:
         return _put(heads[0], rows, part, np.uint64(key), np.uint64(value))
     _drop(heads[0], rows, part, np.uint64(key))
-    return DONE
+    return layout.DONE
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, int64, int64, _WORDS, _WORDS))
-def keep_held(core: Records, segments: Records, slot: int, tier: int, engine_hashes: Words, blocks: Words) -> int:
-    """Keep those hashes whose block, at the same place, a slot holds in a tier, side by side; return how many."""
-    num_kept = 0
+@jit((*INDEX_TYPES, int64, int64, HASHES_TYPE))
+def are_held(core: Records, segments: Records, slot: int, tier: int, blocks: Words) -> NDArray[np.bool_]:
+    """Return of each block whether a slot holds it in a tier."""
+    is_held = np.empty(len(blocks), np.bool_)
     for number in range(len(blocks)):
-        if _is_in(core[0], segments, slot, tier, blocks[number]):
-            engine_hashes[num_kept], blocks[num_kept] = engine_hashes[number], blocks[number]
-            num_kept += 1
-    return num_kept
+        is_held[number] = _is_in(core[0], segments, slot, tier, blocks[number])
+    return is_held
 
 
-@jit((HEAD_TYPE, SEGMENTS_TYPE, int64, HASHES_TYPE, HASHES_TYPE, int64))
+@jit((*TABLE_TYPES, int64, HASHES_TYPE, HASHES_TYPE, int64))
 def put_names(heads: Records, names: Records, tier: int, engine_hashes: Words, blocks: Words, start: int) -> int:
-    """Let engine hashes name blocks in a tier, from `start` on; return how far: short of the end it must grow."""
+    """Let engine hashes name blocks in a tier, or for 0 nothing, from `start` on; return how far: else it must grow."""
     for number in range(start, len(blocks)):
-        if _put(heads[0], names, tier, engine_hashes[number], blocks[number]) == FULL:
+        if blocks[number] == _U0:
+            _drop(heads[0], names, tier, engine_hashes[number])
+        elif _put(heads[0], names, tier, engine_hashes[number], blocks[number]) == FULL:
             return number
     return len(blocks)
-
-
-@jit((CORE_TYPE, SEGMENTS_TYPE, HEAD_TYPE, SEGMENTS_TYPE, int64, int64, HASHES_TYPE, HASHES_TYPE))
-def drop_stale(
-    core: Records,
-    segments: Records,
-    heads: Records,
-    names: Records,
-    slot: int,
-    tier: int,
-    engine_hashes: Words,
-    blocks: Words,
-) -> int:
-    """Forget those hashes whose block, at the same place, a slot does not hold in a tier; return how many."""
-    num_dropped = 0
-    for number in range(len(blocks)):
-        if not _is_in(core[0], segments, slot, tier, blocks[number]):
-            _drop(heads[0], names, tier, engine_hashes[number])
-            num_dropped += 1
-    return num_dropped

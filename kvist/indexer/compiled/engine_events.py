@@ -10,18 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvist.events.types import MAX_RANKS
+from kvist.indexer.compiled import engine_layout as layout
 from kvist.indexer.compiled import names
-from kvist.indexer.compiled.engine_layout import (
-    FULL_WINDOW,
-    IGNORED,
-    MAX_FIELDS,
-    MAX_GROUP,
-    MIN_EVENT_BYTES,
-    REMOVED,
-    STATE_WINDOW,
-    STORED,
-    UNUSUAL,
-)
 from kvist.indexer.compiled.jit import helper
 from kvist.indexer.compiled.msgpack import NIL, read_array, read_hash, read_time, read_tokens, read_uint, skip
 from kvist.indexer.compiled.words import Bytes, byte_at, signed
@@ -74,9 +64,9 @@ def _read_number(event: Record, field: int, data: Bytes, at: int, end: int) -> i
     number, at = read_uint(data, at, end)
     if field == names.BLOCK_SIZE:
         event.block_size = number
-    elif field == names.GROUP and number < MAX_GROUP:
+    elif field == names.GROUP and number < layout.MAX_GROUP:
         event.group = number + 1
-    elif field == names.WINDOW and number < STATE_WINDOW:
+    elif field == names.WINDOW and number < layout.STATE_WINDOW:
         event.window = number
     elif field != names.LORA_ID or number != 0:
         return 0
@@ -173,7 +163,7 @@ def _read_map(stream: Record, event: Record, data: Bytes, at: int, end: int, has
             return 0
         field = names.number_of(data, at + 1, length)
         at += 1 + length
-        if 0 < field < MAX_FIELDS:
+        if 0 < field < layout.MAX_FIELDS:
             at = _read_field(stream, event, field, data, at, end, hashes, tokens)
         else:
             at = skip(data, at, end)
@@ -194,7 +184,7 @@ def _read_positions(
         return 0
     order = stream.field_order[event.type - names.BLOCK_STORED]
     for place in range(num_fields - 1):
-        field = signed(order[place]) if place < MAX_FIELDS else 0
+        field = signed(order[place]) if place < layout.MAX_FIELDS else 0
         if field == 0:
             at = _skip_simple(data, at, end)
         else:
@@ -211,17 +201,17 @@ def _kind_of(event: Record) -> int:
         event.tier = 3
     if event.type == names.BLOCK_REMOVED and event.seen & _OF_ALL == _OF_ALL:
         event.key = event.group << 1 | 1
-        return REMOVED
+        return layout.REMOVED
     # A store without tokens is about blocks that another tier holds.
     if event.seen & _OF_STORED != _OF_STORED or event.num_tokens == 0:
-        return UNUSUAL
+        return layout.UNUSUAL
     window = event.window
     if event.spec_kind == names.FULL_KIND:
-        window = FULL_WINDOW
+        window = layout.FULL_WINDOW
     elif event.spec_kind == names.STATE_KIND:
-        window = STATE_WINDOW
+        window = layout.STATE_WINDOW
     event.key = event.group << 1 | window << 32
-    return IGNORED if event.spec_kind == names.NEVER_INDEXED else STORED
+    return layout.IGNORED if event.spec_kind == names.NEVER_INDEXED else layout.STORED
 
 
 @helper
@@ -235,7 +225,7 @@ def _check_event(stream: Record, event: Record, data: Bytes, at: int, end: int, 
         after = _read_map(stream, event, data, at, end, hashes, tokens)
     elif 0x90 <= head < 0xA0:
         after = _read_positions(stream, event, data, at, end, hashes, tokens)
-    event.kind = _kind_of(event) if after else UNUSUAL
+    event.kind = _kind_of(event) if after else layout.UNUSUAL
     return after if after else skip(data, at, end)
 
 
@@ -254,7 +244,7 @@ def check_message(
     if at == 0:
         return False
     num_events, at = read_array(data, at, end)
-    if at == 0 or num_events * MIN_EVENT_BYTES > num_bytes:
+    if at == 0 or num_events * layout.MIN_EVENT_BYTES > num_bytes:
         return False
     stream.num_hashes = stream.num_tokens = 0
     for number in range(num_events):

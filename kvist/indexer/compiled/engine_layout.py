@@ -12,6 +12,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from kvist.radix.compiled.layout import integers
+
 MAX_FIELDS, MAX_GROUP, FULL_WINDOW = 16, 1 << 20, (1 << 31) - 1
 STATE_WINDOW = FULL_WINDOW - 1
 OTHER_GROUPS, MAX_OTHER_GROUPS = 2, 32
@@ -24,29 +26,17 @@ STREAM = np.dtype(
         ("has_block_size", "i8"),  # whether any event had blocks of ours
         ("field_order", "u1", (2, MAX_FIELDS)),  # of events that are arrays: stored, removed
         # Where it stands: the message, whether it is checked, the event, and of that the block.
-        ("message_idx", "i8"),
-        ("is_checked", "i8"),
-        ("event_idx", "i8"),
-        ("block_idx", "i8"),
+        *integers("message_idx is_checked event_idx block_idx"),
         ("last_block", "u8"),  # hash and depth of the block before
         ("last_depth", "i8"),
         ("budget", "i8"),  # what it may still do in this call
         # What it counts in a call: batches, events, events that are never indexed, events with blocks of our size.
-        ("num_batches", "i8"),
-        ("num_events", "i8"),
-        ("num_ignored", "i8"),
-        ("num_sized", "i8"),
+        *integers("num_batches num_events num_ignored num_sized"),
         ("timestamp_s", "f8"),  # of the last message
         # Where it stopped, if for some events: the end of them, and their bytes.
-        ("stop_event_end", "i8"),
-        ("stop_start", "i8"),
-        ("stop_end", "i8"),
+        *integers("stop_event_end stop_start stop_end"),
         # The message that was checked: its events, hashes and tokens stand in the scratch.
-        ("num_checked", "i8"),
-        ("num_hashes", "i8"),
-        ("num_tokens", "i8"),
-        ("checked_rank", "i8"),
-        ("checked_end", "i8"),
+        *integers("num_checked num_hashes num_tokens checked_rank checked_end"),
         ("chain", "u8", SLICE_BLOCKS),  # the canonical hashes of a slice's blocks
     ],
     align=True,
@@ -59,21 +49,12 @@ EVENT = np.dtype(
         ("start", "i8"),  # in the payload
         ("tier", "i8"),
         ("key", "i8"),  # of its verdict
-        ("first_hash", "i8"),
-        ("num_hashes", "i8"),
-        ("first_token", "i8"),
-        ("num_tokens", "i8"),
-        ("block_size", "i8"),
+        *integers("first_hash num_hashes first_token num_tokens block_size"),
         ("has_lookahead", "i8"),  # whether a token more follows, that of the last block's name
         ("has_parent", "i8"),
         ("parent", "u8"),
         # While it is read: the fields seen, by bit, and what they say.
-        ("seen", "i8"),
-        ("type", "i8"),
-        ("spec_kind", "i8"),
-        ("window", "i8"),
-        ("group", "i8"),
-        ("locality", "i8"),
+        *integers("seen type spec_kind window group locality"),
     ],
     align=True,
 )

@@ -12,36 +12,13 @@ from typing import Any
 import numpy as np
 from numba import int64
 
+from kvist.radix.compiled import layout
 from kvist.radix.compiled.jit import helper, jit, signed
-from kvist.radix.compiled.layout import (
-    CLEAR,
-    CLEARED,
-    CORE_TYPE,
-    DONE,
-    EPOCH_SHIFT,
-    FULL,
-    HASHES_TYPE,
-    INLINE,
-    INVALID,
-    MARKED,
-    MAX_DEPTH,
-    NUM_EPOCHS,
-    OPERATIONS_TYPE,
-    ORPHAN,
-    PROGRESS_TYPE,
-    REMOVE,
-    SEGMENT_ROWS,
-    SEGMENT_SHIFT,
-    SEGMENTS_TYPE,
-    STORE_CHILD,
-    Record,
-    Records,
-    Words,
-)
+from kvist.radix.compiled.layout import Record, Records, Words
 from kvist.radix.compiled.sets import ADD, DISCARD, changed, is_retired, refer, tiers_in
 from kvist.radix.compiled.table import delete, insert, locate, segment_of
 
-EPOCH_MARKS = (NUM_EPOCHS - 1) << EPOCH_SHIFT
+EPOCH_MARKS = (layout.NUM_EPOCHS - 1) << layout.EPOCH_SHIFT
 _TIER_STEP = np.uint64(0x9E37_79B9_7F4A_7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
 _0: Any = np.int64(0)  # typed: Numba compiles a function again for each literal
@@ -64,7 +41,7 @@ def block_digest(block_hash: np.uint64, tier: int) -> np.uint64:
 @helper
 def row_at(segments: Records, row: int) -> Record:
     """Return the row of a number."""
-    return segments[row >> SEGMENT_SHIFT].rows[row & (SEGMENT_ROWS - 1)]
+    return segments[row >> layout.SEGMENT_SHIFT].rows[row & (layout.SEGMENT_ROWS - 1)]
 
 
 @helper
@@ -72,13 +49,13 @@ def find(index: Record, segments: Records, block_hash: np.uint64) -> int:
     """Return the row of a block, -1 if nobody holds it."""
     number = segment_of(index.table, block_hash)
     place = locate(index.table, segments, number, block_hash)
-    return number << SEGMENT_SHIFT | place if place >= 0 else -1
+    return number << layout.SEGMENT_SHIFT | place if place >= 0 else -1
 
 
 @helper
 def depth_at(segments: Records, row: int) -> int:
     """Return how many blocks come before a row's block, at most MAX_DEPTH."""
-    return signed(row_at(segments, row).marks) & MAX_DEPTH
+    return signed(row_at(segments, row).marks) & layout.MAX_DEPTH
 
 
 @helper
@@ -90,14 +67,14 @@ def tiers_at(index: Record, segments: Records, row: int, slot: int) -> int:
 @helper
 def is_marked(segments: Records, row: int) -> bool:
     """Whether a row's block was marked."""
-    return signed(row_at(segments, row).marks) & MARKED != 0
+    return signed(row_at(segments, row).marks) & layout.MARKED != 0
 
 
 @helper
 def mark(segments: Records, row: int) -> None:
     """Mark a row's block, for as long as anybody holds it."""
     marked = row_at(segments, row)
-    marked.marks = signed(marked.marks) | MARKED
+    marked.marks = signed(marked.marks) | layout.MARKED
 
 
 @helper
@@ -129,16 +106,16 @@ def capture(segment: Record) -> None:
     rows, copies, deepest = segment.rows, segment.copies, 0
     for place in range(segment.room):
         if rows[place].set_id:
-            deepest = max(deepest, signed(rows[place].marks) & MAX_DEPTH)
+            deepest = max(deepest, signed(rows[place].marks) & layout.MAX_DEPTH)
     starts = np.zeros(deepest + 2, np.int64)
     for place in range(segment.room):
         if rows[place].set_id:
-            starts[(signed(rows[place].marks) & MAX_DEPTH) + 1] += 1
+            starts[(signed(rows[place].marks) & layout.MAX_DEPTH) + 1] += 1
     for depth in range(deepest):
         starts[depth + 1] += starts[depth]
     for place in range(segment.room):
         if rows[place].set_id:
-            depth = signed(rows[place].marks) & MAX_DEPTH
+            depth = signed(rows[place].marks) & layout.MAX_DEPTH
             copy = copies[starts[depth]]
             copy.hash, copy.value = rows[place].hash, rows[place].value
             starts[depth] += 1
@@ -168,8 +145,8 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
         before_change(index, segment)
         place = insert(index.table, segments, number, -1 - place, block_hash, _U1)
         if place < 0:
-            return FULL
-        segment.rows[place].set_id = INLINE | slot << 4 | 1 << tier
+            return layout.FULL
+        segment.rows[place].set_id = layout.INLINE | slot << 4 | 1 << tier
         segment.rows[place].marks = depth | index.epoch
         index.num_stamped += 1
         return 1
@@ -177,7 +154,8 @@ def store_one(index: Record, segments: Records, block_hash: np.uint64, depth: in
     old = signed(row.set_id)
     if index.max_blocks:
         stamp(index, row)
-    is_as_new = old & INLINE and is_retired(index, (old & (INLINE - 1)) >> 4)  # only somebody who is gone held it
+    # Whether only somebody who is gone held it.
+    is_as_new = old & layout.INLINE and is_retired(index, (old & (layout.INLINE - 1)) >> 4)
     new = changed(index, 0 if is_as_new else old, ADD, slot, tier)
     if new < 0 or new == old:
         return min(new, 0)
@@ -218,15 +196,15 @@ def _first_depth(
     """Return the depth of a chain's first block, INVALID if a block is its own parent, or ORPHAN."""
     for place in range(first + 1, end):
         if hashes[place] == hashes[place - 1]:
-            return INVALID
-    if operation.kind != STORE_CHILD:
+            return layout.INVALID
+    if operation.kind != layout.STORE_CHILD:
         return 0
     if first < end and hashes[first] == operation.parent:
-        return INVALID
+        return layout.INVALID
     row = find(index, segments, operation.parent)
     if row < 0 or tiers_at(index, segments, row, slot) == 0:
-        return ORPHAN
-    return min(depth_at(segments, row) + 1, MAX_DEPTH)
+        return layout.ORPHAN
+    return min(depth_at(segments, row) + 1, layout.MAX_DEPTH)
 
 
 @helper
@@ -247,7 +225,7 @@ def _store_chain(
             return depth
     else:
         row = find(index, segments, hashes[first + progress.hash - 1])
-        depth = min(depth_at(segments, row) + 1, MAX_DEPTH) if row >= 0 else 0
+        depth = min(depth_at(segments, row) + 1, layout.MAX_DEPTH) if row >= 0 else 0
     num_stored, digest, result, tier = 0, _U0, 0, operation.tier
     for place in range(first + progress.hash, end):
         result = store_one(index, segments, hashes[place], depth, slot, tier)
@@ -257,7 +235,7 @@ def _store_chain(
         if result:
             num_stored += 1
             digest += block_digest(hashes[place], tier)
-        depth = min(depth + 1, MAX_DEPTH)
+        depth = min(depth + 1, layout.MAX_DEPTH)
     credit(index, slot, num_stored, digest)
     progress.num_stored += num_stored
     return min(result, 0)
@@ -283,7 +261,7 @@ def _remove_all(
     return min(result, 0)
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, int64, OPERATIONS_TYPE, int64, HASHES_TYPE, PROGRESS_TYPE))
+@jit((*layout.INDEX_TYPES, int64, layout.OPERATIONS_TYPE, int64, layout.HASHES_TYPE, layout.PROGRESS_TYPE))
 def apply(
     core: Records,
     segments: Records,
@@ -301,29 +279,29 @@ def apply(
     for number in range(progress.operation):
         first += operations[number].num_hashes
     for number in range(progress.operation, num_operations):
-        operation, result = operations[number], CLEARED
+        operation, result = operations[number], layout.CLEARED
         end = first + operation.num_hashes
         progress.operation = number
-        if operation.kind == REMOVE:
+        if operation.kind == layout.REMOVE:
             result = _remove_all(index, segments, slot, operation.tier, hashes, first, end, progress)
-        elif operation.kind != CLEAR:
+        elif operation.kind != layout.CLEAR:
             result = _store_chain(index, segments, slot, operation, hashes, first, end, progress)
-        if result == FULL:
-            return FULL
-        progress.num_orphans += result == ORPHAN
-        progress.num_invalid += result == INVALID
+        if result == layout.FULL:
+            return layout.FULL
+        progress.num_orphans += result == layout.ORPHAN
+        progress.num_invalid += result == layout.INVALID
         progress.operation, progress.hash, first = number + 1, 0, end
-        if result == CLEARED:
-            return CLEARED
-    return DONE
+        if result == layout.CLEARED:
+            return layout.CLEARED
+    return layout.DONE
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, HASHES_TYPE, HASHES_TYPE, HASHES_TYPE, int64))
+@jit((*layout.INDEX_TYPES, layout.HASHES_TYPE, layout.HASHES_TYPE, layout.HASHES_TYPE, int64))
 def restore(core: Records, segments: Records, hashes: Words, depths: Words, members: Words, start: int) -> int:
     """Have members hold blocks, whatever their parents; return how far that went, short of the end if it is full."""
     index = core[0]
     for number in range(start, len(hashes)):
-        depth, member = min(signed(depths[number]), MAX_DEPTH), signed(members[number])
+        depth, member = min(signed(depths[number]), layout.MAX_DEPTH), signed(members[number])
         for tier in range(4):
             if member >> tier & 1:
                 result = store_one(index, segments, hashes[number], depth, member >> 4, tier)

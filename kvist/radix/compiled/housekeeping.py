@@ -10,22 +10,10 @@ import numpy as np
 from numba import int64, types, uint32
 from numpy.typing import NDArray
 
+from kvist.radix.compiled import layout
 from kvist.radix.compiled.blocks import EPOCH_MARKS, block_digest, capture, credit, replace
 from kvist.radix.compiled.jit import helper, jit, signed
-from kvist.radix.compiled.layout import (
-    CORE_TYPE,
-    EPOCH_SHIFT,
-    FULL,
-    INLINE,
-    MAX_DEPTH,
-    NUM_DEPTH_CLASSES,
-    OLDEST,
-    ROUND_TYPE,
-    ROWS_TYPE,
-    SEGMENTS_TYPE,
-    Record,
-    Records,
-)
+from kvist.radix.compiled.layout import Record, Records
 from kvist.radix.compiled.sets import PURGE, changed, free_set, is_retired, list_members
 
 _U0 = np.uint64(0)
@@ -36,25 +24,25 @@ _MINUS_1: Any = np.int64(-1)
 # --- Ranks that are gone --------------------------------------------------------------------------------------------
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, int64))
+@jit((*layout.INDEX_TYPES, int64))
 def purge(core: Records, segments: Records, number: int) -> int:
     """Take the retired slots out of a segment's sets; return 0, or FULL if there is no room for other sets."""
     index, segment, place = core[0], segments[number], _0
     while place < segment.room:
         set_id = signed(segment.rows[place].set_id)
-        if set_id & INLINE:
-            left = 0 if is_retired(index, (set_id & (INLINE - 1)) >> 4) else set_id
+        if set_id & layout.INLINE:
+            left = 0 if is_retired(index, (set_id & (layout.INLINE - 1)) >> 4) else set_id
         else:
             left = changed(index, set_id, PURGE, index.retirement, _0) if set_id else 0
         if left < 0:
-            return FULL
+            return layout.FULL
         if left != set_id:
             replace(index, segment, place, left)
         place += left != 0 or set_id == 0  # another row may have come to the place of one that went
     return 0
 
 
-@jit((CORE_TYPE, int64, int64))
+@jit((layout.CORE_TYPE, int64, int64))
 def free_sets(core: Records, first: int, end: int) -> None:
     """Free the sets of some numbers to which nothing refers: those that stayed for a snapshot which is over."""
     index = core[0]
@@ -69,8 +57,8 @@ def free_sets(core: Records, first: int, end: int) -> None:
 @helper
 def _age(marks: int, now: int) -> int:
     """Return the epochs since a row was used, as of an epoch; 0 if it was used since."""
-    age = ((now - (marks & EPOCH_MARKS)) & EPOCH_MARKS) >> EPOCH_SHIFT
-    return 0 if age > OLDEST + OLDEST // 2 else age
+    age = ((now - (marks & EPOCH_MARKS)) & EPOCH_MARKS) >> layout.EPOCH_SHIFT
+    return 0 if age > layout.OLDEST + layout.OLDEST // 2 else age
 
 
 @helper
@@ -86,10 +74,10 @@ def _depth_class(depth: int) -> int:
 
 @helper
 def _priority(marks: int, now: int) -> int:
-    return _age(marks, now) * NUM_DEPTH_CLASSES + _depth_class(marks & MAX_DEPTH)
+    return _age(marks, now) * layout.NUM_DEPTH_CLASSES + _depth_class(marks & layout.MAX_DEPTH)
 
 
-@jit((SEGMENTS_TYPE, ROUND_TYPE, int64))
+@jit((layout.SEGMENTS_TYPE, layout.ROUND_TYPE, int64))
 def count_priorities(segments: Records, rounds: Records, max_visits: int) -> bool:
     """Count rows by priority, in whole segments from where a round stands; return whether that was the last of them.
 
@@ -103,8 +91,8 @@ def count_priorities(segments: Records, rounds: Records, max_visits: int) -> boo
             if row.set_id == 0:
                 continue
             marks = signed(row.marks)
-            if _age(marks, state.now) > OLDEST:
-                marks = (marks & ~EPOCH_MARKS) | ((state.now - (OLDEST << EPOCH_SHIFT)) & EPOCH_MARKS)
+            if _age(marks, state.now) > layout.OLDEST:
+                marks = (marks & ~EPOCH_MARKS) | ((state.now - (layout.OLDEST << layout.EPOCH_SHIFT)) & EPOCH_MARKS)
                 row.marks = marks
             priority = _priority(marks, state.now)
             state.counts[priority] += np.uint32(1)
@@ -129,7 +117,7 @@ def _take_from_holders(index: Record, block_hash: np.uint64, set_id: int) -> int
     return num_members
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, ROUND_TYPE, int64))
+@jit((*layout.INDEX_TYPES, layout.ROUND_TYPE, int64))
 def evict(core: Records, segments: Records, rounds: Records, max_work: int) -> bool:
     """Take out rows above the threshold, and at it while the quota lasts, from where a round stands on.
 
@@ -160,7 +148,7 @@ def evict(core: Records, segments: Records, rounds: Records, max_work: int) -> b
 # --- Snapshots ------------------------------------------------------------------------------------------------------
 
 
-@jit((SEGMENTS_TYPE, int64, int64))
+@jit((layout.SEGMENTS_TYPE, int64, int64))
 def capture_some(segments: Records, number: int, max_rows: int) -> int:
     """Copy what a snapshot tells of segments from a number on, unless that was done; return where that ended."""
     num_visited = 0
@@ -173,7 +161,7 @@ def capture_some(segments: Records, number: int, max_rows: int) -> int:
     return number
 
 
-@jit((SEGMENTS_TYPE, int64, int64, ROWS_TYPE, int64))
+@jit((layout.SEGMENTS_TYPE, int64, int64, layout.ROWS_TYPE, int64))
 def tell(segments: Records, depth: int, first: int, output: Records, max_visits: int) -> tuple[int, int, int]:
     """Move copied rows to the output, by ascending depth, from one depth and segment on, until that is full.
 
@@ -189,7 +177,7 @@ def tell(segments: Records, depth: int, first: int, output: Records, max_visits:
             num_visited += 1
             while segment.num_told < segment.num_copied and count < len(output):
                 copy = segment.copies[segment.num_told]
-                if signed(copy.marks) & MAX_DEPTH != depth:
+                if signed(copy.marks) & layout.MAX_DEPTH != depth:
                     break
                 output[count].hash, output[count].value = copy.hash, copy.value
                 segment.num_told += 1
@@ -199,20 +187,20 @@ def tell(segments: Records, depth: int, first: int, output: Records, max_visits:
         first = 0
         for segment in segments:
             if segment.num_told < segment.num_copied:
-                deeper = signed(segment.copies[segment.num_told].marks) & MAX_DEPTH
+                deeper = signed(segment.copies[segment.num_told].marks) & layout.MAX_DEPTH
                 following = deeper if following < 0 else min(following, deeper)
         num_visited += len(segments)
         depth = following
     return count, -1, 0
 
 
-@jit((CORE_TYPE, types.Array(uint32, 1, "C")))
+@jit((layout.CORE_TYPE, types.Array(uint32, 1, "C")))
 def members_of(core: Records, set_ids: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
     """Return the members of some sets side by side, and how many each has."""
     index, lengths, count = core[0], np.empty(len(set_ids), np.int64), 0
     for number in range(len(set_ids)):
         set_id = signed(set_ids[number])
-        lengths[number] = 1 if set_id & INLINE else signed(index.sets[set_id].num_members)
+        lengths[number] = 1 if set_id & layout.INLINE else signed(index.sets[set_id].num_members)
         count += lengths[number]
     members, count = np.empty(count, np.uint32), 0
     for number in range(len(set_ids)):

@@ -20,6 +20,12 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+
+def integers(names: str) -> list[tuple[str, str]]:
+    """Return fields of a record that are integers of 64 bits."""
+    return [(name, "i8") for name in names.split()]
+
+
 Records = NDArray[np.void]
 Words = NDArray[np.uint64]
 Record = Any
@@ -154,8 +160,7 @@ OLDEST, NUM_DEPTH_CLASSES = 1 << 11, 1 << 7
 """Age in epochs beyond which rows are as old; classes of depth that an eviction tells apart."""
 ROUND = np.dtype(
     [
-        ("segment", "i8"),  # where it stands
-        ("place", "i8"),
+        *integers("segment place"),  # where it stands
         ("now", "i8"),  # the epoch in which it began
         ("threshold", "i8"),  # rows above this priority go
         ("quota", "i8"),  # and so many at it
@@ -171,12 +176,8 @@ OPERATION = np.dtype([("kind", "i8"), ("tier", "i8"), ("parent", "u8"), ("num_ha
 STORE_ROOT, STORE_CHILD, REMOVE, CLEAR = range(4)
 PROGRESS = np.dtype(
     [
-        ("operation", "i8"),  # where to go on, and within its hashes
-        ("hash", "i8"),
-        ("num_stored", "i8"),
-        ("num_not_found", "i8"),
-        ("num_orphans", "i8"),
-        ("num_invalid", "i8"),
+        *integers("operation hash"),  # where to go on, and within its hashes
+        *integers("num_stored num_not_found num_orphans num_invalid"),
     ],
     align=True,
 )
@@ -184,6 +185,7 @@ DONE, FULL, ORPHAN, INVALID, CLEARED = 0, -1, -2, -3, -4
 
 _typeof: Any = numba.typeof
 HEAD_TYPE, CORE_TYPE, SEGMENTS_TYPE, ROWS_TYPE = (_typeof(np.empty(0, dtype)) for dtype in (HEAD, CORE, SEGMENT, ROW))
+INDEX_TYPES, TABLE_TYPES = (CORE_TYPE, SEGMENTS_TYPE), (HEAD_TYPE, SEGMENTS_TYPE)
 QUERY_TYPE, ROUND_TYPE, OPERATIONS_TYPE, PROGRESS_TYPE = (
     _typeof(np.empty(0, dtype)) for dtype in (QUERY, ROUND, OPERATION, PROGRESS)
 )

@@ -17,21 +17,10 @@ import numpy as np
 from numba import int64
 from numpy.typing import NDArray
 
+from kvist.radix.compiled import layout
 from kvist.radix.compiled.blocks import find, row_at, stamp
 from kvist.radix.compiled.jit import helper, jit, signed
-from kvist.radix.compiled.layout import (
-    COMPANION,
-    CORE_TYPE,
-    GROUPED,
-    HASHES_TYPE,
-    INLINE,
-    NUM_KINDS,
-    QUERY_TYPE,
-    SEGMENTS_TYPE,
-    Record,
-    Records,
-    Words,
-)
+from kvist.radix.compiled.layout import Record, Records, Words
 from kvist.radix.compiled.sets import is_retired, member_at, tiers_in
 from kvist.radix.compiled.table import locate, segment_of
 
@@ -50,8 +39,8 @@ def _closed(word: np.uint64) -> np.uint64:
 @helper
 def _spread(index: Record, set_id: int, words: Words, num_words: int) -> int:
     """Write a set's words up to a number of them; return how many they are, up to that."""
-    if set_id & INLINE:
-        member = set_id & (INLINE - 1)
+    if set_id & layout.INLINE:
+        member = set_id & (layout.INLINE - 1)
         end = min(num_words, (member >> 8) + 1)
         for place in range(end):
             words[place] = _U0
@@ -144,12 +133,12 @@ def _hit(
     A block that is missing ends all hits that need it, which are those up to its group's window behind it.
     """
     step, num_ahead = signed(rule.step), 0
-    for group in range(1 + NUM_KINDS):
+    for group in range(1 + layout.NUM_KINDS):
         num_ahead = max(num_ahead, signed(rule.ahead[group]))
     end = max(min(longest - signed(rule.ahead[0]), limit - num_ahead, num_usable), 0) // step * step
     while end > 0:
         missing = -1
-        for group in range(1 + NUM_KINDS):
+        for group in range(1 + layout.NUM_KINDS):
             holder, tier = (slot, 0) if group == 0 else (signed(rule.companion), group - 1)
             ahead = signed(rule.ahead[group])
             place, first = end + ahead - 1, end + ahead - signed(rule.needed[group]) * signed(rule.stride[group])
@@ -190,9 +179,9 @@ def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Word
     for number in range(query.num_holders):
         slot = query.holder_ids[number]
         role = index.rules[slot].role
-        if role == GROUPED:
+        if role == layout.GROUPED:
             query.depths[slot, 0] = query.holder_depths[number, 0]
-        elif role != COMPANION:
+        elif role != layout.COMPANION:
             query.holder_ids[num_kept] = slot
             for tier in range(4):
                 query.holder_depths[num_kept, tier] = query.holder_depths[number, tier]
@@ -217,7 +206,7 @@ def _keep_to_rules(index: Record, segments: Records, query: Record, hashes: Word
     return num_kept
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, QUERY_TYPE, HASHES_TYPE, int64))
+@jit((*layout.INDEX_TYPES, layout.QUERY_TYPE, layout.HASHES_TYPE, int64))
 def match(core: Records, segments: Records, queries: Records, hashes: Words, num_usable: int) -> int:
     """Write, for each slot that holds the first block, its cumulative depth in each tier; return how many they are.
 
@@ -244,7 +233,7 @@ def match(core: Records, segments: Records, queries: Records, hashes: Words, num
     return _keep_to_rules(index, segments, query, hashes, num_usable) if index.num_grouped else query.num_holders
 
 
-@jit((CORE_TYPE, SEGMENTS_TYPE, HASHES_TYPE))
+@jit((*layout.INDEX_TYPES, layout.HASHES_TYPE))
 def touch(core: Records, segments: Records, hashes: Words) -> None:
     """Note that blocks are in use now, up to the first that nobody holds."""
     index = core[0]

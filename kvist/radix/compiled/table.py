@@ -15,21 +15,12 @@ import mmap
 import numpy as np
 from numba import int64
 
+from kvist.radix.compiled import layout
 from kvist.radix.compiled.jit import helper, jit, signed
-from kvist.radix.compiled.layout import (
-    DONE,
-    FULL,
-    FULLEST_128THS,
-    HEAD_TYPE,
-    ROW,
-    SEGMENT_ROWS,
-    SEGMENTS_TYPE,
-    Record,
-    Records,
-)
+from kvist.radix.compiled.layout import Record, Records
 
 _U0, _U1, _U32 = (np.uint64(n) for n in (0, 1, 32))
-_PAGE_ROWS = mmap.PAGESIZE // ROW.itemsize
+_PAGE_ROWS = mmap.PAGESIZE // layout.ROW.itemsize
 _LEAST_STEP = 1024
 """Rows by which a segment grows, unless it only doubles."""
 
@@ -93,14 +84,14 @@ def grown_room(room: int, number: int) -> int:
     """
     wanted = room + max(min(room, _LEAST_STEP), room * (5 + number % 3 * 2) // 48)
     return min(
-        SEGMENT_ROWS, wanted // _PAGE_ROWS * _PAGE_ROWS + _PAGE_ROWS - 4
+        layout.SEGMENT_ROWS, wanted // _PAGE_ROWS * _PAGE_ROWS + _PAGE_ROWS - 4
     )  # whole pages, but for what comes first
 
 
 @helper
 def is_full(segment: Record) -> bool:
     """Whether a segment has to grow before it takes another row."""
-    return segment.count * 128 >= segment.room * FULLEST_128THS
+    return segment.count * 128 >= segment.room * layout.FULLEST_128THS
 
 
 @helper
@@ -108,8 +99,8 @@ def insert(head: Record, segments: Records, number: int, place: int, block_hash:
     """Put a row where `locate` ended in a segment, unless that has to grow; return its place, or FULL."""
     segment = segments[number]
     if is_full(segment):
-        if segment.room == SEGMENT_ROWS:
-            return FULL
+        if segment.room == layout.SEGMENT_ROWS:
+            return layout.FULL
         lay_out(head, segments, number, grown_room(segment.room, number))
         place = -1 - locate(head, segments, number, block_hash)
     segment.rows[place].hash, segment.rows[place].value = block_hash, value
@@ -137,23 +128,23 @@ def delete(head: Record, segment: Record, place: int) -> None:
     head.num_rows -= 1
 
 
-@jit((HEAD_TYPE, SEGMENTS_TYPE, int64, int64))
+@jit((*layout.TABLE_TYPES, int64, int64))
 def resize(heads: Records, segments: Records, number: int, room: int) -> int:
     """Move a segment's rows into so much room; FULL, and nothing is changed, if they would fill it."""
     segment = segments[number]
-    if segment.count >= room > 0 or room > SEGMENT_ROWS or (room == 0 and segment.count):
-        return FULL
+    if segment.count >= room > 0 or room > layout.SEGMENT_ROWS or (room == 0 and segment.count):
+        return layout.FULL
     lay_out(heads[0], segments, number, room)
-    return DONE
+    return layout.DONE
 
 
-@jit((HEAD_TYPE, SEGMENTS_TYPE))
+@jit(layout.TABLE_TYPES)
 def grow(heads: Records, segments: Records) -> bool:
     """Give segments that are full more room; false if that is not reserved."""
     for number in range(len(segments)):
         room = segments[number].room
         if is_full(segments[number]) and room:
-            if room == SEGMENT_ROWS:
+            if room == layout.SEGMENT_ROWS:
                 return False
             lay_out(heads[0], segments, number, grown_room(room, number))
     return True

@@ -59,13 +59,6 @@ class Inbox:
             raise PeerError(f"a message needs more than {self._max_bytes} bytes")
         return half.view[half.end : half.capacity]
 
-    def look(self) -> MessageBlock:
-        """Return the messages that are here; the block is valid until `drop`, or as that of a `take` before it."""
-        return self.filling.block()
-
-    def drop(self) -> None:
-        self.filling.drop()
-
     def take(self) -> MessageBlock:
         """Return the messages that are here; the block is valid until the next call."""
         taken = self.filling
@@ -118,6 +111,7 @@ class Half:
         self.begin = begin
 
     def drop(self) -> None:
+        """Forget the messages that are here; a block of them is not valid any more."""
         self.num_messages = 0
         if self.begin == self.end:
             self.begin = self.end = 0

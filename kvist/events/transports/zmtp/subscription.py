@@ -119,8 +119,9 @@ class ZmtpSubscription:
         if deliver is None:
             waiter.set_result(True)
             return False
-        if deliver(self._inbox.look()):
-            self._inbox.drop()
+        half = self._inbox.filling
+        if deliver(half.block()):
+            half.drop()
         else:
             self._inbox.take()  # which leaves them where they are, while the other half is filled
             if not waiter.done():  # but for a receive that was cancelled meanwhile
