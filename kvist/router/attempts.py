@@ -249,6 +249,8 @@ class AnswerAttempt(_Attempt):
         if self._is_healing:
             block_hashes = partial(router.routing.block_hashes, owner.ask, decision.chosen.target.worker)
             router.healer.answered(decision, usage, block_hashes)
+        if self.status == HTTPStatus.OK and (routed := router.routing.routed(owner.ask, owner.prefix, decision, usage)):
+            router.on_routed(routed)
         owner.responder.end()
         owner.end()
 

@@ -51,6 +51,7 @@ from kvist.router.prefill.handover import FALLBACKS, Handoff, Handover, Local, P
 from kvist.router.prefill.releases import Releases
 from kvist.router.prompts import Ask, PromptReader
 from kvist.router.recording import SESSION_HEADER, Recorded, RequestRecorder
+from kvist.router.regret import Routed
 from kvist.router.routing import Prefix, Routing
 from kvist.tracing import NO_SPAN, Span
 
@@ -84,6 +85,7 @@ class Forwarder:
     metrics: RouterMetrics
     now_s: Callable[[], float]
     refuse: Refuse
+    on_routed: Callable[[Routed], None]
     tracing: Tracing | None = None
     access_log: AccessLog | None = None
     recorder: RequestRecorder | None = None
@@ -479,6 +481,8 @@ class Forwarding:
         if router.recorder is not None and (ask is None or ask.num_tokens):  # some requests are about answers of old
             hashes, num_blocks, told["block_size"] = router.routing.naming(ask, self.prefix)
             told["status"], told["streamed"] = status, attempt is not None and attempt.is_event_stream
+            if told["overlap_predicted"] is not None and decision is not None:
+                told["overlap_held"] = self.prefix.held_tokens(decision.prompt)
             told["model"] = None if ask is None else router.fleet.label_of(ask.model)
             told["input_length"] = (usage and usage.prompt_tokens) or (ask and ask.num_tokens)
             told["output_length"] = 0 if attempt is None else attempt.num_output_tokens

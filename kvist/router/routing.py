@@ -16,17 +16,20 @@ from numpy.typing import NDArray
 
 from kvist.events import Tier, WorkerRank
 from kvist.events.hashing import block_hashes
+from kvist.events.session import SourceState
 from kvist.openai.errors import RequestError
 from kvist.router.config import RouterConfig
 from kvist.router.fleet.fleet import Fleet
 from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.worker import Worker
 from kvist.router.index import DEFAULT_BLOCK_SIZE, Caches, Overlaps
-from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw
+from kvist.router.policy.decision import Candidate, Decision, Prompt, Role, Weighing, decide, draw, usable_blocks
 from kvist.router.policy.priced import DEFAULT_ALPHA, Dispatched, PricedPolicy, PriceSettings
 from kvist.router.prefill.handover import Local, Plan, is_worth_handing_over
 from kvist.router.prompts import Ask
 from kvist.router.recording import Hashes
+from kvist.router.regret import Routed, sample_of
+from kvist.router.usage import ReportedUsage
 
 FETCH_SCALE = 0.05
 """What fetching a block costs against computing it: 2 MB (16 tokens of an 8B model) cross a 200 Gbit/s link in 0.1 ms
@@ -41,6 +44,11 @@ class Prefix(NamedTuple):
 
     overlaps: Overlaps = {}  # noqa: RUF012 - nobody writes to it
     block_hashes: NDArray[np.uint64] = np.empty(0, np.uint64)
+
+    def held_tokens(self, prompt: Prompt) -> int:
+        """Return the most that any rank holds, in any tier."""
+        deepest = max((depths[-1] for depths in self.overlaps.values()), default=0)
+        return usable_blocks(deepest, prompt) * prompt.block_size
 
 
 class Routing:
@@ -178,6 +186,37 @@ class Routing:
         column = self._load.column(decision.chosen.target)
         return self._pricing.dispatched(
             now_s, column, decision.prices, decision.chosen_idx, is_streamed=is_streamed, computes=computes
+        )
+
+    def routed(self, ask: Ask, prefix: Prefix, decision: Decision, usage: ReportedUsage | None) -> Routed | None:
+        """Return what regret counts of a request that was answered; None where nothing is known of caches."""
+        if self._index is None:
+            return None
+        target, prompt, prices = decision.chosen.target, decision.prompt, decision.prices
+        model, block_size = self._fleet.label_of(ask.model), prompt.block_size
+        if not len(prefix.block_hashes):
+            is_read = ask.token_ids is not None and self._index.has_joined
+            return Routed(model, target.worker, prompt.num_tokens, is_read=is_read)
+        adapter = self._adapter_of(ask)
+        plain_hashes, variant = prefix.block_hashes, 0
+        if adapter is not None or ask.cache_salt is not None:
+            plain_hashes = self._hashes_of(Ask(None, 0), block_size)(ask.token_ids)
+            variant = hash((adapter, ask.cache_salt)) & 0xFFFFFFFF
+        worker = self._fleet.get(target.worker)
+        states = [rank.state for rank in self._fleet.ranks(worker) if rank.target == target] if worker else []
+        routed = decision.overlap_tokens if prices is None else int(prices.cached_tokens[decision.chosen_idx])
+        return Routed(
+            model,
+            target.worker,
+            prompt.num_tokens,
+            held=prefix.held_tokens(prompt),
+            routed=routed,
+            in_flight=routed - decision.overlap_tokens,
+            reported=None if usage is None else usage.cached_tokens,
+            is_exact=SourceState.LIVE in states,
+            block_size=block_size,
+            sampled=sample_of(plain_hashes),
+            variant=variant,
         )
 
     def _decide(self, ask: Ask, prefix: Prefix, workers: Iterable[Worker], compute_scale: float = 1.0) -> Decision:

@@ -152,6 +152,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     block_size: Annotated[int, msgspec.Meta(ge=1)] = TRACE_BLOCK_SIZE
     began: float = 0.0
     status: int = 200
+    model: str | None = None
     worker: str | None = None
     streamed: bool = True
     queue_s: float = 0.0
@@ -159,6 +160,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     total_s: float | None = None
     overlap_predicted: int | None = None
     overlap_reported: int | None = None
+    overlap_held: int | None = None
     session: str | None = None
     pause_s: float | None = None
     # What carries text: lines for `vllm bench serve --dataset-name custom`, aiperf's input files, its raw records.

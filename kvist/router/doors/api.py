@@ -4,12 +4,14 @@
     GET  /readiness   200 while requests can be taken           DELETE /workers     ?url=…: drain, then remove
     GET  /metrics     Prometheus text                          GET    /get_loads   load by rank
     GET  /workers     every worker, its state and why          POST   /route       the decision for a body, not sent
+    GET  /regret      where hits went, of ?window=10m
 
 The caller has checked who may ask (`kvist.router.doors.auth`), and answers /route itself: who decides can explain.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -29,6 +31,9 @@ from kvist.router.fleet.load import LoadTracker
 from kvist.router.fleet.membership import Membership, WorkerConflictError
 from kvist.router.index import FleetIndex
 from kvist.router.policy.decision import Role
+from kvist.router.regret import Regret
+
+_WINDOW, _UNITS_S = re.compile(r"([1-9][0-9]{0,3})([smh])"), {"s": 1, "m": 60, "h": 3600}
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -65,6 +70,7 @@ class AdminApi:
     load: LoadTracker
     index: FleetIndex | None
     metrics: MetricsPage
+    regret: Regret
     started_s: float
     now_s: Callable[[], float]
 
@@ -77,6 +83,7 @@ class AdminApi:
             ("POST", "/workers"): self._add_worker,
             ("DELETE", "/workers"): self._drain_worker,
             ("GET", "/get_loads"): self._loads,
+            ("GET", "/regret"): self._regret,
         }
         method = "GET" if question.method == "HEAD" else question.method
         try:
@@ -134,6 +141,13 @@ class AdminApi:
         now_s = self.now_s()
         targets = [rank.target for worker in self.fleet.workers for rank in self.fleet.ranks(worker)]
         return json_answer({"loads": [explain_load(target, self.load.load(target, now_s)) for target in targets]})
+
+    def _regret(self, question: Question) -> Answer:
+        given = parse_qs(question.query).get("window", ["10m"])[-1]
+        window = _WINDOW.fullmatch(given)
+        if window is None:
+            raise InvalidValueError("window", given, "a time of up to an hour: 90s, 10m or 1h")
+        return json_answer(self.regret.report(self.now_s(), int(window[1]) * _UNITS_S[window[2]]))
 
 
 def json_answer(value: Any, status: int = HTTPStatus.OK) -> Answer:

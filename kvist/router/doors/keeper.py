@@ -6,6 +6,7 @@ It is part of a router that is one process (`service`), and a process of its own
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
@@ -33,6 +34,10 @@ from kvist.router.index import Caches, FleetIndex
 from kvist.router.metrics import FleetGauges
 from kvist.router.policy.attention import alpha_of
 from kvist.router.policy.priced import DEFAULT_ALPHA
+from kvist.router.regret import Regret, Routed
+
+_RESIZE_S = 1.0
+"""How often it is asked how much all caches hold."""
 
 
 class FleetKnowledge(Protocol):
@@ -47,6 +52,9 @@ class FleetKnowledge(Protocol):
 
     async def answer(self, question: Question) -> Answer:
         """Return what to answer an operator."""
+
+    def on_routed(self, request: Routed) -> None:
+        """Take what came of a request, for `GET /regret`."""
 
     def start_renderings(self, tokenizer: ChatTokenizer) -> None:
         """Tell apart from now on what is rendered in ways of its own."""
@@ -99,7 +107,8 @@ class Keeper:
         self._speeds = None
         if config.state_dir is not None:
             self._speeds = Speeds(Path(config.state_dir) / "router.speeds.json", load.board, config.state_interval_s)
-        self._api = AdminApi(self.fleet, self.membership, load, self.index, page, started_s, now_s)
+        self._regret, self._capacity_blocks, self._sized_at_s = Regret(), 0, -math.inf
+        self._api = AdminApi(self.fleet, self.membership, load, self.index, page, self._regret, started_s, now_s)
         self._exits = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -118,6 +127,14 @@ class Keeper:
     async def answer(self, question: Question) -> Answer:
         """Return what to answer an operator."""
         return await self._api.answer(question)
+
+    def on_routed(self, request: Routed) -> None:
+        """Add up what came of a request."""
+        now_s = time.monotonic()
+        if now_s - self._sized_at_s > _RESIZE_S:
+            ranks = (rank for worker in self.fleet.workers for rank in self.fleet.ranks(worker))
+            self._capacity_blocks, self._sized_at_s = sum(rank.num_blocks for rank in ranks), now_s
+        self._regret.add(now_s, [request], self._capacity_blocks)
 
     def start_renderings(self, tokenizer: ChatTokenizer) -> None:
         """Have each worker's tokens compared with this model's, from now on."""

@@ -80,7 +80,7 @@ logger = logging.getLogger(__name__)
 TRACES_CLOSE_TIMEOUT_S = 0.5
 
 OPEN_PATHS = frozenset({"/health", "/readiness", "/metrics"})
-ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route"})
+ADMIN_PATHS = frozenset({"/workers", "/get_loads", "/route", "/regret"})
 WORKER_HEADER = b"x-kvist-worker"
 """Names the worker that an administrator's request to an endpoint of a worker is for."""
 
@@ -203,6 +203,7 @@ class RouterService:
             self._metrics,
             now_s,
             self._refuse,
+            known.on_routed,
             tracing,
             access_log,
             recorder,

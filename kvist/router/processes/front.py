@@ -39,6 +39,7 @@ from kvist.router.processes import messages
 from kvist.router.processes.index import SharedIndex, open_reader
 from kvist.router.processes.keeper import INDEX_SOCKET, KEEPER_SOCKET, families_of
 from kvist.router.processes.messages import Link, Message, ToFront, encode
+from kvist.router.regret import Routed
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ FIRST_NEWS_S = 10.0
 ANSWER_TIMEOUT_S, READINESS_TIMEOUT_S = 15.0, 0.5
 """How long a keeper is waited for; whoever asks for readiness waits a second or so."""
 HEARD_INTERVAL_S = 0.5
+MAX_ENDED = 4096
 
 _decode = msgspec.msgpack.Decoder(ToFront).decode
 
@@ -107,6 +109,7 @@ class RemoteKeeper:
         self._numbers = itertools.count()
         self._questions: dict[int, asyncio.Future[Answer | None]] = {}
         self._seen: set[str] = set()
+        self._ended: list[Routed] = []
         self._tasks = asyncio.TaskGroup()
         self._running: list[asyncio.Task[None]] = []
 
@@ -158,6 +161,11 @@ class RemoteKeeper:
         page = explain_readiness(self.fleet, None, is_draining=is_draining)
         page["index"] = None if away is None else f"away: the process that follows the fleet {away}"
         return json_answer(page, HTTPStatus.OK if page["ready"] else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def on_routed(self, request: Routed) -> None:
+        """Tell the keeper soon; while it is away, no more than there is room for."""
+        if len(self._ended) < MAX_ENDED:
+            self._ended.append(request)
 
     def start_renderings(self, tokenizer: ChatTokenizer) -> None:
         """Tell apart from now on what is rendered in ways of its own; the keeper says by whom."""
@@ -296,9 +304,12 @@ class RemoteKeeper:
                 self.index.know(url, [])
 
     async def _note_heard(self) -> None:
-        """Show now and then when workers were last heard, which the keeper cannot know."""
+        """Show now and then what the keeper cannot know: when workers were last heard, and what came of requests."""
         while True:
             await asyncio.sleep(HEARD_INTERVAL_S)
+            if self._ended and self._link is not None:
+                self._tell(messages.Ended(self._ended))
+                self._ended = []
             for worker in self.fleet.workers:
                 silent_s = self._pool.silent_s(worker.url)
                 if silent_s < math.inf:

@@ -206,6 +206,9 @@ class KeeperProcess:
                 index.computed(url, np.frombuffer(hashes, np.uint64))
             case messages.Said():
                 self._tell_all(encode(message), but=link)
+            case messages.Ended(requests):
+                for request in requests:
+                    self._keeper.on_routed(request)
             case messages.Asked():
                 self._tasks.create_task(self._answer(link, message), name="kvist-answer")
             case messages.Metrics(number, families):

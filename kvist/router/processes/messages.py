@@ -18,6 +18,7 @@ from kvist.router.fleet.health import CircuitBreaker
 from kvist.router.fleet.rendering import Kind
 from kvist.router.index import RankStatus
 from kvist.router.policy.decision import Role
+from kvist.router.regret import Routed
 
 MAX_UNSENT_BYTES = 64 * 2**20
 _LENGTH = struct.Struct("<I")
@@ -145,6 +146,12 @@ class Said(Message, frozen=True):
     said: bytes | None
 
 
+class Ended(Message, frozen=True):
+    """What came of requests, for `GET /regret`."""
+
+    requests: list[Routed]
+
+
 class Asked(Message, frozen=True):
     """An operator's question, which the keeper answers by `Answered`."""
 
@@ -160,7 +167,7 @@ class Metrics(Message, frozen=True):
 
 
 ToFront: TypeAlias = WorkerNews | WorkerGone | IndexNews | AllTold | Answered | MetricsWanted | Said
-ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Asked | Metrics
+ToKeeper: TypeAlias = Hello | Happened | Paused | Used | Computed | Said | Ended | Asked | Metrics
 
 encode = msgspec.msgpack.Encoder().encode
 

@@ -1,0 +1,190 @@
+"""`kvist why`: where the hits of a router's requests went, of one that runs or of a recording."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, Request, build_opener
+
+from kvist.errors import InvalidValueError, KvistError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvist.router.regret import Routed
+    from kvist.simulate.trace import TraceLine
+
+HELP = "say where the hits went: what caches could have spared, and why they did not"
+
+_TIMEOUT_S = 30.0
+_DO = {
+    "evicted before reuse": "more cache, or host memory behind it; fewer copies of one prefix",
+    "held, when last used, by a rank that is not known exactly": "its event stream: GET /readiness",
+    "cached under another salt or adapter": "one salt for those who may share",
+    "held elsewhere, where it would have cost more": "the price of waiting: docs/policy.md",
+    "predicted, but not found by the engine": "what is exact there: docs/engines.md",
+    "not readable, so that nothing was looked for": "--model-path; kvist_router_readings_total",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("source", metavar="URL|RECORDING", help="a router, or what `kvist route --record-requests` wrote")
+    add("--window", default="10m", metavar="TIME", help="of a router: 90s, 10m, 1h at most (default %(default)s)")
+    add("--admin-key", metavar="KEY", help="the router's (default: the variable KVIST_ADMIN_KEY)")
+    add(
+        "--cache-tokens",
+        type=int,
+        default=400_000,
+        metavar="N",
+        help="of a recording: what each worker caches (default %(default)s)",
+    )
+    add("--json", action="store_true", help="print all there is, as one line of JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; return 0."""
+    is_url = args.source.startswith(("http://", "https://"))
+    report = _ask(args) if is_url else _read(Path(args.source), args.cache_tokens)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+    return 0
+
+
+def _ask(args: argparse.Namespace) -> dict[str, Any]:
+    key = args.admin_key or os.environ.get("KVIST_ADMIN_KEY")
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    request = Request(f"{args.source.rstrip('/')}/regret?window={args.window}", headers=headers)
+    try:
+        with build_opener(ProxyHandler({})).open(request, timeout=_TIMEOUT_S) as answer:
+            report: dict[str, Any] = json.load(answer)
+    except HTTPError as error:
+        said = error.read(4096).decode("utf-8", "replace")
+        raise KvistError(f"{args.source} answered {error.code}: {said}") from None
+    return report
+
+
+def _read(path: Path, cache_tokens: int) -> dict[str, Any]:
+    from kvist.router.regret import Regret
+    from kvist.simulate.trace import read_lines
+
+    lines = sorted((line.began + (line.timestamp or 0.0) / 1e3, place, line) for place, line in read_lines(path))
+    if not lines:
+        raise InvalidValueError("recording", str(path), "a line for each request")
+    num_workers = len({line.worker for _, _, line in lines})
+    regret = Regret(max_buckets=None)
+    for at_s, _, line in lines:
+        if line.input_length is not None and line.status == 200:
+            regret.add(at_s, [_routed_of(line)], num_workers * cache_tokens // line.block_size)
+    return regret.report(lines[-1][0], lines[-1][0] - lines[0][0])
+
+
+def _routed_of(line: TraceLine) -> Routed:
+    import numpy as np
+
+    from kvist.router.regret import Routed, sample_of
+
+    predicted = line.overlap_predicted or 0
+    return Routed(
+        line.model or "",
+        line.worker or "",
+        line.input_length or 0,
+        held=predicted if line.overlap_held is None else line.overlap_held,
+        routed=predicted,
+        reported=line.overlap_reported,
+        is_read=line.hash_ids is not None,
+        block_size=line.block_size,
+        sampled=sample_of(np.array(line.hash_ids or (), np.uint64)),
+    )
+
+
+def _show(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, total = Console(), report["total"]
+    prompt, sample = max(1, total["prompt_tokens"]), report["sample"]
+    console.print(f"{total['requests']:,} requests in {report['window_s']:,.0f} s, {prompt:,} prompt tokens, of which")
+    steps = Table("", show_header=False, box=None)
+    for column in ("tokens", "share", "means"):
+        steps.add_column(column, justify="left" if column == "means" else "right")
+    error = f"± {2 * sample['standard_error']:.1%}, from a sample of {sample['blocks']:,} blocks"
+    for name, means in (
+        ("one_cache", f"one cache as large as all would have held ({error})"),
+        ("held", "some worker held"),
+        ("routed", f"the chosen worker held, {total['in_flight']:,} of them still being computed"),
+        ("reported", f"engines found, of the {total['told_tokens']:,} that they say so of"),
+    ):
+        whole = total["told_tokens"] if name == "reported" else prompt
+        steps.add_row("", f"{total[name]:,}", _share(total[name], whole), means)
+    console.print(steps)
+    _show_table(
+        console,
+        ("tokens lost", "share", "why", "what to do"),
+        [
+            (f"{tokens:,}", _share(tokens, prompt), cause, _DO[cause])
+            for cause, tokens in sorted(total["lost"].items(), key=lambda each: -each[1])
+        ],
+    )
+    _show_table(
+        console,
+        ("requests", "prompt tokens", "held", "routed", "lost", "model", "worker"),
+        [
+            (
+                f"{row['requests']:,}",
+                f"{row['prompt_tokens']:,}",
+                _share(row["held"], row["prompt_tokens"]),
+                _share(row["routed"], row["prompt_tokens"]),
+                f"{sum(row['lost'].values()):,}",
+                row["model"],
+                row["worker"],
+            )
+            for row in report["by"]
+        ],
+    )
+    _show_table(
+        console,
+        ("tokens lost", "times", "length", "costliest prefixes"),
+        [
+            (f"{each['tokens_lost']:,}", f"{each['times']:,}", f"{each['length']:,}", each["prefix"])
+            for each in report["costliest_prefixes"]
+        ],
+    )
+    for name, text in (
+        ("reuse_distance_blocks", "Between two uses of a block up to {:,} others were used in half of all cases"),
+        ("stay_needed_s", "Evicted blocks would have had to stay up to {:,} s in half of all cases"),
+    ):
+        if counts := report[name]:
+            console.print(f"{text.format(_quantile(counts, 0.5))}, {_quantile(counts, 0.9):,} in nine of ten.")
+
+
+def _show_table(console: Console, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    if rows:
+        number = re.compile(r"[0-9,.%–]+")
+        table = Table()
+        for name, cells in zip(columns, zip(*rows, strict=True), strict=True):
+            table.add_column(name, justify="right" if all(map(number.fullmatch, cells)) else "left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.1%}" if whole else "–"
+
+
+def _quantile(counts: dict[str, int], part: float) -> int:
+    """Return where so large a part of what a histogram counts is below."""
+    wanted = part * sum(counts.values())
+    return next(int(bound) for bound, below in zip(counts, accumulate(counts.values()), strict=True) if below >= wanted)

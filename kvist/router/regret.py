@@ -1,0 +1,274 @@
+"""Where hits went: what a fleet's caches could have spared, what was routed to, and what became of the difference.
+
+    one cache    what a single cache as large as all of the fleet's would have held of a prompt
+    held         the most that any rank held of it
+    routed       what the chosen rank was expected to hold, with what was being computed there
+    reported     what its engine says it found
+
+Tokens are lost between any two of these, each with a cause (`Cause`). What one cache would have held is estimated from
+a sample of blocks, chosen by hash and bounded (SHARDS: Waldspurger and others, FAST 2015): of each it is known when it
+was last used, so that the distinct blocks used since, over the sampled share, are how large a cache had to be to hold
+it still. The other figures are counts.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import blake2b
+from secrets import token_bytes
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+FIRST_SHARE: Final = 32
+"""One block in so many is sampled at first; fewer once there are more than MAX_SAMPLED."""
+MAX_SAMPLED: Final = 4096
+BUCKET_S: Final = 60.0
+MAX_BUCKETS: Final = 60
+MAX_ROWS: Final = 4096
+MAX_PREFIXES: Final = 512
+NUM_PREFIXES_TOLD: Final = 10
+
+_LIMIT: Final = np.uint64((1 << 64) // FIRST_SHARE)
+_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Cause(StrEnum):
+    """Why tokens that could have been cached were computed, or might have been found."""
+
+    EVICTED = "evicted before reuse"
+    UNKNOWN = "held, when last used, by a rank that is not known exactly"
+    VARIANT = "cached under another salt or adapter"
+    ELSEWHERE = "held elsewhere, where it would have cost more"
+    ENGINE = "predicted, but not found by the engine"
+    UNREAD = "not readable, so that nothing was looked for"
+
+
+class Routed(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One request that was answered; all but `num_blocks` in tokens."""
+
+    model: str
+    worker: str
+    num_tokens: int
+    held: int = 0
+    routed: int = 0
+    in_flight: int = 0
+    """How much of `routed` was still being computed."""
+    reported: int | None = None
+    """None where the engine does not say."""
+    is_read: bool = True
+    is_exact: bool = True
+    """Whether the chosen rank's cache is known exactly."""
+    block_size: int = 1
+    sampled: bytes = b""
+    """Blocks of the sample, by number and plain hash: whatever salt and adapter it has."""
+    variant: int = 0
+    """Stands for salt and adapter."""
+
+
+SAMPLE: Final = np.dtype([("number", "u4"), ("hash", "u8")])
+
+
+def sample_of(plain_hashes: NDArray[np.uint64]) -> bytes:
+    """Return the blocks of a prompt that are in the sample at first, for `Routed`."""
+    numbers = np.flatnonzero(plain_hashes * _ODD < _LIMIT)
+    sample = np.empty(len(numbers), SAMPLE)
+    sample["number"], sample["hash"] = numbers, plain_hashes[numbers]
+    return sample.tobytes()
+
+
+@dataclass(slots=True)
+class _Used:
+    """A sampled block: its last use, by time and among all uses of the sample, and the variant it was in."""
+
+    turn: int
+    at_s: float
+    is_exact: bool
+    variant: int
+    num_uses: int = 1
+
+
+class Reuse:
+    """When blocks of the sample were last used, least recently used first out of it where they are too many."""
+
+    def __init__(self) -> None:
+        self.share = 1 / FIRST_SHARE
+        self._used: dict[int, _Used] = {}
+        self._turns: list[int] = []  # of the last uses, in order
+        self._turn = 0
+
+    def use(self, block: int, variant: int, now_s: float, *, is_exact: bool) -> tuple[float, _Used] | None:
+        """Return how many distinct blocks were used since, and the use before; None if there is none. Use it."""
+        if block * int(_ODD) % (1 << 64) >= self.share * (1 << 64):
+            return None
+        self._turn += 1
+        before, now = self._used.get(block), _Used(self._turn, now_s, is_exact, variant)
+        distance = 0.0
+        if before is not None:
+            idx = bisect_right(self._turns, before.turn)
+            distance = (len(self._turns) - idx) / self.share
+            del self._turns[idx - 1]
+            now.num_uses += before.num_uses
+        self._used[block] = now
+        self._turns.append(self._turn)
+        if len(self._used) > MAX_SAMPLED:
+            self._sample_fewer()
+        return None if before is None else (distance, before)
+
+    def _sample_fewer(self) -> None:
+        self.share /= 2
+        self._used = {
+            block: used for block, used in self._used.items() if block * int(_ODD) % (1 << 64) < self.share * (1 << 64)
+        }
+        self._turns = sorted(used.turn for used in self._used.values())
+
+    def described(self) -> dict[str, Any]:
+        """Return how large the sample is, and how uses are spread over its blocks."""
+        uses = sorted((used.num_uses for used in self._used.values()), reverse=True)
+        total = max(1, sum(uses))
+        popularity = {
+            f"{part:.0%}": round(sum(uses[: round(len(uses) * part)]) / total, 4) for part in (0.01, 0.1, 0.5)
+        }
+        return {"blocks": len(uses), "share": self.share, "share_of_uses_by_top_blocks": popularity}
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """What a minute's requests add up to."""
+
+    began_s: float
+    rows: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
+    distances: Counter[int] = field(default_factory=Counter)
+    """Of reuses, by the power of two that is next."""
+    stays: Counter[int] = field(default_factory=Counter)
+    """Of blocks that were evicted before reuse, likewise, in seconds."""
+    prefixes: dict[str, tuple[float, int, int]] = field(default_factory=dict)
+    """What prefixes cost: tokens computed for want of them, how long they are, how often."""
+
+
+class Regret:
+    """Adds up requests, by the minute. Times are handed in, and never go back."""
+
+    def __init__(self, max_buckets: int | None = MAX_BUCKETS) -> None:
+        """Keep so many minutes, or all."""
+        self._buckets: deque[_Bucket] = deque(maxlen=max_buckets)
+        self._reuse = Reuse()
+        self._secret = token_bytes(16)
+
+    def add(self, now_s: float, requests: Iterable[Routed], capacity_blocks: int) -> None:
+        """Count requests that ended by now; the fleet's caches together hold so many blocks."""
+        if not self._buckets or now_s - self._buckets[-1].began_s >= BUCKET_S:
+            self._buckets.append(_Bucket(now_s))
+        bucket = self._buckets[-1]
+        for request in requests:
+            key = (request.model, request.worker)
+            if key not in bucket.rows and len(bucket.rows) >= MAX_ROWS:
+                key = ("other", "other")
+            row = bucket.rows.setdefault(key, Counter())
+            row["requests"] += 1
+            row["prompt_tokens"] += request.num_tokens
+            if not request.is_read:
+                row[Cause.UNREAD] += request.num_tokens
+                continue
+            row["held"] += request.held
+            row["routed"] += request.routed
+            row["in_flight"] += request.in_flight
+            row[Cause.ELSEWHERE] += max(0, request.held - request.routed)
+            if request.reported is not None:
+                row["told_tokens"] += request.num_tokens
+                row["predicted"] += request.routed
+                row["reported"] += request.reported
+                row[Cause.ENGINE] += max(0, request.routed - request.reported)
+                surprise = "unpredicted" if request.is_exact else "unpredicted_as_not_known_exactly"
+                row[surprise] += max(0, request.reported - request.routed)
+            if request.sampled:
+                self._add_sampled(now_s, request, capacity_blocks, row, bucket)
+
+    def _add_sampled(
+        self, now_s: float, request: Routed, capacity_blocks: int, row: Counter[str], bucket: _Bucket
+    ) -> None:
+        best, lost, deepest = max(request.held, request.routed), 0.0, None
+        for number, block in np.frombuffer(request.sampled, SAMPLE).tolist():
+            found = self._reuse.use(block, request.variant, now_s, is_exact=request.is_exact)
+            tokens = request.block_size / self._reuse.share
+            row["sampled"] += 1
+            if found is None:
+                continue
+            distance, before = found
+            bucket.distances[int(distance).bit_length()] += 1
+            if distance > capacity_blocks:
+                continue
+            row["one_cache"] += round(tokens)
+            row["one_cache_sampled"] += 1
+            if (number + 1) * request.block_size <= best:
+                continue
+            if before.variant != request.variant:
+                row[Cause.VARIANT] += round(tokens)
+                continue
+            row[Cause.EVICTED if before.is_exact else Cause.UNKNOWN] += round(tokens)
+            bucket.stays[int(now_s - before.at_s).bit_length()] += 1
+            lost, deepest = lost + tokens, (number, block)
+        if deepest is not None:
+            number, block = deepest
+            name = blake2b(block.to_bytes(8, "little"), key=self._secret, digest_size=8).hexdigest()
+            cost, _, times = bucket.prefixes.get(name, (0.0, 0, 0))
+            bucket.prefixes[name] = (cost + lost, (number + 1) * request.block_size, times + 1)
+            if len(bucket.prefixes) > MAX_PREFIXES:
+                del bucket.prefixes[min(bucket.prefixes, key=lambda each: bucket.prefixes[each][0])]
+
+    def report(self, now_s: float, window_s: float) -> dict[str, Any]:
+        """Return what the requests of the last `window_s` add up to, up to a minute more."""
+        buckets = [each for each in self._buckets if each.began_s > now_s - window_s - BUCKET_S]
+        rows: dict[tuple[str, str], Counter[str]] = {}
+        total, distances, stays = Counter[str](), Counter[int](), Counter[int]()
+        prefixes: dict[str, tuple[float, int, int]] = {}
+        for bucket in buckets:
+            for key, row in bucket.rows.items():
+                rows.setdefault(key, Counter()).update(row)
+                total.update(row)
+            distances.update(bucket.distances)
+            stays.update(bucket.stays)
+            for name, (cost, length, times) in bucket.prefixes.items():
+                before = prefixes.get(name, (0.0, 0, 0))
+                prefixes[name] = (before[0] + cost, max(before[1], length), before[2] + times)
+        costliest = sorted(prefixes.items(), key=lambda each: -each[1][0])[:NUM_PREFIXES_TOLD]
+        sample, hit = self._reuse.described(), total["one_cache_sampled"] / max(1, total["sampled"])
+        sample["uses"], sample["standard_error"] = (
+            total["sampled"],
+            round((hit * (1 - hit) / max(1, sample["blocks"])) ** 0.5, 4),
+        )
+        return {
+            "window_s": round(now_s - min((each.began_s for each in buckets), default=now_s), 1),
+            "total": _told(total),
+            "by": [{"model": model, "worker": worker, **_told(row)} for (model, worker), row in sorted(rows.items())],
+            "sample": sample,
+            "reuse_distance_blocks": {str(1 << power): num for power, num in sorted(distances.items())},
+            "stay_needed_s": {str(1 << power): num for power, num in sorted(stays.items())},
+            "costliest_prefixes": [
+                {"prefix": name, "tokens_lost": round(cost), "length": length, "times": times}
+                for name, (cost, length, times) in costliest
+            ],
+        }
+
+
+def _told(row: Counter[str]) -> dict[str, Any]:
+    causes = {cause.value: row[cause] for cause in Cause if row[cause]}
+    names = (
+        "requests",
+        "prompt_tokens",
+        "one_cache",
+        "held",
+        "routed",
+        "in_flight",
+        "told_tokens",
+        "predicted",
+        "reported",
+    )
+    unpredicted = {name: row[name] for name in ("unpredicted", "unpredicted_as_not_known_exactly") if row[name]}
+    return {name: row[name] for name in names} | {"lost": causes} | unpredicted

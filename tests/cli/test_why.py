@@ -1,0 +1,66 @@
+"""`kvist why` of recordings and of a running router, as its user sees it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvist.cli import main
+
+
+def recorded(path: Path, lines: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def lines_of(num_blocks: int) -> list[dict[str, Any]]:
+    """Two prompts that take turns; the first is found the second time, the second never."""
+    asked = {"input_length": num_blocks * 16 + 1, "output_length": 5, "block_size": 16, "model": "m", "worker": "w"}
+    first, second = ([name * 10**9 + idx for idx in range(num_blocks)] for name in (1, 2))
+    size = num_blocks * 16
+    return [
+        asked | {"timestamp": 0, "hash_ids": first, "overlap_predicted": 0, "overlap_held": 0},
+        asked | {"timestamp": 10_000, "hash_ids": second, "overlap_predicted": 0, "overlap_held": 0},
+        asked
+        | {"timestamp": 20_000, "hash_ids": first, "overlap_predicted": size, "overlap_held": size}
+        | {"overlap_reported": size - 160},
+        asked | {"timestamp": 70_000, "hash_ids": second, "overlap_predicted": 0, "overlap_held": 320, "status": 200},
+        asked | {"timestamp": 70_001, "hash_ids": second, "status": 503},
+    ]
+
+
+def test_a_recording_says_what_was_lost_and_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, size = recorded(tmp_path / "requests.jsonl", lines_of(3200)), 3200 * 16
+    assert main(["why", path, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["total"]["requests"] == 4
+    lost = report["total"]["lost"]
+    assert lost["predicted, but not found by the engine"] == 160
+    assert lost["held elsewhere, where it would have cost more"] == 320
+    assert lost["evicted before reuse"] == pytest.approx(size - 320, rel=0.3)
+    assert report["stay_needed_s"].keys() == {"64"}
+    assert main(["why", path]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"evicted before reuse.*more cache", shown)
+    assert "Evicted blocks would have had to stay up to 64 s" in shown
+
+
+def test_a_smaller_cache_would_not_have_held_it_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recorded(tmp_path / "requests.jsonl", lines_of(3200))
+    assert main(["why", path, "--json", "--cache-tokens", "16000"]) == 0
+    assert "evicted before reuse" not in json.loads(capsys.readouterr().out)["total"]["lost"]
+
+
+def test_mistakes_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["why", recorded(tmp_path / "empty.jsonl", [])]) == 2
+    assert "expected a line for each request" in capfd.readouterr().err
+    assert main(["why", recorded(tmp_path / "bad.jsonl", [{"timestamp": "noon"}])]) == 2
+    assert "bad.jsonl, line 1" in capfd.readouterr().err
+    assert main(["why", str(tmp_path / "missing.jsonl")]) == 1
+    assert "missing.jsonl" in capfd.readouterr().err
+    assert main(["why", "http://127.0.0.1:9"]) == 1
+    assert "kvist why" in capfd.readouterr().err
