@@ -721,6 +721,14 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
             return found["approximate"] and found["overlap_blocks"]["gpu"] == 9
 
         await until(is_expected)
+        for front in FRONTS:
+
+            async def are_counted(front: int = front) -> bool:
+                """Return whether what came of requests at either front is told at this one."""
+                told = (await router.call(front, "/regret?window=1h"))[1]["total"]
+                return told["requests"] == sum(len(prompts) for prompts in (await prompts_of(fleet)).values())
+
+            await until(are_counted)
         router.parts()[KEEPER].kill()
         for url in caches:
             store(url, 1000 * (len(expected) + 8) + 500 * (url == fleet[0].url))
