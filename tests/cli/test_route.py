@@ -37,12 +37,22 @@ def test_without_arguments_the_defaults_hold() -> None:
 def test_flags_are_read_in_their_keys_types() -> None:
     read = config(
         *("--worker-urls", WORKER, "http://b:2", "--policy", "Random", "--block-size", "32", "--port", "0"),
-        *("--tier-credits", "1", "0.5", "--temperature", "0.25", "--kv-event-source", f"{WORKER}=tcp://h:1"),
+        *(
+            "--tier-credits",
+            "1",
+            "0.5",
+            "0.25",
+            "0",
+            "--queue-timeout-s",
+            "0.25",
+            "--kv-event-source",
+            f"{WORKER}=tcp://h:1",
+        ),
         *("--kv-event-source", f"{WORKER}=tcp://h:3?replay_port=9"),
     )
     assert read.worker_urls == (WORKER, "http://b:2")
     assert (read.policy, read.block_size, read.port) == ("random", 32, 0)
-    assert (read.tier_credits, read.temperature) == ((1.0, 0.5), 0.25)
+    assert (read.tier_credits, read.queue_timeout_s) == ((1.0, 0.5, 0.25, 0.0), 0.25)
     assert read.kv_event_sources == {WORKER: ("tcp://h:1", "tcp://h:3?replay_port=9")}
 
 
@@ -56,7 +66,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("temprature = 1", "temprature: got 1, expected a known key, such as temperature"),
+        ("polciy = 1", "polciy: got 1, expected a known key, such as policy"),
         ('port = "1"', "port: got '1', expected int"),
         ("[router]\nport = 1", "router: got {'port': 1}, expected a known key"),
         ("port = ", "valid TOML"),
@@ -129,7 +139,7 @@ def test_help_is_in_groups_and_every_key_of_the_file_but_mappings_is_a_flag(caps
     assert flags.pop("options") == {"log-level", "config"}
     assert {"connect-timeout-s", "first-byte-timeout-s", "idle-timeout-s", "request-timeout-s"} <= flags["timeouts"]
     assert {"worker-urls", "kv-event-source"} <= flags["workers"]
-    assert {"policy", "temperature"} <= flags["routing"]
+    assert {"policy", "tier-credits"} <= flags["routing"]
     assert {"api-key", "client-ca", "worker-ca", "tls-key"} <= flags["security"]
     keys = {field.name.replace("_", "-") for field in fields(RouterConfig)} - {"worker-api-keys", "kv-event-sources"}
     assert set().union(*flags.values()) == keys | {"kv-event-source"}

@@ -692,6 +692,7 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
         expected[url] = tokens = list(range(first, first + 160))
         caches[url].stored([hash(tuple(tokens[: 16 * (idx + 1)])) for idx in range(10)], tokens)
 
+    num_before = (await prompts_of(fleet)).total()
     async with routing("--policy", "kv", "--block-size", 16, *TIMES) as router:
 
         async def is_known() -> bool:
@@ -726,7 +727,7 @@ async def test_what_workers_hold_is_known_at_all_fronts_and_again_after_the_keep
             async def are_counted(front: int = front) -> bool:
                 """Return whether what came of requests at either front is told at this one."""
                 told = (await router.call(front, "/regret?window=1h"))[1]["total"]
-                return told["requests"] == sum(len(prompts) for prompts in (await prompts_of(fleet)).values())
+                return told["requests"] == (await prompts_of(fleet)).total() - num_before
 
             await until(are_counted)
         router.parts()[KEEPER].kill()
